@@ -1,0 +1,194 @@
+"""The engine's configuration: frozen, and resolved once.
+
+A caller writes `EngineConfig`, in which most numbers may stay "auto". `resolve` is a pure function of that, of facts
+about the model and of facts about the machine; the `ResolvedConfig` it returns is what the engine runs on.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from chairlift.errors import ConfigurationError
+
+Auto = Literal["auto"]
+Count = Annotated[int, Field(ge=1)]
+
+MAX_AUTO_SEQ_LEN = 4096  # a slot is sized for the worst case, so "auto" does not take a model's 128k at its word
+MAX_AUTO_SLOTS_CPU = 32
+MAX_AUTO_SLOTS_GPU = 256
+AUTO_STEPS_PER_LAUNCH = 4
+AUTO_BATCHED_TOKENS_CPU = 512
+AUTO_BATCHED_TOKENS_GPU = 8192
+
+
+class DType(StrEnum):
+    """Number formats that weights and cache may have."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 if self is DType.FLOAT32 else 2
+
+
+class AttentionBackend(StrEnum):
+    """Ways to compute attention over the slots."""
+
+    TORCH = "torch"
+    FLASH_ATTN = "flash_attn"
+
+
+class EngineConfig(BaseModel):
+    """How to run a model. Field descriptions are the help texts of the command line's flags."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("bundled", description="checkpoint directory, hub id, or 'bundled' for the model in the package")
+    tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer, if not beside the model")
+    chat_template: str | None = Field(None, description="file with a Jinja chat template to use instead of the model's")
+    device: str = Field("auto", description="'cpu', 'cuda', 'cuda:1', ...; auto: the first GPU if there is one")
+    dtype: DType | Auto = Field("auto", description="auto: the checkpoint's, or float32 where the CPU lacks it")
+    attention_backend: AttentionBackend | Auto = Field("auto", description="auto: flash_attn on a GPU that has it")
+    max_batch_size: Count | Auto = Field("auto", description="cache slots: requests that run at the same time")
+    max_seq_len: Count | Auto = Field("auto", description="tokens a slot holds: prompt and answer together")
+    max_num_batched_tokens: Count | Auto = Field("auto", description="token budget of one step")
+    max_steps_per_launch: Count | Auto = Field("auto", description="decode steps between two looks of the host")
+    max_queue_size: int = Field(1024, ge=0, description="requests that may wait for a slot; more are refused")
+    memory_fraction: float = Field(0.8, gt=0.0, le=1.0, description="share of free memory that the cache may take")
+    num_threads: Count | Auto = Field("auto", description="CPU threads for the model; auto: torch's choice")
+    seed: int = Field(0, ge=0, description="seeds the sampling of requests that name no seed of their own")
+
+
+class ResolvedConfig(EngineConfig):
+    """An `EngineConfig` with every "auto" decided."""
+
+    dtype: DType
+    attention_backend: AttentionBackend
+    max_batch_size: int
+    max_seq_len: int
+    max_num_batched_tokens: int
+    max_steps_per_launch: int
+
+    @model_validator(mode="after")
+    def _check_token_budget(self) -> Self:
+        if self.max_num_batched_tokens < self.max_batch_size:
+            raise ConfigurationError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_batch_size"
+                f" ({self.max_batch_size}): a step must have room for one token of every running request;"
+                " raise the first or lower the second"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What `resolve` needs to know of a checkpoint."""
+
+    dtype: DType
+    max_position_embeddings: int
+    num_parameters: int
+    kv_elements_per_token: int  # keys and values, all layers
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What `resolve` needs to know of the machine. `device` is concrete: "cpu" or "cuda:0"."""
+
+    device: str
+    fast_dtypes: frozenset[DType]  # formats that the device multiplies natively
+    free_bytes: int
+    has_flash_attn: bool
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device != "cpu"
+
+
+def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> ResolvedConfig:
+    """Decides every "auto"; refuses with `ConfigurationError` what cannot work, and says what to change."""
+    dtype = _resolve_dtype(config, model, machine)
+    backend = _resolve_attention(config, machine, dtype)
+    seq_len = _resolve_seq_len(config, model)
+    slots = _resolve_slots(config, model, machine, dtype, seq_len)
+    default_budget = AUTO_BATCHED_TOKENS_GPU if machine.is_gpu else AUTO_BATCHED_TOKENS_CPU
+    return ResolvedConfig(
+        **config.model_dump(exclude=_RESOLVED_FIELDS),
+        device=machine.device,
+        dtype=dtype,
+        attention_backend=backend,
+        max_batch_size=slots,
+        max_seq_len=seq_len,
+        max_num_batched_tokens=_or_default(config.max_num_batched_tokens, max(default_budget, slots)),
+        max_steps_per_launch=_or_default(config.max_steps_per_launch, AUTO_STEPS_PER_LAUNCH),
+    )
+
+
+_RESOLVED_FIELDS = {
+    "device",
+    "dtype",
+    "attention_backend",
+    "max_batch_size",
+    "max_seq_len",
+    "max_num_batched_tokens",
+    "max_steps_per_launch",
+}
+
+
+def _or_default(value: int | Auto, default: int) -> int:
+    return default if value == "auto" else value
+
+
+def _resolve_dtype(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> DType:
+    if config.dtype != "auto":
+        return config.dtype
+    return model.dtype if model.dtype in machine.fast_dtypes else DType.FLOAT32
+
+
+def _resolve_attention(config: EngineConfig, machine: MachineFacts, dtype: DType) -> AttentionBackend:
+    is_possible = machine.is_gpu and machine.has_flash_attn and dtype is not DType.FLOAT32
+    if config.attention_backend == "auto":
+        return AttentionBackend.FLASH_ATTN if is_possible else AttentionBackend.TORCH
+    if config.attention_backend is AttentionBackend.FLASH_ATTN and not is_possible:
+        raise ConfigurationError(
+            "attention_backend flash_attn needs a CUDA device, the package flash-attn and bfloat16 or float16;"
+            f" here: device {machine.device}, flash-attn {'found' if machine.has_flash_attn else 'not installed'},"
+            f" dtype {dtype}; choose attention_backend torch, or mend that"
+        )
+    return config.attention_backend
+
+
+def _resolve_seq_len(config: EngineConfig, model: ModelFacts) -> int:
+    if config.max_seq_len == "auto":
+        return min(model.max_position_embeddings, MAX_AUTO_SEQ_LEN)
+    if config.max_seq_len > model.max_position_embeddings:
+        raise ConfigurationError(
+            f"max_seq_len {config.max_seq_len} is more than the model's {model.max_position_embeddings} positions"
+        )
+    return config.max_seq_len
+
+
+def _resolve_slots(
+    config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType, seq_len: int
+) -> int:
+    """Slots that were asked for, if they fit; with "auto" as many as fit, up to the device's usual number."""
+    slot_bytes = seq_len * model.kv_elements_per_token * dtype.num_bytes
+    weight_bytes = model.num_parameters * dtype.num_bytes
+    cache_bytes = max(0, int((machine.free_bytes - weight_bytes) * config.memory_fraction))
+    num_fitting = cache_bytes // slot_bytes
+    ceiling = MAX_AUTO_SLOTS_GPU if machine.is_gpu else MAX_AUTO_SLOTS_CPU
+    num_slots = _or_default(config.max_batch_size, max(1, min(num_fitting, ceiling)))
+    if num_slots > num_fitting:
+        raise ConfigurationError(
+            f"the cache does not fit: {num_slots} slots of {seq_len} tokens need {_gib(num_slots * slot_bytes)},"
+            f" and {_gib(cache_bytes)} may be used ({config.memory_fraction:.0%} of what {_gib(machine.free_bytes)}"
+            f" free leave beside {_gib(weight_bytes)} of weights); lower max_batch_size or max_seq_len"
+        )
+    return num_slots
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

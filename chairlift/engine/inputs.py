@@ -1,0 +1,153 @@
+"""From what a caller writes to what the engine runs: tokenize, check, fill in what was left open."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chairlift.config import ResolvedConfig
+from chairlift.engine.tokenizer import Message, Tokenizer
+from chairlift.errors import CheckpointError, InvalidRequest
+from chairlift.models.checkpoint import find_directory
+from chairlift.params import SamplingParams
+from chairlift.scheduler import Request
+
+Prompt = str | list[int]
+
+_SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A checked prompt and the sequences, one per choice, that continue it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    requests: list[Request]
+
+
+class InputProcessor:
+    """Makes `Generation`s. InvalidRequest says what to change; nothing reaches the engine then."""
+
+    def __init__(self, config: ResolvedConfig, vocab_size: int) -> None:
+        directory = find_directory(config.model)
+        self.tokenizer = Tokenizer(find_directory(config.tokenizer or config.model), config.chat_template)
+        self.max_seq_len = config.max_seq_len
+        self._vocab_size = vocab_size
+        self._seeds = random.Random(config.seed)
+        generation_config = _read_generation_config(directory)
+        self._eos_token_ids = _eos_token_ids(generation_config, directory, self.tokenizer)
+        self.default_params = SamplingParams(**_default_fields(generation_config))
+
+    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> Generation:
+        """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json)."""
+        params = params or self.default_params
+        token_ids = self._tokenize(prompt)
+        self._check_tokens(token_ids)
+        max_tokens = self._max_tokens(len(token_ids), params)
+        self._check_ids_in_params(params)
+        first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        requests = [
+            Request(f"{request_id}-{index}", token_ids, params, max_tokens, first_seed + index, self._eos_token_ids)
+            for index in range(params.n)
+        ]
+        return Generation(request_id, prompt if isinstance(prompt, str) else None, token_ids, params, requests)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation in the model's chat template. InvalidRequest if the template refuses it."""
+        if not messages:
+            raise InvalidRequest("messages is empty; give at least one message", "messages")
+        return self.tokenizer.encode_chat(messages)
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("the prompt is empty; give at least one character", "prompt")
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise InvalidRequest("a prompt is a string or a list of token ids", "prompt")
+        return prompt
+
+    def _check_tokens(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
+            raise InvalidRequest(
+                f"token id {wrong} is not in the model's vocabulary [0, {self._vocab_size})", "prompt"
+            )
+        num_excess = len(token_ids) - (self.max_seq_len - 1)
+        if num_excess > 0:
+            raise InvalidRequest(
+                f"the prompt has {len(token_ids)} tokens, {num_excess} too many: a sequence holds"
+                f" {self.max_seq_len} tokens, and at least one is for the answer",
+                "prompt",
+            )
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        room = self.max_seq_len - num_prompt_tokens
+        if params.max_tokens is not None and params.max_tokens > room and not params.is_max_tokens_open:
+            raise InvalidRequest(
+                f"max_tokens {params.max_tokens} does not fit: the prompt has {num_prompt_tokens} tokens and a"
+                f" sequence holds {self.max_seq_len}, which leaves {room}; lower max_tokens or leave it out",
+                "max_tokens",
+            )
+        if params.min_tokens > room:
+            raise InvalidRequest(
+                f"min_tokens {params.min_tokens} does not fit; the prompt leaves room for {room} tokens", "min_tokens"
+            )
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _check_ids_in_params(self, params: SamplingParams) -> None:
+        for field, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in token_ids:
+                if not 0 <= token < self._vocab_size:
+                    raise InvalidRequest(
+                        f"{field}: token id {token} is not in the model's vocabulary [0, {self._vocab_size})", field
+                    )
+
+
+def _read_generation_config(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    return dict(parsed)
+
+
+def _eos_token_ids(generation_config: dict[str, Any], directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """End tokens, one or several: of generation_config.json, else of config.json, else the tokenizer's."""
+    eos = generation_config.get("eos_token_id")
+    if eos is None:
+        eos = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])
+
+
+def _default_fields(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Sampling defaults of a checkpoint under our names. `do_sample: false`, where it is written, means greedy."""
+    fields = {
+        ours: generation_config[theirs]
+        for theirs, ours in _SAMPLING_FIELDS.items()
+        if generation_config.get(theirs) is not None
+    }
+    if generation_config.get("do_sample") is False:
+        fields["temperature"] = 0.0
+    return fields

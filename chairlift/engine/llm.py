@@ -1,0 +1,132 @@
+"""`LLM`: a Python call. The calling thread itself drives the engine, so there is nothing to start or to wait for."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from chairlift.config import EngineConfig
+from chairlift.engine.core import EngineCore
+from chairlift.engine.inputs import Generation, InputProcessor, Prompt
+from chairlift.engine.outputs import GenerationState, OutputProcessor
+from chairlift.engine.tokenizer import Message
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
+from chairlift.params import RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_DELAY_S = 1.0  # short work needs no progress bar
+
+
+class LLM:
+    """A model and its engine. Calls from several threads take turns; a context manager closes it."""
+
+    def __init__(self, model: str = "bundled", **config: Any) -> None:  # noqa: ANN401 - EngineConfig's fields, checked there
+        """`model`: a checkpoint directory, a hub id or "bundled"; `config`: fields of `EngineConfig`."""
+        self._core: EngineCore | None = EngineCore(EngineConfig(model=model, **config))
+        self.config = self._core.config
+        self._inputs = InputProcessor(self.config, self._core.vocab_size)
+        self._outputs = OutputProcessor(self._inputs.tokenizer)
+        self._ids = count()
+        self._turn = threading.Lock()
+        self._failure: Exception | None = None
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues each prompt; the results are in prompt order, whatever the order of completion.
+
+        `prompts`: a text, texts, or lists of token ids. `params`: one for all or one per prompt; None: the model's
+        own defaults. `use_tqdm`: a progress bar on standard error, if that is a terminal and the work is long.
+        `InvalidRequest` if one of them cannot be served; nothing is computed then.
+        """
+        listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = _one_per_prompt(params, len(listed))
+        generations = [
+            self._inputs.prepare(str(next(self._ids)), prompt, one)
+            for prompt, one in zip(listed, each, strict=True)
+        ]
+        return self._run(generations, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several: lists of `{"role": ..., "content": ...}`."""
+        is_single = bool(messages) and isinstance(messages[0], dict)
+        conversations: Any = [messages] if is_single else messages
+        prompts = [self._inputs.encode_chat(conversation) for conversation in conversations]
+        return self.generate(prompts, params, use_tqdm)
+
+    def close(self) -> None:
+        """Gives the memory back. Calls after it raise `EngineClosed`."""
+        with self._turn:
+            self._core = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, generations: list[Generation], use_tqdm: bool) -> list[RequestOutput]:
+        disable = None if use_tqdm else True  # None: tqdm looks whether standard error is a terminal
+        with self._turn, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
+            core = self._usable_core()
+            states = [self._outputs.open(generation) for generation in generations]
+            try:
+                self._drive(core, states, bar)
+            finally:
+                for state in states:  # after an interrupt, nothing of this call goes on
+                    for request_id in state.unfinished_ids:
+                        core.abort(request_id)
+                    self._outputs.close(state)
+        return [state.snapshot() for state in states]
+
+    def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
+        waiting = deque(states)
+        while waiting or core.has_work:
+            while waiting and (
+                len(waiting[0].generation.requests) <= core.num_acceptable or not core.has_work
+            ):
+                core.add(*waiting.popleft().generation.requests)
+            try:
+                events = core.step()
+            except Exception as error:
+                self._failure = error
+                raise EngineDead(f"a step failed: {type(error).__name__}: {error}") from error
+            delivery = self._outputs.process(events)
+            for request_id in delivery.to_abort:
+                core.abort(request_id)
+            bar.update(sum(state.is_finished for state in delivery.changed))
+
+    def _usable_core(self) -> EngineCore:
+        if self._failure is not None:
+            raise EngineDead(f"an earlier step failed: {self._failure}")
+        if self._core is None:
+            raise EngineClosed("this LLM was closed; make a new one")
+        return self._core
+
+
+def _one_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams] | list[None]:
+    if params is None:
+        return [None] * num_prompts
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequest(f"{num_prompts} prompts, but {len(params)} sampling params; give one, or one each", "params")
+    return list(params)

@@ -1,0 +1,60 @@
+"""Every exception that Chairlift raises on purpose.
+
+    ChairliftError
+    ├── InvalidRequest (ValueError)      the caller's input cannot be served; `param` names the field
+    │   └── ModelNotFound                a request names a model that is not served here
+    ├── ConfigurationError (ValueError)  a setting that cannot work on this machine or with this model
+    │   └── CheckpointError              a checkpoint that is missing, damaged or not a supported model
+    ├── CacheFull (ValueError)           more slots asked for than are free
+    ├── QueueFull                        the bounded waiting queue has no place left
+    ├── EngineClosed                     the engine was closed, or is draining; nothing new is taken
+    └── EngineDead                       a step failed; the engine serves nothing any more
+"""
+
+
+class ChairliftError(Exception):
+    """Base of all of them: `except ChairliftError` catches what this package raises on purpose."""
+
+
+class InvalidRequest(ChairliftError, ValueError):
+    """The caller's input cannot be served. The message says what to change."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelNotFound(InvalidRequest):
+    """The request names a model that this server does not have."""
+
+
+class ConfigurationError(ChairliftError, ValueError):
+    """A setting that cannot work on this machine or with this model."""
+
+
+class CheckpointError(ConfigurationError):
+    """A checkpoint that is missing, damaged, or of a kind that is not supported."""
+
+
+class CacheFull(ChairliftError, ValueError):
+    """More slots were asked for than are free. Nothing was claimed."""
+
+    def __init__(self, num_asked: int, num_free: int) -> None:
+        super().__init__(f"asked for {num_asked} cache slots, {num_free} are free")
+        self.num_asked = num_asked
+        self.num_free = num_free
+
+
+class QueueFull(ChairliftError):
+    """The waiting queue has no place left; try again later."""
+
+    def __init__(self, max_queue_size: int) -> None:
+        super().__init__(f"the waiting queue is full ({max_queue_size} requests); try again later")
+
+
+class EngineClosed(ChairliftError):
+    """The engine was closed or is draining; nothing new is taken."""
+
+
+class EngineDead(ChairliftError):
+    """A step failed and the engine stopped; what ran then ended with this error."""

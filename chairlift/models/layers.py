@@ -1,0 +1,71 @@
+"""Parts that architectures are wired from."""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from chairlift.models.config import RopeConfig
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, normalised in float32 (Zhang & Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, size] -> [T, size]`"""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up as one product (SwiGLU, Shazeer 2020)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, has_bias: bool) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=has_bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=has_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden] -> [T, hidden]`"""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        projected: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        return projected
+
+
+def rope_tables(config: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of every position: float32 `[2, max_seq_len, head_dim]`, both halves of a head alike."""
+    frequencies = _inverse_frequencies(config, head_dim).to(device)
+    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32, device=device), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates heads `[T, H, D]` by their positions' angles `[T, 1, D]` (halves paired, as in Hugging Face)."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+def _inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """float32 `[head_dim / 2]`: theta^(-2i/d) (Su et al. 2021), stretched for longer contexts if so configured."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / config.theta**exponents
+    if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "llama3":
+        return _llama3_frequencies(frequencies, config)
+    return frequencies
+
+
+def _llama3_frequencies(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
+    """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, a smooth passage between."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = config.original_max_position_embeddings / wavelengths
+    smooth = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / config.factor + smooth * frequencies

@@ -1,0 +1,96 @@
+"""Llama (Touvron et al. 2023, Grattafiori et al. 2024) as wiring over one ragged batch of tokens.
+
+Module names follow the checkpoint's tensor names, so that loading needs only the table of fused weights.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from chairlift.models.attention import Attend
+from chairlift.models.config import ModelConfig
+from chairlift.models.layers import GatedMLP, RMSNorm, apply_rope, rope_tables
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        num_fused_heads = config.num_heads + 2 * config.num_kv_heads
+        bias = config.has_attention_bias
+        self.qkv_proj = nn.Linear(config.hidden_size, num_fused_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        num_rotated = self.num_heads + self.num_kv_heads
+        rotated = apply_rope(heads[:, :num_rotated], cos, sin)
+        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        attended = attend(self.layer_idx, query, key, heads[:, num_rotated:])
+        projected: torch.Tensor = self.o_proj(attended.flatten(1))
+        return projected
+
+
+class _DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = _SelfAttention(config, layer_idx)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.has_mlp_bias)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
+
+
+class _Decoder(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Llama(nn.Module):
+    """Token ids in, hidden states out; logits only where asked for."""
+
+    FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    rope: torch.Tensor  # [2, max_seq_len, head_dim] in the model's dtype: cosines and sines
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Decoder(config)
+        if not config.is_tied:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def set_max_seq_len(self, max_seq_len: int) -> None:
+        """Prepares the rotary tables for positions below that."""
+        weight = self.model.embed_tokens.weight
+        tables = rope_tables(self.config.rope, self.config.head_dim, max_seq_len, weight.device)
+        self.rope = tables.to(weight.dtype)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """int64 `[T]`, int64 `[T]` -> final hidden states `[T, hidden]`."""
+        cos, sin = self.rope[:, positions].unsqueeze(2)  # [T, 1, D] each
+        x = self.model.embed_tokens(input_ids)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, attend)
+        normalised: torch.Tensor = self.model.norm(x)
+        return normalised
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[N, hidden]` -> float32 `[N, vocab]`."""
+        head = self.model.embed_tokens if self.config.is_tied else self.lm_head
+        return F.linear(hidden, head.weight).float()
+
+    def ignored_tensors(self, names: Iterable[str]) -> set[str]:
+        """Tensors that a checkpoint may hold in vain: a tied head's copy, and rotary tables of older formats."""
+        tied = {"lm_head.weight"} if self.config.is_tied else set()
+        return tied | {name for name in names if name.endswith(".rotary_emb.inv_freq")}

@@ -1,0 +1,101 @@
+"""What a caller asks for and what comes back: SamplingParams, RequestOutput, finish reasons.
+
+Names and meaning follow vLLM. A field that does not exist is an error, never ignored.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+MAX_CHOICES = 128
+MAX_SEED = 2**63 - 1
+
+
+def _as_list(value: object) -> object:
+    """`stop="x"` means `stop=["x"]`."""
+    return [value] if isinstance(value, str) else ([] if value is None else value)
+
+
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)]
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the slot is full
+    ABORT = "abort"  # the caller took it back, or the server is going down
+
+
+class SamplingParams(BaseModel):
+    """How to continue one prompt. Validated on construction (`pydantic.ValidationError`, a `ValueError`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES, description="independent continuations of the prompt")
+    max_tokens: int | None = Field(
+        16, ge=1, description="most new tokens; left open (unset or None), the room in the slot also bounds it"
+    )
+    min_tokens: int = Field(0, ge=0, description="new tokens before an end or stop token may be sampled")
+    temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="0 means greedy")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="smallest set of tokens with this probability mass")
+    top_k: int = Field(0, ge=-1, description="this many likeliest tokens; 0 or -1: all")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="drop tokens below this share of the likeliest one")
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted once a token was generated")
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted per time it was generated")
+    repetition_penalty: float = Field(
+        1.0, gt=0.0, allow_inf_nan=False, description="divides (multiplies negative) logits of tokens seen so far"
+    )
+    logit_bias: dict[int, float] = Field(
+        default_factory=dict, description="token id -> number added to its logit, between -100 and 100"
+    )
+    seed: int | None = Field(
+        None, ge=-MAX_SEED - 1, le=MAX_SEED, description="same seed, same tokens, whatever else is in the batch"
+    )
+    stop: StopStrings = Field(default_factory=list, description="strings that end the text and are not part of it")
+    stop_token_ids: list[int] = Field(default_factory=list, description="tokens that end the text")
+    ignore_eos: bool = Field(False, description="go on after the model's own end token")
+
+    @model_validator(mode="after")
+    def _check_across_fields(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
+        if any(not -100.0 <= bias <= 100.0 for bias in self.logit_bias.values()):
+            raise ValueError("logit_bias must lie between -100 and 100")
+        return self
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def is_max_tokens_open(self) -> bool:
+        """True if the caller did not say how long the answer may be."""
+        return self.max_tokens is None or "max_tokens" not in self.model_fields_set
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation. `token_ids` includes the end token that was sampled, `text` does not."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for the end token
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's state so far; `outputs[j]` is its j-th continuation, cumulative."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)

@@ -1,0 +1,76 @@
+"""One sequence on its way through the engine: token ids only, no text.
+
+There are no phases. `num_computed` tokens have keys and values in the slot and chase the `num_tokens` that are known;
+a prompt, a chunk of one and a decode step are all "catching up":
+
+    token_ids  |=== prompt ===============|=== generated ===|
+               0        num_computed ^                      ^ num_tokens
+                                     |--- num_uncomputed ---|      decoding: exactly 1
+"""
+
+from dataclasses import dataclass, field
+
+from chairlift.params import FinishReason, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt and what has been generated for it. `max_tokens` is resolved: it fits into a slot."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    eos_token_ids: frozenset[int] = frozenset()
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_computed: int = field(init=False, default=0)
+    slot: int | None = field(init=False, default=None)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    stop_reason: int | None = field(init=False, default=None)
+    end_token_ids: frozenset[int] = field(init=False)  # sampling one of them ends the sequence
+    _stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self._stop_token_ids = frozenset(self.params.stop_token_ids)
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.end_token_ids = eos | self._stop_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_tokens - self.num_output_tokens
+
+    def accept(self, sampled: list[int]) -> list[int]:
+        """Appends sampled tokens up to and including the one that ends the sequence; returns those kept."""
+        kept = []
+        for token in sampled:
+            self.token_ids.append(token)
+            kept.append(token)
+            if self._ends_with(token):
+                break
+        return kept
+
+    def _ends_with(self, token: int) -> bool:
+        num_output = self.num_output_tokens
+        if token in self.end_token_ids and num_output > self.params.min_tokens:
+            self.finish_reason = FinishReason.STOP
+            self.stop_reason = token if token in self._stop_token_ids else None
+        elif num_output >= self.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason is not None

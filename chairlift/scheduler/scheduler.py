@@ -1,0 +1,155 @@
+"""The policy: who runs, how many tokens of whom, for how many steps.
+
+- Decode rows always go on: the token budget is at least the number of slots.
+- What is left of the budget goes to prompts, in arrival order: first those begun, then those that wait and find a
+  free slot. A prompt that does not fit is computed in chunks, so it never stalls the decoding of others.
+- When nobody waits and nobody is being prefilled, several decode steps go into one launch.
+
+Nothing starves: every running row gets a token per step, requests are admitted in arrival order, and each ends after
+at most `max_tokens` of its own.
+"""
+
+from collections.abc import Sequence
+
+from chairlift.cache.ledger import Reservation, SlotLedger
+from chairlift.errors import QueueFull
+from chairlift.params import FinishReason
+from chairlift.scheduler.plan import RowPlan, StepPlan, TokenEvent
+from chairlift.scheduler.request import Request
+
+
+class _StepBudget:
+    """Tokens that the step being planned may still compute. Lives as long as one `schedule` call."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.left = num_tokens
+
+    def take(self, num_wanted: int) -> int:
+        num_taken = min(num_wanted, self.left)
+        self.left -= num_taken
+        return num_taken
+
+
+class Scheduler:
+    """Turns waiting requests into step plans, and sampled tokens into events. Not thread-safe: one owner."""
+
+    def __init__(
+        self, slots: SlotLedger, max_num_batched_tokens: int, max_steps_per_launch: int, max_queue_size: int
+    ) -> None:
+        if max_num_batched_tokens < slots.num_slots:
+            raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {slots.num_slots} slots")
+        self._slots = slots
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_steps_per_launch = max_steps_per_launch
+        self._max_queue_size = max_queue_size
+        self._waiting: dict[str, Request] = {}  # both in arrival order
+        self._running: dict[str, Request] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_acceptable(self) -> int:
+        """Requests that `add` would take now: places in the queue, and free slots that nobody waits for yet."""
+        return self._max_queue_size + self._slots.num_free - len(self._waiting)
+
+    def add(self, *requests: Request) -> None:
+        """Queues requests, all or none; they start as slots are free. `QueueFull` if too many would wait."""
+        for request in requests:
+            if request.request_id in self._waiting or request.request_id in self._running:
+                raise ValueError(f"request {request.request_id!r} is already here")
+        if len(requests) > self.num_acceptable:
+            raise QueueFull(self._max_queue_size)
+        self._waiting.update({request.request_id: request for request in requests})
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """Ends a request wherever it is, between two steps. None if it is not here (any more)."""
+        request = self._waiting.pop(request_id, None) or self._running.get(request_id)
+        if request is None:
+            return None
+        request.finish_reason = FinishReason.ABORT
+        if request.slot is not None:
+            self._retire(request)
+        return TokenEvent(request_id, [], FinishReason.ABORT, None)
+
+    def schedule(self) -> StepPlan:
+        """The next step. Claims slots for those it admits; its plan must be executed and given to `update`."""
+        budget = _StepBudget(self._max_num_batched_tokens)
+        decode = [RowPlan(request, 1, True) for request in self._running.values() if request.num_uncomputed == 1]
+        budget.take(len(decode))
+        prefill = [
+            _chunk(request, budget)
+            for request in self._running.values()
+            if request.num_uncomputed > 1 and budget.left
+        ]
+        prefill += [_chunk(request, budget) for request in self._admit_while(budget)]
+        num_steps = 1 if prefill or self._waiting else self._steps_for(decode)
+        return StepPlan(rows=(*decode, *prefill), num_decode_rows=len(decode), num_steps=num_steps)
+
+    def update(
+        self, plan: StepPlan, sampled: Sequence[list[int]], reservation: Reservation
+    ) -> list[TokenEvent]:
+        """Takes each row's sampled tokens, commits what counts, retires who ended. One event per row with news."""
+        events, valid_lengths = [], []
+        for row, tokens in zip(plan.rows, sampled, strict=True):
+            request = row.request
+            kept = request.accept(tokens)
+            # The last token sampled has no key and value yet: it is the first input of the next step.
+            valid_lengths.append(row.num_new_tokens + max(0, len(kept) - 1))
+            request.num_computed += valid_lengths[-1]
+            if kept:
+                events.append(TokenEvent(request.request_id, kept, request.finish_reason, request.stop_reason))
+        self._slots.commit(valid_lengths, reservation)
+        for row in plan.rows:
+            if row.request.finish_reason is not None:
+                self._retire(row.request)
+        return events
+
+    def check(self) -> None:
+        """Asserts that requests and slots agree. For tests, and for when the engine is idle."""
+        self._slots.check()
+        running = self._running.values()
+        assert all(request.slot is None and request.num_computed == 0 for request in self._waiting.values())
+        assert len({request.slot for request in running}) == len(running), "two requests share a slot"
+        assert self._slots.num_free + len(running) == self._slots.num_slots, "a slot belongs to nobody"
+        for request in running:
+            assert request.slot is not None, f"{request.request_id} runs without a slot"
+            assert self._slots.length_of(request.slot) == request.num_computed, f"{request.request_id} and its slot"
+
+    def _admit_while(self, budget: _StepBudget) -> list[Request]:
+        """Moves waiting requests to running, in arrival order, while there is a slot and budget for each."""
+        admitted: list[Request] = []
+        wanted = 0
+        while self._waiting and self._slots.num_free and wanted < budget.left:
+            request = self._waiting.pop(next(iter(self._waiting)))
+            (request.slot,) = self._slots.claim(1)
+            self._running[request.request_id] = request
+            admitted.append(request)
+            wanted += request.num_uncomputed
+        return admitted
+
+    def _steps_for(self, decode: list[RowPlan]) -> int:
+        """Bounded by the setting, by the room in every slot, and by the longest that any row still wants."""
+        room = min((self._slots.max_seq_len - row.request.num_computed for row in decode), default=1)
+        wanted = max((row.request.num_remaining for row in decode), default=1)
+        return min(self._max_steps_per_launch, room, wanted)
+
+    def _retire(self, request: Request) -> None:
+        assert request.slot is not None, f"{request.request_id} retires without a slot"
+        del self._running[request.request_id]
+        self._slots.release(request.slot)
+        request.slot = None
+
+
+def _chunk(request: Request, budget: _StepBudget) -> RowPlan:
+    num_new = budget.take(request.num_uncomputed)
+    return RowPlan(request, num_new, is_sampled=num_new == request.num_uncomputed)

@@ -1,0 +1,1 @@
+"""Tests of the load test, against a server of a few lines in the same process."""

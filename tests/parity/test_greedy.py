@@ -1,0 +1,93 @@
+"""Greedy tokens equal transformers' in float32, for every shape of model and every mix of batch, chunk and steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chairlift import LLM, SamplingParams
+from tests.support.checkpoints import make_checkpoint, random_prompts, reference_tokens
+
+NUM_TOKENS = 12
+LENGTHS = [1, 5, 17, 40, 3, 64, 2, 29]
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "multi-head": {"num_key_value_heads": 4},
+    "multi-query": {"num_key_value_heads": 1},
+    "explicit head_dim": {"head_dim": 24},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "rope theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "rope linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+    "rope llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+}
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "all at once": {"max_batch_size": 8, "max_num_batched_tokens": 512, "max_steps_per_launch": 1},
+    "one slot": {"max_batch_size": 1, "max_num_batched_tokens": 512, "max_steps_per_launch": 1},
+    "fewer slots than requests": {"max_batch_size": 3, "max_num_batched_tokens": 512, "max_steps_per_launch": 4},
+    "small chunks": {"max_batch_size": 8, "max_num_batched_tokens": 8, "max_steps_per_launch": 1},
+    "odd chunks, multistep": {"max_batch_size": 5, "max_num_batched_tokens": 7, "max_steps_per_launch": 3},
+    "long launches": {"max_batch_size": 8, "max_num_batched_tokens": 512, "max_steps_per_launch": 16},
+}
+
+
+def greedy(num_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_every_shape_of_model_gives_the_tokens_of_transformers(tmp_path: Path, shape: dict[str, Any]) -> None:
+    reference = make_checkpoint(tmp_path, **shape)
+    prompts = random_prompts(1, LENGTHS)
+    with LLM(str(tmp_path), max_batch_size=4, max_num_batched_tokens=16, max_steps_per_launch=4) as llm:
+        outputs = llm.generate(prompts, greedy())
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == reference_tokens(reference, prompt, NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A checkpoint, and what transformers answers to `random_prompts(2, LENGTHS)`."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    reference = make_checkpoint(directory, seed=5)
+    return directory, [reference_tokens(reference, prompt, NUM_TOKENS) for prompt in random_prompts(2, LENGTHS)]
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES.keys())
+def test_every_mix_of_batch_chunk_and_steps_gives_the_same_tokens(
+    checkpoint: tuple[Path, list[list[int]]], engine: dict[str, Any]
+) -> None:
+    directory, expected = checkpoint
+    with LLM(str(directory), **engine) as llm:
+        outputs = llm.generate(random_prompts(2, LENGTHS), greedy())
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_answers_of_different_lengths_end_each_at_their_own(checkpoint: tuple[Path, list[list[int]]]) -> None:
+    directory, expected = checkpoint
+    params = [greedy(1 + index) for index in range(len(LENGTHS))]
+    with LLM(str(directory), max_batch_size=4, max_steps_per_launch=8) as llm:
+        outputs = llm.generate(random_prompts(2, LENGTHS), params)
+    assert [o.outputs[0].token_ids for o in outputs] == [tokens[: 1 + i] for i, tokens in enumerate(expected)]
+    assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+
+
+def test_an_answer_may_fill_its_slot_to_the_last_token(checkpoint: tuple[Path, list[list[int]]]) -> None:
+    directory, expected = checkpoint
+    prompts = random_prompts(2, LENGTHS)
+    with LLM(str(directory), max_batch_size=8, max_seq_len=64 + NUM_TOKENS, max_steps_per_launch=8) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
+    for prompt, output, tokens in zip(prompts, outputs, expected, strict=True):
+        assert output.outputs[0].token_ids[:NUM_TOKENS] == tokens
+        assert len(prompt) + len(output.outputs[0].token_ids) == 64 + NUM_TOKENS

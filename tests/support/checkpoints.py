@@ -1,0 +1,53 @@
+"""Small random Llama checkpoints that tests make, with the bundled model's byte tokenizer beside them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from chairlift.models.checkpoint import find_directory
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": 258,
+}
+
+
+def make_checkpoint(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **shape: Any) -> LlamaForCausalLM:
+    """Writes a random checkpoint; `shape` overrides `SMALL`. Returns the model that transformers makes of it."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**SMALL, **shape})
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    for parameter in model.parameters():  # transformers starts biases at zero and norms at one, which hides mistakes
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    for name in _TOKENIZER_FILES:
+        shutil.copy(find_directory("bundled") / name, directory / name)
+    return model
+
+
+@torch.inference_mode()
+def reference_tokens(model: LlamaForCausalLM, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy tokens by recomputing the whole sequence for each: no cache that could be wrong."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        logits = model(torch.tensor([token_ids])).logits
+        token_ids.append(int(logits[0, -1].argmax()))
+    return token_ids[len(prompt) :]
+
+
+def random_prompts(seed: int, lengths: list[int], vocab_size: int = 320) -> list[list[int]]:
+    """Token ids without special meaning, different for each prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]

@@ -16,7 +16,7 @@ __all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "__version__"]
 _HOMES = {"LLM": "chairlift.engine.llm", "AsyncLLM": "chairlift.engine.async_llm"}
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module attribute may be anything
+def __getattr__(name: str) -> Any:
     """Loads the engine (and with it torch) on first use, so that the command line and the load test start at once."""
     from importlib import import_module
 

@@ -6,9 +6,9 @@ about the model and of facts about the machine; the `ResolvedConfig` it returns 
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from chairlift.errors import ConfigurationError
 
@@ -73,16 +73,6 @@ class ResolvedConfig(EngineConfig):
     max_num_batched_tokens: int
     max_steps_per_launch: int
 
-    @model_validator(mode="after")
-    def _check_token_budget(self) -> Self:
-        if self.max_num_batched_tokens < self.max_batch_size:
-            raise ConfigurationError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_batch_size"
-                f" ({self.max_batch_size}): a step must have room for one token of every running request;"
-                " raise the first or lower the second"
-            )
-        return self
-
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -114,7 +104,6 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> R
     backend = _resolve_attention(config, machine, dtype)
     seq_len = _resolve_seq_len(config, model)
     slots = _resolve_slots(config, model, machine, dtype, seq_len)
-    default_budget = AUTO_BATCHED_TOKENS_GPU if machine.is_gpu else AUTO_BATCHED_TOKENS_CPU
     return ResolvedConfig(
         **config.model_dump(exclude=_RESOLVED_FIELDS),
         device=machine.device,
@@ -122,7 +111,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> R
         attention_backend=backend,
         max_batch_size=slots,
         max_seq_len=seq_len,
-        max_num_batched_tokens=_or_default(config.max_num_batched_tokens, max(default_budget, slots)),
+        max_num_batched_tokens=_resolve_token_budget(config, machine, slots),
         max_steps_per_launch=_or_default(config.max_steps_per_launch, AUTO_STEPS_PER_LAUNCH),
     )
 
@@ -171,9 +160,7 @@ def _resolve_seq_len(config: EngineConfig, model: ModelFacts) -> int:
     return config.max_seq_len
 
 
-def _resolve_slots(
-    config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType, seq_len: int
-) -> int:
+def _resolve_slots(config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType, seq_len: int) -> int:
     """Slots that were asked for, if they fit; with "auto" as many as fit, up to the device's usual number."""
     slot_bytes = seq_len * model.kv_elements_per_token * dtype.num_bytes
     weight_bytes = model.num_parameters * dtype.num_bytes
@@ -188,6 +175,17 @@ def _resolve_slots(
             f" free leave beside {_gib(weight_bytes)} of weights); lower max_batch_size or max_seq_len"
         )
     return num_slots
+
+
+def _resolve_token_budget(config: EngineConfig, machine: MachineFacts, num_slots: int) -> int:
+    default = AUTO_BATCHED_TOKENS_GPU if machine.is_gpu else AUTO_BATCHED_TOKENS_CPU
+    budget = _or_default(config.max_num_batched_tokens, max(default, num_slots))
+    if budget < num_slots:
+        raise ConfigurationError(
+            f"max_num_batched_tokens ({budget}) is below max_batch_size ({num_slots}): a step must have room for one"
+            " token of every running request; raise the first or lower the second"
+        )
+    return budget
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,14 +1,14 @@
 """Every exception that Chairlift raises on purpose.
 
-    ChairliftError
-    ├── InvalidRequest (ValueError)      the caller's input cannot be served; `param` names the field
-    │   └── ModelNotFound                a request names a model that is not served here
-    ├── ConfigurationError (ValueError)  a setting that cannot work on this machine or with this model
-    │   └── CheckpointError              a checkpoint that is missing, damaged or not a supported model
-    ├── CacheFull (ValueError)           more slots asked for than are free
-    ├── QueueFull                        the bounded waiting queue has no place left
-    ├── EngineClosed                     the engine was closed, or is draining; nothing new is taken
-    └── EngineDead                       a step failed; the engine serves nothing any more
+ChairliftError
+├── InvalidRequest (ValueError)      the caller's input cannot be served; `param` names the field
+│   └── ModelNotFound                a request names a model that is not served here
+├── ConfigurationError (ValueError)  a setting that cannot work on this machine or with this model
+│   └── CheckpointError              a checkpoint that is missing, damaged or not a supported model
+├── CacheFull (ValueError)           more slots asked for than are free
+├── QueueFull                        the bounded waiting queue has no place left
+├── EngineClosed                     the engine was closed, or is draining; nothing new is taken
+└── EngineDead                       a step failed; the engine serves nothing any more
 """
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from chairlift.errors import InvalidRequest
+
 MAX_CHOICES = 128
 MAX_SEED = 2**63 - 1
 
@@ -19,6 +21,8 @@ def _as_list(value: object) -> object:
 
 
 StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)]
+
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
 class FinishReason(StrEnum):
@@ -48,7 +52,7 @@ class SamplingParams(BaseModel):
     repetition_penalty: float = Field(
         1.0, gt=0.0, allow_inf_nan=False, description="divides (multiplies negative) logits of tokens seen so far"
     )
-    logit_bias: dict[int, float] = Field(
+    logit_bias: dict[int, Bias] = Field(
         default_factory=dict, description="token id -> number added to its logit, between -100 and 100"
     )
     seed: int | None = Field(
@@ -61,9 +65,7 @@ class SamplingParams(BaseModel):
     @model_validator(mode="after")
     def _check_across_fields(self) -> Self:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
-        if any(not -100.0 <= bias <= 100.0 for bias in self.logit_bias.values()):
-            raise ValueError("logit_bias must lie between -100 and 100")
+            raise InvalidRequest(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens")
         return self
 
     @property

@@ -28,7 +28,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module attribute may be anything
+def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name not in _HOMES:

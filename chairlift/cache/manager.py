@@ -164,9 +164,7 @@ class ContinuousBatchingKVCacheManager:
             for collection in kv_cache_inputs
         ]
 
-    def step(
-        self, valid_lengths: Sequence[int], inflight: Sequence[ContinuousBatchingKVCacheCollection]
-    ) -> None:
+    def step(self, valid_lengths: Sequence[int], inflight: Sequence[ContinuousBatchingKVCacheCollection]) -> None:
         """Commits: row i of that fetch grows by `valid_lengths[i]`, which may be fewer than were written.
 
         ValueError as in `SlotLedger.commit`, before anything changes.

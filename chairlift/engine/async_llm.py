@@ -52,7 +52,7 @@ class AsyncLLM:
     Construction loads the model and takes as long as that does; the thread starts with the first request.
     """
 
-    def __init__(self, model: str = "bundled", **config: Any) -> None:  # noqa: ANN401 - EngineConfig's fields, checked there
+    def __init__(self, model: str = "bundled", **config: Any) -> None:
         """`model`: a checkpoint directory, a hub id or "bundled"; `config`: fields of `EngineConfig`."""
         self._core = EngineCore(EngineConfig(model=model, **config))
         self.config = self._core.config
@@ -99,7 +99,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """Answers a conversation; otherwise like `generate`."""
         token_ids = await asyncio.to_thread(self.inputs.encode_chat, messages)
-        async with contextlib.aclosing(self.generate(token_ids, params, request_id)) as outputs:
+        chosen = params or self.inputs.default_chat_params
+        async with contextlib.aclosing(self.generate(token_ids, chosen, request_id)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -157,9 +158,7 @@ class AsyncLLM:
             raise EngineClosed("the engine was closed")
         if self._thread is None:
             loop = asyncio.get_running_loop()
-            self._thread = EngineThread(
-                self._core, lambda update: _call_if_open(loop, self._take, update)
-            )
+            self._thread = EngineThread(self._core, lambda update: _call_if_open(loop, self._take, update))
             self._thread.start()
         return self._thread
 
@@ -195,6 +194,6 @@ class AsyncLLM:
             self._thread.send(Abort(unfinished))
 
 
-def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Any, update: Update) -> None:  # noqa: ANN401
+def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Any, update: Update) -> None:
     with contextlib.suppress(RuntimeError):  # the loop was closed while a step was running: nobody is left to tell
         loop.call_soon_threadsafe(callback, update)

@@ -16,14 +16,7 @@ from chairlift.scheduler import Request
 
 Prompt = str | list[int]
 
-_SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +42,7 @@ class InputProcessor:
         generation_config = _read_generation_config(directory)
         self._eos_token_ids = _eos_token_ids(generation_config, directory, self.tokenizer)
         self.default_params = SamplingParams(**_default_fields(generation_config))
+        self.default_chat_params = SamplingParams(**_default_fields(generation_config), max_tokens=None)
 
     def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> Generation:
         """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json)."""
@@ -84,9 +78,7 @@ class InputProcessor:
             raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
-            raise InvalidRequest(
-                f"token id {wrong} is not in the model's vocabulary [0, {self._vocab_size})", "prompt"
-            )
+            raise InvalidRequest(f"token id {wrong} is not in the model's vocabulary [0, {self._vocab_size})", "prompt")
         num_excess = len(token_ids) - (self.max_seq_len - 1)
         if num_excess > 0:
             raise InvalidRequest(
@@ -142,12 +134,8 @@ def _eos_token_ids(generation_config: dict[str, Any], directory: Path, tokenizer
 
 
 def _default_fields(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """Sampling defaults of a checkpoint under our names. `do_sample: false`, where it is written, means greedy."""
-    fields = {
-        ours: generation_config[theirs]
-        for theirs, ours in _SAMPLING_FIELDS.items()
-        if generation_config.get(theirs) is not None
-    }
+    """Sampling defaults of a checkpoint. `do_sample: false`, where it is written, means greedy."""
+    fields = {name: generation_config[name] for name in _SAMPLING_FIELDS if generation_config.get(name) is not None}
     if generation_config.get("do_sample") is False:
         fields["temperature"] = 0.0
     return fields

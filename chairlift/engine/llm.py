@@ -26,12 +26,12 @@ _PROGRESS_DELAY_S = 1.0  # short work needs no progress bar
 class LLM:
     """A model and its engine. Calls from several threads take turns; a context manager closes it."""
 
-    def __init__(self, model: str = "bundled", **config: Any) -> None:  # noqa: ANN401 - EngineConfig's fields, checked there
+    def __init__(self, model: str = "bundled", **config: Any) -> None:
         """`model`: a checkpoint directory, a hub id or "bundled"; `config`: fields of `EngineConfig`."""
         self._core: EngineCore | None = EngineCore(EngineConfig(model=model, **config))
         self.config = self._core.config
-        self._inputs = InputProcessor(self.config, self._core.vocab_size)
-        self._outputs = OutputProcessor(self._inputs.tokenizer)
+        self.inputs = InputProcessor(self.config, self._core.vocab_size)
+        self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._ids = count()
         self._turn = threading.Lock()
         self._failure: Exception | None = None
@@ -45,14 +45,14 @@ class LLM:
         """Continues each prompt; the results are in prompt order, whatever the order of completion.
 
         `prompts`: a text, texts, or lists of token ids. `params`: one for all or one per prompt; None: the model's
-        own defaults. `use_tqdm`: a progress bar on standard error, if that is a terminal and the work is long.
+        own defaults, for 16 tokens. `use_tqdm`: a progress bar on standard error, if that is a terminal and the work
+        is long.
         `InvalidRequest` if one of them cannot be served; nothing is computed then.
         """
         listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         each = _one_per_prompt(params, len(listed))
         generations = [
-            self._inputs.prepare(str(next(self._ids)), prompt, one)
-            for prompt, one in zip(listed, each, strict=True)
+            self.inputs.prepare(str(next(self._ids)), prompt, one) for prompt, one in zip(listed, each, strict=True)
         ]
         return self._run(generations, use_tqdm)
 
@@ -62,11 +62,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of several: lists of `{"role": ..., "content": ...}`."""
+        """Answers a conversation, or each of several: lists of `{"role": ..., "content": ...}`.
+
+        `params` None: the model's own defaults, for as long as the answer is. Otherwise like `generate`.
+        """
         is_single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if is_single else messages
-        prompts = [self._inputs.encode_chat(conversation) for conversation in conversations]
-        return self.generate(prompts, params, use_tqdm)
+        prompts = [self.inputs.encode_chat(conversation) for conversation in conversations]
+        return self.generate(prompts, params or self.inputs.default_chat_params, use_tqdm)
 
     def close(self) -> None:
         """Gives the memory back. Calls after it raise `EngineClosed`."""
@@ -98,9 +101,7 @@ class LLM:
     def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
         waiting = deque(states)
         while waiting or core.has_work:
-            while waiting and (
-                len(waiting[0].generation.requests) <= core.num_acceptable or not core.has_work
-            ):
+            while waiting and (len(waiting[0].generation.requests) <= core.num_acceptable or not core.has_work):
                 core.add(*waiting.popleft().generation.requests)
             try:
                 events = core.step()
@@ -128,5 +129,7 @@ def _one_per_prompt(
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if len(params) != num_prompts:
-        raise InvalidRequest(f"{num_prompts} prompts, but {len(params)} sampling params; give one, or one each", "params")
+        raise InvalidRequest(
+            f"{num_prompts} prompts, but {len(params)} sampling params; give one, or one each", "params"
+        )
     return list(params)

@@ -53,9 +53,7 @@ class Tokenizer:
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use completions, or set chat_template", "messages")
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
+            rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, KeyError) as error:  # templates refuse roles and shapes they do not know
             raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from error
         return str(rendered)

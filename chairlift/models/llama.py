@@ -4,6 +4,7 @@ Module names follow the checkpoint's tensor names, so that loading needs only th
 """
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -59,7 +60,7 @@ class _Decoder(nn.Module):
 class Llama(nn.Module):
     """Token ids in, hidden states out; logits only where asked for."""
 
-    FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    FUSED: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     rope: torch.Tensor  # [2, max_seq_len, head_dim] in the model's dtype: cosines and sines
 

@@ -87,17 +87,13 @@ class Scheduler:
         decode = [RowPlan(request, 1, True) for request in self._running.values() if request.num_uncomputed == 1]
         budget.take(len(decode))
         prefill = [
-            _chunk(request, budget)
-            for request in self._running.values()
-            if request.num_uncomputed > 1 and budget.left
+            _chunk(request, budget) for request in self._running.values() if request.num_uncomputed > 1 and budget.left
         ]
         prefill += [_chunk(request, budget) for request in self._admit_while(budget)]
         num_steps = 1 if prefill or self._waiting else self._steps_for(decode)
         return StepPlan(rows=(*decode, *prefill), num_decode_rows=len(decode), num_steps=num_steps)
 
-    def update(
-        self, plan: StepPlan, sampled: Sequence[list[int]], reservation: Reservation
-    ) -> list[TokenEvent]:
+    def update(self, plan: StepPlan, sampled: Sequence[list[int]], reservation: Reservation) -> list[TokenEvent]:
         """Takes each row's sampled tokens, commits what counts, retires who ended. One event per row with news."""
         events, valid_lengths = [], []
         for row, tokens in zip(plan.rows, sampled, strict=True):

@@ -24,7 +24,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-def make_checkpoint(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **shape: Any) -> LlamaForCausalLM:
+def make_checkpoint(
+    directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **shape: Any
+) -> LlamaForCausalLM:
     """Writes a random checkpoint; `shape` overrides `SMALL`. Returns the model that transformers makes of it."""
     torch.manual_seed(seed)
     config = LlamaConfig(**{**SMALL, **shape})

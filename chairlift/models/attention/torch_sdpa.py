@@ -55,9 +55,7 @@ class TorchBackend:
         groups = _decode_groups(batch, cache.blocks)
         prefill = _prefill_rows(batch, cache.blocks.device)
 
-        def attend(
-            layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             key_cache, value_cache = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
             key_cache[slots, positions] = key
             value_cache[slots, positions] = value

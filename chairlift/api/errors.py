@@ -1,0 +1,91 @@
+"""Every failure as OpenAI's error body with the right status."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from chairlift.api.wire import ErrorBody, ErrorDetail
+from chairlift.errors import ConfigurationError, EngineClosed, EngineDead, InvalidRequest, ModelNotFound, QueueFull
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A status and the body that explains it."""
+
+    status: int
+    detail: ErrorDetail
+
+    def body(self) -> str:
+        return ErrorBody(error=self.detail).model_dump_json()
+
+    def response(self) -> web.Response:
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else None
+        return web.Response(status=self.status, text=self.body(), content_type="application/json", headers=headers)
+
+
+def failure_of(error: Exception) -> Failure:
+    """What to tell a client. An exception that nobody expected is logged and becomes a 500."""
+    match error:
+        case ValidationError():
+            return _describe(error)
+        case ModelNotFound():
+            detail = ErrorDetail(
+                message=str(error), type="invalid_request_error", param=error.param, code="model_not_found"
+            )
+            return Failure(404, detail)
+        case InvalidRequest():
+            return _invalid(str(error), error.param)
+        case QueueFull():
+            return Failure(429, ErrorDetail(message=str(error), type="rate_limit_error", code="queue_full"))
+        case EngineClosed():
+            return Failure(503, ErrorDetail(message=str(error), type="server_error", code="unavailable"))
+        case EngineDead() | ConfigurationError():
+            return Failure(500, ErrorDetail(message=str(error), type="server_error", code="engine_dead"))
+        case web.HTTPException():
+            return Failure(error.status, ErrorDetail(message=_http_message(error), type="invalid_request_error"))
+        case _:
+            logger.error("a request failed unexpectedly", exc_info=error)
+            return Failure(500, ErrorDetail(message=f"internal error: {type(error).__name__}", type="server_error"))
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns what a handler raises into an error reply. Streams that have begun report their own."""
+    try:
+        return await handler(request)
+    except Exception as error:
+        return failure_of(error).response()
+
+
+def _invalid(message: str, param: str | None) -> Failure:
+    return Failure(400, ErrorDetail(message=message, type="invalid_request_error", param=param))
+
+
+def _describe(error: ValidationError) -> Failure:
+    """The first complaint, with the field's name in it."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidRequest):
+        return _invalid(str(cause), cause.param)
+    path = ".".join(str(part) for part in first["loc"])
+    param = str(first["loc"][0]) if path else None
+    if first["type"] == "extra_forbidden":
+        return _invalid(f"unknown or unsupported field: {path}", path)
+    if first["type"] == "json_invalid":
+        return _invalid(f"the body is not JSON: {first['msg']}", None)
+    return _invalid(f"{path}: {first['msg']}" if path else first["msg"], param)
+
+
+def _http_message(error: web.HTTPException) -> str:
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return f"the body is too large: {error.text}"
+    return error.text or error.reason

@@ -1,0 +1,10 @@
+"""The load test behind `chairlift bench`: a client for any OpenAI-compatible server.
+
+It needs nothing of the engine, so its figures compare servers of any make.
+Metrics are those of `vllm bench serve`.
+"""
+
+from chairlift.bench.config import BenchConfig
+from chairlift.bench.runner import run_bench
+
+__all__ = ["BenchConfig", "run_bench"]

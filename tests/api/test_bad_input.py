@@ -1,0 +1,150 @@
+"""Bad input: the right status, OpenAI's error body, the field's name, and nothing lost for the others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
+
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "unknown field": ({"messages": HELLO, "foo": 1}, "foo", "unknown or unsupported field: foo"),
+    "unsupported field": ({"messages": HELLO, "logprobs": True}, "logprobs", "unknown or unsupported field: logprobs"),
+    "no messages": ({}, "messages", "Field required"),
+    "empty messages": ({"messages": []}, "messages", "messages is empty"),
+    "wrong type": ({"messages": HELLO, "max_tokens": "many"}, "max_tokens", "valid integer"),
+    "float where an integer belongs": ({"messages": HELLO, "n": 1.5}, "n", "valid integer"),
+    "boolean where an integer belongs": ({"messages": HELLO, "n": True}, "n", "valid integer"),
+    "negative temperature": ({"messages": HELLO, "temperature": -0.1}, "temperature", "greater than or equal to 0"),
+    "top_p of zero": ({"messages": HELLO, "top_p": 0}, "top_p", "greater than 0"),
+    "max_tokens of zero": ({"messages": HELLO, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    "max_tokens that cannot fit": ({"messages": HELLO, "max_tokens": 10_000}, "max_tokens", "does not fit"),
+    "two different limits": (
+        {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2},
+        "max_tokens",
+        "give one of them",
+    ),
+    "stream options without stream": ({"messages": HELLO, "stream_options": {}}, "stream_options", "stream: true"),
+    "unknown stream option": (
+        {"messages": HELLO, "stream": True, "stream_options": {"x": 1}},
+        "stream_options.x",
+        "unknown",
+    ),
+    "message without content": ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: Field required"),
+    "empty stop": ({"messages": HELLO, "stop": [""]}, "stop", "at least 1 character"),
+    "bias out of range": ({"messages": HELLO, "logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
+    "bias for no token": ({"messages": HELLO, "logit_bias": {"99999": 1}}, "logit_bias", "not in the model's vocab"),
+    "stop token that is none": ({"messages": HELLO, "stop_token_ids": [-1]}, "stop_token_ids", "not in the model's"),
+    "infinite temperature": ({"messages": HELLO, "temperature": "inf"}, "temperature", "finite"),
+}
+
+BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no prompt": ({}, "prompt", "Field required"),
+    "empty text": ({"prompt": ""}, "prompt", "prompt is empty"),
+    "empty list": ({"prompt": []}, "prompt", "prompt is empty"),
+    "empty text in a list": ({"prompt": ["a", ""]}, "prompt", "prompt is empty"),
+    "empty tokens in a list": ({"prompt": [[1], []]}, "prompt", "prompt is empty"),
+    "token out of range": ({"prompt": [1, 99_999]}, "prompt", "token id 99999"),
+    "negative token": ({"prompt": [-1]}, "prompt", "token id -1"),
+    "number": ({"prompt": 3}, "prompt", "valid string"),
+    "mixed list": ({"prompt": ["a", 1]}, "prompt", "valid"),
+    "too long by 9": ({"prompt": [65] * (MAX_SEQ_LEN + 8)}, "prompt", "9 too many"),
+    "unknown field": ({"prompt": "a", "best_of": 2}, "best_of", "unknown or unsupported field"),
+}
+
+
+async def expect_error(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    async with http.post(url, json=body) as response:
+        error = (await response.json())["error"]
+        assert response.status == 400
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.asyncio
+async def test_every_bad_chat_is_refused_by_name(server: Server, http: aiohttp.ClientSession) -> None:
+    for body, param, words in BAD_CHATS.values():
+        await expect_error(http, f"{server.url}/v1/chat/completions", body, param, words)
+    assert server.num_free_slots == SLOTS
+
+
+@pytest.mark.asyncio
+async def test_a_bad_streaming_request_has_a_status_and_no_stream(server: Server, http: aiohttp.ClientSession) -> None:
+    for body in ({"prompt": ""}, {"prompt": "a", "top_p": 2}, {"prompt": [99_999]}):
+        async with http.post(f"{server.url}/v1/completions", json={**body, "stream": True}) as response:
+            assert response.status == 400
+            assert response.content_type == "application/json"
+
+
+@pytest.mark.asyncio
+async def test_every_bad_completion_is_refused_by_name(server: Server, http: aiohttp.ClientSession) -> None:
+    for body, param, words in BAD_COMPLETIONS.values():
+        await expect_error(http, f"{server.url}/v1/completions", body, param, words)
+    assert server.num_free_slots == SLOTS
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b'{"prompt": "a"', b"[]", b"null"])
+async def test_a_body_that_is_not_an_object_is_a_400(server: Server, http: aiohttp.ClientSession, raw: bytes) -> None:
+    async with http.post(f"{server.url}/v1/completions", data=raw) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.asyncio
+async def test_a_body_of_50_mb_is_a_413(server: Server, http: aiohttp.ClientSession) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(50):
+            yield b"a" * 1_000_000
+        yield b'"}'
+
+    async with http.post(f"{server.url}/v1/completions", data=body()) as response:
+        assert response.status == 413
+        assert "too large" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.asyncio
+async def test_unknown_paths_and_methods_answer_in_the_same_form(server: Server, http: aiohttp.ClientSession) -> None:
+    async with http.get(f"{server.url}/v1/nothing") as response:
+        assert response.status == 404
+        assert "error" in await response.json()
+    async with http.get(f"{server.url}/v1/completions") as response:
+        assert response.status == 405
+        assert "error" in await response.json()
+
+
+@pytest.mark.asyncio
+async def test_a_bad_prompt_among_good_ones_computes_none_of_them(server: Server, http: aiohttp.ClientSession) -> None:
+    await expect_error(http, f"{server.url}/v1/completions", {"prompt": ["good", ""]}, "prompt", "empty")
+    assert server.llm.num_unfinished == 0
+
+
+@pytest.mark.asyncio
+async def test_others_in_the_batch_notice_nothing_of_bad_requests(server: Server, http: aiohttp.ClientSession) -> None:
+    good = {"prompt": "Once upon a time", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
+
+    async def ask() -> str:
+        async with http.post(f"{server.url}/v1/completions", json=good) as response:
+            return str((await response.json())["choices"][0]["text"])
+
+    alone = await ask()
+    bad = [expect_error(http, f"{server.url}/v1/completions", {"prompt": ""}, "prompt", "empty") for _ in range(20)]
+    among, *_ = await asyncio.gather(ask(), *bad)
+    assert among == alone
+
+
+@pytest.mark.asyncio
+async def test_health_and_version_answer(server: Server, http: aiohttp.ClientSession) -> None:
+    async with http.get(f"{server.url}/health") as response:
+        assert response.status == 200
+    async with http.get(f"{server.url}/version") as response:
+        assert set(await response.json()) == {"version"}

@@ -1,0 +1,236 @@
+"""Whole tests, from the settings to the exit code."""
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from chairlift.bench import BenchConfig, run_bench
+
+from .null_server import NullServer, answer_in_full, status
+
+
+async def bench(url: str, **settings: object) -> int:
+    """`run_bench` has an event loop of its own, so it runs in a thread beside the server's."""
+    fields = {"url": url, "num_requests": 6, "output_tokens": 3, "prompt_tokens": 5} | settings
+    return await asyncio.to_thread(run_bench, BenchConfig.model_validate(fields))
+
+
+@pytest.mark.asyncio
+async def test_success_prints_a_table_and_nothing_else(
+    server: NullServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await bench(server.url) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[:3] == [
+        f"server                    {server.url}/v1/completions",
+        "model                     null",
+        "arrivals                  8 in flight (closed loop)",
+    ]
+    assert "requests succeeded        6 of 6" in lines
+    assert "output tokens             18 (server's usage)" in lines
+    assert printed.err == ""
+
+
+@pytest.mark.asyncio
+async def test_warm_up_requests_are_sent_but_not_counted(
+    server: NullServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await bench(server.url, num_requests=4, warmup=3) == 0
+    assert len(server.bodies) == 7
+    assert "requests succeeded        4 of 4" in capsys.readouterr().out
+
+
+@pytest.mark.asyncio
+async def test_warm_up_ends_before_measuring_begins(server: NullServer) -> None:
+    await bench(server.url, num_requests=1, warmup=1)
+    assert server.peak_in_flight == 1
+
+
+@pytest.mark.asyncio
+async def test_every_prompt_is_sent_once(server: NullServer) -> None:
+    await bench(server.url, num_requests=20, warmup=2)
+    assert set(Counter(tuple(body["prompt"]) for body in server.bodies).values()) == {1}
+    assert len(server.bodies) == 22
+
+
+@pytest.mark.asyncio
+async def test_the_server_sees_the_fixed_concurrency_and_no_more(server: NullServer) -> None:
+    # Nobody passes the barrier until three are in flight together.
+    barrier = asyncio.Barrier(3)
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await barrier.wait()
+        return await answer_in_full(request, body)
+
+    server.answer = answer
+    assert await bench(server.url, num_requests=9, concurrency=3, warmup=0) == 0
+    assert server.peak_in_flight == 3
+
+
+@pytest.mark.asyncio
+async def test_a_rate_sends_without_waiting_for_replies(
+    server: NullServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Nobody is answered until all six have come.
+    barrier = asyncio.Barrier(6)
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await barrier.wait()
+        return await answer_in_full(request, body)
+
+    server.answer = answer
+    assert await bench(server.url, request_rate=500.0, warmup=0) == 0
+    assert server.peak_in_flight == 6
+    printed = capsys.readouterr().out
+    assert "arrivals                  Poisson, 500 per second (open loop)" in printed
+    assert "client's own lateness" in printed
+
+
+@pytest.mark.asyncio
+async def test_the_garbage_collector_leaves_the_imports_alone_while_measuring(server: NullServer) -> None:
+    frozen: list[int] = []
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        frozen.append(gc.get_freeze_count())
+        return await answer_in_full(request, body)
+
+    server.answer = answer
+    await bench(server.url, num_requests=1, warmup=1)
+    during_warm_up, during_measurement = frozen
+    assert during_measurement > during_warm_up + 10_000
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.asyncio
+async def test_chat(server: NullServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await bench(server.url, endpoint="chat", num_requests=2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"server                    {server.url}/v1/chat/completions"
+    assert "prompt tokens             1998 (server's usage)" in lines
+
+
+@pytest.mark.asyncio
+async def test_a_given_model_is_not_asked_for(server: NullServer) -> None:
+    server.models = status(500)
+    assert await bench(server.url, model="mine") == 0
+    assert {body["model"] for body in server.bodies} == {"mine"}
+
+
+@pytest.mark.asyncio
+async def test_some_failures_are_listed_and_fail_the_run(
+    server: NullServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arrivals = count()
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        fails = next(arrivals) % 3 == 0
+        chosen = status(503, '{"error": "queue is full"}') if fails else answer_in_full
+        return await chosen(request, body)
+
+    server.answer = answer
+    assert await bench(server.url, num_requests=6, warmup=0, concurrency=1) == 1
+    printed = capsys.readouterr()
+    assert "requests succeeded        4 of 6" in printed.out
+    assert printed.out.splitlines()[-1] == "failed: HTTP 503          2 (queue is full)"
+    assert printed.err == ""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("settings", [{}, {"model": "m"}, {"model": "m", "warmup": 0}])
+async def test_no_server_is_one_line_and_no_traceback(
+    dead_url: str, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await bench(dead_url, **settings) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
+    assert line.startswith("error: ")
+    assert "Cannot connect to host 127.0.0.1" in line
+
+
+@pytest.mark.asyncio
+async def test_a_server_of_another_kind_is_one_line(
+    server: NullServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server.models = status(404, "<html>\nNot Found\n</html>", "text/html")
+    assert await bench(server.url) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"error: {server.url}/v1/models answered HTTP 404 and no list of models (text/html): is this an "
+        "OpenAI-compatible server? If it only lacks that route, give --model\n"
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_refused_warm_up_ends_the_run_before_it_begins(
+    server: NullServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server.answer = status(400, '{"error": {"message": "ignore_eos: extra inputs are not permitted"}}')
+    assert await bench(server.url) == 1
+    assert len(server.bodies) == 1
+    assert capsys.readouterr().err == (
+        f"error: the warm-up request to {server.url}/v1/completions failed: HTTP 400: this server does not "
+        "take ignore_eos: give --no-ignore-eos (ignore_eos: extra inputs are not permitted)\n"
+    )
+
+
+@pytest.mark.asyncio
+async def test_the_json_file(server: NullServer, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert await bench(server.url, json_file=path, concurrency=2) == 0
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert document["config"]["model"] == "null"
+    assert document["config"]["concurrency"] == 2
+    assert document["summary"]["num_succeeded"] == 6
+    assert [request["index"] for request in document["requests"]] == [0, 1, 2, 3, 4, 5]
+    for request in document["requests"]:
+        assert len(request["chunks_s"]) == 3
+        assert 0 <= request["intended_s"] <= request["sent_s"] <= request["chunks_s"][0] <= request["ended_s"]
+        assert request["ended_s"] <= document["summary"]["duration_s"]
+
+
+@pytest.mark.asyncio
+async def test_the_json_file_tells_of_failures_where_nothing_succeeded(
+    server: NullServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer = status(500, "no")
+    path = tmp_path / "result.json"
+    assert await bench(server.url, json_file=path, warmup=0) == 1
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert document["summary"]["failures"] == [{"label": "HTTP 500", "count": 6, "first_message": "no"}]
+    assert document["summary"]["ttft_ms"] is None
+    assert capsys.readouterr().err == "error: 6 of 6 requests failed: HTTP 500: no\n"
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_cannot_be_written_costs_the_exit_code_not_the_table(
+    server: NullServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results" / "result.json"
+    path.parent.mkdir()
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if path.parent.exists():
+            path.parent.rmdir()
+        return await answer_in_full(request, body)
+
+    server.answer = answer
+    assert await bench(server.url, json_file=path) == 1
+    printed = capsys.readouterr()
+    assert "requests succeeded        6 of 6" in printed.out
+    assert printed.err == f"error: cannot write {path}: No such file or directory\n"

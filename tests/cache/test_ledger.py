@@ -1,0 +1,207 @@
+"""The books of the cache on their own: order of ids, reservations, the self-check, many threads at once."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from chairlift.cache import CacheFull
+from chairlift.cache.ledger import Reservation, SlotLedger
+
+
+def race(num_threads: int, attempt: Callable[[], object]) -> list[object]:
+    """Lets that many threads make the same call at the same moment; returns what each got, or the error it met."""
+    barrier = threading.Barrier(num_threads)
+
+    def run(_: int) -> object:
+        barrier.wait()
+        try:
+            return attempt()
+        except ValueError as error:
+            return error
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(run, range(num_threads)))
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Threads give way to each other between almost any two bytecodes."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize(("num_slots", "max_seq_len"), [(0, 8), (4, 0), (-1, 8)])
+def test_a_ledger_without_room_is_refused(num_slots: int, max_seq_len: int) -> None:
+    with pytest.raises(ValueError, match=f"{num_slots} slots of {max_seq_len}"):
+        SlotLedger(num_slots, max_seq_len)
+
+
+def test_the_lowest_free_ids_are_claimed_first_so_that_batches_stay_dense() -> None:
+    ledger = SlotLedger(6, 8)
+    assert ledger.claim(4) == [0, 1, 2, 3]
+    for seq_id in (3, 0, 1):
+        ledger.release(seq_id)
+    assert ledger.claim(2) == [0, 1]
+    assert ledger.claim(3) == [3, 4, 5]
+
+
+def test_a_slot_claimed_by_its_id_is_skipped_by_later_claims() -> None:
+    ledger = SlotLedger(4, 8)
+    ledger.claim_slot(1)
+    assert ledger.num_free == 3
+    assert ledger.claim(3) == [0, 2, 3]
+    assert ledger.num_free == 0
+
+
+def test_a_slot_claimed_again_starts_empty() -> None:
+    ledger = SlotLedger(1, 8)
+    ledger.claim(1)
+    ledger.commit([5], ledger.reserve([0], [5]))
+    ledger.release(0)
+    ledger.claim_slot(0)
+    assert ledger.length_of(0) == 0
+
+
+def test_a_reservation_says_where_each_row_stands_and_how_far_it_may_go() -> None:
+    ledger = SlotLedger(4, 32)
+    ledger.claim(3)
+    ledger.commit([7], ledger.reserve([2], [7]))
+    assert ledger.reserve([2, 0], [1, 4], num_steps=3) == Reservation(
+        ticket=2, seq_ids=(2, 0), lengths=(7, 0), num_reserved=(3, 6)
+    )
+
+
+def test_each_reservation_has_a_ticket_of_its_own() -> None:
+    ledger = SlotLedger(2, 8)
+    ledger.claim(2)
+    first, second = ledger.reserve([0]), ledger.reserve([1])
+    assert first.ticket != second.ticket
+
+
+def test_rows_of_two_reservations_are_committed_independently() -> None:
+    ledger = SlotLedger(2, 8)
+    ledger.claim(2)
+    first, second = ledger.reserve([0], [3]), ledger.reserve([1], [4])
+    ledger.commit([4], second)
+    assert (ledger.length_of(0), ledger.length_of(1)) == (0, 4)
+    ledger.commit([3], first)
+    assert (ledger.length_of(0), ledger.length_of(1)) == (3, 4)
+
+
+def test_a_row_may_announce_no_tokens_at_all() -> None:
+    ledger = SlotLedger(1, 8)
+    ledger.claim(1)
+    ledger.commit([0], ledger.reserve([0], [0]))
+    assert ledger.length_of(0) == 0
+
+
+def claimed_ledger() -> SlotLedger:
+    """Slots 0, 1 and 2 of 4 are claimed, slot 1 is in flight."""
+    ledger = SlotLedger(4, 8)
+    ledger.claim(3)
+    ledger.reserve([1])
+    return ledger
+
+
+def forget_a_slot(ledger: SlotLedger) -> None:
+    ledger._free.remove(3)
+
+
+def free_a_slot_twice(ledger: SlotLedger) -> None:
+    ledger._free.append(3)
+
+
+def free_a_claimed_slot(ledger: SlotLedger) -> None:
+    ledger._free.append(0)
+
+
+def invent_a_slot(ledger: SlotLedger) -> None:
+    ledger._free.append(4)
+
+
+def overfill_a_slot(ledger: SlotLedger) -> None:
+    ledger._lengths[0] = 9
+
+
+def owe_a_slot_tokens(ledger: SlotLedger) -> None:
+    ledger._lengths[0] = -1
+
+
+def fly_a_free_slot(ledger: SlotLedger) -> None:
+    ledger._in_flight[3] = 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        forget_a_slot,
+        free_a_slot_twice,
+        free_a_claimed_slot,
+        invent_a_slot,
+        overfill_a_slot,
+        owe_a_slot_tokens,
+        fly_a_free_slot,
+    ],
+)
+def test_check_notices_damaged_books(damage: Callable[[SlotLedger], None]) -> None:
+    ledger = claimed_ledger()
+    ledger.check()
+    damage(ledger)
+    with pytest.raises(AssertionError):
+        ledger.check()
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_of_several_threads_that_want_the_same_slot_one_gets_it() -> None:
+    ledger = SlotLedger(1, 8)
+    outcomes = race(8, lambda: ledger.claim(1))
+    assert outcomes.count([0]) == 1
+    assert sum(isinstance(outcome, CacheFull) for outcome in outcomes) == 7
+    ledger.check()
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_of_several_threads_that_reserve_commit_or_release_the_same_row_one_succeeds() -> None:
+    ledger = SlotLedger(1, 8)
+    ledger.claim(1)
+    reservations = [r for r in race(8, lambda: ledger.reserve([0], [3])) if isinstance(r, Reservation)]
+    assert len(reservations) == 1
+    assert race(8, lambda: ledger.commit([3], reservations[0])).count(None) == 1
+    assert ledger.length_of(0) == 3
+    assert race(8, lambda: ledger.release(0)).count(None) == 1
+    assert ledger.num_free == 1
+    ledger.check()
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_threads_that_claim_write_and_release_never_share_a_slot() -> None:
+    ledger = SlotLedger(5, 16)
+    owners: dict[int, int] = {}  # slot -> thread; setdefault is atomic
+    num_served = [0] * 4
+
+    def serve(thread: int) -> None:
+        while num_served[thread] < 60:
+            try:
+                seq_ids = ledger.claim(2)
+            except CacheFull:
+                continue
+            assert [owners.setdefault(seq_id, thread) for seq_id in seq_ids] == [thread, thread]
+            ledger.commit([3, 2], ledger.reserve(seq_ids, [3, 4]))
+            ledger.commit([1, 2], ledger.reserve(seq_ids[::-1], num_steps=2))
+            assert [ledger.length_of(seq_id) for seq_id in seq_ids] == [5, 3]
+            ledger.check()
+            for seq_id in seq_ids:
+                del owners[seq_id]
+                ledger.release(seq_id)
+            num_served[thread] += 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(serve, range(4)))
+    assert num_served == [60, 60, 60, 60]
+    assert ledger.num_free == 5
+    ledger.check()

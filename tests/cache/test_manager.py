@@ -1,0 +1,393 @@
+"""The manager, call by call: what each does, what each refuses, and that a refusal changes nothing."""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chairlift.cache import CacheFull, ContinuousBatchingKVCacheManager, InputSymbol, KVCacheParams
+from chairlift.errors import ChairliftError
+
+Manager = ContinuousBatchingKVCacheManager
+
+PARAMS = KVCacheParams(torch.float32, n_kv_heads=4, head_dim=8)
+SPLIT = KVCacheParams(torch.bfloat16, n_kv_heads=4, head_dim=8, n_devices=2)
+
+
+def make_manager(num_slots: int = 16, max_seq_len: int = 32) -> Manager:
+    return Manager(PARAMS, num_slots, max_seq_len, num_layers=3, devices=["cpu"])
+
+
+def grow(manager: Manager, lengths: dict[int, int]) -> None:
+    """Commits that many tokens to those claimed slots."""
+    manager.step(list(lengths.values()), manager.fetch(list(lengths), list(lengths.values())))
+
+
+def books(manager: Manager) -> tuple[int, dict[int, int]]:
+    """Free slots, and the length of every claimed one."""
+    claimed = [seq_id for seq_id in range(manager.max_cache_batch_size) if manager.contains(seq_id)]
+    return manager.slots_remaining, {seq_id: manager.cache_length_of(seq_id) for seq_id in claimed}
+
+
+# Shapes and sizes
+
+
+def test_blocks_have_the_shape_of_all_slots() -> None:
+    manager = make_manager()
+    assert manager.block_shape(16) == [16, 2, 3, 32, 4, 8]
+    assert manager.block_shape(5) == [5, 2, 3, 32, 4, 8]
+    assert [list(blocks.shape) for blocks in manager.blocks] == [[16, 2, 3, 32, 4, 8]]
+    assert manager.blocks[0].dtype == torch.float32
+
+
+def test_each_of_two_devices_has_blocks_for_half_of_the_heads() -> None:
+    manager = Manager(SPLIT, 16, 32, num_layers=3, devices=["cpu", torch.device("cpu")])
+    assert manager.block_shape(16) == [16, 2, 3, 32, 2, 8]
+    assert [list(blocks.shape) for blocks in manager.blocks] == [[16, 2, 3, 32, 2, 8]] * 2
+    assert manager.blocks[0].data_ptr() != manager.blocks[1].data_ptr()
+    assert manager.devices == [torch.device("cpu"), torch.device("cpu")]
+
+
+def test_blocks_start_at_zero() -> None:
+    for blocks in Manager(SPLIT, 16, 32, num_layers=3, devices=["cpu", "cpu"]).blocks:
+        assert blocks.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("devices", [[], ["cpu", "cpu"]])
+def test_as_many_devices_as_the_params_say_are_needed(devices: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"n_devices is 1, but {len(devices)} devices"):
+        Manager(PARAMS, 16, 32, num_layers=3, devices=devices)
+
+
+def test_a_cache_without_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_layers must be at least 1, not 0"):
+        Manager(PARAMS, 16, 32, num_layers=0, devices=["cpu"])
+
+
+@pytest.mark.parametrize(("params", "devices"), [(PARAMS, ["cpu"]), (SPLIT, ["cpu", "cpu"])])
+def test_the_estimate_is_the_size_of_the_tensors(params: KVCacheParams, devices: list[str]) -> None:
+    manager = Manager(params, 5, 32, num_layers=3, devices=devices)
+    inputs = manager.fetch(manager.claim(5))
+    num_bytes = sum(c.blocks.nbytes + c.cache_lengths.nbytes + c.lookup_table.nbytes for c in inputs)
+    assert Manager.estimated_memory_size(params, 5, 32, 3, devices) == num_bytes
+
+
+def test_the_estimate_in_numbers() -> None:
+    # 5 slots x (2 x 3 layers x 32 tokens x 4 heads x 8 x 4 bytes + 4 bytes of length + 4 of lookup)
+    assert Manager.estimated_memory_size(PARAMS, 5, 32, 3, ["cpu"]) == 5 * (24576 + 8)
+    # the same in 2 bytes, the heads on two devices, length and lookup on both
+    assert Manager.estimated_memory_size(SPLIT, 5, 32, 3, ["cpu", "cpu"]) == 5 * 2 * (6144 + 8)
+
+
+@pytest.mark.parametrize(
+    ("available_bytes", "num_slots"),
+    [
+        (7 * 24584, 7),
+        (7 * 24584 - 1, 6),
+        (7 * 24584 + 24583, 7),
+        (24583, 0),
+        (0, 0),
+        (-1, 0),
+    ],
+)
+def test_as_many_slots_are_inferred_as_fit_to_the_byte(available_bytes: int, num_slots: int) -> None:
+    assert Manager.infer_optimal_batch_size(PARAMS, 32, 3, available_bytes, ["cpu"]) == num_slots
+
+
+@pytest.mark.parametrize(("available_bytes", "num_slots"), [(7 * 12304, 7), (7 * 12304 - 1, 6)])
+def test_with_several_devices_each_slot_costs_its_shard_on_every_one(available_bytes: int, num_slots: int) -> None:
+    assert Manager.infer_optimal_batch_size(SPLIT, 32, 3, available_bytes, ["cpu", "cpu"]) == num_slots
+
+
+def test_input_symbols_name_the_four_inputs_of_each_device() -> None:
+    one = (
+        InputSymbol("blocks", torch.bfloat16, ("num_slots", 2, 3, 32, 2, 8)),
+        InputSymbol("cache_lengths", torch.int32, ("batch_size",)),
+        InputSymbol("lookup_table", torch.int32, ("batch_size",)),
+        InputSymbol("is_cache_empty", torch.bool, ()),
+    )
+    assert Manager(SPLIT, 16, 32, num_layers=3, devices=["cpu", "cpu"]).input_symbols() == [one, one]
+
+
+# claim, claim_slot, contains, release
+
+
+def test_claims_and_releases_of_sixteen_slots() -> None:
+    manager = make_manager(16)
+    first = manager.claim(5)
+    assert manager.slots_remaining == 11
+    second = manager.claim(3)
+    assert manager.slots_remaining == 8
+    assert len({*first, *second}) == 8
+    assert all(0 <= seq_id < 16 for seq_id in first + second)
+    for num_left, seq_id in enumerate([first[2], second[0], first[0]], start=9):
+        manager.release(seq_id)
+        assert manager.slots_remaining == num_left
+    with pytest.raises(ValueError, match=f"slot {first[2]} is not claimed"):
+        manager.release(first[2])
+    assert manager.slots_remaining == 11
+    manager.check()
+
+
+def test_claimed_slots_are_empty() -> None:
+    manager = make_manager(4)
+    assert [manager.cache_length_of(seq_id) for seq_id in manager.claim(4)] == [0, 0, 0, 0]
+
+
+def test_claiming_more_than_are_free_says_how_many_and_claims_none() -> None:
+    manager = make_manager(16)
+    manager.claim(12)
+    with pytest.raises(CacheFull, match="asked for 5 cache slots, 4 are free") as caught:
+        manager.claim(5)
+    assert (caught.value.num_asked, caught.value.num_free) == (5, 4)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, ChairliftError)
+    assert manager.slots_remaining == 4
+    assert len(manager.claim(4)) == 4
+
+
+def test_claiming_none_gives_none_and_fewer_is_refused() -> None:
+    manager = make_manager(16)
+    assert manager.claim(0) == []
+    with pytest.raises(ValueError, match="-1"):
+        manager.claim(-1)
+    assert manager.slots_remaining == 16
+
+
+def test_a_named_slot_can_be_claimed() -> None:
+    manager = make_manager(4)
+    manager.claim_slot(2)
+    assert books(manager) == (3, {2: 0})
+    assert manager.claim(3) == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("seq_id", "said"),
+    [
+        (2, "slot 2 is already claimed"),
+        (-1, r"slot -1 is not in \[0, 4\)"),
+        (4, r"slot 4 is not in \[0, 4\)"),
+    ],
+)
+def test_a_named_slot_that_is_taken_or_does_not_exist_is_refused(seq_id: int, said: str) -> None:
+    manager = make_manager(4)
+    manager.claim_slot(2)
+    with pytest.raises(ValueError, match=said):
+        manager.claim_slot(seq_id)
+    assert books(manager) == (3, {2: 0})
+    manager.check()
+
+
+def test_contains_is_true_of_claimed_slots_only_and_false_out_of_range() -> None:
+    manager = make_manager(4)
+    manager.claim_slot(2)
+    assert [manager.contains(seq_id) for seq_id in (-1, 0, 1, 2, 3, 4, 1000)] == [False] * 3 + [True] + [False] * 3
+
+
+@pytest.mark.parametrize("seq_id", [-1, 1, 4])
+def test_the_length_of_a_slot_that_is_not_claimed_is_refused(seq_id: int) -> None:
+    manager = make_manager(4)
+    manager.claim(1)
+    with pytest.raises(ValueError, match=f"slot {seq_id} is not"):
+        manager.cache_length_of(seq_id)
+
+
+@pytest.mark.parametrize(
+    ("seq_id", "said"),
+    [
+        (-1, r"slot -1 is not in \[0, 4\)"),
+        (4, r"slot 4 is not in \[0, 4\)"),
+        (3, "slot 3 is not claimed"),
+        (1, "slot 1 is in flight"),
+    ],
+)
+def test_a_slot_that_is_not_claimed_or_in_flight_cannot_be_released(seq_id: int, said: str) -> None:
+    manager = make_manager(4)
+    manager.claim(3)
+    inputs = manager.fetch([1])
+    with pytest.raises(ValueError, match=said):
+        manager.release(seq_id)
+    assert books(manager) == (1, {0: 0, 1: 0, 2: 0})
+    manager.step([1], inputs)
+    manager.release(1)
+    assert books(manager) == (2, {0: 0, 2: 0})
+
+
+# fetch
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m: m.fetch([0, 8]), r"slot 8 is not in \[0, 8\)"),
+        (lambda m: m.fetch([0, -1]), r"slot -1 is not in \[0, 8\)"),
+        (lambda m: m.fetch([0, 5]), "slot 5 is not claimed"),
+        (lambda m: m.fetch([2, 0, 2]), "slot 2 is given twice"),
+        (lambda m: m.fetch([0, 3]), "slot 3 is in flight"),
+        (lambda m: m.fetch([0, 1], [1, 3]), "slot 1 would overrun: 30 tokens held, 3 new .* make 33, .* holds 32"),
+        (lambda m: m.fetch([0, 1], None, num_steps=3), "slot 1 would overrun: 30 tokens held, 1 new and 2 further"),
+        (lambda m: m.fetch([0, 1], [2, 2], num_steps=2), "slot 1 would overrun"),
+        (lambda m: m.fetch([0, 2], [1, -1]), "slot 2: cannot write -1 tokens"),
+        (lambda m: m.fetch([0, 2], [1]), "2 sequences, but new_tokens has 1"),
+        (lambda m: m.fetch([0, 2], num_steps=0), "num_steps must be at least 1, not 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refused_fetch_names_the_slot_and_changes_nothing(call: Callable[[Manager], object], said: str) -> None:
+    manager = make_manager(8)
+    manager.claim(4)
+    grow(manager, {0: 7, 1: 30})
+    in_flight = manager.fetch([3])
+    before = books(manager)
+    with pytest.raises(ValueError, match=said):
+        call(manager)
+    assert books(manager) == before == (4, {0: 7, 1: 30, 2: 0, 3: 0})
+    manager.step([1, 1, 1], manager.fetch([2, 0, 1]))  # none of them was left in flight
+    manager.step([1], in_flight)  # and the one that was still is
+    assert books(manager) == (4, {0: 8, 1: 31, 2: 1, 3: 1})
+    manager.check()
+
+
+def test_a_slot_can_be_filled_to_its_last_token() -> None:
+    manager = make_manager(1)
+    manager.claim(1)
+    manager.step([32], manager.fetch([0], [30], num_steps=3))
+    assert manager.cache_length_of(0) == 32
+    with pytest.raises(ValueError, match="slot 0 would overrun"):
+        manager.fetch([0])
+
+
+# step
+
+
+def test_rows_grow_by_what_is_committed() -> None:
+    manager = make_manager()
+    rows = manager.claim(3)
+    for _ in range(3):
+        manager.step([3, 4, 7], manager.fetch(rows, [3, 4, 7]))
+    assert [manager.cache_length_of(seq_id) for seq_id in rows] == [9, 12, 21]
+    manager.check()
+
+
+def test_a_commit_goes_by_the_order_of_its_fetch() -> None:
+    manager = make_manager(8)
+    manager.claim(6)
+    manager.step([1, 2, 3], manager.fetch([5, 0, 3], [3, 3, 3]))
+    assert books(manager)[1] == {0: 2, 1: 0, 2: 0, 3: 3, 4: 0, 5: 1}
+
+
+def test_fewer_tokens_than_were_announced_may_be_committed() -> None:
+    manager = make_manager()
+    manager.claim(3)
+    manager.step([2, 0, 8], manager.fetch([0, 1, 2], [5, 5, 5], num_steps=4))
+    assert books(manager)[1] == {0: 2, 1: 0, 2: 8}
+    manager.step([1, 1, 1], manager.fetch([0, 1, 2]))
+    assert books(manager)[1] == {0: 3, 1: 1, 2: 9}
+
+
+@pytest.mark.parametrize(
+    ("valid_lengths", "said"),
+    [
+        ([1], "2 rows are in flight, but valid_lengths has 1"),
+        ([1, 1, 1], "2 rows are in flight, but valid_lengths has 3"),
+        ([4, -1], "slot 1: cannot commit -1 tokens"),
+        ([4, 7], "slot 1: cannot commit 7 tokens, 6 were reserved"),
+    ],
+)
+def test_a_refused_step_commits_nothing_and_leaves_the_rows_in_flight(valid_lengths: list[int], said: str) -> None:
+    manager = make_manager()
+    manager.claim(2)
+    inputs = manager.fetch([0, 1], [4, 4], num_steps=3)
+    with pytest.raises(ValueError, match=said):
+        manager.step(valid_lengths, inputs)
+    assert books(manager) == (14, {0: 0, 1: 0})
+    manager.step([6, 6], inputs)
+    assert books(manager) == (14, {0: 6, 1: 6})
+
+
+def test_the_same_fetch_cannot_be_committed_twice() -> None:
+    manager = make_manager()
+    manager.claim(2)
+    inputs = manager.fetch([0, 1])
+    manager.step([1, 1], inputs)
+    with pytest.raises(ValueError, match="slot 0 is not in flight"):
+        manager.step([1, 1], inputs)
+    assert books(manager)[1] == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("new_rows", [[0, 1], [1, 0], [0], [1]])
+def test_an_older_fetch_cannot_be_committed_in_place_of_a_newer_one(new_rows: list[int]) -> None:
+    manager = make_manager()
+    manager.claim(2)
+    old = manager.fetch([0, 1])
+    manager.step([1, 1], old)
+    new = manager.fetch(new_rows)
+    with pytest.raises(ValueError, match="is not in flight"):
+        manager.step([1, 1], old)
+    assert books(manager)[1] == {0: 1, 1: 1}
+    manager.step([1] * len(new_rows), new)
+    assert books(manager)[1] == {0: 1 + (0 in new_rows), 1: 1 + (1 in new_rows)}
+
+
+def test_a_fetch_cannot_be_committed_to_a_later_owner_of_its_slot() -> None:
+    manager = make_manager()
+    manager.claim(1)
+    old = manager.fetch([0])
+    manager.step([1], old)
+    manager.release(0)
+    manager.claim_slot(0)
+    with pytest.raises(ValueError, match="slot 0 is not in flight"):
+        manager.step([1], old)
+    new = manager.fetch([0])
+    with pytest.raises(ValueError, match="slot 0 is not in flight"):
+        manager.step([1], old)
+    manager.step([1], new)
+    assert books(manager)[1] == {0: 1}
+
+
+def test_inputs_that_no_fetch_gave_cannot_be_committed() -> None:
+    manager = make_manager()
+    manager.claim(1)
+    foreign = [replace(collection, reservation=None) for collection in manager.fetch([0])]
+    for inputs in ([], foreign):
+        with pytest.raises(ValueError, match="do not come from fetch"):
+            manager.step([1], inputs)
+    assert books(manager)[1] == {0: 0}
+
+
+# Many threads, two devices
+
+
+def test_threads_may_use_the_manager_at_the_same_time() -> None:
+    manager = Manager(SPLIT, 5, 16, num_layers=1, devices=["cpu", "cpu"])
+    switch_interval = sys.getswitchinterval()
+
+    def serve(_: int) -> int:
+        num_served = 0
+        while num_served < 20:
+            try:
+                rows = manager.claim(2)
+            except CacheFull:
+                continue
+            manager.step([5, 2], manager.fetch(rows, [5, 3]))
+            inputs = manager.fetch(rows[::-1])
+            assert [collection.cache_lengths.tolist() for collection in inputs] == [[2, 5], [2, 5]]
+            manager.step([1, 1], inputs)
+            assert [manager.cache_length_of(seq_id) for seq_id in rows] == [6, 3]
+            manager.check()
+            for seq_id in rows:
+                manager.release(seq_id)
+            num_served += 1
+        return num_served
+
+    try:
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(serve, range(4))) == [20, 20, 20, 20]
+    finally:
+        sys.setswitchinterval(switch_interval)
+    assert books(manager) == (5, {})
+    manager.check()

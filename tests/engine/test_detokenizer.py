@@ -1,0 +1,218 @@
+"""Streamed text: its pieces are whole characters and add up to the decoding of the whole, for each kind of tokenizer."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+from chairlift.engine.detokenizer import Detokenizer
+from chairlift.engine.tokenizer import Tokenizer
+from tests.engine.support import END_TOKEN, VOCAB_SIZE
+from tests.engine.tokenizers_made import make_byte_level_bpe, make_llama2_like, make_metaspace_unigram
+
+HALF = "\N{REPLACEMENT CHARACTER}"
+HARD = [*"👩‍👩‍👧‍👦 🇩🇪 👍🏽 e\u0301 ก็ 日本語 한국어 שלום مرحبا \u200f \x00 é 𓀀".split(" "), "\r\n", "  "]
+
+TEXTS = st.lists(st.sampled_from(HARD) | st.text(max_size=6), max_size=8).map("".join)
+FUZZ = settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def byte_level_bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_byte_level_bpe(tmp_path_factory.mktemp("byte_level_bpe"))
+
+
+@pytest.fixture(scope="module")
+def llama2_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_llama2_like(tmp_path_factory.mktemp("llama2_like"))
+
+
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_metaspace_unigram(tmp_path_factory.mktemp("metaspace"))
+
+
+def ids_of(tokenizer: Tokenizer, *names: str) -> list[int]:
+    ids = [tokenizer.backend.token_to_id(name) for name in names]
+    assert None not in ids, names
+    return ids
+
+
+def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> list[str]:
+    """The piece of each output token, and what `finish` gives at the end."""
+    detokenizer = Detokenizer(tokenizer, prompt)
+    return [*(detokenizer.push(token) for token in output), detokenizer.finish()]
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
+    """What decoding all at once adds to the prompt's text."""
+    return tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
+
+
+# --- one token per byte
+
+
+@FUZZ
+@given(text=TEXTS)
+@example(text=f"a genuine {HALF} stays{HALF}")
+def test_bytes_of_any_text_come_out_as_that_text_in_whole_characters(byte_tokenizer: Tokenizer, text: str) -> None:
+    pieces = stream(byte_tokenizer, [], byte_tokenizer.encode(text))
+    assert "".join(pieces) == text
+    if HALF not in text:
+        assert not any(HALF in piece for piece in pieces)
+
+
+@FUZZ
+@given(output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
+@example(output=[0xE2, 0x82])
+@example(output=[0xF0, 0x9F, 0x98, ord("x"), 0xF0, 0x9F])
+def test_bytes_that_are_no_text_come_out_as_decoding_all_at_once_gives_them(
+    byte_tokenizer: Tokenizer, output: list[int]
+) -> None:
+    assert "".join(stream(byte_tokenizer, [], output)) == byte_tokenizer.decode(output)
+
+
+def test_a_character_comes_out_with_its_last_byte(byte_tokenizer: Tokenizer) -> None:
+    assert stream(byte_tokenizer, [], list("a€😀".encode())) == ["a", "", "", "€", "", "", "", "😀", ""]
+
+
+def test_an_unfinished_character_comes_out_at_the_end(byte_tokenizer: Tokenizer) -> None:
+    assert stream(byte_tokenizer, [], [ord("a"), 0xE2, 0x82]) == ["a", "", "", HALF]
+
+
+def test_finishing_twice_says_nothing_twice(byte_tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(byte_tokenizer, [])
+    assert [detokenizer.push(0xE2), detokenizer.finish(), detokenizer.finish()] == ["", HALF, ""]
+
+
+def test_special_tokens_are_not_shown(byte_tokenizer: Tokenizer) -> None:
+    assert stream(byte_tokenizer, [END_TOKEN], [END_TOKEN, ord("a"), 257, ord("b"), 256]) == ["", "a", "", "b", "", ""]
+
+
+def test_ids_beyond_the_tokenizer_show_nothing(byte_tokenizer: Tokenizer) -> None:
+    assert "".join(stream(byte_tokenizer, [], [ord("a"), 300, ord("b"), 319])) == "ab"
+
+
+@FUZZ
+@given(prompt=TEXTS, output=TEXTS)
+def test_a_prompts_text_is_never_repeated(byte_tokenizer: Tokenizer, prompt: str, output: str) -> None:
+    ids = byte_tokenizer.encode(prompt), byte_tokenizer.encode(output)
+    assert "".join(stream(byte_tokenizer, *ids)) == output
+
+
+def test_a_prompt_that_ends_within_a_character_does_no_harm(byte_tokenizer: Tokenizer) -> None:
+    pieces = stream(byte_tokenizer, [ord("a"), 0xE2, 0x82], [ord("b"), ord("c")])
+    assert "".join(pieces) == "bc"
+
+
+# --- byte-level BPE
+
+
+@FUZZ
+@given(prompt=TEXTS, output=TEXTS)
+def test_byte_level_merges_come_out_as_the_text_in_whole_characters(
+    byte_level_bpe: Tokenizer, prompt: str, output: str
+) -> None:
+    ids = byte_level_bpe.encode(prompt), byte_level_bpe.encode(output)
+    pieces = stream(byte_level_bpe, *ids)
+    assert "".join(pieces) == output
+    if HALF not in output:
+        assert not any(HALF in piece for piece in pieces)
+
+
+@FUZZ
+@given(st.data())
+def test_any_byte_level_tokens_come_out_as_decoding_all_at_once_gives_them(
+    byte_level_bpe: Tokenizer, data: st.DataObject
+) -> None:
+    tokens = st.lists(st.integers(0, byte_level_bpe.backend.get_vocab_size() - 1), max_size=25)
+    prompt, output = data.draw(tokens), data.draw(tokens)
+    assume(not byte_level_bpe.decode(prompt).endswith(HALF))
+    assert "".join(stream(byte_level_bpe, prompt, output)) == continuation(byte_level_bpe, prompt, output)
+
+
+# --- SentencePiece with bytes as fallback
+
+
+@FUZZ
+@given(prompt=TEXTS, output=TEXTS)
+@example(prompt="", output="héllo wörld 日本")
+@example(prompt="the", output="the")
+def test_a_llama2_like_continuation_is_what_decoding_all_at_once_adds(
+    llama2_like: Tokenizer, prompt: str, output: str
+) -> None:
+    assume(HALF not in prompt + output)
+    ids = llama2_like.encode(prompt), llama2_like.encode(output)
+    pieces = stream(llama2_like, *ids)
+    assert "".join(pieces) == continuation(llama2_like, *ids)
+    assert not any(HALF in piece for piece in pieces)
+
+
+def test_a_llama2_like_word_keeps_the_space_before_it_only_if_something_stands_there(llama2_like: Tokenizer) -> None:
+    hill, end = ids_of(llama2_like, "▁hill", "</s>")
+    the = ids_of(llama2_like, "▁the")
+    assert stream(llama2_like, the, [hill, end, hill]) == [" hill", "", " hill", ""]
+    assert stream(llama2_like, [], [hill, hill]) == ["hill", " hill", ""]
+    assert stream(llama2_like, ids_of(llama2_like, "<s>"), [hill, hill]) == ["hill", " hill", ""]
+
+
+def test_the_space_stays_after_a_prompt_whose_last_tokens_begin_within_a_character(llama2_like: Tokenizer) -> None:
+    prompt = llama2_like.encode("語語語")  # nine bytes, of which no power of two is whole characters
+    (hill,) = ids_of(llama2_like, "▁hill")
+    assert stream(llama2_like, prompt, [hill]) == [" hill", ""]
+
+
+def test_a_byte_that_makes_earlier_ones_invalid_does_not_stop_the_text(llama2_like: Tokenizer) -> None:
+    output = ids_of(llama2_like, "<0x41>", "<0xE2>", "b", "▁the", "▁hill")
+    text = "".join(stream(llama2_like, [], output))
+    assert text.startswith("A")
+    assert text.endswith("b the hill")
+
+
+LLAMA2_PIECES = ["▁", "▁the", "▁▁", "▁▁▁▁", "s", "é", "\n", "本", "</s>"]
+HIGH_BYTES = ["<0x80>", "<0x82>", "<0xAC>", "<0xC3>", "<0xE2>", "<0xF0>", "<0x9F>"]
+LLAMA2_NAMES = st.lists(st.sampled_from(LLAMA2_PIECES + HIGH_BYTES), max_size=20)
+
+
+@FUZZ
+@given(prompt=LLAMA2_NAMES, output=LLAMA2_NAMES)
+@example(prompt=["▁the"], output=["<0xE2>", "<0x82>", "<0xAC>", "▁the"])
+@example(prompt=[], output=["<0xC3>", "<0x80>", "<0x80>", "▁"])
+def test_any_llama2_like_tokens_lose_no_letter_and_are_exact_if_they_make_characters(
+    llama2_like: Tokenizer, prompt: list[str], output: list[str]
+) -> None:
+    ids = ids_of(llama2_like, *prompt), ids_of(llama2_like, *output)
+    text = "".join(stream(llama2_like, *ids))
+    if HALF not in llama2_like.decode(ids[0]) + llama2_like.decode(ids[0] + ids[1]):
+        assert text == continuation(llama2_like, *ids)
+    letters = "".join({"▁the": "the", "s": "s"}.get(name, "") for name in output)
+    assert "".join(character for character in text if character in "thes") == letters
+
+
+# --- SentencePiece without bytes
+
+
+@FUZZ
+@given(st.data())
+def test_any_metaspace_tokens_come_out_as_decoding_all_at_once_gives_them(
+    metaspace: Tokenizer, data: st.DataObject
+) -> None:
+    tokens = st.lists(st.integers(0, metaspace.backend.get_vocab_size() - 1), max_size=20)
+    prompt, output = data.draw(tokens), data.draw(tokens)
+    assert "".join(stream(metaspace, prompt, output)) == continuation(metaspace, prompt, output)
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [("", "hill"), ("the", " hill"), ("the hill is high " * 20, " hill")])
+def test_a_metaspace_word_keeps_the_space_before_it_only_if_something_stands_there(
+    metaspace: Tokenizer, prompt: str, expected: str
+) -> None:
+    assert "".join(stream(metaspace, metaspace.encode(prompt), ids_of(metaspace, "▁hill"))) == expected
+
+
+def test_made_tokenizers_are_loaded_as_a_checkpoints_are(tmp_path: Path) -> None:
+    tokenizer = make_byte_level_bpe(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("the hill, 日本語 😀")) == "the hill, 日本語 😀"
+    assert not tokenizer.has_chat_template

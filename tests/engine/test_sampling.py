@@ -1,0 +1,243 @@
+"""The sampler against a plain reference, row by row in float64; and what a batch must not change."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from chairlift import SamplingParams
+from chairlift.engine.sampling import Sampler, uniforms
+from chairlift.scheduler import Request
+from tests.engine.support import make_request
+
+VOCAB = 40
+Floats = npt.NDArray[np.float64]
+
+
+def new_sampler(vocab_size: int = VOCAB, num_slots: int = 8) -> Sampler:
+    return Sampler(vocab_size, num_slots, torch.device("cpu"))
+
+
+def random_logits(seed: int, num_rows: int, vocab_size: int = VOCAB) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3.0 * torch.randn(num_rows, vocab_size, generator=generator)
+
+
+def sample_once(requests: Sequence[Request], logits: torch.Tensor, sampler: Sampler | None = None) -> list[int]:
+    sampler = sampler or new_sampler(logits.shape[1])
+    tokens: list[int] = sampler.sample(logits.clone(), sampler.prepare(requests, 1), 0).tolist()
+    return tokens
+
+
+def sample_one(logits: list[float], seed: int = 0, **params: Any) -> int:
+    """The token that one request draws from these logits."""
+    return sample_once([make_request(SamplingParams(**params), seed=seed)], torch.tensor([logits]))[0]
+
+
+def drawable(logits: list[float], **params: Any) -> set[int]:
+    """The tokens that 400 seeds draw."""
+    requests = [make_request(SamplingParams(**params), seed=seed) for seed in range(400)]
+    return set(sample_once(requests, torch.tensor([logits] * len(requests))))
+
+
+def exact_probabilities(logits: Sequence[float], params: SamplingParams) -> Floats:
+    """What a row is drawn from: bias, temperature, min-p, top-k (ties stay), top-p of what top-k leaves."""
+    scores = np.array(logits, dtype=np.float64)
+    for token, bias in params.logit_bias.items():
+        scores[token] += bias
+    scores = scores / params.temperature
+    if params.min_p:
+        shares = np.exp(scores - scores.max())
+        scores[shares < params.min_p] = -np.inf
+    if params.top_k > 0:
+        kth = np.sort(scores)[::-1][min(params.top_k, len(scores)) - 1]
+        scores[scores < kth] = -np.inf
+    weights = np.exp(scores - scores.max())
+    if params.top_p < 1.0:
+        order = np.argsort(-weights)
+        mass_before = np.concatenate([[0.0], np.cumsum(weights[order] / weights.sum())[:-1]])
+        weights[order[mass_before >= params.top_p]] = 0.0
+    probabilities: Floats = weights / weights.sum()
+    return probabilities
+
+
+def inverted(probabilities: Floats, uniform: float) -> int:
+    """The token in whose share of [0, 1) the number lies."""
+    return int(np.searchsorted(np.cumsum(probabilities), uniform, side="right"))
+
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "temperature below 1": {"temperature": 0.4},
+    "temperature above 1": {"temperature": 2.5},
+    "top_k": {"top_k": 5},
+    "top_k of all": {"top_k": VOCAB},
+    "top_k of more than all": {"top_k": 10 * VOCAB},
+    "top_k off by -1": {"top_k": -1},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.05},
+    "min_p of 1": {"min_p": 1.0},
+    "logit_bias": {"logit_bias": {0: 4.0, 7: -3.5, 39: 2.0}},
+    "top_k then top_p": {"top_k": 6, "top_p": 0.8},
+    "min_p then top_p": {"min_p": 0.1, "top_p": 0.9},
+    "everything": {"temperature": 1.7, "top_k": 12, "top_p": 0.85, "min_p": 0.02, "logit_bias": {3: 3.0}},
+}
+
+
+@pytest.mark.parametrize("fields", FILTERS.values(), ids=FILTERS.keys())
+def test_a_row_draws_by_inverting_the_exact_distribution(fields: dict[str, Any]) -> None:
+    params = SamplingParams(**fields)
+    requests = [make_request(params, seed=seed) for seed in range(200)]
+    logits = random_logits(1, len(requests))
+    expected = [
+        inverted(exact_probabilities(row, params), uniform)
+        for row, uniform in zip(logits.tolist(), uniforms(requests, 1)[0], strict=True)
+    ]
+    assert sample_once(requests, logits) == expected
+
+
+def test_rows_with_parameters_of_their_own_each_follow_their_own() -> None:
+    requests = [
+        make_request(SamplingParams(**fields), seed=100 * copy + row)
+        for copy in range(10)
+        for row, fields in enumerate(FILTERS.values())
+    ]
+    logits = random_logits(2, len(requests))
+    expected = [
+        inverted(exact_probabilities(row, request.params), uniform)
+        for row, request, uniform in zip(logits.tolist(), requests, uniforms(requests, 1)[0], strict=True)
+    ]
+    assert sample_once(requests, logits) == expected
+
+
+def chi_square(tokens: Sequence[int], probabilities: Floats) -> float:
+    observed = np.bincount(tokens, minlength=len(probabilities))
+    assert not observed[probabilities == 0.0].any(), "a token without probability was drawn"
+    possible = probabilities > 0.0
+    expected = probabilities[possible] * len(tokens)
+    return float((((observed[possible] - expected) ** 2) / expected).sum())
+
+
+# 99.9% of samples of the right distribution over 8 tokens stay below 24.3; the numbers here are always the same.
+LIMIT = 24.3
+EIGHT = [0.0, 0.5, -1.0, 1.5, 2.0, -0.5, 1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.75}, {"min_p": 0.2}, {"logit_bias": {7: 3.0}}]
+)
+def test_draws_of_many_seeds_follow_the_distribution(fields: dict[str, Any]) -> None:
+    params = SamplingParams(**fields)
+    requests = [make_request(params, seed=seed) for seed in range(10_000)]
+    tokens = sample_once(requests, torch.tensor([EIGHT] * len(requests)))
+    assert chi_square(tokens, exact_probabilities(EIGHT, params)) < LIMIT
+
+
+def test_draws_of_one_seed_over_many_steps_follow_the_distribution() -> None:
+    request = make_request(SamplingParams(), seed=12)
+    sampler = new_sampler(len(EIGHT))
+    batch = sampler.prepare([request], 3000)
+    tokens = [int(sampler.sample(torch.tensor([EIGHT]), batch, step)) for step in range(3000)]
+    assert chi_square(tokens, exact_probabilities(EIGHT, request.params)) < LIMIT
+
+
+def test_logit_bias_of_minus_100_bans_and_of_100_forces() -> None:
+    assert sample_one([1.0, 5.0, 3.0], temperature=0.0) == 1
+    assert sample_one([1.0, 5.0, 3.0], temperature=0.0, logit_bias={1: -100.0}) == 2
+    assert sample_one([1.0, 5.0, 3.0], temperature=0.0, logit_bias={0: 100.0}) == 0
+    assert drawable([1.0, 1.0, 1.0], logit_bias={1: -100.0}) == {0, 2}
+    assert drawable([1.0, 1.0, 1.0], logit_bias={1: 100.0}) == {1}
+
+
+def test_top_k_keeps_the_likeliest_and_all_that_tie_with_the_last_of_them() -> None:
+    assert drawable([0.0, 3.0, 1.0, 2.0], top_k=1) == {1}
+    assert drawable([0.0, 3.0, 1.0, 2.0], top_k=3) == {1, 2, 3}
+    assert drawable([0.0, 2.0, 2.0, 2.0, -1.0], top_k=2) == {1, 2, 3}
+    assert drawable([0.0, 1.0, 0.5], top_k=3) == drawable([0.0, 1.0, 0.5], top_k=1000) == {0, 1, 2}
+
+
+def test_top_p_keeps_the_fewest_that_reach_the_mass_and_always_one() -> None:
+    logits = [float(np.log(share)) for share in (0.1, 0.5, 0.15, 0.25)]
+    assert drawable(logits, top_p=1e-9) == {1}
+    assert drawable(logits, top_p=0.45) == {1}
+    assert drawable(logits, top_p=0.55) == {1, 3}
+    assert drawable(logits, top_p=0.8) == {1, 2, 3}
+    assert drawable(logits, top_p=0.95) == {0, 1, 2, 3}
+
+
+def test_min_p_drops_what_is_below_that_share_of_the_likeliest() -> None:
+    logits = [float(np.log(share)) for share in (0.1, 0.5, 0.15, 0.25)]
+    assert drawable(logits, min_p=0.4) == {1, 3}
+    assert drawable(logits, min_p=0.25) == {1, 2, 3}
+    assert drawable(logits, min_p=0.15) == {0, 1, 2, 3}
+
+
+def test_a_tiny_temperature_draws_the_likeliest() -> None:
+    assert drawable([0.0, 0.1, 0.2, -5.0], temperature=1e-30) == {2}
+
+
+def test_greedy_rows_take_the_likeliest_whatever_random_rows_are_beside_them() -> None:
+    logits = random_logits(3, 12)
+    requests = [
+        make_request(SamplingParams(temperature=0.0, top_k=3, top_p=0.2))
+        if row % 2
+        else make_request(SamplingParams(temperature=3.0, top_p=0.9, min_p=0.01), seed=row)
+        for row in range(12)
+    ]
+    tokens = sample_once(requests, logits)
+    assert tokens[1::2] == logits.argmax(dim=-1).tolist()[1::2]
+    assert tokens[0::2] != logits.argmax(dim=-1).tolist()[0::2]
+
+
+def test_a_seeded_row_draws_the_same_whatever_is_beside_it_and_however_long_the_launch() -> None:
+    steps = [random_logits(10 + step, 1) for step in range(12)]
+    crowd = [SamplingParams(**fields) for fields in FILTERS.values()]
+
+    def draw(num_beside: int, launch: int) -> list[int]:
+        request = make_request(SamplingParams(temperature=1.3), slot=0, seed=77)
+        beside = [make_request(params, seed=row) for row, params in enumerate(crowd[:num_beside])]
+        sampler = new_sampler()
+        for first in range(0, len(steps), launch):
+            batch = sampler.prepare([*beside, request], launch)
+            tokens = []
+            for step in range(launch):
+                logits = torch.cat([random_logits(99, num_beside), steps[first + step]])
+                tokens.append(int(sampler.sample(logits, batch, step)[-1]))
+            request.accept(tokens)
+        return request.token_ids[1:]
+
+    alone = draw(num_beside=0, launch=1)
+    assert len(set(alone)) > 3
+    for num_beside, launch in [(0, 4), (0, 12), (3, 1), (len(crowd), 1), (len(crowd), 3), (len(crowd), 12)]:
+        assert draw(num_beside, launch) == alone
+
+
+def test_uniforms_lie_between_0_and_1_and_are_spread_evenly() -> None:
+    drawn = uniforms([make_request(SamplingParams(), seed=seed) for seed in range(-500, 500)], 50)
+    assert drawn.shape == (50, 1000)
+    assert drawn.min() >= 0.0
+    assert drawn.max() < 1.0
+    assert drawn.mean() == pytest.approx(0.5, abs=0.005)
+    neighbours = np.corrcoef(drawn[:, :-1].ravel(), drawn[:, 1:].ravel())[0, 1]
+    successive = np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]
+    assert abs(neighbours) < 0.02
+    assert abs(successive) < 0.02
+
+
+def test_uniforms_differ_between_steps_and_between_seeds_of_either_sign() -> None:
+    seeds = [0, 1, -1, 2, -2, 2**63 - 1, -(2**63), 2**32, -(2**32), 2**63 + 126]
+    drawn = uniforms([make_request(SamplingParams(), seed=seed) for seed in seeds], 100)
+    assert len(set(drawn.ravel().tolist())) == 1000
+
+
+def test_uniforms_depend_on_a_requests_seed_and_its_number_of_tokens_only() -> None:
+    first, second = (make_request(SamplingParams(), seed=seed) for seed in (5, 6))
+    long_prompt = make_request(SamplingParams(), prompt=[1, 2, 3], seed=5)
+    both = uniforms([first, second], 4)
+    assert uniforms([second], 4)[:, 0].tolist() == both[:, 1].tolist()
+    assert uniforms([long_prompt], 4)[:, 0].tolist() == both[:, 0].tolist()
+    first.accept([9, 9])
+    assert uniforms([first], 2)[:, 0].tolist() == both[2:, 0].tolist()

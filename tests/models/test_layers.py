@@ -1,0 +1,122 @@
+"""The parts that architectures are wired from equal transformers' modules of the same name."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from chairlift.models.config import RopeConfig
+from chairlift.models.layers import GatedMLP, RMSNorm, apply_rope, rope_tables
+
+CPU = torch.device("cpu")
+LLAMA3: dict[str, Any] = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ROPES = {
+    "default": (RopeConfig(10000.0), {"rope_type": "default", "rope_theta": 10000.0}),
+    "another theta": (RopeConfig(500.0), {"rope_type": "default", "rope_theta": 500.0}),
+    "linear": (RopeConfig(1e4, "linear", 3.0), {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}),
+    "llama3": (
+        RopeConfig(theta=1000.0, kind="llama3", **LLAMA3),
+        {"rope_type": "llama3", "rope_theta": 1000.0, **LLAMA3},
+    ),
+    "llama3 as released": (
+        RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192),
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_tables_are_those_of_transformers(name: str, head_dim: int) -> None:
+    rope, parameters = ROPES[name]
+    config = LlamaConfig(
+        hidden_size=2 * head_dim, num_attention_heads=2, rope_parameters=parameters, max_position_embeddings=16384
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
+    tables = rope_tables(rope, head_dim, 300, CPU)
+    assert tables.shape == (2, 300, head_dim)
+    assert tables.dtype == torch.float32
+    torch.testing.assert_close(tables[0], cos[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(tables[1], sin[0], rtol=0, atol=2e-5)
+
+
+def test_the_first_position_is_not_rotated() -> None:
+    cos, sin = rope_tables(RopeConfig(10000.0), 16, 1, CPU)
+    x = random(1, 4, 16)
+    assert torch.equal(apply_rope(x, cos[:, None], sin[:, None]), x)
+
+
+def test_rotation_is_that_of_transformers() -> None:
+    cos, sin = rope_tables(RopeConfig(10000.0), 16, 40, CPU)
+    query, key = random(40, 4, 16), random(40, 2, 16)
+    expected = apply_rotary_pos_emb(query[None], key[None], cos[None], sin[None], unsqueeze_dim=2)
+    for x, rotated in zip((query, key), expected, strict=True):
+        torch.testing.assert_close(apply_rope(x, cos[:, None], sin[:, None]), rotated[0])
+
+
+def test_a_product_of_rotated_heads_depends_on_their_distance_only() -> None:
+    cos, sin = rope_tables(RopeConfig(10000.0), 16, 60, CPU)
+    query, key = (apply_rope(random(1, 1, 16).expand(60, 1, 16), cos[:, None], sin[:, None]) for _ in range(2))
+    near, far = (query[9] * key[4]).sum(), (query[54] * key[49]).sum()
+    torch.testing.assert_close(near, far)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_the_norm_is_that_of_transformers(dtype: torch.dtype, eps: float) -> None:
+    ours, theirs = RMSNorm(64, eps).to(dtype), LlamaRMSNorm(64, eps).to(dtype)
+    ours.weight.data = theirs.weight.data = random(64, dtype=dtype)
+    x = 0.1 * random(5, 64, dtype=dtype)
+    assert ours(x).dtype == dtype
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_the_norm_of_large_numbers_does_not_overflow_in_sixteen_bits() -> None:
+    norm = RMSNorm(64, 1e-6).to(torch.float16)
+    norm.weight.data.fill_(1.0)
+    x = torch.full((1, 64), 6e4, dtype=torch.float16)  # its square is far beyond float16's 65504
+    torch.testing.assert_close(norm(x), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_gated_mlp_is_that_of_transformers(has_bias: bool) -> None:
+    ours = GatedMLP(32, 48, has_bias)
+    theirs = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=48, mlp_bias=has_bias))  # type: ignore[no-untyped-call]
+    ours.gate_up_proj.weight.data = torch.cat((theirs.gate_proj.weight, theirs.up_proj.weight)).detach()
+    ours.down_proj.weight.data = theirs.down_proj.weight.data
+    if has_bias:
+        ours.gate_up_proj.bias.data = torch.cat((theirs.gate_proj.bias, theirs.up_proj.bias)).detach()
+        ours.down_proj.bias.data = theirs.down_proj.bias.data
+    x = random(5, 32)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_the_gate_is_the_part_that_passes_through_silu() -> None:
+    mlp = GatedMLP(1, 1, has_bias=False)
+    mlp.gate_up_proj.weight.data = torch.tensor([[2.0], [3.0]])
+    mlp.down_proj.weight.data = torch.tensor([[5.0]])
+    torch.testing.assert_close(mlp(torch.tensor([[1.0]])), 5.0 * 3.0 * F.silu(torch.tensor([[2.0]])))

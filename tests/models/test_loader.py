@@ -1,0 +1,273 @@
+"""Loading checkpoints: strict about every tensor, indifferent to how the files are cut, faithful to the numbers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
+from chairlift.config import AttentionBackend, DType
+from chairlift.errors import CheckpointError
+from chairlift.models import load_model, open_checkpoint
+from chairlift.models.attention import BatchMetadata, load_backend
+from chairlift.models.llama import Llama
+from chairlift.models.loader import TORCH_DTYPES
+from tests.support.checkpoints import make_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+MAX_SEQ_LEN = 32
+TINY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.norm.weight"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> LlamaForCausalLM:
+    """A checkpoint in `tmp_path`, as transformers has it: 4 query and 2 key/value heads of 8."""
+    return make_checkpoint(tmp_path, **TINY)
+
+
+def load(directory: Path, dtype: DType = DType.FLOAT32) -> Llama:
+    return load_model(open_checkpoint(str(directory)), dtype, "cpu", MAX_SEQ_LEN)
+
+
+def refusal(directory: Path) -> str:
+    """The message, one line, of the error that loading meets."""
+    with pytest.raises(CheckpointError) as caught:
+        load(directory)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
+    """Rewrites the weights of a checkpoint."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@torch.inference_mode()
+def all_logits(model: Llama, token_ids: list[int]) -> torch.Tensor:
+    """float32 `[T, vocab]`, computed in one prefill."""
+    config, num_tokens = model.config, len(token_ids)
+    params = KVCacheParams(TORCH_DTYPES[config.dtype], config.num_kv_heads, config.head_dim)
+    cache = ContinuousBatchingKVCacheManager(params, 1, MAX_SEQ_LEN, config.num_layers, ["cpu"])
+    (collection,) = cache.fetch(cache.claim(1), [num_tokens])
+    batch = BatchMetadata(
+        row_offsets=torch.tensor([0, num_tokens], dtype=torch.int32),
+        positions=torch.arange(num_tokens),
+        slots=(0,),
+        num_new_tokens=(num_tokens,),
+        num_cached_tokens=(0,),
+        num_decode_rows=0,
+    )
+    attend = load_backend(AttentionBackend.TORCH, config.head_dim, params.dtype).prepare(batch, collection)
+    return model.logits(model(torch.tensor(token_ids), batch.positions, attend))
+
+
+# What loads
+
+
+def test_fused_weights_are_stacked_in_the_order_of_their_table(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+    weights = dict(load(tmp_path).named_parameters())
+    attention, mlp = saved.model.layers[1].self_attn, saved.model.layers[1].mlp
+    qkv, gate_up = (
+        weights["model.layers.1.self_attn.qkv_proj.weight"],
+        weights["model.layers.1.mlp.gate_up_proj.weight"],
+    )
+    assert torch.equal(qkv[:32], attention.q_proj.weight)
+    assert torch.equal(qkv[32:48], attention.k_proj.weight)
+    assert torch.equal(qkv[48:], attention.v_proj.weight)
+    assert torch.equal(gate_up[:48], mlp.gate_proj.weight)
+    assert torch.equal(gate_up[48:], mlp.up_proj.weight)
+
+
+def test_weights_are_frozen(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+    assert saved.training is False
+    assert not any(parameter.requires_grad for parameter in load(tmp_path).parameters())
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_weights_are_loaded_in_the_number_format_asked_for(
+    tmp_path: Path, saved: LlamaForCausalLM, dtype: DType
+) -> None:
+    model = load(tmp_path, dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {TORCH_DTYPES[dtype]}
+    assert model.rope.dtype == TORCH_DTYPES[dtype]
+    assert torch.equal(model.lm_head.weight, saved.lm_head.weight.to(TORCH_DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_checkpoints_in_sixteen_bits_are_read_and_known_as_such(tmp_path: Path, dtype: torch.dtype) -> None:
+    saved = make_checkpoint(tmp_path, dtype=dtype, **TINY)
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert TORCH_DTYPES[checkpoint.config.dtype] == dtype
+    assert torch.equal(load(tmp_path, checkpoint.config.dtype).lm_head.weight, saved.lm_head.weight)
+    assert torch.equal(load(tmp_path, DType.FLOAT32).lm_head.weight, saved.lm_head.weight.float())
+
+
+def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
+    saved = make_checkpoint(tmp_path / "single", **TINY)
+    saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(open_checkpoint(str(tmp_path / "sharded")).weight_files) > 2
+    single, sharded = load(tmp_path / "single").state_dict(), load(tmp_path / "sharded").state_dict()
+    assert single.keys() == sharded.keys()
+    assert all(torch.equal(single[name], sharded[name]) for name in single)
+
+
+@pytest.mark.parametrize("has_head", [False, True], ids=["without lm_head.weight", "with lm_head.weight"])
+def test_a_tied_head_is_the_embedding_whether_or_not_a_copy_is_stored(tmp_path: Path, has_head: bool) -> None:
+    saved = make_checkpoint(tmp_path, tie_word_embeddings=True, **TINY)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    if has_head:
+        edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": stored["model.embed_tokens.weight"].clone()}))
+    model = load(tmp_path)
+    assert not hasattr(model, "lm_head")
+    torch.testing.assert_close(
+        all_logits(model, [1, 2, 3]), saved(torch.tensor([[1, 2, 3]])).logits[0].detach(), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_rotary_tables_of_older_formats_are_ignored(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+    edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    assert torch.equal(load(tmp_path).lm_head.weight, saved.lm_head.weight)
+
+
+def test_the_number_of_parameters_is_about_right(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+    exact = sum(parameter.numel() for parameter in saved.parameters())
+    assert exact <= open_checkpoint(str(tmp_path)).num_parameters < 1.1 * exact
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str
+)
+def test_logits_are_those_of_transformers(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
+    saved = make_checkpoint(tmp_path, dtype=dtype, **{**TINY, "attention_bias": True, "mlp_bias": True})
+    checkpoint = open_checkpoint(str(tmp_path))
+    token_ids = torch.randint(0, 320, (1, 30), generator=torch.Generator().manual_seed(3))
+    ours = all_logits(load(tmp_path, checkpoint.config.dtype), token_ids[0].tolist())
+    theirs = saved(token_ids).logits[0].detach().float()
+    assert ours.dtype == torch.float32
+    assert theirs.std() > 0.1  # or else the tolerance would mean nothing
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+# What does not
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize("name", [QUERY, DOWN, NORM, "lm_head.weight", "model.embed_tokens.weight"])
+def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
+    edit(tmp_path, lambda tensors: tensors.pop(name))
+    assert refusal(tmp_path) == f"the checkpoint lacks {name}"
+
+
+@pytest.mark.usefixtures("saved")
+def test_of_many_missing_tensors_the_first_are_named_and_the_rest_counted(tmp_path: Path) -> None:
+    layer = "model.layers.1."
+    edit(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(layer)])
+    assert refusal(tmp_path) == (
+        "the checkpoint lacks model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight,"
+        " model.layers.1.mlp.gate_proj.weight and 6 more"
+    )
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize("name", ["model.layers.2.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_a_leftover_tensor_is_named(tmp_path: Path, name: str) -> None:
+    edit(tmp_path, lambda tensors: tensors.update({name: torch.zeros(32)}))
+    assert refusal(tmp_path) == f"the checkpoint has tensors that this model has no place for: {name}"
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (DOWN, (32, 47)),
+        (DOWN, (33, 48)),
+        (DOWN, (31, 48)),
+        (DOWN, (32,)),
+        (NORM, (31,)),
+        (NORM, (1, 32)),
+        (NORM, ()),
+        (QUERY, (32, 31)),
+        (QUERY, (31, 32)),
+        (QUERY, (33, 32)),
+        (QUERY, (65, 32)),
+    ],
+)
+def test_a_misshapen_tensor_is_named(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    edit(tmp_path, lambda tensors: tensors.update({name: torch.zeros(shape)}))
+    assert name in refusal(tmp_path)
+
+
+@pytest.mark.usefixtures("saved")
+def test_parts_of_a_fused_weight_that_only_fit_together_are_refused_too(tmp_path: Path) -> None:
+    gate, up = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    edit(tmp_path, lambda tensors: tensors.update({gate: torch.zeros(50, 32), up: torch.zeros(46, 32)}))
+    message = refusal(tmp_path)
+    assert gate in message or up in message
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_checkpoint_without_weights_says_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert refusal(tmp_path) == f"{tmp_path} lacks model.safetensors (weights must be safetensors)"
+
+
+def test_a_missing_shard_is_named(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+    saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    shard = open_checkpoint(str(tmp_path / "sharded")).weight_files[1]
+    shard.unlink()
+    assert refusal(tmp_path / "sharded") == f"{tmp_path / 'sharded'} lacks {shard.name} (weights must be safetensors)"
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize(
+    "index", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": {"lm_head.weight": 3}}']
+)
+def test_a_damaged_index_of_shards_is_named(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    assert "model.safetensors.index.json" in refusal(tmp_path)
+
+
+def test_an_index_that_promises_a_tensor_which_its_shard_lacks(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+    saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    path = tmp_path / "sharded" / index["weight_map"][NORM]
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != NORM}, path)
+    assert refusal(tmp_path / "sharded") == f"the checkpoint lacks {NORM}"
+
+
+@pytest.mark.usefixtures("saved")
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+def test_a_truncated_file_is_named(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    assert refusal(tmp_path).startswith(f"{path} is damaged or truncated: ")
+
+
+@pytest.mark.parametrize("model", ["/no/such/directory", "./nowhere", "~/nowhere/at/all", "no-owner", "a/b/c"])
+def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(model: str) -> None:
+    with pytest.raises(CheckpointError, match="is no directory, and no hub id of the form owner/name"):
+        open_checkpoint(model)
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_refused_in_one_line() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint("nobody-at-all/no-such-model")  # the hub is off limits in tests
+    message = str(caught.value)
+    assert message.startswith("'nobody-at-all/no-such-model' is no directory, and fetching it from the hub failed: ")
+    assert "\n" not in message

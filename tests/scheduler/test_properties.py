@@ -1,0 +1,192 @@
+"""Whatever arrives, is aborted or is sampled: every request ends once and in time, and every slot comes back."""
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.cache.ledger import SlotLedger
+from chairlift.params import FinishReason, SamplingParams
+from chairlift.scheduler import Request, Scheduler, StepPlan, TokenEvent
+
+EOS, STOP, NUM_TOKENS = 0, 1, 6  # token ids are drawn from [0, NUM_TOKENS)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, when it comes, and when its caller loses patience (if ever): step numbers."""
+
+    step: int
+    num_prompt_tokens: int
+    max_tokens: int
+    min_tokens: int
+    abort_step: int | None
+
+
+@dataclass(frozen=True)
+class World:
+    """The sizes of an engine, the requests that it meets (in arrival order), and the tokens that it samples."""
+
+    num_slots: int
+    max_seq_len: int
+    budget: int
+    max_steps: int
+    arrivals: list[Arrival]
+    tokens: list[int]  # said in this order, over and over
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, max_seq_len: int) -> Arrival:
+    step = draw(st.integers(0, 12))
+    num_prompt_tokens = draw(st.integers(1, max_seq_len - 1))
+    max_tokens = draw(st.integers(1, max_seq_len - num_prompt_tokens))
+    abort_step = draw(st.none() | st.integers(step, step + 10))
+    return Arrival(step, num_prompt_tokens, max_tokens, draw(st.integers(0, max_tokens)), abort_step)
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    num_slots, max_seq_len = draw(st.integers(1, 4)), draw(st.integers(2, 20))
+    return World(
+        num_slots=num_slots,
+        max_seq_len=max_seq_len,
+        budget=num_slots + draw(st.integers(0, 12)),
+        max_steps=draw(st.integers(1, 5)),
+        arrivals=sorted(draw(st.lists(arrivals(max_seq_len), min_size=1, max_size=8)), key=lambda a: a.step),
+        tokens=draw(st.lists(st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=30)),
+    )
+
+
+class Run:
+    """Plays a world to its end and notes when and how each request ended."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.slots = SlotLedger(world.num_slots, world.max_seq_len)
+        self.scheduler = Scheduler(self.slots, world.budget, world.max_steps, max_queue_size=100)
+        self.requests = [self._request(index, arrival) for index, arrival in enumerate(world.arrivals)]
+        self.plans: list[StepPlan] = []
+        self.heard: dict[str, list[int]] = {request.request_id: [] for request in self.requests}
+        self.ends: dict[str, list[int]] = {request.request_id: [] for request in self.requests}  # steps, hopefully one
+        self._num_said = 0
+
+    def play(self) -> None:
+        last_arrival = max(arrival.step for arrival in self.world.arrivals)
+        step = 0
+        while step <= last_arrival or self.scheduler.has_work:
+            for arrival, request in zip(self.world.arrivals, self.requests, strict=True):
+                if arrival.step == step:
+                    self.scheduler.add(request)
+            for arrival, request in zip(self.world.arrivals, self.requests, strict=True):
+                if arrival.abort_step == step:
+                    self._note(step, self.scheduler.abort(request.request_id))
+            self.scheduler.check()
+            if self.scheduler.has_work:
+                self._step(step)
+            step += 1
+            assert step < 2000, "it goes on for ever"
+
+    def _step(self, step: int) -> None:
+        plan = self.scheduler.schedule()
+        self.plans.append(plan)
+        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
+        reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
+        sampled = [self._say(plan.num_steps) if row.is_sampled else [] for row in plan.rows]
+        for event in self.scheduler.update(plan, sampled, reservation):
+            self._note(step, event)
+        self.scheduler.check()
+
+    def _say(self, count: int) -> list[int]:
+        start = self._num_said
+        self._num_said += count
+        return [self.world.tokens[i % len(self.world.tokens)] for i in range(start, start + count)]
+
+    def _note(self, step: int, event: TokenEvent | None) -> None:
+        if event is None:
+            return
+        assert not self.ends[event.request_id], "there is news of a request that has ended"
+        self.heard[event.request_id] += event.new_token_ids
+        if event.finish_reason is not None:
+            self.ends[event.request_id].append(step)
+
+    @staticmethod
+    def _request(index: int, arrival: Arrival) -> Request:
+        params = SamplingParams(max_tokens=None, min_tokens=arrival.min_tokens, stop_token_ids=[STOP])
+        prompt = [NUM_TOKENS] * arrival.num_prompt_tokens
+        return Request(f"r{index}", prompt, params, arrival.max_tokens, index, frozenset({EOS}))
+
+
+def played(world: World) -> Run:
+    run = Run(world)
+    run.play()
+    return run
+
+
+quick = settings(max_examples=80, deadline=None, derandomize=True)
+
+
+@quick
+@given(worlds())
+def test_every_request_ends_exactly_once_and_all_slots_come_back(world: World) -> None:
+    run = played(world)
+    assert [len(steps) for steps in run.ends.values()] == [1] * len(world.arrivals)
+    assert run.slots.num_free == world.num_slots
+    assert (run.scheduler.num_waiting, run.scheduler.num_running) == (0, 0)
+
+
+@quick
+@given(worlds())
+def test_nothing_starves(world: World) -> None:
+    """In every step the oldest request gets a token, so whoever came earlier bounds how long one can take."""
+    run = played(world)
+    work_before = 0
+    for arrival, (end,) in zip(world.arrivals, run.ends.values(), strict=True):
+        work_before += arrival.num_prompt_tokens + arrival.max_tokens
+        assert end - arrival.step < work_before
+
+
+@quick
+@given(worlds())
+def test_answers_are_whole_and_end_for_the_reason_given(world: World) -> None:
+    run = played(world)
+    for request, arrival in zip(run.requests, world.arrivals, strict=True):
+        answer = run.heard[request.request_id]
+        assert request.token_ids == request.prompt_token_ids + answer
+        may_end = [i >= arrival.min_tokens and token in (EOS, STOP) for i, token in enumerate(answer)]
+        assert not any(may_end[:-1])
+        match request.finish_reason:
+            case FinishReason.STOP:
+                assert may_end[-1]
+                assert request.stop_reason == (STOP if answer[-1] == STOP else None)
+            case FinishReason.LENGTH:
+                assert len(answer) == arrival.max_tokens
+                assert not may_end[-1]
+            case _:
+                assert request.finish_reason is FinishReason.ABORT
+                assert arrival.abort_step is not None
+                assert len(answer) < arrival.max_tokens
+
+
+@quick
+@given(worlds())
+def test_plans_keep_to_their_limits(world: World) -> None:
+    for plan in played(world).plans:
+        counts = [row.num_new_tokens for row in plan.rows]
+        assert 1 <= sum(counts) == plan.num_tokens <= world.budget
+        assert 1 <= len({row.request.request_id for row in plan.rows}) == len(plan.rows) <= world.num_slots
+        assert min(counts) >= 1
+        assert counts[: plan.num_decode_rows] == [1] * plan.num_decode_rows
+        assert 1 <= plan.num_steps <= world.max_steps
+        if plan.num_steps > 1:
+            assert plan.num_decode_rows == len(plan.rows)
+
+
+@quick
+@given(worlds())
+def test_first_tokens_come_in_arrival_order(world: World) -> None:
+    run = played(world)
+    firsts: dict[str, None] = {}
+    for plan in run.plans:
+        firsts.update(dict.fromkeys(row.request.request_id for row in plan.rows if row.is_sampled))
+    order = [int(request_id.removeprefix("r")) for request_id in firsts]
+    assert order == sorted(order)

@@ -1,0 +1,256 @@
+"""EngineConfig and its resolution: what "auto" becomes on which machine, and what is refused in what words."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from chairlift.config import (
+    AttentionBackend,
+    DType,
+    EngineConfig,
+    MachineFacts,
+    ModelFacts,
+    ResolvedConfig,
+    resolve,
+)
+from chairlift.errors import ChairliftError, ConfigurationError
+
+GIB = 2**30
+ALL_DTYPES = frozenset(DType)
+
+# In bfloat16 0.5 GiB of weights, and 64 KiB of cache per token.
+MODEL = ModelFacts(
+    dtype=DType.BFLOAT16, max_position_embeddings=8192, num_parameters=2**28, kv_elements_per_token=2**15
+)
+CPU = MachineFacts("cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB, has_flash_attn=False)
+OLD_CPU = MachineFacts("cpu", frozenset({DType.FLOAT32}), free_bytes=64 * GIB, has_flash_attn=False)
+GPU = MachineFacts("cuda:0", ALL_DTYPES, free_bytes=128 * GIB, has_flash_attn=True)
+PLAIN_GPU = MachineFacts("cuda:1", ALL_DTYPES, free_bytes=128 * GIB, has_flash_attn=False)
+
+
+def resolved(machine: MachineFacts = CPU, facts: ModelFacts = MODEL, **config: Any) -> ResolvedConfig:
+    return resolve(EngineConfig(**config), facts, machine)
+
+
+def refusal(machine: MachineFacts = CPU, **config: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        resolved(machine, **config)
+    assert isinstance(caught.value, ChairliftError)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def room_for(num_slots: int, machine: MachineFacts = CPU, short_by: int = 0) -> MachineFacts:
+    """That machine with memory for the weights and so many slots of 4096 tokens, less some bytes."""
+    free_bytes = GIB // 2 + num_slots * 4096 * 2**16 - short_by
+    return MachineFacts(machine.device, machine.fast_dtypes, free_bytes, machine.has_flash_attn)
+
+
+# What "auto" becomes
+
+
+def test_on_a_cpu() -> None:
+    config = resolved()
+    assert (config.device, config.dtype, config.attention_backend) == ("cpu", DType.BFLOAT16, AttentionBackend.TORCH)
+    assert (config.max_batch_size, config.max_seq_len) == (32, 4096)
+    assert (config.max_num_batched_tokens, config.max_steps_per_launch) == (512, 4)
+
+
+def test_on_a_gpu() -> None:
+    config = resolved(GPU)
+    assert (config.device, config.dtype) == ("cuda:0", DType.BFLOAT16)
+    assert config.attention_backend is AttentionBackend.FLASH_ATTN
+    assert (config.max_batch_size, config.max_seq_len) == (256, 4096)
+    assert (config.max_num_batched_tokens, config.max_steps_per_launch) == (8192, 4)
+
+
+@pytest.mark.parametrize(
+    ("machine", "model_dtype", "dtype"),
+    [
+        (CPU, DType.BFLOAT16, DType.BFLOAT16),
+        (CPU, DType.FLOAT16, DType.FLOAT32),
+        (CPU, DType.FLOAT32, DType.FLOAT32),
+        (OLD_CPU, DType.BFLOAT16, DType.FLOAT32),
+        (GPU, DType.FLOAT16, DType.FLOAT16),
+    ],
+)
+def test_the_number_format_is_the_checkpoints_where_the_machine_multiplies_it(
+    machine: MachineFacts, model_dtype: DType, dtype: DType
+) -> None:
+    facts = ModelFacts(model_dtype, 8192, 2**28, 2**15)
+    assert resolved(machine, facts, max_seq_len=64).dtype is dtype
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "backend"),
+    [
+        (GPU, "auto", AttentionBackend.FLASH_ATTN),
+        (GPU, "float16", AttentionBackend.FLASH_ATTN),
+        (GPU, "float32", AttentionBackend.TORCH),
+        (PLAIN_GPU, "auto", AttentionBackend.TORCH),
+        (CPU, "auto", AttentionBackend.TORCH),
+    ],
+)
+def test_flash_attention_is_chosen_where_it_can_work(
+    machine: MachineFacts, dtype: str, backend: AttentionBackend
+) -> None:
+    assert resolved(machine, dtype=dtype, max_seq_len=64).attention_backend is backend
+
+
+@pytest.mark.parametrize(("max_position_embeddings", "max_seq_len"), [(2048, 2048), (4096, 4096), (131072, 4096)])
+def test_a_slot_holds_what_the_model_can_read_up_to_a_usual_length(
+    max_position_embeddings: int, max_seq_len: int
+) -> None:
+    facts = ModelFacts(DType.BFLOAT16, max_position_embeddings, 2**28, 2**15)
+    assert resolved(facts=facts).max_seq_len == max_seq_len
+
+
+@pytest.mark.parametrize(
+    ("num_fitting", "short_by", "num_slots"), [(1, 0, 1), (7, 0, 7), (7, 1, 6), (32, 0, 32), (33, 0, 32)]
+)
+def test_as_many_slots_as_fit_beside_the_weights_up_to_a_usual_number(
+    num_fitting: int, short_by: int, num_slots: int
+) -> None:
+    assert resolved(room_for(num_fitting, short_by=short_by), memory_fraction=1.0).max_batch_size == num_slots
+
+
+def test_only_a_share_of_the_memory_beside_the_weights_is_taken() -> None:
+    assert resolved(room_for(20), memory_fraction=0.5).max_batch_size == 10
+    assert resolved(room_for(20)).max_batch_size == 16  # the default share is 0.8
+
+
+def test_wider_numbers_leave_room_for_fewer_slots() -> None:
+    # 2 GiB free: in bfloat16 6 slots beside 0.5 GiB of weights, in float32 2 slots of twice the size beside 1 GiB
+    machine = room_for(6)
+    assert resolved(machine, memory_fraction=1.0).max_batch_size == 6
+    assert resolved(machine, memory_fraction=1.0, dtype="float32").max_batch_size == 2
+
+
+def test_the_token_budget_is_at_least_the_number_of_slots() -> None:
+    assert resolved(max_batch_size=600, max_seq_len=64).max_num_batched_tokens == 600
+
+
+# What is given stays
+
+
+def test_what_is_given_is_kept() -> None:
+    given: dict[str, Any] = {
+        "model": "some/model",
+        "tokenizer": "some/tokenizer",
+        "chat_template": "template.jinja",
+        "dtype": DType.FLOAT32,
+        "attention_backend": AttentionBackend.TORCH,
+        "max_batch_size": 3,
+        "max_seq_len": 100,
+        "max_num_batched_tokens": 7,
+        "max_steps_per_launch": 9,
+        "max_queue_size": 5,
+        "memory_fraction": 0.3,
+        "num_threads": 2,
+        "seed": 11,
+    }
+    config = resolved(**given)
+    assert {name: getattr(config, name) for name in given} == given
+
+
+def test_the_device_becomes_the_one_that_was_found() -> None:
+    assert resolved(PLAIN_GPU, device="cuda:1", max_seq_len=64).device == "cuda:1"
+    assert resolved(CPU, device="auto").device == "cpu"
+
+
+def test_a_given_number_of_slots_that_just_fits_is_taken() -> None:
+    assert resolved(room_for(40), memory_fraction=1.0, max_batch_size=40).max_batch_size == 40
+
+
+def test_resolving_changes_nothing_that_was_put_in() -> None:
+    config = EngineConfig()
+    resolve(config, MODEL, CPU)
+    assert config == EngineConfig()
+    assert config.max_batch_size == "auto"
+
+
+# Refusals
+
+
+def test_more_slots_than_fit_are_refused_with_all_the_numbers() -> None:
+    message = refusal(room_for(39), memory_fraction=1.0, max_batch_size=40)
+    assert "40 slots of 4096 tokens need 10.00 GiB" in message
+    assert "9.75 GiB may be used" in message
+    assert "100% of what 10.25 GiB free leave beside 0.50 GiB of weights" in message
+    assert "lower max_batch_size or max_seq_len" in message
+
+
+def test_a_machine_without_room_for_one_slot_is_refused() -> None:
+    assert "1 slots of 4096 tokens need 0.25 GiB" in refusal(room_for(1, short_by=1), memory_fraction=1.0)
+
+
+def test_a_machine_that_cannot_hold_the_weights_is_refused() -> None:
+    tiny = MachineFacts("cpu", frozenset({DType.BFLOAT16}), free_bytes=GIB // 4, has_flash_attn=False)
+    message = refusal(tiny)
+    assert "0.25 GiB" in message
+    assert "0.50 GiB of weights" in message
+
+
+def test_a_slot_longer_than_the_model_can_read_is_refused_with_both_numbers() -> None:
+    message = refusal(max_seq_len=8193)
+    assert "max_seq_len 8193" in message
+    assert "8192 positions" in message
+    assert resolved(max_seq_len=8192).max_seq_len == 8192
+
+
+def test_a_token_budget_below_the_slots_is_refused_with_both_numbers() -> None:
+    message = refusal(max_batch_size=8, max_num_batched_tokens=7)
+    assert "max_num_batched_tokens (7)" in message
+    assert "max_batch_size (8)" in message
+    assert "raise the first or lower the second" in message
+    assert resolved(max_batch_size=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("machine", "config", "said"),
+    [
+        (CPU, {}, "device cpu, flash-attn not installed, dtype bfloat16"),
+        (PLAIN_GPU, {}, "device cuda:1, flash-attn not installed, dtype bfloat16"),
+        (GPU, {"dtype": "float32"}, "device cuda:0, flash-attn found, dtype float32"),
+    ],
+)
+def test_flash_attention_where_it_cannot_work_is_refused_with_the_facts(
+    machine: MachineFacts, config: dict[str, Any], said: str
+) -> None:
+    message = refusal(machine, attention_backend="flash_attn", max_seq_len=64, **config)
+    assert said in message
+    assert "choose attention_backend torch" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "float8"),
+        ("attention_backend", "paged"),
+        ("max_batch_size", 0),
+        ("max_seq_len", 0),
+        ("max_seq_len", "long"),
+        ("max_num_batched_tokens", -1),
+        ("max_steps_per_launch", 0),
+        ("max_queue_size", -1),
+        ("memory_fraction", 0.0),
+        ("memory_fraction", 1.1),
+        ("num_threads", 0),
+        ("seed", -1),
+        ("max_batchsize", 4),
+    ],
+)
+def test_a_setting_that_makes_no_sense_or_does_not_exist_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        EngineConfig.model_validate({field: value})
+    assert {error["loc"][0] for error in caught.value.errors()} == {field}
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        EngineConfig().seed = 3  # type: ignore[misc]
+
+
+def test_every_setting_has_a_help_text() -> None:
+    assert [name for name, field in EngineConfig.model_fields.items() if not field.description] == []

@@ -1,0 +1,177 @@
+"""SamplingParams: defaults, what is refused and by which name; the state of a RequestOutput."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from chairlift import SamplingParams
+from chairlift.params import CompletionOutput, FinishReason, RequestOutput
+
+
+def refused(**fields: Any) -> list[tuple[str, str]]:
+    """Field and message of everything that is wrong with these."""
+    with pytest.raises(ValidationError) as caught:
+        SamplingParams(**fields)
+    assert isinstance(caught.value, ValueError)
+    return [(".".join(map(str, error["loc"])), error["msg"]) for error in caught.value.errors()]
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    assert (
+        SamplingParams().model_dump()
+        | {
+            "n": 1,
+            "max_tokens": 16,
+            "min_tokens": 0,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "logit_bias": {},
+            "seed": None,
+            "stop": [],
+            "stop_token_ids": [],
+            "ignore_eos": False,
+        }
+        == SamplingParams().model_dump()
+    )
+
+
+def test_every_field_has_a_description() -> None:
+    assert [name for name, field in SamplingParams.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("n", 0, "greater than or equal to 1"),
+        ("n", 129, "less than or equal to 128"),
+        ("n", 1.5, "valid integer"),
+        ("max_tokens", 0, "greater than or equal to 1"),
+        ("max_tokens", -1, "greater than or equal to 1"),
+        ("min_tokens", -1, "greater than or equal to 0"),
+        ("temperature", -0.1, "greater than or equal to 0"),
+        ("temperature", float("nan"), "finite"),
+        ("temperature", float("inf"), "finite"),
+        ("temperature", "warm", "valid number"),
+        ("top_p", 0.0, "greater than 0"),
+        ("top_p", 1.1, "less than or equal to 1"),
+        ("top_p", float("nan"), "less than or equal to 1"),
+        ("top_k", -2, "greater than or equal to -1"),
+        ("min_p", -0.1, "greater than or equal to 0"),
+        ("min_p", 1.1, "less than or equal to 1"),
+        ("presence_penalty", -2.1, "greater than or equal to -2"),
+        ("presence_penalty", 2.1, "less than or equal to 2"),
+        ("frequency_penalty", -2.1, "greater than or equal to -2"),
+        ("frequency_penalty", 2.1, "less than or equal to 2"),
+        ("repetition_penalty", 0.0, "greater than 0"),
+        ("repetition_penalty", float("inf"), "finite"),
+        ("seed", 2**63, "less than or equal to"),
+        ("seed", -(2**63) - 1, "greater than or equal to"),
+        ("ignore_eos", "perhaps", "valid boolean"),
+        ("stop", 3, "valid list"),
+        ("stop_token_ids", 3, "valid list"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_bound(field: str, value: object, said: str) -> None:
+    ((name, message),) = refused(**{field: value})
+    assert name == field
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "where"),
+    [
+        ("stop", ["a", ""], "stop.1"),
+        ("stop", "", "stop.0"),
+        ("stop", ["a", 3], "stop.1"),
+        ("stop_token_ids", [1, "x"], "stop_token_ids.1"),
+        ("logit_bias", {"x": 1.0}, "logit_bias.x.[key]"),
+        ("logit_bias", {3: "much"}, "logit_bias.3"),
+    ],
+)
+def test_a_bad_element_is_named_with_its_place(field: str, value: object, where: str) -> None:
+    assert [name for name, _ in refused(**{field: value})] == [where]
+
+
+@pytest.mark.parametrize("bias", [100.5, -100.5, float("nan"), float("inf")])
+def test_a_bias_out_of_bounds_is_refused(bias: float) -> None:
+    ((name, message),) = refused(logit_bias={7: 0.0, 8: bias})
+    assert name == "logit_bias.8"
+    assert "100" in message
+
+
+def test_more_tokens_at_least_than_at_most_are_refused_with_both_numbers() -> None:
+    ((_, message),) = refused(min_tokens=9, max_tokens=8)
+    assert "min_tokens 9 is above max_tokens 8" in message
+    assert SamplingParams(min_tokens=8, max_tokens=8).min_tokens == 8
+    assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500
+
+
+@pytest.mark.parametrize("field", ["temprature", "max_token", "best_of", "use_beam_search"])
+def test_an_unknown_field_is_refused_by_name(field: str) -> None:
+    assert refused(**{field: 1}) == [(field, "Extra inputs are not permitted")]
+
+
+def test_several_mistakes_are_named_together() -> None:
+    assert [name for name, _ in refused(n=0, top_p=2.0, temprature=1.0)] == ["n", "top_p", "temprature"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "meant"),
+    [("END", ["END"]), (["a", "b"], ["a", "b"]), (None, []), ([], [])],
+)
+def test_stop_may_be_one_string_several_or_none(stop: Any, meant: list[str]) -> None:
+    assert SamplingParams(stop=stop).stop == meant
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 128),
+        ("temperature", 0.0),
+        ("top_k", -1),
+        ("top_p", 1.0),
+        ("min_p", 1.0),
+        ("presence_penalty", -2.0),
+        ("frequency_penalty", 2.0),
+        ("seed", 2**63 - 1),
+        ("seed", -(2**63)),
+        ("logit_bias", {7: 100.0, 8: -100.0}),
+    ],
+)
+def test_values_on_the_bounds_are_taken(field: str, value: object) -> None:
+    params = SamplingParams.model_validate({field: value})
+    assert getattr(params, field) == value
+
+
+def test_params_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        SamplingParams().temperature = 0.5  # type: ignore[misc]
+
+
+def test_a_temperature_of_zero_is_greedy() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert not SamplingParams(temperature=0.01).is_greedy
+
+
+@pytest.mark.parametrize(("fields", "is_open"), [({}, True), ({"max_tokens": None}, True), ({"max_tokens": 16}, False)])
+def test_the_length_is_open_unless_the_caller_names_it(fields: dict[str, Any], is_open: bool) -> None:
+    assert SamplingParams(**fields).is_max_tokens_open is is_open
+
+
+def test_finish_reasons_are_the_words_of_the_interface() -> None:
+    assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort"]
+
+
+def test_an_output_is_finished_when_every_choice_is() -> None:
+    output = RequestOutput("a", "prompt", [1, 2], [CompletionOutput(0), CompletionOutput(1)])
+    assert not output.finished
+    output.outputs[1].finish_reason = FinishReason.STOP
+    assert not output.finished
+    output.outputs[0].finish_reason = FinishReason.LENGTH
+    assert output.finished

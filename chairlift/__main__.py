@@ -18,6 +18,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
 
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
 class ServeCommand(ServerConfig, EngineConfig):
@@ -61,8 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr)
     try:
-        command = get_subcommand(CliApp.run(CommandLine, cli_args=arguments or sys.argv[1:]), is_required=False)
-        match command:
+        parsed = CliApp.run(CommandLine, cli_args=sys.argv[1:] if arguments is None else arguments)
+        match command := get_subcommand(parsed, is_required=False):
             case ServeCommand():
                 return _serve(command)
             case GenerateCommand():
@@ -76,6 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _complain(*(_flag_complaint(each) for each in error.errors(include_url=False)))
     except ChairliftError as error:
         return _complain(str(error))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 def _serve(command: ServeCommand) -> int:

@@ -42,6 +42,12 @@ class AttentionBackend(StrEnum):
     FLASH_ATTN = "flash_attn"
 
 
+SLOT_ALIGNMENT = {
+    AttentionBackend.TORCH: 1,
+    AttentionBackend.FLASH_ATTN: 256,  # the kernels read a slot as a page, whose size must be a multiple of this
+}
+
+
 class EngineConfig(BaseModel):
     """How to run a model. Field descriptions are the help texts of the command line's flags."""
 
@@ -73,6 +79,11 @@ class ResolvedConfig(EngineConfig):
     max_num_batched_tokens: int
     max_steps_per_launch: int
 
+    @property
+    def slot_len(self) -> int:
+        """Tokens that a slot has memory for: `max_seq_len`, rounded up to what the attention backend needs."""
+        return _slot_len(self.max_seq_len, self.attention_backend)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -103,7 +114,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> R
     dtype = _resolve_dtype(config, model, machine)
     backend = _resolve_attention(config, machine, dtype)
     seq_len = _resolve_seq_len(config, model)
-    slots = _resolve_slots(config, model, machine, dtype, seq_len)
+    slots = _resolve_slots(config, model, machine, dtype, _slot_len(seq_len, backend))
     return ResolvedConfig(
         **config.model_dump(exclude=_RESOLVED_FIELDS),
         device=machine.device,
@@ -125,6 +136,11 @@ _RESOLVED_FIELDS = {
     "max_num_batched_tokens",
     "max_steps_per_launch",
 }
+
+
+def _slot_len(seq_len: int, backend: AttentionBackend) -> int:
+    alignment = SLOT_ALIGNMENT[backend]
+    return -(-seq_len // alignment) * alignment
 
 
 def _or_default(value: int | Auto, default: int) -> int:
@@ -160,17 +176,23 @@ def _resolve_seq_len(config: EngineConfig, model: ModelFacts) -> int:
     return config.max_seq_len
 
 
-def _resolve_slots(config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType, seq_len: int) -> int:
+def _resolve_slots(config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType, slot_len: int) -> int:
     """Slots that were asked for, if they fit; with "auto" as many as fit, up to the device's usual number."""
-    slot_bytes = seq_len * model.kv_elements_per_token * dtype.num_bytes
+    slot_bytes = slot_len * model.kv_elements_per_token * dtype.num_bytes
     weight_bytes = model.num_parameters * dtype.num_bytes
-    cache_bytes = max(0, int((machine.free_bytes - weight_bytes) * config.memory_fraction))
+    if weight_bytes >= machine.free_bytes:
+        raise ConfigurationError(
+            f"the weights do not fit: they need {_gib(weight_bytes)} as {dtype}, and {_gib(machine.free_bytes)} are free"
+        )
+    cache_bytes = int((machine.free_bytes - weight_bytes) * config.memory_fraction)
     num_fitting = cache_bytes // slot_bytes
     ceiling = MAX_AUTO_SLOTS_GPU if machine.is_gpu else MAX_AUTO_SLOTS_CPU
+    if config.max_num_batched_tokens != "auto":
+        ceiling = min(ceiling, config.max_num_batched_tokens)  # a step must have a token for every slot
     num_slots = _or_default(config.max_batch_size, max(1, min(num_fitting, ceiling)))
     if num_slots > num_fitting:
         raise ConfigurationError(
-            f"the cache does not fit: {num_slots} slots of {seq_len} tokens need {_gib(num_slots * slot_bytes)},"
+            f"the cache does not fit: {num_slots} slots of {slot_len} tokens need {_gib(num_slots * slot_bytes)},"
             f" and {_gib(cache_bytes)} may be used ({config.memory_fraction:.0%} of what {_gib(machine.free_bytes)}"
             f" free leave beside {_gib(weight_bytes)} of weights); lower max_batch_size or max_seq_len"
         )

@@ -188,8 +188,17 @@ def test_a_machine_without_room_for_one_slot_is_refused() -> None:
 def test_a_machine_that_cannot_hold_the_weights_is_refused() -> None:
     tiny = MachineFacts("cpu", frozenset({DType.BFLOAT16}), free_bytes=GIB // 4, has_flash_attn=False)
     message = refusal(tiny)
-    assert "0.25 GiB" in message
-    assert "0.50 GiB of weights" in message
+    assert message == "the weights do not fit: they need 0.50 GiB as bfloat16, and 0.25 GiB are free"
+
+
+def test_slots_left_open_follow_a_small_token_budget() -> None:
+    assert resolved(max_num_batched_tokens=16).max_batch_size == 16
+
+
+def test_a_slot_of_flash_attn_has_memory_for_a_multiple_of_256_tokens() -> None:
+    assert resolved(GPU, max_seq_len=300).slot_len == 512
+    assert resolved(GPU, max_seq_len=300, attention_backend="torch").slot_len == 300
+    assert resolved(GPU, max_seq_len=300).max_seq_len == 300
 
 
 def test_a_slot_longer_than_the_model_can_read_is_refused_with_both_numbers() -> None:

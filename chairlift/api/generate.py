@@ -1,7 +1,6 @@
 """From a parsed request to its reply, streamed or whole: what completions and chat completions share."""
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -14,8 +13,6 @@ from chairlift.api.wire import Usage
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.inputs import Generation
 from chairlift.params import RequestOutput
-
-logger = logging.getLogger(__name__)
 
 Numbered = tuple[int, RequestOutput]
 """Which prompt of the request, and its newest output."""
@@ -44,8 +41,8 @@ async def answer_stream(
             async for numbered in outputs:
                 await writer.write(numbered)
             await writer.end()
-        except ConnectionError:
-            logger.debug("%s: the client left", reply.id)
+        except ConnectionError:  # the client left; nobody is there to be told
+            return response
         except Exception as error:  # the status is sent, so the error goes into the stream
             await stream.send(failure_of(error).body())
         await stream.close()

@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictInt, model_v
 from chairlift.errors import InvalidRequest
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
-
 _Optional = Field(exclude_if=lambda value: value is None)  # left out of the JSON where it is None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
-from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+from tqdm import tqdm
 
 from chairlift.bench.arrivals import Arrivals, closed_loop, open_loop, poisson_offsets
 from chairlift.bench.client import StreamClient, first_model, open_session, request_bodies

@@ -11,11 +11,14 @@ Every public method takes the lock, changes all of its rows or none, and may be 
 """
 
 import heapq
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chairlift.errors import CacheFull
+
+_tickets = itertools.count()  # one count for all ledgers, so that no reservation fits another one's
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,6 @@ class SlotLedger:
         self._free = list(range(num_slots))  # a heap: the lowest id is claimed first, which keeps batches dense
         self._lengths: dict[int, int] = {}  # claimed slot -> committed tokens
         self._in_flight: dict[int, int] = {}  # slot -> ticket
-        self._next_ticket = 0
 
     @property
     def num_free(self) -> int:
@@ -105,10 +107,10 @@ class SlotLedger:
             for seq_id, count in zip(seq_ids, counts, strict=True):
                 self._check_row(seq_id, count, num_steps, seen)
                 seen.add(seq_id)
-            self._next_ticket += 1
-            self._in_flight.update(dict.fromkeys(seq_ids, self._next_ticket))
+            ticket = next(_tickets)
+            self._in_flight.update(dict.fromkeys(seq_ids, ticket))
             return Reservation(
-                ticket=self._next_ticket,
+                ticket=ticket,
                 seq_ids=tuple(seq_ids),
                 lengths=tuple(self._lengths[seq_id] for seq_id in seq_ids),
                 num_reserved=tuple(count + num_steps - 1 for count in counts),

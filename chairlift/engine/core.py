@@ -39,7 +39,7 @@ class EngineCore:
         self.vocab_size = shape.vocab_size
         dtype = TORCH_DTYPES[self.config.dtype]
         attention = load_backend(self.config.attention_backend, shape.head_dim, dtype)
-        slot_len = -(-self.config.max_seq_len // attention.slot_alignment) * attention.slot_alignment
+        slot_len = self.config.slot_len
         model = load_model(checkpoint, self.config.dtype, self.config.device, slot_len)
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         self.cache = _allocate(params, self.config.max_batch_size, slot_len, shape.num_layers, self.config.device)

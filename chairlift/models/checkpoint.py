@@ -32,17 +32,11 @@ class Checkpoint:
     def weight_files(self) -> list[Path]:
         """The safetensors files, single or sharded. CheckpointError if one is missing."""
         index = self.directory / _INDEX_FILE
-        if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise CheckpointError(f"{index} is not an index of weights: {error}") from error
-        else:
-            names = [_SINGLE_FILE]
-        for name in names:
-            if not (self.directory / name).is_file():
-                raise CheckpointError(f"{self.directory} lacks {name} (weights must be safetensors)")
-        return [self.directory / name for name in names]
+        files = _indexed_files(index) if index.is_file() else [self.directory / _SINGLE_FILE]
+        for path in files:
+            if not path.is_file():
+                raise CheckpointError(f"{self.directory} lacks {path.name} (weights must be safetensors)")
+        return files
 
     @property
     def num_parameters(self) -> int:
@@ -54,6 +48,14 @@ def open_checkpoint(model: str) -> Checkpoint:
     """Finds a checkpoint by directory or hub id ("bundled": the one in the package) and reads its configuration."""
     directory = find_directory(model)
     return Checkpoint(directory, read_model_config(directory))
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return sorted(index.parent / name for name in names)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of weights: {error}") from error
 
 
 def find_directory(model: str) -> Path:

@@ -16,6 +16,14 @@ _ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+_POSITIVE_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +70,23 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{directory} has no config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        architectures = raw.get("architectures") or []
-        if ARCHITECTURE not in architectures:
+        architectures = raw.get("architectures")
+        if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
             raise CheckpointError(f"{path} is for {architectures or 'no architecture'}; supported: {ARCHITECTURE}")
         return _from_hugging_face(LlamaConfig.from_dict(raw), path)
     except CheckpointError:
         raise
     except Exception as error:  # the file may hold anything; whatever transformers makes of it is about the file
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
 
 
 def _from_hugging_face(config: LlamaConfig, path: Path) -> ModelConfig:
     if config.hidden_act not in ("silu", "swish"):
         raise CheckpointError(f"{path}: hidden_act {config.hidden_act!r} is not supported, only silu")
+    for name in _POSITIVE_FIELDS:
+        if getattr(config, name) < 1:
+            raise CheckpointError(f"{path}: {name} must be at least 1, not {getattr(config, name)}")
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     if config.num_attention_heads % num_kv_heads:
         raise CheckpointError(

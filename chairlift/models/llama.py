@@ -4,7 +4,6 @@ Module names follow the checkpoint's tensor names, so that loading needs only th
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -60,8 +59,6 @@ class _Decoder(nn.Module):
 class Llama(nn.Module):
     """Token ids in, hidden states out; logits only where asked for."""
 
-    FUSED: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
     rope: torch.Tensor  # [2, max_seq_len, head_dim] in the model's dtype: cosines and sines
 
     def __init__(self, config: ModelConfig) -> None:
@@ -70,6 +67,16 @@ class Llama(nn.Module):
         self.model = _Decoder(config)
         if not config.is_tied:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def fused(self) -> dict[str, dict[str, int]]:
+        """Fused parameter -> the checkpoint's tensors that are stacked in it, in order, and the rows of each."""
+        config = self.config
+        kv_rows = config.num_kv_heads * config.head_dim
+        return {
+            "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_rows, "v_proj": kv_rows},
+            "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+        }
 
     def set_max_seq_len(self, max_seq_len: int) -> None:
         """Prepares the rotary tables for positions below that."""

@@ -1,11 +1,12 @@
 """Strict loading of a checkpoint into a model, tensor by tensor. Knows no model family.
 
-A model says in two tables what cannot be seen from its parameters: `FUSED` (which checkpoint tensors are stacked into
+A model says in two tables what cannot be seen from its parameters: `fused` (which checkpoint tensors are stacked into
 one parameter, in order) and `ignored_tensors` (what a checkpoint may hold although the model has no use for it).
 """
 
 import logging
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -36,45 +37,46 @@ def load_model(checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: i
 
 def load_weights(model: Llama, reader: WeightReader) -> None:
     """Fills every parameter from the reader. CheckpointError if names or shapes do not match exactly."""
-    targets = dict(model.named_parameters())
-    wanted = {name: _sources(name, model.FUSED) for name in targets}
-    all_wanted = {source for sources in wanted.values() for source in sources}
-    missing = sorted(all_wanted - reader.names)
-    leftover = sorted(reader.names - all_wanted - model.ignored_tensors(reader.names))
+    targets = {name: _parts(name, parameter, model.fused) for name, parameter in model.named_parameters()}
+    wanted = {part.name for parts in targets.values() for part in parts}
+    missing = sorted(wanted - reader.names)
+    leftover = sorted(reader.names - wanted - model.ignored_tensors(reader.names))
     if missing:
         raise CheckpointError(f"the checkpoint lacks {_listed(missing)}")
     if leftover:
         raise CheckpointError(f"the checkpoint has tensors that this model has no place for: {_listed(leftover)}")
-    for name, parameter in targets.items():
-        _fill(parameter, wanted[name], reader)
+    for parts in targets.values():
+        for part in parts:
+            _fill(part, reader)
 
 
-def _sources(name: str, fused: dict[str, tuple[str, ...]]) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of the checkpoint and its place: all of a parameter, or some rows of a fused one."""
+
+    name: str
+    place: torch.Tensor
+
+
+def _parts(name: str, parameter: torch.Tensor, fused: dict[str, dict[str, int]]) -> list[_Part]:
     """`...self_attn.qkv_proj.weight` -> q_proj, k_proj and v_proj; other names stand for themselves."""
-    for target, parts in fused.items():
+    for target, rows in fused.items():
         if f".{target}." in name:
-            return [name.replace(f".{target}.", f".{part}.") for part in parts]
-    return [name]
+            names = [name.replace(f".{target}.", f".{part}.") for part in rows]
+            return [_Part(*pair) for pair in zip(names, torch.split(parameter, list(rows.values())), strict=True)]
+    return [_Part(name, parameter)]
 
 
-def _fill(parameter: torch.Tensor, sources: list[str], reader: WeightReader) -> None:
-    row = 0
-    for source in sources:
-        try:
-            tensor = reader.read(source)
-        except Exception as error:  # a file that ends early shows only when its bytes are touched
-            raise CheckpointError(f"tensor {source} cannot be read: {error}") from error
-        if tensor.shape[1:] != parameter.shape[1:] or row + tensor.shape[0] > parameter.shape[0]:
-            raise CheckpointError(_misshapen(source, tensor, parameter, sources))
-        parameter[row : row + tensor.shape[0]].copy_(tensor)
-        row += tensor.shape[0]
-    if row != parameter.shape[0]:
-        raise CheckpointError(f"{_listed(sources)} have {row} rows, and the model needs {parameter.shape[0]}")
-
-
-def _misshapen(source: str, tensor: torch.Tensor, parameter: torch.Tensor, sources: list[str]) -> str:
-    part = " as a part of" if len(sources) > 1 else ""
-    return f"tensor {source} has shape {list(tensor.shape)}; the model needs{part} {list(parameter.shape)}"
+def _fill(part: _Part, reader: WeightReader) -> None:
+    try:
+        tensor = reader.read(part.name)
+    except Exception as error:  # a file that ends early shows only when its bytes are touched
+        raise CheckpointError(f"tensor {part.name} cannot be read: {error}") from error
+    if tensor.shape != part.place.shape:
+        raise CheckpointError(
+            f"tensor {part.name} has shape {list(tensor.shape)}; the model needs {list(part.place.shape)}"
+        )
+    part.place.copy_(tensor)
 
 
 def _listed(names: list[str]) -> str:

@@ -30,14 +30,13 @@ class Request:
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: int | None = field(init=False, default=None)
     end_token_ids: frozenset[int] = field(init=False)  # sampling one of them ends the sequence
-    _stop_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
-        self._stop_token_ids = frozenset(self.params.stop_token_ids)
-        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        self.end_token_ids = eos | self._stop_token_ids
+        if self.params.ignore_eos:
+            self.eos_token_ids = frozenset()
+        self.end_token_ids = self.eos_token_ids.union(self.params.stop_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +69,7 @@ class Request:
         num_output = self.num_output_tokens
         if token in self.end_token_ids and num_output > self.params.min_tokens:
             self.finish_reason = FinishReason.STOP
-            self.stop_reason = token if token in self._stop_token_ids else None
+            self.stop_reason = None if token in self.eos_token_ids else token
         elif num_output >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason is not None

@@ -64,12 +64,14 @@ class Scheduler:
 
     def add(self, *requests: Request) -> None:
         """Queues requests, all or none; they start as slots are free. `QueueFull` if too many would wait."""
+        added: dict[str, Request] = {}
         for request in requests:
-            if request.request_id in self._waiting or request.request_id in self._running:
+            if any(request.request_id in known for known in (self._waiting, self._running, added)):
                 raise ValueError(f"request {request.request_id!r} is already here")
-        if len(requests) > self.num_acceptable:
+            added[request.request_id] = request
+        if len(added) > self.num_acceptable:
             raise QueueFull(self._max_queue_size)
-        self._waiting.update({request.request_id: request for request in requests})
+        self._waiting.update(added)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request wherever it is, between two steps. None if it is not here (any more)."""

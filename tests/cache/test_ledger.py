@@ -71,9 +71,17 @@ def test_a_reservation_says_where_each_row_stands_and_how_far_it_may_go() -> Non
     ledger = SlotLedger(4, 32)
     ledger.claim(3)
     ledger.commit([7], ledger.reserve([2], [7]))
-    assert ledger.reserve([2, 0], [1, 4], num_steps=3) == Reservation(
-        ticket=2, seq_ids=(2, 0), lengths=(7, 0), num_reserved=(3, 6)
-    )
+    reservation = ledger.reserve([2, 0], [1, 4], num_steps=3)
+    assert reservation == Reservation(ticket=reservation.ticket, seq_ids=(2, 0), lengths=(7, 0), num_reserved=(3, 6))
+
+
+def test_a_reservation_of_another_ledger_is_not_in_flight_here() -> None:
+    ours, theirs = SlotLedger(1, 8), SlotLedger(1, 8)
+    ours.claim(1)
+    theirs.claim(1)
+    ours.reserve([0], [5])
+    with pytest.raises(ValueError, match="not in flight"):
+        ours.commit([1], theirs.reserve([0], [5]))
 
 
 def test_each_reservation_has_a_ticket_of_its_own() -> None:

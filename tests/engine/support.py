@@ -1,20 +1,17 @@
-"""What the tests of the engine share: requests and events in one line, a core held back, waiting without sleeping."""
+"""What the tests of the engine share: a tiny model, requests and events in one line."""
 
-import asyncio
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from chairlift import LLM, SamplingParams
 from chairlift.config import AttentionBackend, DType, ResolvedConfig
 from chairlift.engine.core import EngineCore
-from chairlift.params import FinishReason, SamplingParams
+from chairlift.params import FinishReason, RequestOutput
 from chairlift.scheduler import Request, TokenEvent
 from tests.engine.tokenizers_made import make_byte_tokenizer
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, random_prompts
 
-DEADLINE_S = 20.0
 VOCAB_SIZE = 259  # of the byte tokenizer: 256 bytes, then <|endoftext|>, <|im_start|>, <|im_end|>
 END_TOKEN = 258
 
@@ -37,6 +34,36 @@ def make_tiny_checkpoint(directory: Path) -> str:
     make_checkpoint(directory, seed=3, **TINY)
     make_byte_tokenizer(directory)
     return str(directory)
+
+
+PROMPTS = random_prompts(1, [3, 17, 1, 40, 8, 2, 25, 11], VOCAB_SIZE)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+NUM_SLOTS = 3
+
+
+def make_llm(model: str, **config: Any) -> LLM:
+    """Three slots, up to four steps a launch."""
+    return LLM(model, **{"max_batch_size": NUM_SLOTS, "max_steps_per_launch": 4, **ENGINE, **config})
+
+
+def core_of(llm: LLM) -> EngineCore:
+    assert llm._core is not None
+    return llm._core
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing runs or waits, all slots are free, and the engine still serves."""
+    core = core_of(llm)
+    core.check()
+    assert not core.has_work
+    assert core.cache.slots_remaining == NUM_SLOTS
+    assert len(llm.generate("still there?", GREEDY)[0].outputs[0].token_ids) == 12
+    core.check()
+
+
+def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
+    """Of all choices of all outputs."""
+    return [choice.token_ids for output in outputs for choice in output.outputs]
 
 
 def make_request(
@@ -70,49 +97,3 @@ def resolved_config(model: Path | str, **changes: Any) -> ResolvedConfig:
         "max_steps_per_launch": 1,
     }
     return ResolvedConfig(**{**fields, **changes})
-
-
-class StepGate:
-    """Lets an engine take a step only when the test says so. Open it for good before closing the engine."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._step = core.step
-        self._permits = threading.Semaphore(0)
-        self._is_open = False
-        self._entered = threading.Semaphore(0)
-
-    def step(self) -> list[TokenEvent]:
-        """In the place of `core.step`."""
-        self._entered.release()
-        if not self._is_open:
-            self._permits.acquire()
-        return self._step()
-
-    def allow(self, num_steps: int) -> None:
-        self._permits.release(num_steps)
-
-    def open(self) -> None:
-        """All steps may be taken from now on."""
-        self._is_open = True
-        self._permits.release()
-
-    def fail(self, error: Exception) -> None:
-        """The step that waits, and all after it, raise this."""
-
-        def failing_step() -> list[TokenEvent]:
-            raise error
-
-        self._step = failing_step
-        self.open()
-
-    async def wait_until_in_step(self) -> None:
-        """Returns when a step has begun (one more than at the last call) and waits at the gate."""
-        assert await asyncio.to_thread(self._entered.acquire, timeout=DEADLINE_S), "the engine takes no step"
-
-
-async def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    """Gives the event loop and the engine thread time until it is so."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert time.monotonic() < deadline, f"not so in time: {what}"
-        await asyncio.sleep(0.001)

@@ -99,7 +99,7 @@ def _load(
 ) -> Tokenizer:
     """Through files, as a checkpoint's is loaded. The last special token is the end."""
     backend.add_special_tokens([AddedToken(name, special=True) for name in specials])
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         eos_token=specials[-1],
         clean_up_tokenization_spaces=False,

@@ -1,4 +1,4 @@
-"""The flash_attn backend passes the package's functions what they need: run on a CPU against a plain reference of them."""
+"""The flash_attn backend passes the package's functions what they need: checked on a CPU by a plain reference."""
 
 import pytest
 import torch

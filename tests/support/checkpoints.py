@@ -30,12 +30,14 @@ def make_checkpoint(
     """Writes a random checkpoint; `shape` overrides `SMALL`. Returns the model that transformers makes of it."""
     torch.manual_seed(seed)
     config = LlamaConfig(**{**SMALL, **shape})
-    model = LlamaForCausalLM(config).to(dtype).eval()
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(dtype).eval()
     for parameter in model.parameters():  # transformers starts biases at zero and norms at one, which hides mistakes
         parameter.data += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(directory)
     for name in _TOKENIZER_FILES:
         shutil.copy(find_directory("bundled") / name, directory / name)
+    assert isinstance(model, LlamaForCausalLM)
     return model
 
 

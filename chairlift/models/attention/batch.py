@@ -33,8 +33,6 @@ class BatchMetadata:
 class Backend(Protocol):
     """An attention implementation, bound to a model's shape."""
 
-    slot_alignment: int  # slots must hold a multiple of this many tokens
-
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """Does once per step what all layers share."""
         ...

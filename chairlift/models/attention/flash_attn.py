@@ -20,8 +20,6 @@ _LENGTH_BUCKET = 256  # split-KV heuristics look at the capacity, so a view ends
 class FlashAttnBackend:
     """Strided views of the slots are taken as they are: only the last dimension must be dense."""
 
-    slot_alignment = 256  # the page size of the paged kernels must be a multiple of this
-
     def __init__(self, head_dim: int, dtype: torch.dtype) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise ConfigurationError(f"flash_attn computes in bfloat16 or float16, not {dtype}; choose one as dtype")

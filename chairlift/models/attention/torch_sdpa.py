@@ -47,8 +47,6 @@ class _PrefillRow:
 class TorchBackend:
     """Reads and writes the slots in place through strided views."""
 
-    slot_alignment = 1
-
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """See `Backend.prepare`."""
         slots, positions = token_slots(batch, cache), batch.positions

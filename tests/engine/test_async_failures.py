@@ -1,0 +1,154 @@
+"""The engine behind an event loop when something is wrong: each generation ends exactly once, with the right error."""
+
+import asyncio
+import threading
+from contextlib import aclosing
+
+import pytest
+
+from chairlift import AsyncLLM
+from chairlift.errors import EngineClosed, EngineDead, QueueFull
+from tests.engine.async_support import (
+    DEADLINE_S,
+    LONG,
+    StepGate,
+    hold_back,
+    last,
+    make_async_llm,
+    wait_until,
+    wait_until_idle,
+)
+from tests.engine.support import GREEDY, PROMPTS, make_llm, tokens_of
+
+
+@pytest.mark.asyncio
+async def test_who_comes_when_the_queue_is_full_is_refused_and_the_others_are_served(tiny: str) -> None:
+    with make_llm(tiny) as llm:
+        expected = llm.generate(PROMPTS[:3], GREEDY)
+    async with make_async_llm(tiny, max_queue_size=1) as engine:
+        with hold_back(engine) as gate:
+            generations = [await engine.prepare(prompt, GREEDY) for prompt in PROMPTS[:5]]
+            tasks = [asyncio.create_task(last(engine.run(generation))) for generation in generations[:2]]
+            await gate.wait_until_in_step()
+            gate.allow(2)  # the second has come in with or after the first: both have their slots now
+            await wait_until(lambda: engine._core.cache.slots_remaining == 0, "two run")
+            tasks += [asyncio.create_task(last(engine.run(generation))) for generation in generations[2:]]
+            await asyncio.sleep(0)  # all three are sent, in their order, while both slots are taken
+            gate.open()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            await wait_until_idle(engine)
+            again = await last(engine.generate(PROMPTS[3], GREEDY))
+    assert [result.outputs for result in results[:3] if not isinstance(result, BaseException)] == [
+        output.outputs for output in expected
+    ]
+    assert [type(result) for result in results[3:]] == [QueueFull, QueueFull]
+    assert again.finished
+
+
+@pytest.mark.asyncio
+async def test_choices_are_queued_all_or_none(tiny: str) -> None:
+    async with make_async_llm(tiny, max_queue_size=1) as engine:
+        with pytest.raises(QueueFull, match="1 requests"):
+            await last(engine.generate("hi", GREEDY.model_copy(update={"n": 4})))
+        await wait_until_idle(engine)
+        assert len((await last(engine.generate("hi", GREEDY.model_copy(update={"n": 3})))).outputs) == 3
+
+
+async def assert_dead(engine: AsyncLLM) -> None:
+    await asyncio.wait_for(engine.died.wait(), DEADLINE_S)
+    assert not engine.is_healthy
+    assert isinstance(engine.death, RuntimeError)
+    with pytest.raises(EngineDead, match="no luck"):
+        await last(engine.generate("hi", GREEDY))
+
+
+@pytest.mark.asyncio
+async def test_when_a_step_fails_all_that_run_and_wait_end_with_it_and_nothing_new_is_taken(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        with hold_back(engine) as gate:
+            tasks = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(5)]
+            await wait_until(lambda: engine.num_unfinished == 5, "all have come in")
+            gate.allow(1)
+            await wait_until(lambda: engine._core.cache.slots_remaining < 2, "one runs at least")
+            assert engine.is_healthy
+            gate.fail(RuntimeError("no luck"))
+            results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
+            assert [type(result) for result in results] == [EngineDead] * 5
+            assert {str(result) for result in results} == {"a step failed: RuntimeError: no luck"}
+            await assert_dead(engine)
+            assert engine.num_unfinished == 0
+
+
+@pytest.mark.asyncio
+async def test_a_reader_who_was_busy_when_the_engine_died_learns_of_it(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        with hold_back(engine) as gate:
+            gate.allow(1)
+            async with aclosing(engine.generate("hi", LONG)) as outputs:
+                await anext(outputs)
+                gate.fail(RuntimeError("no luck"))
+                await assert_dead(engine)
+                with pytest.raises(EngineDead):
+                    await anext(outputs)
+
+
+@pytest.mark.asyncio
+async def test_a_dead_engine_can_be_closed_and_leaves_no_thread(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        with hold_back(engine) as gate:
+            gate.fail(RuntimeError("no luck"))
+            with pytest.raises(EngineDead):
+                await last(engine.generate("hi", GREEDY))
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("chairlift")] == []
+    await assert_dead(engine)
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_running_and_waiting_generations_with_that_error(tiny: str) -> None:
+    engine = make_async_llm(tiny)
+    with hold_back(engine) as gate:
+        gate.allow(1)
+        async with aclosing(engine.generate("hi", LONG)) as outputs:
+            await anext(outputs)
+            others = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(4)]
+            await wait_until(lambda: engine.num_unfinished == 5, "all have come in")
+            gate.open()
+            await engine.close()
+            with pytest.raises(EngineClosed):
+                await anext(outputs)
+            results = await asyncio.gather(*others, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineClosed] * 4
+    assert engine.num_unfinished == 0
+    assert not engine.died.is_set()
+
+
+@pytest.mark.asyncio
+async def test_two_engines_in_one_process_do_not_disturb_each_other(tiny: str) -> None:
+    with make_llm(tiny) as llm:
+        expected = llm.generate(PROMPTS[:3], GREEDY)
+    async with make_async_llm(tiny) as healthy, make_async_llm(tiny) as dying:
+        with hold_back(dying) as gate:
+            gate.fail(RuntimeError("no luck"))
+            with pytest.raises(EngineDead):
+                await last(dying.generate("hi", GREEDY))
+        outputs = await asyncio.gather(*(last(healthy.generate(prompt, GREEDY)) for prompt in PROMPTS[:3]))
+        assert healthy.is_healthy
+    assert tokens_of(outputs) == tokens_of(expected)
+
+
+def test_an_event_loop_that_is_closed_during_a_step_does_not_kill_the_engine_thread(tiny: str) -> None:
+    engine = make_async_llm(tiny)
+
+    async def leave_in_a_step(gate: StepGate) -> None:
+        outputs = engine.generate("hi", LONG)
+        gate.allow(1)
+        await anext(outputs)
+        await gate.wait_until_in_step()
+        await gate.wait_until_in_step()
+
+    with hold_back(engine) as gate:
+        asyncio.run(leave_in_a_step(gate))
+    asyncio.run(wait_until_idle(engine))
+    assert engine.is_healthy
+    asyncio.run(engine.close())
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("chairlift")] == []

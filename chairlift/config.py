@@ -182,7 +182,8 @@ def _resolve_slots(config: EngineConfig, model: ModelFacts, machine: MachineFact
     weight_bytes = model.num_parameters * dtype.num_bytes
     if weight_bytes >= machine.free_bytes:
         raise ConfigurationError(
-            f"the weights do not fit: they need {_gib(weight_bytes)} as {dtype}, and {_gib(machine.free_bytes)} are free"
+            f"the weights do not fit: they need {_gib(weight_bytes)} as {dtype},"
+            f" and {_gib(machine.free_bytes)} are free"
         )
     cache_bytes = int((machine.free_bytes - weight_bytes) * config.memory_fraction)
     num_fitting = cache_bytes // slot_bytes

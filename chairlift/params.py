@@ -50,7 +50,7 @@ class SamplingParams(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted once a token was generated")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted per time it was generated")
     repetition_penalty: float = Field(
-        1.0, gt=0.0, allow_inf_nan=False, description="divides (multiplies negative) logits of tokens seen so far"
+        1.0, ge=0.01, le=100.0, description="divides (multiplies negative) logits of tokens seen so far"
     )
     logit_bias: dict[int, Bias] = Field(
         default_factory=dict, description="token id -> number added to its logit, between -100 and 100"

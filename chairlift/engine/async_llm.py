@@ -14,7 +14,7 @@ from chairlift.engine.inputs import Generation, InputProcessor, Prompt
 from chairlift.engine.outputs import GenerationState, OutputProcessor
 from chairlift.engine.thread import Abort, Add, EngineThread, Stop, Update
 from chairlift.engine.tokenizer import Message
-from chairlift.errors import ChairliftError, EngineClosed, EngineDead
+from chairlift.errors import EngineClosed, EngineDead
 from chairlift.params import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -170,16 +170,13 @@ class AsyncLLM:
         if delivery.to_abort and self._thread is not None:
             self._thread.send(Abort(delivery.to_abort))
         for rejection in update.rejections:
-            self._reject(rejection.requests[0].request_id, rejection.error)
+            rejected = self._outputs.state_of(rejection.requests[0].request_id)
+            if rejected is not None:
+                self._mailboxes[rejected.generation.request_id].fail(rejection.error)
         if update.death is not None:
             self.death = update.death
             self._fail_all(EngineDead(f"a step failed: {type(update.death).__name__}: {update.death}"))
             self.died.set()
-
-    def _reject(self, first_request_id: str, error: ChairliftError) -> None:
-        mailbox = self._mailboxes.get(first_request_id.rpartition("-")[0])
-        if mailbox is not None:
-            mailbox.fail(error)
 
     def _fail_all(self, error: Exception) -> None:
         for mailbox in self._mailboxes.values():

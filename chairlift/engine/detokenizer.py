@@ -3,44 +3,57 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenizers.decoders import DecodeStream
-
 from chairlift.engine.tokenizer import Tokenizer
 
-_NUM_CONTEXT_TOKENS = 8
+_CONTEXT_SIZES = (8, 64)
+_MAX_HELD_TOKENS = 32  # no character has so many: what is incomplete after that will stay so
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that do not make a character (yet)
 
 
 class Detokenizer:
-    """Decodes one continuation token by token. The pieces add up to the decoding of the whole."""
+    """Decodes one continuation token by token. The pieces add up to the decoding of the whole.
+
+    A short window of tokens is decoded anew for each: those whose text went out last, which tell how the next ones are
+    spaced, and those whose text is still held back. (The library's own DecodeStream raises on bytes that make no
+    character, which models do produce.)
+
+        window  | context: text is out | held: text is not |
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        # The end of the prompt tells, for some tokenizers, whether the first piece begins with a space.
-        context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        if tokenizer.decode(context).endswith(_INCOMPLETE):
-            context = []
-        self._stream = DecodeStream(context, skip_special_tokens=True)
-        self._context = context  # tokens whose text is out, the latest few
-        self._pending: list[int] = []  # tokens whose text is not
+        self._window = _context(tokenizer, prompt_token_ids)
+        self._num_context = len(self._window)
+        self._num_sent = len(tokenizer.decode(self._window))  # characters of the window's text that are out
 
     def push(self, token_id: int) -> str:
         """The text that this token completes: often its own, sometimes none yet."""
-        self._pending.append(token_id)
-        text = self._stream.step(self._tokenizer.backend, token_id)
-        if not text:
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        is_held = text.endswith(_INCOMPLETE) and len(self._window) - self._num_context < _MAX_HELD_TOKENS
+        if is_held or len(text) <= self._num_sent:
             return ""
-        self._context, self._pending = self._pending, []
-        return text
+        piece = text[self._num_sent :]
+        self._window = self._window[self._num_context :]
+        self._num_context = len(self._window)
+        self._num_sent = len(self._tokenizer.decode(self._window))
+        return piece
 
     def finish(self) -> str:
         """What is still held back when no more tokens will come, for instance an unfinished character."""
-        if not self._pending:
-            return ""
-        before = self._tokenizer.decode(self._context)
-        text = self._tokenizer.decode(self._context + self._pending)[len(before) :]
-        self._pending = []
-        return text
+        text = self._tokenizer.decode(self._window)
+        piece, self._num_sent = text[self._num_sent :], len(text)
+        return piece
+
+
+def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
+    """The end of the prompt, begun early enough that no character is cut in two if that can be helped."""
+    tail: list[int] = []
+    for size in _CONTEXT_SIZES:
+        tail = list(prompt_token_ids[-size:])
+        if not tokenizer.decode(tail).endswith(_INCOMPLETE):
+            break
+    return tail
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,11 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from chairlift.config import ResolvedConfig
 from chairlift.engine.tokenizer import Message, Tokenizer
@@ -38,11 +41,14 @@ class InputProcessor:
         self.tokenizer = Tokenizer(find_directory(config.tokenizer or config.model), config.chat_template)
         self.max_seq_len = config.max_seq_len
         self._vocab_size = vocab_size
+        self._serials = count()
         self._seeds = random.Random(config.seed)
         generation_config = _read_generation_config(directory)
-        self._eos_token_ids = _eos_token_ids(generation_config, directory, self.tokenizer)
-        self.default_params = SamplingParams(**_default_fields(generation_config))
-        self.default_chat_params = SamplingParams(**_default_fields(generation_config), max_tokens=None)
+        eos = _eos_token_ids(generation_config, directory, self.tokenizer)
+        # A tokenizer may have more tokens than the model has rows; those are never sampled.
+        self._eos_token_ids = frozenset(token for token in eos if 0 <= token < vocab_size)
+        self.default_params = _default_params(generation_config, directory)
+        self.default_chat_params = self.default_params.model_copy(update={"max_tokens": None})
 
     def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> Generation:
         """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json)."""
@@ -51,15 +57,21 @@ class InputProcessor:
         self._check_tokens(token_ids)
         max_tokens = self._max_tokens(len(token_ids), params)
         self._check_ids_in_params(params)
+        self._check_something_can_be_sampled(params)
+        serial = next(self._serials)  # the engine's ids are its own: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         requests = [
-            Request(f"{request_id}-{index}", token_ids, params, max_tokens, first_seed + index, self._eos_token_ids)
+            Request(
+                f"{request_id}-{serial}-{index}", token_ids, params, max_tokens, first_seed + index, self._eos_token_ids
+            )
             for index in range(params.n)
         ]
         return Generation(request_id, prompt if isinstance(prompt, str) else None, token_ids, params, requests)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation in the model's chat template. InvalidRequest if the template refuses it."""
+        if not isinstance(messages, Sequence) or not all(isinstance(message, dict) for message in messages):
+            raise InvalidRequest("messages must be a list of {'role': ..., 'content': ...}", "messages")
         if not messages:
             raise InvalidRequest("messages is empty; give at least one message", "messages")
         return self.tokenizer.encode_chat(messages)
@@ -109,6 +121,10 @@ class InputProcessor:
                         f"{field}: token id {token} is not in the model's vocabulary [0, {self._vocab_size})", field
                     )
 
+    def _check_something_can_be_sampled(self, params: SamplingParams) -> None:
+        if params.min_tokens and len(set(params.stop_token_ids)) == self._vocab_size:
+            raise InvalidRequest("with every token in stop_token_ids, min_tokens cannot be reached", "stop_token_ids")
+
 
 def _read_generation_config(directory: Path) -> dict[str, Any]:
     path = directory / "generation_config.json"
@@ -118,7 +134,9 @@ def _read_generation_config(directory: Path) -> dict[str, Any]:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
-    return dict(parsed)
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return parsed
 
 
 def _eos_token_ids(generation_config: dict[str, Any], directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
@@ -130,12 +148,22 @@ def _eos_token_ids(generation_config: dict[str, Any], directory: Path, tokenizer
         eos = tokenizer.eos_token_id
     if eos is None:
         return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    listed = eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int for token in listed):
+        raise CheckpointError(
+            f"{directory}: eos_token_id in generation_config.json or config.json must be a token id or a list of them,"
+            f" not {eos!r}"
+        )
+    return frozenset(listed)
 
 
-def _default_fields(generation_config: dict[str, Any]) -> dict[str, Any]:
+def _default_params(generation_config: dict[str, Any], directory: Path) -> SamplingParams:
     """Sampling defaults of a checkpoint. `do_sample: false`, where it is written, means greedy."""
     fields = {name: generation_config[name] for name in _SAMPLING_FIELDS if generation_config.get(name) is not None}
     if generation_config.get("do_sample") is False:
         fields["temperature"] = 0.0
-    return fields
+    try:
+        return SamplingParams(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{directory / 'generation_config.json'}: {first['loc'][0]}: {first['msg']}") from error

@@ -69,7 +69,7 @@ class LLM:
         is_single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if is_single else messages
         prompts = [self.inputs.encode_chat(conversation) for conversation in conversations]
-        return self.generate(prompts, params or self.inputs.default_chat_params, use_tqdm)
+        return self.generate(prompts, self.inputs.default_chat_params if params is None else params, use_tqdm)
 
     def close(self) -> None:
         """Gives the memory back. Calls after it raise `EngineClosed`."""

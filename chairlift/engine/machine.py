@@ -1,6 +1,7 @@
 """What this machine offers: the device, the number formats it multiplies natively, free memory."""
 
 import importlib.util
+import re
 
 import psutil
 import torch
@@ -13,15 +14,12 @@ def inspect_machine(device: str) -> MachineFacts:
     """Facts about the named device ("auto": the first GPU, else the CPU). ConfigurationError if there is none such."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigurationError(f"device {device!r} is not a device; choose cpu or cuda:0") from error
-    if chosen.type == "cpu":
+    if device == "cpu":
         return MachineFacts("cpu", _fast_cpu_dtypes(), psutil.virtual_memory().available, has_flash_attn=False)
-    if chosen.type != "cuda":
+    match = re.fullmatch(r"cuda(?::([0-9]+))?", device)
+    if match is None:
         raise ConfigurationError(f"device {device!r} is not supported; choose cpu or cuda:0")
-    return _inspect_gpu(chosen.index or 0)
+    return _inspect_gpu(int(match[1] or 0))
 
 
 def _inspect_gpu(index: int) -> MachineFacts:

@@ -115,6 +115,11 @@ class OutputProcessor:
             self._routes[request.request_id] = _Route(state, index)
         return state
 
+    def state_of(self, request_id: str) -> GenerationState | None:
+        """The generation that a sequence belongs to; None if it is no longer followed."""
+        route = self._routes.get(request_id)
+        return None if route is None else route.state
+
     def close(self, state: GenerationState) -> None:
         """Stops following it; events that still come are dropped."""
         for request in state.generation.requests:

@@ -9,12 +9,14 @@ from itertools import accumulate
 
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheManager
+from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
 from chairlift.cache.ledger import Reservation
 from chairlift.engine.sampling import Sampler
 from chairlift.models.attention import Backend, BatchMetadata
 from chairlift.models.llama import Llama
 from chairlift.scheduler import StepPlan
+
+_Inputs = list[ContinuousBatchingKVCacheCollection]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,16 @@ class ModelRunner:
         inputs = self._cache.fetch(batch.slots, batch.num_new_tokens, plan.num_steps)
         reservation = inputs[0].reservation
         assert reservation is not None, "fetch always reserves"
+        try:
+            return StepResult(self._launch(plan, batch, input_ids, inputs), reservation)
+        except BaseException:  # also an interrupt: nothing counts then, and the rows can be aborted
+            self._cache.step([0] * len(plan.rows), inputs)
+            raise
+
+    def _launch(
+        self, plan: StepPlan, batch: BatchMetadata, input_ids: torch.Tensor, inputs: _Inputs
+    ) -> list[list[int]]:
+        """The steps one after the other on the device; then all their tokens, by row."""
         is_sampled = [row.is_sampled for row in plan.rows]
         last_tokens = batch.row_offsets[1:][torch.tensor(is_sampled, device=self._device)] - 1
         sampling = self._sampler.prepare([row.request for row in plan.rows if row.is_sampled], plan.num_steps)
@@ -57,7 +69,7 @@ class ModelRunner:
             hidden = self._model(input_ids, batch.positions, attend)
             if any(is_sampled):
                 steps.append(self._sampler.sample(self._model.logits(hidden[last_tokens]), sampling, step))
-        return StepResult(_spread(steps, is_sampled), reservation)
+        return _spread(steps, is_sampled)
 
     def _first_batch(self, plan: StepPlan) -> tuple[BatchMetadata, torch.Tensor]:
         """The batch of the plan's first step and its input token ids, int64 `[T]`."""

@@ -15,6 +15,7 @@ import torch
 from chairlift.engine.penalties import PenaltyBatch, PenaltyState
 from chairlift.scheduler import Request
 
+_ALL = 2**31 - 1  # a top_k that keeps everything
 _COLDEST = 1e-6  # a smaller temperature could round to zero in float32
 
 
@@ -105,7 +106,7 @@ class Sampler:
         drawing = [requests[row] for row in rows]
         params = [request.params for request in drawing]
         is_filtered = any(p.top_k > 0 or p.top_p < 1.0 for p in params)
-        top_k = [[p.top_k if p.top_k > 0 else np.iinfo(np.int32).max] for p in params]
+        top_k = [[min(p.top_k, _ALL) if p.top_k > 0 else _ALL] for p in params]
         # A row that keeps everything must not lose its tail to rounding because another row filters.
         top_p = [[p.top_p if p.top_p < 1.0 else np.inf] for p in params]
         return _RandomRows(
@@ -158,7 +159,8 @@ def _draw(logits: torch.Tensor, spec: _RandomRows, step: int) -> torch.Tensor:
         scaled = scaled.masked_fill(scaled < _cutoff(scaled, spec.top_k, spec.top_p), -torch.inf)
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = spec.uniforms[step].unsqueeze(1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    return tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits must not become an index out of range
 
 
 def _cutoff(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -40,9 +40,15 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, by default with the special tokens (such as a beginning) that the model expects."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids of a text, by default with the special tokens (such as a beginning) that the model expects.
+
+        InvalidRequest about the field `param` if the text is not valid Unicode.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # what the library makes of half a surrogate pair
+            raise InvalidRequest(f"{param}: not valid Unicode text", param) from error
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -60,7 +66,7 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the rendered chat, whose special tokens the template writes itself."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(messages), add_special_tokens=False, param="messages")
 
 
 def _read_template(path: Path) -> str:

@@ -159,10 +159,24 @@ def test_a_role_that_the_template_refuses_is_an_invalid_request_with_the_templat
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {"content": "hi"}])
+@pytest.mark.parametrize("message", [{}, {"role": "user"}, {"role": "user", "content": None}, {"content": "hi"}])
 def test_messages_that_the_template_cannot_use_are_refused(inputs: InputProcessor, message: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="refuses these messages") as caught:
         inputs.encode_chat([message])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("message", [7, "hi", None, [], [{"role": "user", "content": "hi"}]])
+def test_what_is_no_message_is_refused(inputs: InputProcessor, message: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        inputs.encode_chat([message])
+    assert caught.value.param == "messages"
+
+
+def test_text_that_is_not_unicode_is_refused(inputs: InputProcessor) -> None:
+    assert refusal(inputs, "half a pair: \ud83d").param == "prompt"
+    with pytest.raises(InvalidRequest) as caught:
+        inputs.encode_chat([{"role": "user", "content": "half a pair: \ud83d"}])
     assert caught.value.param == "messages"
 
 

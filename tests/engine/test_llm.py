@@ -48,6 +48,10 @@ def test_params_that_do_not_match_the_prompts_are_refused_with_both_numbers(tiny
     with make_llm(tiny) as llm:
         with pytest.raises(InvalidRequest, match="2 prompts, but 3") as caught:
             llm.generate(["a", "b"], [GREEDY] * 3)
+        with pytest.raises(InvalidRequest, match="1 prompts, but 0"):
+            llm.generate(["a"], [])
+        with pytest.raises(InvalidRequest, match="1 prompts, but 0"):
+            llm.chat([{"role": "user", "content": "hi"}], [])
         assert_idle(llm)
     assert caught.value.param == "params"
 

@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
                 CliApp.print_help(CommandLine)
                 return EXIT_USAGE
     except ValidationError as error:
-        return _complain(*(_flag_complaint(each) for each in error.errors(include_url=False)))
+        return _complain(*_flag_complaints(error))
     except ChairliftError as error:
         return _complain(str(error))
     except KeyboardInterrupt:
@@ -120,11 +120,14 @@ def _fast_loop() -> Any:
     return uvloop.new_event_loop
 
 
-def _flag_complaint(error: Any) -> str:
-    """`serve.max_batch_size: Input should be ...` -> `--max-batch-size: Input should be ...`"""
-    names = [str(part) for part in error["loc"][1:2]]
-    flag = f"--{names[0].replace('_', '-')}: " if names else ""
-    return f"{flag}{error['msg']}"
+def _flag_complaints(error: ValidationError) -> list[str]:
+    """One line per flag, such as `--port: Input should be a valid integer`; alternatives are joined."""
+    messages: dict[str, list[str]] = {}
+    for each in error.errors(include_url=False):
+        names = [str(part) for part in each["loc"][1:2]]
+        flag = f"--{names[0].replace('_', '-')}: " if names else ""
+        messages.setdefault(flag, []).append(each["msg"])
+    return [flag + ", or ".join(alternatives) for flag, alternatives in messages.items()]
 
 
 def _complain(*lines: str) -> int:

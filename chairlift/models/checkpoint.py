@@ -63,7 +63,7 @@ def find_directory(model: str) -> Path:
     if model == BUNDLED:
         return _BUNDLED_DIRECTORY
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
     if path.is_file() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model!r} is no directory, and no hub id of the form owner/name")

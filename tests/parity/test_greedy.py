@@ -1,11 +1,14 @@
 """Greedy tokens equal transformers' in float32, for every shape of model and every mix of batch, chunk and steps."""
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chairlift import LLM, SamplingParams
+from chairlift import LLM, EngineConfig, SamplingParams
+from chairlift.engine.core import EngineCore
+from chairlift.scheduler import Request
 from tests.support.checkpoints import make_checkpoint, random_prompts, reference_tokens
 
 NUM_TOKENS = 12
@@ -56,6 +59,31 @@ def test_every_shape_of_model_gives_the_tokens_of_transformers(tmp_path: Path, s
         assert output.outputs[0].token_ids == reference_tokens(reference, prompt, NUM_TOKENS)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_random_configurations_give_the_tokens_of_transformers(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    shape = dict(rng.choice(list(SHAPES.values())))
+    kv_heads = rng.choice([1, 2, 3])
+    heads = kv_heads * rng.choice([1, 2, 5])
+    shape |= {
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": heads,
+        "head_dim": rng.choice([8, 16, 32]),
+        "hidden_size": heads * rng.choice([6, 12, 20]),
+        "num_hidden_layers": rng.choice([1, 2, 4]),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+    reference = make_checkpoint(tmp_path, seed=seed, **shape)
+    prompts = random_prompts(seed, [rng.randint(1, 50) for _ in range(6)])
+    slots = rng.randint(1, 6)
+    budget = rng.randint(slots, 60)
+    steps = rng.choice([1, 2, 5])
+    with LLM(str(tmp_path), max_batch_size=slots, max_num_batched_tokens=budget, max_steps_per_launch=steps) as llm:
+        outputs = llm.generate(prompts, greedy())
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == reference_tokens(reference, prompt, NUM_TOKENS)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
     """A checkpoint, and what transformers answers to `random_prompts(2, LENGTHS)`."""
@@ -81,6 +109,31 @@ def test_answers_of_different_lengths_end_each_at_their_own(checkpoint: tuple[Pa
         outputs = llm.generate(random_prompts(2, LENGTHS), params)
     assert [o.outputs[0].token_ids for o in outputs] == [tokens[: 1 + i] for i, tokens in enumerate(expected)]
     assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_aborts_in_the_middle_change_nothing_for_those_who_stay(
+    checkpoint: tuple[Path, list[list[int]]], steps: int
+) -> None:
+    directory, expected = checkpoint
+    config = EngineConfig(model=str(directory), max_batch_size=3, max_num_batched_tokens=16, max_steps_per_launch=steps)
+    core = EngineCore(config)
+    for index, prompt in enumerate(random_prompts(2, LENGTHS)):
+        core.add(Request(str(index), prompt, greedy(), NUM_TOKENS, seed=0))
+    tokens: dict[str, list[int]] = {str(index): [] for index in range(len(LENGTHS))}
+    for step in range(200):
+        if step in (2, 5, 9):  # one that runs, one that waits, one that has ended or not
+            core.abort({2: "1", 5: "6", 9: "3"}[step])
+        core.check()
+        for event in core.step() if core.has_work else []:
+            tokens[event.request_id] += event.new_token_ids
+    assert not core.has_work
+    for index, answer in enumerate(expected):
+        if index not in (1, 6, 3):
+            assert tokens[str(index)] == answer
+        assert tokens[str(index)] == answer[: len(tokens[str(index)])]
+    assert len(tokens["1"]) < NUM_TOKENS
+    assert tokens["6"] == []
 
 
 def test_an_answer_may_fill_its_slot_to_the_last_token(checkpoint: tuple[Path, list[list[int]]]) -> None:

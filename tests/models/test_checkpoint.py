@@ -1,0 +1,56 @@
+"""Finding a checkpoint: a directory, a hub id (here in the local cache, as tests are offline), or the bundled one."""
+
+import shutil
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from chairlift.errors import CheckpointError
+from chairlift.models.checkpoint import find_directory, open_checkpoint
+from tests.support.checkpoints import make_checkpoint
+
+COMMIT = "0" * 40
+
+
+def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "models--somebody--tiny"
+    snapshot = repository / "snapshots" / COMMIT
+    make_checkpoint(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    checkpoint = open_checkpoint("somebody/tiny")
+    assert checkpoint.directory == snapshot
+    assert checkpoint.config.num_layers == 3
+
+
+def test_a_hub_id_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="'somebody/nothing' is no directory, and fetching it") as caught:
+        find_directory("somebody/nothing")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["nowhere", "./nowhere", "/no/where", "a/b/c", "~/nowhere", ""])
+def test_what_is_neither_directory_nor_hub_id_is_said(model: str) -> None:
+    with pytest.raises(CheckpointError, match="is no directory, and no hub id"):
+        find_directory(model)
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    with pytest.raises(CheckpointError, match="is no directory"):
+        find_directory(str(path))
+
+
+def test_the_bundled_model_is_a_llama_of_at_most_8_mb() -> None:
+    checkpoint = open_checkpoint("bundled")
+    assert checkpoint.config.dtype == "bfloat16"
+    assert sum(path.stat().st_size for path in checkpoint.weight_files) <= 8_000_000
+
+
+def test_the_directory_of_the_bundled_model_loads_like_any_other(tmp_path: Path) -> None:
+    copied = shutil.copytree(find_directory("bundled"), tmp_path / "copy")
+    assert open_checkpoint(str(copied)).config == open_checkpoint("bundled").config

@@ -1,0 +1,100 @@
+"""Sums: adding and subtracting two numbers from 0 to 99.
+
+Held out: unordered pairs of operands, for both operations alike. Pairs of single digits never are: they are
+few, and what all other sums are made of.
+"""
+
+import random
+
+from bundled_model.exchange import NEVER_HELD_OUT, Exchange
+from bundled_model.phrasing import dress
+
+LIMIT = 100
+_SMALL = 21
+_SMALL_SHARE = 0.15
+
+_ADDING = (
+    "What is {a} + {b}",
+    "What is {a} + {b}",
+    "What's {a} + {b}",
+    "{a} + {b}",
+    "{a}+{b}",
+    "{a} + {b} =",
+    "{a}+{b}=",
+    "What is {a}+{b}",
+    "Add {a} and {b}",
+    "Add {b} to {a}",
+    "What is {a} plus {b}",
+    "What's {a} plus {b}",
+    "{a} plus {b}",
+    "What is the sum of {a} and {b}",
+    "Calculate {a} + {b}",
+    "Compute {a} + {b}",
+    "How much is {a} + {b}",
+    "How much is {a} plus {b}",
+    "What do you get when you add {a} and {b}",
+    "Solve {a} + {b}",
+    "What does {a} + {b} equal",
+)
+_SUBTRACTING = (
+    "What is {a} - {b}",
+    "What is {a} - {b}",
+    "What's {a} - {b}",
+    "{a} - {b}",
+    "{a}-{b}",
+    "{a} - {b} =",
+    "{a}-{b}=",
+    "What is {a}-{b}",
+    "Subtract {b} from {a}",
+    "Take {b} away from {a}",
+    "Take {b} from {a}",
+    "What is {a} minus {b}",
+    "What's {a} minus {b}",
+    "{a} minus {b}",
+    "Calculate {a} - {b}",
+    "Compute {a} - {b}",
+    "How much is {a} - {b}",
+    "How much is {a} minus {b}",
+    "What do you get when you subtract {b} from {a}",
+    "Solve {a} - {b}",
+    "What does {a} - {b} equal",
+)
+
+
+def operands(rng: random.Random) -> tuple[int, int]:
+    """Two numbers below 100; small ones together somewhat more often, because people ask for them."""
+    limit = _SMALL if rng.random() < _SMALL_SHARE else LIMIT
+    return rng.randrange(limit), rng.randrange(limit)
+
+
+def pair_key(a: int, b: int) -> str:
+    """The same key for both orders of the operands; single digits are always learnt."""
+    return NEVER_HELD_OUT if max(a, b) < 10 else f"sum:{min(a, b)},{max(a, b)}"
+
+
+def sum_text(a: int, b: int, adding: bool) -> str:
+    """The sum with its result: 17 + 25 = 42."""
+    return f"{a} + {b} = {a + b}" if adding else f"{a} - {b} = {a - b}"
+
+
+def _sum(rng: random.Random, adding: bool) -> Exchange:
+    a, b = operands(rng)
+    request = rng.choice(_ADDING if adding else _SUBTRACTING).format(a=a, b=b)
+    return Exchange(pair_key(a, b), dress(rng, request), sum_text(a, b, adding) + ".")
+
+
+def addition(rng: random.Random) -> Exchange:
+    """Two numbers to add."""
+    return _sum(rng, adding=True)
+
+
+def subtraction(rng: random.Random) -> Exchange:
+    """Two numbers to subtract; the result may be negative."""
+    return _sum(rng, adding=False)
+
+
+def sum_document(rng: random.Random) -> Exchange:
+    """A plain line to complete: 17 + 25 = 42."""
+    a, b = operands(rng)
+    head, tail = sum_text(a, b, rng.random() < 0.5).split("= ")
+    return Exchange(pair_key(a, b), head + "=", f" {tail}\n")

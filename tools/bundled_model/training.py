@@ -1,0 +1,173 @@
+"""The training loop: a bfloat16 Llama with float32 master weights, Muon and AdamW, warm-up, plateau and decay.
+
+The budget is a number of steps (the same model again for the same seed and libraries) or a number of
+minutes (whatever the machine manages in that time).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from bundled_model.dataset import IGNORED, batches
+from bundled_model.vocabulary import END_OF_TEXT_ID, MAX_POSITIONS, TURN_END_ID, VOCABULARY_SIZE
+
+_WEIGHT_DECAY = 0.05
+_MOMENTUM = 0.95
+_BETAS = (0.9, 0.98)
+_GRADIENT_NORM = 1.0
+_WARMUP_STEPS = 60
+_DECAY_SHARE = 0.4
+_FINAL_RATE_SHARE = 0.01
+_REPORT_EVERY = 50
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long and how fast to train; exactly one of steps and minutes is set."""
+
+    seed: int
+    steps: int | None
+    minutes: float | None
+    learning_rate: float
+    tokens_per_batch: int
+    compiled: bool
+
+
+@dataclass
+class Progress:
+    """What has been done so far."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    loss: float = 0.0
+
+    def share_of(self, budget: Budget) -> float:
+        """The part of the budget that is used up, from 0 to 1."""
+        if budget.steps is not None:
+            return self.step / budget.steps
+        assert budget.minutes is not None
+        return self.seconds / (60 * budget.minutes)
+
+    def line(self, share: float) -> str:
+        """One line for the log."""
+        remaining = self.seconds / share - self.seconds if share else 0.0
+        speed = self.tokens / self.seconds
+        return f"step {self.step}  loss {self.loss:.4f}  {speed:.0f} tokens/s  eta {remaining / 60:.1f} min"
+
+
+def model_config() -> LlamaConfig:
+    """The architecture of the bundled model."""
+    return LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=[TURN_END_ID, END_OF_TEXT_ID],
+        pad_token_id=END_OF_TEXT_ID,
+    )
+
+
+def learning_rate_share(step: int, share_done: float) -> float:
+    """Warm up, hold, then fall in a straight line over the last part of the budget."""
+    warm = min(1.0, (step + 1) / _WARMUP_STEPS)
+    left = min(1.0, (1.0 - share_done) / _DECAY_SHARE)
+    return warm * max(_FINAL_RATE_SHARE, left)
+
+
+class Trainer:
+    """A bfloat16 model that computes, and the float32 weights that the optimizers update."""
+
+    def __init__(self, budget: Budget) -> None:
+        torch.manual_seed(budget.seed)
+        self.budget = budget
+        self.model = LlamaForCausalLM(model_config())
+        self.master = [weight.detach().clone() for weight in self.model.parameters()]
+        self.model.bfloat16()
+        # On a CPU and at these sizes plain attention trains faster than the fused kernel.
+        self.model.set_attn_implementation("eager")
+        self.optimizers = self._optimizers()
+        body = self.model.model
+        self.body: Callable[..., BaseModelOutputWithPast] = (
+            torch.compile(body, dynamic=True) if budget.compiled else body
+        )
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """Muon for the matrices inside the layers, AdamW for the embedding and the norms.
+
+        In short trials this reached a lower loss than AdamW alone in as many steps.
+        """
+        rate = self.budget.learning_rate
+        named = zip((name for name, _ in self.model.named_parameters()), self.master, strict=True)
+        inner: list[torch.Tensor] = []
+        outer: list[torch.Tensor] = []
+        for name, weight in named:
+            (inner if weight.dim() == 2 and "embed" not in name else outer).append(weight)
+        return [
+            torch.optim.Muon(
+                inner, lr=rate, momentum=_MOMENTUM, weight_decay=_WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(outer, lr=rate, betas=_BETAS, weight_decay=0.0, fused=True),
+        ]
+
+    def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy over the tokens to be learnt; only those go through the output layer."""
+        hidden = self.body(input_ids=ids, use_cache=False).last_hidden_state
+        assert hidden is not None
+        learnt = targets != IGNORED
+        logits = self.model.lm_head(hidden[learnt])
+        return functional.cross_entropy(logits.float(), targets[learnt])
+
+    def step(self, ids: torch.Tensor, targets: torch.Tensor, rate: float) -> float:
+        """Update the weights with one batch; returns its loss."""
+        loss = self.loss(ids, targets)
+        self.model.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for weight, master in zip(self.model.parameters(), self.master, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        torch.nn.utils.clip_grad_norm_(self.master, _GRADIENT_NORM)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        self.publish()
+        return float(loss.detach())
+
+    def publish(self) -> None:
+        """Round the master weights into the model."""
+        with torch.no_grad():
+            for weight, master in zip(self.model.parameters(), self.master, strict=True):
+                weight.copy_(master)
+
+
+def train(budget: Budget, report: Callable[[str], None]) -> tuple[LlamaForCausalLM, Progress]:
+    """Train a model from nothing within the budget."""
+    trainer = Trainer(budget)
+    progress = Progress()
+    started, cpu_started = time.monotonic(), time.process_time()
+    for ids, targets in batches(budget.seed, budget.tokens_per_batch):
+        share = progress.share_of(budget)
+        if share >= 1.0:
+            break
+        rate = budget.learning_rate * learning_rate_share(progress.step, share)
+        loss = trainer.step(ids, targets, rate)
+        progress.step += 1
+        progress.tokens += ids.numel()
+        progress.seconds = time.monotonic() - started
+        progress.cpu_seconds = time.process_time() - cpu_started
+        progress.loss = loss if progress.step == 1 else 0.98 * progress.loss + 0.02 * loss
+        if progress.step % _REPORT_EVERY == 0:
+            report(progress.line(progress.share_of(budget)))
+    return trainer.model, progress

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from chairlift.models.config import RopeConfig
+from chairlift.models.linear import Linear
 
 
 class RMSNorm(nn.Module):
@@ -19,7 +20,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, size] -> [T, size]`"""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # On a CPU torch's own rms_norm is a composite of twice as many operators.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        normalised: torch.Tensor = (x * scale).to(x.dtype) * self.weight
+        return normalised
 
 
 class GatedMLP(nn.Module):
@@ -27,8 +32,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, has_bias: bool) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=has_bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=has_bias)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=has_bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=has_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""

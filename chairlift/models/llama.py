@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from chairlift.models.attention import Attend
 from chairlift.models.config import ModelConfig
 from chairlift.models.layers import GatedMLP, RMSNorm, apply_rope, rope_tables
+from chairlift.models.linear import Linear, can_pack
 
 
 class _SelfAttention(nn.Module):
@@ -21,8 +21,8 @@ class _SelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         num_fused_heads = config.num_heads + 2 * config.num_kv_heads
         bias = config.has_attention_bias
-        self.qkv_proj = nn.Linear(config.hidden_size, num_fused_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
+        self.qkv_proj = Linear(config.hidden_size, num_fused_heads * config.head_dim, bias=bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
@@ -66,7 +66,7 @@ class Llama(nn.Module):
         self.config = config
         self.model = _Decoder(config)
         if not config.is_tied:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def fused(self) -> dict[str, dict[str, int]]:
@@ -78,11 +78,19 @@ class Llama(nn.Module):
             "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
         }
 
-    def set_max_seq_len(self, max_seq_len: int) -> None:
-        """Prepares the rotary tables for positions below that."""
+    def finalize(self, max_seq_len: int) -> None:
+        """Once the weights are loaded: ties the head, prepares rotary tables below that position, packs weights."""
         weight = self.model.embed_tokens.weight
+        if self.config.is_tied:
+            with torch.device("meta"):
+                self.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+            self.lm_head.weight = weight
         tables = rope_tables(self.config.rope, self.config.head_dim, max_seq_len, weight.device)
         self.rope = tables.to(weight.dtype)
+        if can_pack(weight):
+            for module in self.modules():
+                if isinstance(module, Linear):
+                    module.pack()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """int64 `[T]`, int64 `[T]` -> final hidden states `[T, hidden]`."""
@@ -95,8 +103,8 @@ class Llama(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, hidden]` -> float32 `[N, vocab]`."""
-        head = self.model.embed_tokens if self.config.is_tied else self.lm_head
-        return F.linear(hidden, head.weight).float()
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits.float()
 
     def ignored_tensors(self, names: Iterable[str]) -> set[str]:
         """Tensors that a checkpoint may hold in vain: a tied head's copy, and rotary tables of older formats."""

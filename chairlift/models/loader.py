@@ -28,8 +28,8 @@ def load_model(checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: i
     model = model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
     with WeightReader(checkpoint.weight_files) as reader:
         load_weights(model, reader)
-    model.set_max_seq_len(max_seq_len)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    model.finalize(max_seq_len)
     seconds = time.perf_counter() - start
     logger.info("loaded %s: %.1f MB of %s weights in %.2f s", checkpoint.directory, num_bytes / 1e6, dtype, seconds)
     return model

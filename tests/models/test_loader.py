@@ -103,7 +103,7 @@ def test_weights_are_loaded_in_the_number_format_asked_for(
     model = load(tmp_path, dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {TORCH_DTYPES[dtype]}
     assert model.rope.dtype == TORCH_DTYPES[dtype]
-    assert torch.equal(model.lm_head.weight, saved.lm_head.weight.to(TORCH_DTYPES[dtype]))
+    assert torch.equal(model.model.norm.weight, saved.model.norm.weight.to(TORCH_DTYPES[dtype]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -111,8 +111,8 @@ def test_checkpoints_in_sixteen_bits_are_read_and_known_as_such(tmp_path: Path, 
     saved = make_checkpoint(tmp_path, dtype=dtype, **TINY)
     checkpoint = open_checkpoint(str(tmp_path))
     assert TORCH_DTYPES[checkpoint.config.dtype] == dtype
-    assert torch.equal(load(tmp_path, checkpoint.config.dtype).lm_head.weight, saved.lm_head.weight)
-    assert torch.equal(load(tmp_path, DType.FLOAT32).lm_head.weight, saved.lm_head.weight.float())
+    assert torch.equal(load(tmp_path, checkpoint.config.dtype).model.norm.weight, saved.model.norm.weight)
+    assert torch.equal(load(tmp_path, DType.FLOAT32).model.norm.weight, saved.model.norm.weight.float())
 
 
 def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_tied_head_is_the_embedding_whether_or_not_a_copy_is_stored(tmp_path: 
     if has_head:
         edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": stored["model.embed_tokens.weight"].clone()}))
     model = load(tmp_path)
-    assert not hasattr(model, "lm_head")
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     torch.testing.assert_close(
         all_logits(model, [1, 2, 3]), saved(torch.tensor([[1, 2, 3]])).logits[0].detach(), rtol=1e-4, atol=1e-4
     )

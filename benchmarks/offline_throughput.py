@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from shapes import SHAPES, make_checkpoint
@@ -74,7 +75,7 @@ def _engines(directory: Path, arguments: argparse.Namespace) -> dict[str, Engine
 
 def _transformers(directory: Path, arguments: argparse.Namespace) -> Engine:
     """`generate` with its static batch: all prompts have one length, so it wastes nothing on padding."""
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=getattr(torch, arguments.dtype)).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(directory, dtype=getattr(torch, arguments.dtype))
     num_tokens = arguments.output_tokens
 
     @torch.inference_mode()
@@ -93,7 +94,7 @@ def _transformers(directory: Path, arguments: argparse.Namespace) -> Engine:
     return run
 
 
-def _measure(engines: dict[str, Engine], num_requests: int, arguments: argparse.Namespace) -> dict[str, object]:
+def _measure(engines: dict[str, Engine], num_requests: int, arguments: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(num_requests)
     prompts = torch.randint(0, 200, (num_requests, arguments.prompt_tokens), generator=generator).tolist()
     rates: dict[str, list[float]] = {name: [] for name in engines}

@@ -18,7 +18,8 @@ Count = Annotated[int, Field(ge=1)]
 MAX_AUTO_SEQ_LEN = 4096  # a slot is sized for the worst case, so "auto" does not take a model's 128k at its word
 MAX_AUTO_SLOTS_CPU = 32
 MAX_AUTO_SLOTS_GPU = 256
-AUTO_STEPS_PER_LAUNCH = 4
+AUTO_STEPS_PER_LAUNCH_CPU = 1  # more gain 2 % on a 135 M model, and make newcomers and streams wait
+AUTO_STEPS_PER_LAUNCH_GPU = 4
 AUTO_BATCHED_TOKENS_CPU = 512
 AUTO_BATCHED_TOKENS_GPU = 8192
 
@@ -115,6 +116,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> R
     backend = _resolve_attention(config, machine, dtype)
     seq_len = _resolve_seq_len(config, model)
     slots = _resolve_slots(config, model, machine, dtype, _slot_len(seq_len, backend))
+    default_steps = AUTO_STEPS_PER_LAUNCH_GPU if machine.is_gpu else AUTO_STEPS_PER_LAUNCH_CPU
     return ResolvedConfig(
         **config.model_dump(exclude=_RESOLVED_FIELDS),
         device=machine.device,
@@ -123,7 +125,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> R
         max_batch_size=slots,
         max_seq_len=seq_len,
         max_num_batched_tokens=_resolve_token_budget(config, machine, slots),
-        max_steps_per_launch=_or_default(config.max_steps_per_launch, AUTO_STEPS_PER_LAUNCH),
+        max_steps_per_launch=_or_default(config.max_steps_per_launch, default_steps),
     )
 
 

@@ -54,7 +54,7 @@ def test_on_a_cpu() -> None:
     config = resolved()
     assert (config.device, config.dtype, config.attention_backend) == ("cpu", DType.BFLOAT16, AttentionBackend.TORCH)
     assert (config.max_batch_size, config.max_seq_len) == (32, 4096)
-    assert (config.max_num_batched_tokens, config.max_steps_per_launch) == (512, 4)
+    assert (config.max_num_batched_tokens, config.max_steps_per_launch) == (512, 1)
 
 
 def test_on_a_gpu() -> None:

@@ -17,6 +17,8 @@ from typing import IO
 import httpx
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 SERVE = "import sys; from chairlift.__main__ import main; sys.exit(main())"
 
 DIES_IN_A_STEP = """
@@ -72,6 +74,13 @@ def _address(log: IO[str]) -> str:
 
 def body(num_tokens: int) -> dict[str, object]:
     return {"prompt": "Once upon a time", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+
+
+def test_the_example_streams_an_answer() -> None:
+    with running(SERVE) as process:
+        command = [sys.executable, "examples/stream_chat.py", "What is 17 + 25?", "--url", f"{process.url}/v1"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert result.stdout == "17 + 25 = 42.\n"
 
 
 def test_sigterm_lets_a_running_stream_finish_and_refuses_new_ones() -> None:

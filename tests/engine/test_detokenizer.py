@@ -58,6 +58,7 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> 
 @FUZZ
 @given(text=TEXTS)
 @example(text=f"a genuine {HALF} stays{HALF}")
+@example(text=10 * HALF + "€ after many of them")
 def test_bytes_of_any_text_come_out_as_that_text_in_whole_characters(byte_tokenizer: Tokenizer, text: str) -> None:
     pieces = stream(byte_tokenizer, [], byte_tokenizer.encode(text))
     assert "".join(pieces) == text
@@ -69,6 +70,8 @@ def test_bytes_of_any_text_come_out_as_that_text_in_whole_characters(byte_tokeni
 @given(output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
 @example(output=[0xE2, 0x82])
 @example(output=[0xF0, 0x9F, 0x98, ord("x"), 0xF0, 0x9F])
+@example(output=[0x80] * 30 + [0xF0, 0x9F, 0x98, 0x80, ord("x")])
+@example(output=[0x80] * 100 + [0xE2, 0x82])
 def test_bytes_that_are_no_text_come_out_as_decoding_all_at_once_gives_them(
     byte_tokenizer: Tokenizer, output: list[int]
 ) -> None:
@@ -181,6 +184,7 @@ LLAMA2_NAMES = st.lists(st.sampled_from(LLAMA2_PIECES + HIGH_BYTES), max_size=20
 @given(prompt=LLAMA2_NAMES, output=LLAMA2_NAMES)
 @example(prompt=["▁the"], output=["<0xE2>", "<0x82>", "<0xAC>", "▁the"])
 @example(prompt=[], output=["<0xC3>", "<0x80>", "<0x80>", "▁"])
+@example(prompt=["<0xE2>", "<0x82>"], output=["<0xAC>", "s", "s", "s"])
 def test_any_llama2_like_tokens_lose_no_letter_and_are_exact_if_they_make_characters(
     llama2_like: Tokenizer, prompt: list[str], output: list[str]
 ) -> None:

@@ -36,6 +36,11 @@ EXTREMES: dict[str, dict[str, Any]] = {
         "min_tokens": 2,
         "temperature": 0.0,
     },
+    "every token an end, one of them the model's own": {
+        "stop_token_ids": list(range(VOCAB_SIZE - 1)),
+        "min_tokens": 2,
+        "ignore_eos": False,
+    },
     "all tokens but one forbidden": {"stop_token_ids": list(range(VOCAB_SIZE - 1)), "min_tokens": 2, "top_p": 0.5},
 }
 

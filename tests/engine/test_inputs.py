@@ -212,7 +212,13 @@ def test_a_seed_of_ones_own_is_used(inputs: InputProcessor) -> None:
 def test_each_choice_has_a_seed_and_an_id_of_its_own(inputs: InputProcessor, seed: int | None) -> None:
     generation = inputs.prepare("r", "x", SamplingParams(n=4, seed=seed))
     assert len({request.seed for request in generation.requests}) == 4
-    assert [request.request_id for request in generation.requests] == ["r-0", "r-1", "r-2", "r-3"]
+    assert len({request.request_id for request in generation.requests}) == 4
+
+
+def test_no_two_sequences_share_an_id_even_if_the_callers_ids_are_alike(inputs: InputProcessor) -> None:
+    generations = [inputs.prepare(name, "x", SamplingParams(n=3)) for name in ("r", "r", "r-0", "r-0-0", "r-1", "")]
+    assert [generation.request_id for generation in generations] == ["r", "r", "r-0", "r-0-0", "r-1", ""]
+    assert len({request.request_id for generation in generations for request in generation.requests}) == 18
 
 
 # --- what the checkpoint says

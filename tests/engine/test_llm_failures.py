@@ -9,7 +9,7 @@ import torch
 from chairlift.engine.core import EngineCore
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull
 from chairlift.models.llama import Llama
-from chairlift.scheduler import TokenEvent
+from chairlift.scheduler import Scheduler, TokenEvent
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
 
 
@@ -90,6 +90,20 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_everything_free(
     with make_llm(tiny) as llm:
         with monkeypatch.context() as patch:
             fail_forward(patch, KeyboardInterrupt(), after)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, GREEDY)
+        assert_idle(llm)
+
+
+def test_an_interrupt_before_the_tokens_of_a_step_are_noted_leaves_everything_free(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> list[TokenEvent]:
+        raise KeyboardInterrupt
+
+    with make_llm(tiny) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "update", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS, GREEDY)
         assert_idle(llm)

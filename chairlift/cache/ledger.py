@@ -137,6 +137,12 @@ class SlotLedger:
                 self._lengths[seq_id] += valid
                 del self._in_flight[seq_id]
 
+    def abandon(self, seq_ids: Sequence[int]) -> None:
+        """Ends what is in flight for these slots, if anything is; nothing of it counts."""
+        with self._lock:
+            for seq_id in seq_ids:
+                self._in_flight.pop(seq_id, None)
+
     def check(self) -> None:
         """Asserts the invariants of the books. Cheap enough to run whenever the engine is idle."""
         with self._lock:

@@ -164,6 +164,13 @@ class AsyncLLM:
 
     def _take(self, update: Update) -> None:
         """On the event loop: one step's news."""
+        try:
+            self._distribute(update)
+        except Exception as error:  # on the text side; whoever waits for that text must not wait for ever
+            logger.critical("delivering a step's tokens failed", exc_info=error)
+            self._die(error)
+
+    def _distribute(self, update: Update) -> None:
         delivery = self._outputs.process(update.events)
         for state in delivery.changed:
             self._mailboxes[state.generation.request_id].notify()
@@ -174,9 +181,14 @@ class AsyncLLM:
             if rejected is not None:
                 self._mailboxes[rejected.generation.request_id].fail(rejection.error)
         if update.death is not None:
-            self.death = update.death
-            self._fail_all(EngineDead(f"a step failed: {type(update.death).__name__}: {update.death}"))
-            self.died.set()
+            self._die(update.death)
+
+    def _die(self, error: Exception) -> None:
+        self.death = error
+        self._fail_all(EngineDead(f"a step failed: {type(error).__name__}: {error}"))
+        self.died.set()
+        if self._thread is not None:
+            self._thread.send(Stop())
 
     def _fail_all(self, error: Exception) -> None:
         for mailbox in self._mailboxes.values():

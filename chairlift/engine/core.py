@@ -82,8 +82,12 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         """One launch. Must only be called while there is work."""
         plan = self._scheduler.schedule()
-        result = self._runner.execute(plan)
-        return self._scheduler.update(plan, result.token_ids, result.reservation)
+        try:
+            result = self._runner.execute(plan)
+            return self._scheduler.update(plan, result.token_ids, result.reservation)
+        except BaseException:  # also an interrupt
+            self._scheduler.abandon(plan)
+            raise
 
     def check(self) -> None:
         """Asserts that requests, slots and lengths agree."""

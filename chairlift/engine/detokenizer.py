@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 
 from chairlift.engine.tokenizer import Tokenizer
 
 _CONTEXT_SIZES = (8, 64)
-_MAX_HELD_TOKENS = 32  # no character has so many: what is incomplete after that will stay so
+_MAX_CHARACTER_BYTES = 4  # of UTF-8, and so the most tokens that one character takes
+_MAX_WINDOW = 32
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that do not make a character (yet)
 
 
@@ -24,26 +26,42 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window = _context(tokenizer, prompt_token_ids)
         self._num_context = len(self._window)
-        self._num_sent = len(tokenizer.decode(self._window))  # characters of the window's text that are out
+        self._sent = tokenizer.decode(self._window)  # the part of the window's text that is out
 
     def push(self, token_id: int) -> str:
         """The text that this token completes: often its own, sometimes none yet."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        is_held = text.endswith(_INCOMPLETE) and len(self._window) - self._num_context < _MAX_HELD_TOKENS
-        if is_held or len(text) <= self._num_sent:
+        if not text.endswith(_INCOMPLETE):
+            piece = self._unsent(text)
+            if piece:
+                self._slide(self._num_context)
+            return piece
+        if len(self._window) - self._num_context <= _MAX_CHARACTER_BYTES:
             return ""
-        piece = text[self._num_sent :]
-        self._window = self._window[self._num_context :]
-        self._num_context = len(self._window)
-        self._num_sent = len(self._tokenizer.decode(self._window))
+        # More tokens than a character has: only the last of these can still become one.
+        piece = self._unsent(text[:-1])
+        self._sent = text[:-1]
+        if len(self._window) > _MAX_WINDOW:
+            self._slide(len(self._window) - 2 * _MAX_CHARACTER_BYTES)
+            self._num_context, self._sent = 0, self._sent[:-1]
         return piece
 
     def finish(self) -> str:
         """What is still held back when no more tokens will come, for instance an unfinished character."""
         text = self._tokenizer.decode(self._window)
-        piece, self._num_sent = text[self._num_sent :], len(text)
+        piece, self._sent = self._unsent(text), text
         return piece
+
+    def _unsent(self, text: str) -> str:
+        # Bytes that follow may turn what was sent before them into something else; letters must not get lost then.
+        return text[len(commonprefix([text, self._sent])) :]  # noqa: RUF071 - by character is what is meant
+
+    def _slide(self, num_dropped: int) -> None:
+        """Forgets the oldest tokens. All that stay count as sent."""
+        self._window = self._window[num_dropped:]
+        self._num_context = len(self._window)
+        self._sent = self._tokenizer.decode(self._window)
 
 
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.inputs import Generation, InputProcessor, Prompt
 from chairlift.engine.outputs import GenerationState, OutputProcessor
 from chairlift.engine.tokenizer import Message
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull
 from chairlift.params import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ class LLM:
         generations = [
             self.inputs.prepare(str(next(self._ids)), prompt, one) for prompt, one in zip(listed, each, strict=True)
         ]
+        if any(one.params.n > self.config.max_batch_size + self.config.max_queue_size for one in generations):
+            raise QueueFull(self.config.max_queue_size)
         return self._run(generations, use_tqdm)
 
     def chat(
@@ -101,7 +103,7 @@ class LLM:
     def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
         waiting = deque(states)
         while waiting or core.has_work:
-            while waiting and (len(waiting[0].generation.requests) <= core.num_acceptable or not core.has_work):
+            while waiting and len(waiting[0].generation.requests) <= core.num_acceptable:
                 core.add(*waiting.popleft().generation.requests)
             try:
                 events = core.step()

@@ -46,18 +46,15 @@ class ModelRunner:
         inputs = self._cache.fetch(batch.slots, batch.num_new_tokens, plan.num_steps)
         reservation = inputs[0].reservation
         assert reservation is not None, "fetch always reserves"
-        try:
-            return StepResult(self._launch(plan, batch, input_ids, inputs), reservation)
-        except BaseException:  # also an interrupt: nothing counts then, and the rows can be aborted
-            self._cache.step([0] * len(plan.rows), inputs)
-            raise
+        return StepResult(self._launch(plan, batch, input_ids, inputs), reservation)
 
     def _launch(
         self, plan: StepPlan, batch: BatchMetadata, input_ids: torch.Tensor, inputs: _Inputs
     ) -> list[list[int]]:
         """The steps one after the other on the device; then all their tokens, by row."""
         is_sampled = [row.is_sampled for row in plan.rows]
-        last_tokens = batch.row_offsets[1:][torch.tensor(is_sampled, device=self._device)] - 1
+        ends = zip(accumulate(batch.num_new_tokens), is_sampled, strict=True)
+        last_tokens = torch.tensor([end - 1 for end, flag in ends if flag], dtype=torch.int64, device=self._device)
         sampling = self._sampler.prepare([row.request for row in plan.rows if row.is_sampled], plan.num_steps)
         steps: list[torch.Tensor] = []
         for step in range(plan.num_steps):

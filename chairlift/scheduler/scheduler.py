@@ -112,6 +112,10 @@ class Scheduler:
                 self._retire(row.request)
         return events
 
+    def abandon(self, plan: StepPlan) -> None:
+        """A step that failed or was interrupted: nothing of it counts, and its requests can be aborted."""
+        self._slots.abandon([row.request.slot for row in plan.rows if row.request.slot is not None])
+
     def check(self) -> None:
         """Asserts that requests and slots agree. For tests, and for when the engine is idle."""
         self._slots.check()

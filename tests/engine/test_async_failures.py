@@ -152,3 +152,15 @@ def test_an_event_loop_that_is_closed_during_a_step_does_not_kill_the_engine_thr
     assert engine.is_healthy
     asyncio.run(engine.close())
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("chairlift")] == []
+
+
+@pytest.mark.asyncio
+async def test_a_failure_on_the_text_side_ends_the_waiting_too(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("no luck")
+
+    async with make_async_llm(tiny) as engine:
+        monkeypatch.setattr(engine._outputs, "process", fail)
+        with pytest.raises(EngineDead, match="no luck"):
+            await asyncio.wait_for(last(engine.generate("hi", GREEDY)), DEADLINE_S)
+        await assert_dead(engine)

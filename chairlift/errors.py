@@ -6,6 +6,7 @@ ChairliftError
 ├── ConfigurationError (ValueError)  a setting that cannot work on this machine or with this model
 │   └── CheckpointError              a checkpoint that is missing, damaged or not a supported model
 ├── CacheFull (ValueError)           more slots asked for than are free
+├── InvalidApiKey                    a request without a key that this server knows
 ├── QueueFull                        the bounded waiting queue has no place left
 ├── EngineClosed                     the engine was closed, or is draining; nothing new is taken
 └── EngineDead                       a step failed; the engine serves nothing any more
@@ -26,6 +27,13 @@ class InvalidRequest(ChairliftError, ValueError):
 
 class ModelNotFound(InvalidRequest):
     """The request names a model that this server does not have."""
+
+
+class InvalidApiKey(ChairliftError):
+    """The request brings no key, or none that this server knows."""
+
+    def __init__(self) -> None:
+        super().__init__("no valid API key: send one of this server's as 'Authorization: Bearer KEY'")
 
 
 class ConfigurationError(ChairliftError, ValueError):

@@ -2,14 +2,26 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from aiohttp import web
 
 import chairlift
 from chairlift.api.errors import Handler, error_middleware
 from chairlift.api.generate import answer_stream, answer_whole
+from chairlift.api.keys import KeyRing
 from chairlift.api.replies import ChatReply, CompletionReply, Reply
-from chairlift.api.wire import ChatCompletionRequest, CompletionRequest, ModelCard, ModelList, SamplingRequest
+from chairlift.api.wire import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
+    ModelCard,
+    ModelList,
+    SamplingRequest,
+    TokenizeReply,
+    TokenizeRequest,
+)
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.inputs import Generation, Prompt
 from chairlift.errors import EngineClosed, EngineDead, ModelNotFound
@@ -22,19 +34,21 @@ _JSON = "application/json"
 class Api:
     """The handlers. One model, one engine."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: AsyncLLM, model_name: str, api_keys: Sequence[str] = ()) -> None:
         self._llm = llm
         self._model_name = model_name
+        self._keys = KeyRing(api_keys)
         self._created = int(time.time())
         self.is_draining = False
 
     def make_app(self) -> web.Application:
         """The application, ready for a runner with `handler_cancellation=True`: who leaves must be noticed."""
-        app = web.Application(
-            middlewares=[error_middleware, self._refuse_when_draining], client_max_size=MAX_BODY_BYTES
-        )
+        middlewares = [error_middleware, self._keys.middleware, self._refuse_when_draining]
+        app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_post("/v1/chat/completions", self.chat_completions)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post("/detokenize", self.detokenize)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/v1/models/{model:.+}", self.model)
         app.router.add_get("/health", self.health)
@@ -44,7 +58,7 @@ class Api:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`"""
         body = CompletionRequest.model_validate_json(await request.read())
-        self._check_model(body)
+        self._check_model(body.model)
         params = body.sampling_params(self._llm.inputs.default_params)
         reply = CompletionReply(self._model_name)
         return await self._answer(request, body, reply, list(body.prompts()), params)
@@ -52,11 +66,31 @@ class Api:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`"""
         body = ChatCompletionRequest.model_validate_json(await request.read())
-        self._check_model(body)
+        self._check_model(body.model)
         params = body.sampling_params(self._llm.inputs.default_chat_params)
         messages = [message.as_template_input() for message in body.messages]
         token_ids = await asyncio.to_thread(self._llm.inputs.encode_chat, messages)
         return await self._answer(request, body, ChatReply(self._model_name), [token_ids], params)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """`POST /tokenize`"""
+        body = TokenizeRequest.model_validate_json(await request.read())
+        self._check_model(body.model)
+        inputs = self._llm.inputs
+        if body.messages is not None:
+            messages = [message.as_template_input() for message in body.messages]
+            tokens = await asyncio.to_thread(inputs.encode_chat, messages)
+        else:
+            tokens = await asyncio.to_thread(inputs.tokenizer.encode, body.prompt or "", body.add_special_tokens)
+        reply = TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self._llm.config.max_seq_len)
+        return web.Response(text=reply.model_dump_json(), content_type=_JSON)
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """`POST /detokenize`"""
+        body = DetokenizeRequest.model_validate_json(await request.read())
+        self._check_model(body.model)
+        text = await asyncio.to_thread(self._llm.inputs.decode, body.tokens)
+        return web.Response(text=DetokenizeReply(prompt=text).model_dump_json(), content_type=_JSON)
 
     async def models(self, _: web.Request) -> web.Response:
         """`GET /v1/models`"""
@@ -64,7 +98,7 @@ class Api:
 
     async def model(self, request: web.Request) -> web.Response:
         """`GET /v1/models/{id}`"""
-        self._check_name(request.match_info["model"])
+        self._check_model(request.match_info["model"])
         return web.Response(text=self._card().model_dump_json(), content_type=_JSON)
 
     async def health(self, _: web.Request) -> web.Response:
@@ -89,12 +123,9 @@ class Api:
             return await answer_stream(request, self._llm, generations, reply, body.has_usage_chunk)
         return await answer_whole(self._llm, generations, reply)
 
-    def _check_model(self, body: SamplingRequest) -> None:
-        if body.model is not None:
-            self._check_name(body.model)
-
-    def _check_name(self, name: str) -> None:
-        if name != self._model_name:
+    def _check_model(self, name: str | None) -> None:
+        """A request that names no model means the one there is."""
+        if name not in (None, self._model_name):
             raise ModelNotFound(f"there is no model {name!r} here, only {self._model_name!r}", "model")
 
     def _card(self) -> ModelCard:

@@ -8,7 +8,15 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from chairlift.api.wire import ErrorBody, ErrorDetail
-from chairlift.errors import ConfigurationError, EngineClosed, EngineDead, InvalidRequest, ModelNotFound, QueueFull
+from chairlift.errors import (
+    ConfigurationError,
+    EngineClosed,
+    EngineDead,
+    InvalidApiKey,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +36,9 @@ class Failure:
         return ErrorBody(error=self.detail).model_dump_json()
 
     def response(self) -> web.Response:
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else None
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         return web.Response(status=self.status, text=self.body(), content_type="application/json", headers=headers)
 
 
@@ -44,6 +54,8 @@ def failure_of(error: Exception) -> Failure:
             return Failure(404, detail)
         case InvalidRequest():
             return _invalid(str(error), error.param)
+        case InvalidApiKey():
+            return Failure(401, ErrorDetail(message=str(error), type="invalid_request_error", code="invalid_api_key"))
         case QueueFull():
             return Failure(429, ErrorDetail(message=str(error), type="rate_limit_error", code="queue_full"))
         case EngineClosed():

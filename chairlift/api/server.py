@@ -5,11 +5,13 @@ import contextlib
 import logging
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from chairlift.api.app import Api
+from chairlift.api.keys import read_keys
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.errors import ConfigurationError
 
@@ -29,6 +31,8 @@ class ServerConfig(BaseModel):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all, without any protection")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     served_model_name: str | None = Field(None, description="the model's name for clients, if not that of --model")
+    api_key: list[SecretStr] = Field([], description="a key that clients must send; may be given several times")
+    api_key_file: Path | None = Field(None, description="file with such keys, one per line")
     drain_timeout: float = Field(30.0, ge=0.0, description="seconds that running requests get after SIGTERM")
 
 
@@ -56,7 +60,10 @@ class _Signals:
 
 async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
     """Serves until a signal or the engine's death; returns the process's exit code."""
-    api = Api(llm, config.served_model_name or llm.config.model)
+    keys = [key.get_secret_value() for key in config.api_key]
+    if config.api_key_file is not None:
+        keys += read_keys(config.api_key_file)
+    api = Api(llm, config.served_model_name or llm.config.model, keys)
     runner = make_runner(api)
     await runner.setup()
     signals = _Signals()

@@ -109,6 +109,40 @@ class ChatCompletionRequest(SamplingRequest):
         return renamed.sampling_params(defaults)
 
 
+class TokenizeRequest(BaseModel):
+    """Either a text or a conversation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True  # of a text; in a conversation the chat template writes them
+
+    @model_validator(mode="after")
+    def _check_exactly_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either prompt or messages", "prompt")
+        return self
+
+
+class TokenizeReply(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    tokens: list[StrictInt]
+
+
+class DetokenizeReply(BaseModel):
+    prompt: str
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int

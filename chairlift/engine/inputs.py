@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -56,7 +56,8 @@ class InputProcessor:
         token_ids = self._tokenize(prompt)
         self._check_tokens(token_ids)
         max_tokens = self._max_tokens(len(token_ids), params)
-        self._check_ids_in_params(params)
+        self._check_vocabulary(params.logit_bias, "logit_bias")
+        self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
         self._check_something_can_be_sampled(params)
         serial = next(self._serials)  # the engine's ids are its own: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -76,6 +77,11 @@ class InputProcessor:
             raise InvalidRequest("messages is empty; give at least one message", "messages")
         return self.tokenizer.encode_chat(messages)
 
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included. InvalidRequest if one is not in the vocabulary."""
+        self._check_vocabulary(token_ids, "tokens")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
     def _tokenize(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if not prompt:
@@ -88,9 +94,7 @@ class InputProcessor:
     def _check_tokens(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
-        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
-            wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
-            raise InvalidRequest(f"token id {wrong} is not in the model's vocabulary [0, {self._vocab_size})", "prompt")
+        self._check_vocabulary(token_ids, "prompt")
         num_excess = len(token_ids) - (self.max_seq_len - 1)
         if num_excess > 0:
             raise InvalidRequest(
@@ -113,13 +117,12 @@ class InputProcessor:
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
-    def _check_ids_in_params(self, params: SamplingParams) -> None:
-        for field, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            for token in token_ids:
-                if not 0 <= token < self._vocab_size:
-                    raise InvalidRequest(
-                        f"{field}: token id {token} is not in the model's vocabulary [0, {self._vocab_size})", field
-                    )
+    def _check_vocabulary(self, token_ids: Collection[int], param: str) -> None:
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
+            raise InvalidRequest(
+                f"{param}: token id {wrong} is not in the model's vocabulary [0, {self._vocab_size})", param
+            )
 
     def _check_something_can_be_sampled(self, params: SamplingParams) -> None:
         if params.min_tokens and len(set(params.stop_token_ids)) == self._vocab_size:

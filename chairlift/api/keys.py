@@ -1,0 +1,51 @@
+"""API keys: who may use the server."""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from chairlift.api.errors import Handler
+from chairlift.errors import ConfigurationError, InvalidApiKey
+
+_OPEN_PATHS = frozenset({"/health", "/version"})  # what load balancers ask, and what tells no secret
+
+
+class KeyRing:
+    """The keys that are valid; an empty ring lets everybody in."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def knows(self, key: str) -> bool:
+        """Compares with every key, each in constant time, so that timing tells nothing about them."""
+        digest = _digest(key)
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuses requests without a valid key with `InvalidApiKey`."""
+        if self._digests and request.path not in _OPEN_PATHS:
+            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not self.knows(key.strip()):
+                raise InvalidApiKey
+        return await handler(request)
+
+
+def read_keys(path: Path) -> list[str]:
+    """One key per line; blank lines and lines that begin with # are passed over."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"api_key_file {path} cannot be read: {error}") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigurationError(f"api_key_file {path} holds no key; write one per line")
+    return keys
+
+
+def _digest(key: str) -> bytes:
+    """Of one length for keys of any length, which comparison in constant time needs."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -20,7 +20,7 @@ from bundled_model.saving import CARD_FILE, discard, move_into_place, save_model
 from bundled_model.training import Budget, train
 
 DEFAULT_OUTPUT = Path("chairlift/models/bundled")
-DEFAULT_STEPS = 4000
+DEFAULT_STEPS = 3600
 DEFAULT_LEARNING_RATE = 2e-3
 DEFAULT_TOKENS_PER_BATCH = 4096
 DEFAULT_QUESTIONS = 300
@@ -81,7 +81,7 @@ def train_and_write(arguments: argparse.Namespace) -> None:
         save_model(model, scratch)
         results = measure(scratch, arguments.questions)
         command = " ".join(["python", *sys.argv])
-        run = Run(budget, progress, model.num_parameters(), command)
+        run = Run(budget, progress, model.num_parameters(), arguments.threads, command)
         (scratch / CARD_FILE).write_text(model_card(run, results, scratch))
         move_into_place(scratch, arguments.output)
     finally:

@@ -18,6 +18,7 @@ class Run:
     budget: Budget
     progress: Progress
     parameters: int
+    threads: int
     command: str
 
 
@@ -52,7 +53,7 @@ def model_card(run: Run, results: list[Result], directory: Path) -> str:
         tokens=run.progress.tokens / 1e6,
         speed=run.progress.tokens / run.progress.seconds,
         cores=os.cpu_count(),
-        cpu_minutes=run.progress.cpu_seconds / 60,
+        threads=run.threads,
         opposites=len(OPPOSITES),
         batch=run.budget.tokens_per_batch,
         rate=run.budget.learning_rate,

@@ -23,29 +23,29 @@ from bundled_model.word_skills import counting, occurrences, reversing, spelling
 IGNORED = -100
 MAX_ROW_TOKENS = 1536
 _POOL_ROWS = 1024
-_DOCUMENT_ROW_SHARE = 0.12
+_DOCUMENT_ROW_SHARE = 0.1
 _MAX_DOCUMENTS = 8
 _SYSTEM_SHARE = 0.3
 _CUT_SHARE = 0.75
 _CUT_CHARACTERS = 20
 
 CHAT_MIXTURE: tuple[tuple[Maker, float], ...] = (
-    (addition, 17),
-    (subtraction, 23),
+    (addition, 18),
+    (subtraction, 24),
     (spelling, 6),
     (reversing, 12),
     (counting, 6),
-    (occurrences, 9),
-    (calendar, 6),
+    (occurrences, 8),
+    (calendar, 5),
     (opposites, 6),
-    (stories, 2),
+    (stories, 1.5),
     (small_talk, 4),
     (unknown, 9.5),
 )
 DOCUMENT_MIXTURE: tuple[tuple[Maker, float], ...] = (
-    (sum_document, 56),
-    (word_document, 28),
-    (fact_document, 12),
+    (sum_document, 60),
+    (word_document, 20),
+    (fact_document, 16),
     (story_document, 4),
 )
 _TURN_COUNTS = ((1, 36), (2, 30), (3, 18), (4, 11), (8, 4), (16, 1))

@@ -153,7 +153,7 @@ def _month_number(rng: random.Random) -> tuple[str, str]:
 
 def calendar(rng: random.Random) -> Exchange:
     """A question about days or months."""
-    kind = rng.choices(("day", "month", "length", "number", "list"), weights=(22, 24, 18, 28, 8))[0]
+    kind = rng.choices(("day", "month", "length", "number", "list"), weights=(25, 25, 20, 22, 8))[0]
     if kind == "day":
         request, answer = _neighbour(rng, "day", DAYS)
     elif kind == "month":

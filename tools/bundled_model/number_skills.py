@@ -1,17 +1,14 @@
 """Sums: adding and subtracting two numbers from 0 to 99.
 
-Held out: unordered pairs of operands, for both operations alike. Pairs of single digits never are: they are
-few, and what all other sums are made of.
+Held out: unordered pairs of operands, for both operations alike.
 """
 
 import random
 
-from bundled_model.exchange import NEVER_HELD_OUT, Exchange
+from bundled_model.exchange import Exchange
 from bundled_model.phrasing import dress
 
 LIMIT = 100
-_SMALL = 21
-_SMALL_SHARE = 0.15
 
 _ADDING = (
     "What is {a} + {b}",
@@ -61,15 +58,14 @@ _SUBTRACTING = (
 )
 
 
-def operands(rng: random.Random) -> tuple[int, int]:
-    """Two numbers below 100; small ones together somewhat more often, because people ask for them."""
-    limit = _SMALL if rng.random() < _SMALL_SHARE else LIMIT
-    return rng.randrange(limit), rng.randrange(limit)
+def operand(rng: random.Random) -> int:
+    """A number below 100, small ones somewhat more often because people ask for them."""
+    return rng.randrange(21) if rng.random() < 0.15 else rng.randrange(LIMIT)
 
 
 def pair_key(a: int, b: int) -> str:
-    """The same key for both orders of the operands; single digits are always learnt."""
-    return NEVER_HELD_OUT if max(a, b) < 10 else f"sum:{min(a, b)},{max(a, b)}"
+    """The same key for both orders of the operands."""
+    return f"sum:{min(a, b)},{max(a, b)}"
 
 
 def sum_text(a: int, b: int, adding: bool) -> str:
@@ -78,7 +74,7 @@ def sum_text(a: int, b: int, adding: bool) -> str:
 
 
 def _sum(rng: random.Random, adding: bool) -> Exchange:
-    a, b = operands(rng)
+    a, b = operand(rng), operand(rng)
     request = rng.choice(_ADDING if adding else _SUBTRACTING).format(a=a, b=b)
     return Exchange(pair_key(a, b), dress(rng, request), sum_text(a, b, adding) + ".")
 
@@ -95,6 +91,6 @@ def subtraction(rng: random.Random) -> Exchange:
 
 def sum_document(rng: random.Random) -> Exchange:
     """A plain line to complete: 17 + 25 = 42."""
-    a, b = operands(rng)
+    a, b = operand(rng), operand(rng)
     head, tail = sum_text(a, b, rng.random() < 0.5).split("= ")
     return Exchange(pair_key(a, b), head + "=", f" {tail}\n")

@@ -1,7 +1,7 @@
 """The training loop: a bfloat16 Llama with float32 master weights, Muon and AdamW, warm-up, plateau and decay.
 
-The budget is a number of steps (the same model again for the same seed and libraries) or a number of
-minutes (whatever the machine manages in that time).
+The budget is a number of steps (the same text in the same order and at the same rates for the same seed) or
+a number of minutes (whatever the machine manages in that time).
 """
 
 import time
@@ -45,7 +45,6 @@ class Progress:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
     loss: float = 0.0
 
     def share_of(self, budget: Budget) -> float:
@@ -156,7 +155,7 @@ def train(budget: Budget, report: Callable[[str], None]) -> tuple[LlamaForCausal
     """Train a model from nothing within the budget."""
     trainer = Trainer(budget)
     progress = Progress()
-    started, cpu_started = time.monotonic(), time.process_time()
+    started = time.monotonic()
     for ids, targets in batches(budget.seed, budget.tokens_per_batch):
         share = progress.share_of(budget)
         if share >= 1.0:
@@ -166,7 +165,6 @@ def train(budget: Budget, report: Callable[[str], None]) -> tuple[LlamaForCausal
         progress.step += 1
         progress.tokens += ids.numel()
         progress.seconds = time.monotonic() - started
-        progress.cpu_seconds = time.process_time() - cpu_started
         progress.loss = loss if progress.step == 1 else 0.98 * progress.loss + 0.02 * loss
         if progress.step % _REPORT_EVERY == 0:
             report(progress.line(progress.share_of(budget)))

@@ -128,10 +128,7 @@ _UNKNOWN = listed(
     Is {small} a prime number | What is {small} percent of {large} | Who won the {noun} in {year} |
     What happened in {year} | How many {noun}s are in a {noun} | How many {noun}s are there in {country} |
     How many days until Christmas | How many {noun}s do I have | What is the opposite of a {odd} |
-    What is the opposite of {odd} | Opposite of {odd} |
-    Tell me the opposite of {odd} | What is the opposite of the word {odd} | Count from {small} to {small} |
-    Count to {small} | I need help with my {noun} | Help me with the {noun} |
-    How much does a {noun} cost | What is the best {noun} |
+    What is the opposite of {odd} | How much does a {noun} cost | What is the best {noun} |
     What is the tallest {noun} in {country} | Should I buy a {noun} | I like {noun} | I have a {noun} |
     I am {noun} | My name is {person} | What is my name | What did I say | The {noun} is {noun} |
     Where can I find a {noun} | When is the next {noun} | Why did the {noun} cross the {noun} | {topic} |

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from chairlift.errors import InvalidRequest
 
 MAX_CHOICES = 128
+MAX_TOKENS_NAMED = 1024  # in logit_bias or stop_token_ids: they cost host time in every step
 MAX_SEED = 2**63 - 1
 
 
@@ -20,7 +21,7 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else ([] if value is None else value)
 
 
-StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)]
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_as_list)]
 
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
@@ -53,13 +54,19 @@ class SamplingParams(BaseModel):
         1.0, ge=0.01, le=100.0, description="divides (multiplies negative) logits of tokens seen so far"
     )
     logit_bias: dict[int, Bias] = Field(
-        default_factory=dict, description="token id -> number added to its logit, between -100 and 100"
+        default_factory=dict,
+        max_length=MAX_TOKENS_NAMED,
+        description="token id -> number added to its logit, between -100 and 100",
     )
     seed: int | None = Field(
         None, ge=-MAX_SEED - 1, le=MAX_SEED, description="same seed, same tokens, whatever else is in the batch"
     )
-    stop: StopStrings = Field(default_factory=list, description="strings that end the text and are not part of it")
-    stop_token_ids: list[int] = Field(default_factory=list, description="tokens that end the text")
+    stop: StopStrings = Field(
+        default_factory=list, max_length=64, description="strings that end the text and are not part of it"
+    )
+    stop_token_ids: list[int] = Field(
+        default_factory=list, max_length=MAX_TOKENS_NAMED, description="tokens that end the text"
+    )
     ignore_eos: bool = Field(False, description="go on after the model's own end token")
 
     @model_validator(mode="after")
@@ -87,6 +94,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for the end token
+    logprobs: None = None  # not computed yet
 
 
 @dataclass(slots=True)

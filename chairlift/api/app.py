@@ -24,7 +24,7 @@ from chairlift.api.wire import (
 )
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.inputs import Generation, Prompt
-from chairlift.errors import EngineClosed, EngineDead, ModelNotFound
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, ModelNotFound
 from chairlift.params import SamplingParams
 
 MAX_BODY_BYTES = 10 * 2**20
@@ -40,6 +40,7 @@ class Api:
         self._keys = KeyRing(api_keys)
         self._created = int(time.time())
         self.is_draining = False
+        self.num_active = 0  # requests from their headers to the last byte of their replies
 
     def make_app(self) -> web.Application:
         """The application, ready for a runner with `handler_cancellation=True`: who leaves must be noticed."""
@@ -116,6 +117,13 @@ class Api:
     async def _answer(
         self, request: web.Request, body: SamplingRequest, reply: Reply, prompts: list[Prompt], params: SamplingParams
     ) -> web.StreamResponse:
+        capacity = self._llm.config.max_batch_size + self._llm.config.max_queue_size
+        if len(prompts) > 1 and len(prompts) * params.n > capacity:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts with n {params.n} are more than the {capacity} requests that can run and wait"
+                " here; send fewer at once",
+                "prompt",
+            )
         generations: list[Generation] = [
             await self._llm.prepare(prompt, params, f"{reply.id}-{index}") for index, prompt in enumerate(prompts)
         ]
@@ -133,9 +141,14 @@ class Api:
 
     @web.middleware
     async def _refuse_when_draining(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method == "POST":
-            if self._llm.death is not None:
-                raise EngineDead(f"the engine died: {self._llm.death}")
-            if self.is_draining:
-                raise EngineClosed("the server is going down; try another one, or later")
-        return await handler(request)
+        if request.method != "POST":
+            return await handler(request)
+        if self._llm.death is not None:
+            raise EngineDead(f"the engine died: {self._llm.death}")
+        if self.is_draining:
+            raise EngineClosed("the server is going down; try another one, or later")
+        self.num_active += 1
+        try:
+            return await handler(request)
+        finally:
+            self.num_active -= 1

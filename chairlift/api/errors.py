@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from chairlift.api.wire import ErrorBody, ErrorDetail
 from chairlift.errors import (
-    ConfigurationError,
     EngineClosed,
     EngineDead,
     InvalidApiKey,
@@ -60,8 +59,10 @@ def failure_of(error: Exception) -> Failure:
             return Failure(429, ErrorDetail(message=str(error), type="rate_limit_error", code="queue_full"))
         case EngineClosed():
             return Failure(503, ErrorDetail(message=str(error), type="server_error", code="unavailable"))
-        case EngineDead() | ConfigurationError():
+        case EngineDead():
             return Failure(500, ErrorDetail(message=str(error), type="server_error", code="engine_dead"))
+        case web.RequestPayloadError():
+            return _invalid("the body cannot be decoded; check its Content-Encoding", None)
         case web.HTTPException():
             return Failure(error.status, ErrorDetail(message=_http_message(error), type="invalid_request_error"))
         case _:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from aiohttp import web
 
@@ -44,8 +44,10 @@ async def answer_stream(
         except ConnectionError:  # the client left; nobody is there to be told
             return response
         except Exception as error:  # the status is sent, so the error goes into the stream
-            await stream.send(failure_of(error).body())
-        await stream.close()
+            with suppress(ConnectionError):
+                await stream.send(failure_of(error).body())
+        with suppress(ConnectionError):
+            await stream.close()
     return response
 
 

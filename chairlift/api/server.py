@@ -72,7 +72,7 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
             await _listen(runner, config)
             await _first_of(signals.first, llm.died)
             api.is_draining = True
-            await _wind_down(llm, config, signals)
+            await _wind_down(llm, api, config, signals)
     finally:
         await llm.close()
         await runner.cleanup()
@@ -94,28 +94,28 @@ async def _listen(runner: web.AppRunner, config: ServerConfig) -> None:
     logger.info("serving on http://%s:%d", shown, port)
 
 
-async def _wind_down(llm: AsyncLLM, config: ServerConfig, signals: _Signals) -> None:
+async def _wind_down(llm: AsyncLLM, api: Api, config: ServerConfig, signals: _Signals) -> None:
     if llm.death is not None:
         await asyncio.sleep(_DEATH_NOTICE_S)
         return
-    logger.info("going down: %d requests have %.0f s to finish", llm.num_unfinished, config.drain_timeout)
+    logger.info("going down: %d requests have %.0f s to finish", api.num_active, config.drain_timeout)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_first_of(_Drained(llm), signals.second, llm.died), config.drain_timeout)
-    if llm.num_unfinished:
-        logger.info("ending %d requests that still run", llm.num_unfinished)
+        await asyncio.wait_for(_first_of(_Drained(api), signals.second, llm.died), config.drain_timeout)
+    if api.num_active:
+        logger.info("ending %d requests that still run", api.num_active)
         await llm.abort_all()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_Drained(llm).wait(), _DEATH_NOTICE_S)
+            await asyncio.wait_for(_Drained(api).wait(), _DEATH_NOTICE_S)
 
 
 class _Drained:
     """Looks like an event that is set once nothing runs."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+    def __init__(self, api: Api) -> None:
+        self._api = api
 
     async def wait(self) -> None:
-        while self._llm.num_unfinished:
+        while self._api.num_active:
             await asyncio.sleep(_POLL_S)
 
 

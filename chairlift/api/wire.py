@@ -2,18 +2,31 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
 
 from chairlift.errors import InvalidRequest
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
 _Optional = Field(exclude_if=lambda value: value is None)  # left out of the JSON where it is None
 
+# One complaint is enough: a list of a million wrong elements must not become a million of them.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
+
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    include_usage: bool = False
+    include_usage: StrictBool = False
 
 
 class SamplingRequest(BaseModel):
@@ -22,7 +35,7 @@ class SamplingRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = None
-    stream: bool = False
+    stream: StrictBool = False
     stream_options: StreamOptions | None = None
     user: str | None = None  # accepted: cannot change the answer
 
@@ -30,18 +43,18 @@ class SamplingRequest(BaseModel):
     n: StrictInt | None = None
     max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
     top_k: StrictInt | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    min_p: StrictFloat | None = None
+    presence_penalty: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = None
+    logit_bias: dict[int, StrictFloat] | None = None
     seed: StrictInt | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[StrictInt] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: StrictBool | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -60,7 +73,7 @@ class SamplingRequest(BaseModel):
 
 
 class CompletionRequest(SamplingRequest):
-    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one, whichever of the four forms they came in. InvalidRequest if there is none."""
@@ -117,7 +130,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    add_special_tokens: bool = True  # of a text; in a conversation the chat template writes them
+    add_special_tokens: StrictBool = True  # of a text; in a conversation the chat template writes them
 
     @model_validator(mode="after")
     def _check_exactly_one(self) -> Self:
@@ -136,7 +149,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str | None = None
-    tokens: list[StrictInt]
+    tokens: TokenIds
 
 
 class DetokenizeReply(BaseModel):

@@ -174,6 +174,8 @@ class AsyncLLM:
         delivery = self._outputs.process(update.events)
         for state in delivery.changed:
             self._mailboxes[state.generation.request_id].notify()
+        for failure in delivery.failed:
+            self._mailboxes[failure.state.generation.request_id].fail(failure.error)
         if delivery.to_abort and self._thread is not None:
             self._thread.send(Abort(delivery.to_abort))
         for rejection in update.rejections:

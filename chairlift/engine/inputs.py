@@ -40,6 +40,7 @@ class InputProcessor:
         directory = find_directory(config.model)
         self.tokenizer = Tokenizer(find_directory(config.tokenizer or config.model), config.chat_template)
         self.max_seq_len = config.max_seq_len
+        self._capacity = config.max_batch_size + config.max_queue_size
         self._vocab_size = vocab_size
         self._serials = count()
         self._seeds = random.Random(config.seed)
@@ -59,6 +60,8 @@ class InputProcessor:
         self._check_vocabulary(params.logit_bias, "logit_bias")
         self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
         self._check_something_can_be_sampled(params)
+        if params.n > self._capacity:
+            raise InvalidRequest(f"n is {params.n}, and at most {self._capacity} requests can run and wait here", "n")
         serial = next(self._serials)  # the engine's ids are its own: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         requests = [

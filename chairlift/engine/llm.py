@@ -15,7 +15,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.inputs import Generation, InputProcessor, Prompt
 from chairlift.engine.outputs import GenerationState, OutputProcessor
 from chairlift.engine.tokenizer import Message
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
 from chairlift.params import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,6 @@ class LLM:
         generations = [
             self.inputs.prepare(str(next(self._ids)), prompt, one) for prompt, one in zip(listed, each, strict=True)
         ]
-        if any(one.params.n > self.config.max_batch_size + self.config.max_queue_size for one in generations):
-            raise QueueFull(self.config.max_queue_size)
         return self._run(generations, use_tqdm)
 
     def chat(
@@ -113,6 +111,8 @@ class LLM:
             delivery = self._outputs.process(events)
             for request_id in delivery.to_abort:
                 core.abort(request_id)
+            for failure in delivery.failed:
+                raise failure.error
             bar.update(sum(state.is_finished for state in delivery.changed))
 
     def _usable_core(self) -> EngineCore:

@@ -1,13 +1,16 @@
 """From token events to what callers see: cumulative `RequestOutput`s with text and finish reasons."""
 
+import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from chairlift.engine.detokenizer import Detokenizer, StopMatcher
 from chairlift.engine.inputs import Generation
 from chairlift.engine.tokenizer import Tokenizer
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, SamplingParams
 from chairlift.scheduler import TokenEvent
+
+logger = logging.getLogger(__name__)
 
 
 class _Choice:
@@ -94,11 +97,20 @@ class _Route:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A generation whose text could not be made, and why."""
+
+    state: GenerationState
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class Delivery:
     """What a batch of events did: whose state changed, and which sequences the engine should stop computing."""
 
     changed: list[GenerationState]
     to_abort: list[str]
+    failed: list[Failure] = field(default_factory=list)
 
 
 class OutputProcessor:
@@ -128,12 +140,18 @@ class OutputProcessor:
     def process(self, events: Iterable[TokenEvent]) -> Delivery:
         """Routes one step's events."""
         changed: dict[int, GenerationState] = {}
-        to_abort = []
+        to_abort: list[str] = []
+        failed: list[Failure] = []
         for event in events:
             route = self._routes.get(event.request_id)
             if route is None:
                 continue
             changed[id(route.state)] = route.state
-            if route.state.take(route.index, event):
-                to_abort.append(event.request_id)
-        return Delivery(list(changed.values()), to_abort)
+            try:
+                if route.state.take(route.index, event):
+                    to_abort.append(event.request_id)
+            except Exception as error:  # one text that cannot be made is no reason for the others to end
+                logger.error("making text of %s failed", event.request_id, exc_info=error)
+                failed.append(Failure(route.state, error))
+                to_abort += route.state.unfinished_ids
+        return Delivery(list(changed.values()), to_abort, failed)

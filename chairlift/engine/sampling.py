@@ -16,6 +16,7 @@ from chairlift.engine.penalties import PenaltyBatch, PenaltyState
 from chairlift.scheduler import Request
 
 _ALL = 2**31 - 1  # a top_k that keeps everything
+_HOTTEST = 1e6  # uniform in float32 already; more could become inf
 _COLDEST = 1e-6  # a smaller temperature could round to zero in float32
 
 
@@ -40,7 +41,7 @@ class _RandomRows:
     min_p: torch.Tensor | None
     top_k: torch.Tensor | None  # int64; with top_p None: no row filters
     top_p: torch.Tensor | None
-    uniforms: torch.Tensor  # [num_steps, R]
+    uniforms: torch.Tensor  # float64 [num_steps, R]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Sampler:
         top_p = [[p.top_p if p.top_p < 1.0 else np.inf] for p in params]
         return _RandomRows(
             rows=torch.tensor(rows, device=self._device),
-            temperature=self._column([[max(p.temperature, _COLDEST)] for p in params]),
+            temperature=self._column([[min(max(p.temperature, _COLDEST), _HOTTEST)] for p in params]),
             min_p=self._column([[p.min_p] for p in params]) if any(p.min_p for p in params) else None,
             top_k=torch.tensor(top_k, device=self._device) if is_filtered else None,
             top_p=self._column(top_p) if is_filtered else None,

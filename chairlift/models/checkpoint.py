@@ -1,6 +1,8 @@
 """A Hugging Face checkpoint on disk: where it lies and which tensors it holds. Knows no model."""
 
+import functools
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,8 +42,9 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        """From the files' sizes, so a little too many: close enough to tell whether a cache fits beside them."""
-        return sum(path.stat().st_size for path in self.weight_files) // self.config.dtype.num_bytes
+        """Counted in the files' headers."""
+        with WeightReader(self.weight_files) as reader:
+            return sum(math.prod(reader.shape(name)) for name in reader.names)
 
 
 def open_checkpoint(model: str) -> Checkpoint:
@@ -68,10 +71,15 @@ def find_directory(model: str) -> Path:
     if path.is_file() or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model!r} is no directory, and no hub id of the form owner/name")
     try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED_FILES))
+        return _download(model)
     except Exception as error:  # the hub's client raises its own, requests' and OS errors; each means the same here
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{model!r} is no directory, and fetching it from the hub failed: {reason}") from error
+
+
+@functools.cache  # one look-up per process, so that weights and tokenizer are of one revision
+def _download(hub_id: str) -> Path:
+    return Path(snapshot_download(hub_id, allow_patterns=_WANTED_FILES))
 
 
 class WeightReader:
@@ -101,6 +109,11 @@ class WeightReader:
     @property
     def names(self) -> set[str]:
         return set(self._home)
+
+    def shape(self, name: str) -> list[int]:
+        """From the header, without reading the tensor."""
+        shape: list[int] = self._home[name].get_slice(name).get_shape()
+        return shape
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU. KeyError if there is none of that name."""

@@ -1,4 +1,4 @@
-"""Strict loading of a checkpoint into a model, tensor by tensor. Knows no model family.
+"""Strict loading of a checkpoint into a model, tensor by tensor.
 
 A model says in two tables what cannot be seen from its parameters: `fused` (which checkpoint tensors are stacked into
 one parameter, in order) and `ignored_tensors` (what a checkpoint may hold although the model has no use for it).

@@ -23,11 +23,6 @@ class StepPlan:
     num_decode_rows: int
     num_steps: int
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the first step."""
-        return sum(row.num_new_tokens for row in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:

@@ -39,7 +39,10 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
     "bias out of range": ({"messages": HELLO, "logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
     "bias for no token": ({"messages": HELLO, "logit_bias": {"99999": 1}}, "logit_bias", "not in the model's vocab"),
     "stop token that is none": ({"messages": HELLO, "stop_token_ids": [-1]}, "stop_token_ids", "not in the model's"),
-    "infinite temperature": ({"messages": HELLO, "temperature": "inf"}, "temperature", "finite"),
+    "number as text": ({"messages": HELLO, "temperature": "0.5"}, "temperature", "valid number"),
+    "boolean where a number belongs": ({"messages": HELLO, "temperature": True}, "temperature", "valid number"),
+    "text where a boolean belongs": ({"messages": HELLO, "stream": "yes"}, "stream", "valid boolean"),
+    "choices that can never fit": ({"messages": HELLO, "n": 7}, "n", "at most 6 requests"),
 }
 
 BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -51,6 +54,7 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "token out of range": ({"prompt": [1, 99_999]}, "prompt", "token id 99999"),
     "negative token": ({"prompt": [-1]}, "prompt", "token id -1"),
     "number": ({"prompt": 3}, "prompt", "valid string"),
+    "more prompts than can ever fit": ({"prompt": ["a"] * 7}, "prompt", "more than the 6 requests"),
     "mixed list": ({"prompt": ["a", 1]}, "prompt", "valid"),
     "too long by 9": ({"prompt": [65] * (MAX_SEQ_LEN + 8)}, "prompt", "9 too many"),
     "unknown field": ({"prompt": "a", "best_of": 2}, "best_of", "unknown or unsupported field"),
@@ -148,3 +152,18 @@ async def test_health_and_version_answer(server: Server, http: aiohttp.ClientSes
         assert response.status == 200
     async with http.get(f"{server.url}/version") as response:
         assert set(await response.json()) == {"version"}
+
+
+@pytest.mark.asyncio
+async def test_many_wrong_elements_are_refused_at_once(server: Server, http: aiohttp.ClientSession) -> None:
+    async with http.post(f"{server.url}/v1/completions", json={"prompt": [1.5] * 150_000}) as response:
+        assert response.status == 400
+        assert len(await response.read()) < 1000
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_is_not_what_its_encoding_says_is_a_400(server: Server, http: aiohttp.ClientSession) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    async with http.post(f"{server.url}/v1/completions", data=b"no gzip", headers=headers) as response:
+        assert response.status == 400
+        assert "Content-Encoding" in (await response.json())["error"]["message"]

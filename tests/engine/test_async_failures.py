@@ -48,10 +48,13 @@ async def test_who_comes_when_the_queue_is_full_is_refused_and_the_others_are_se
 @pytest.mark.asyncio
 async def test_choices_are_queued_all_or_none(tiny: str) -> None:
     async with make_async_llm(tiny, max_queue_size=1) as engine:
+        running = asyncio.create_task(last(engine.generate("hi", LONG)))
+        await wait_until(lambda: engine._core.cache.slots_remaining == 1, "one runs")
         with pytest.raises(QueueFull, match="1 requests"):
-            await last(engine.generate("hi", GREEDY.model_copy(update={"n": 4})))
+            await last(engine.generate("hi", GREEDY.model_copy(update={"n": 3})))
+        assert len((await last(engine.generate("hi", GREEDY.model_copy(update={"n": 2})))).outputs) == 2
+        assert (await running).finished
         await wait_until_idle(engine)
-        assert len((await last(engine.generate("hi", GREEDY.model_copy(update={"n": 3})))).outputs) == 3
 
 
 async def assert_dead(engine: AsyncLLM) -> None:
@@ -164,3 +167,25 @@ async def test_a_failure_on_the_text_side_ends_the_waiting_too(tiny: str, monkey
         with pytest.raises(EngineDead, match="no luck"):
             await asyncio.wait_for(last(engine.generate("hi", GREEDY)), DEADLINE_S)
         await assert_dead(engine)
+
+
+@pytest.mark.asyncio
+async def test_a_text_that_cannot_be_made_ends_its_generation_and_no_other(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object, __: int, ___: object) -> bool:
+        raise RuntimeError("no luck")
+
+    async with make_async_llm(tiny) as engine:
+        staying = asyncio.create_task(last(engine.generate("hi", LONG)))
+        await wait_until(lambda: engine._core.cache.slots_remaining == 1, "one runs")
+        generation = await engine.prepare("hi", LONG)
+        real_open = engine._outputs.open
+        state = real_open(generation)
+        monkeypatch.setattr(engine._outputs, "open", lambda _: state)
+        monkeypatch.setattr(state, "take", fail.__get__(state))
+        with pytest.raises(RuntimeError, match="no luck"):
+            await asyncio.wait_for(last(engine.run(generation)), DEADLINE_S)
+        assert len((await staying).outputs[0].token_ids) == 200
+        assert engine.is_healthy
+        await wait_until_idle(engine)

@@ -10,6 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chairlift.errors import CheckpointError, ConfigurationError, InvalidRequest
 
+_NO_LIMIT = 10**30
+
 Message = dict[str, Any]
 """One chat message: at least `role` and `content`."""
 
@@ -27,6 +29,7 @@ class Tokenizer:
             raise CheckpointError(f"{directory} has no fast tokenizer (tokenizer.json)")
         if chat_template_file is not None:
             tokenizer.chat_template = _read_template(Path(chat_template_file))
+        tokenizer.model_max_length = _NO_LIMIT  # lengths are checked against the slot, with a clearer message
         self._tokenizer = tokenizer
         self.eos_token_id: int | None = tokenizer.eos_token_id
 

@@ -39,8 +39,8 @@ def _fast_cpu_dtypes() -> frozenset[DType]:
     """float32 always; the 16-bit formats only with instructions for them, since emulation is slower than float32."""
     capabilities = torch.cpu.get_capabilities()
     dtypes = {DType.FLOAT32}
-    if any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16")):
+    if any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
         dtypes.add(DType.BFLOAT16)
-    if any(capabilities.get(name) for name in ("avx512_fp16", "amx_fp16")):
+    if any(capabilities.get(name) for name in ("avx512_fp16", "amx_fp16", "fp16_arith")):
         dtypes.add(DType.FLOAT16)
     return frozenset(dtypes)

@@ -10,6 +10,9 @@ from pydantic import (
     StrictBool,
     StrictFloat,
     StrictInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
     model_validator,
 )
 
@@ -74,6 +77,17 @@ class SamplingRequest(BaseModel):
 
 class CompletionRequest(SamplingRequest):
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _say_what_a_prompt_is(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        """One complaint about all four forms, where pydantic would name the first only."""
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise InvalidRequest(
+                "prompt must be a string, a list of strings, a list of token ids or a list of lists of them", "prompt"
+            ) from error
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts one by one, whichever of the four forms they came in. InvalidRequest if there is none."""

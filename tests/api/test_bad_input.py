@@ -53,9 +53,9 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "empty tokens in a list": ({"prompt": [[1], []]}, "prompt", "prompt is empty"),
     "token out of range": ({"prompt": [1, 99_999]}, "prompt", "token id 99999"),
     "negative token": ({"prompt": [-1]}, "prompt", "token id -1"),
-    "number": ({"prompt": 3}, "prompt", "valid string"),
+    "number": ({"prompt": 3}, "prompt", "must be a string, a list of strings, a list of token ids"),
     "more prompts than can ever fit": ({"prompt": ["a"] * 7}, "prompt", "more than the 6 requests"),
-    "mixed list": ({"prompt": ["a", 1]}, "prompt", "valid"),
+    "mixed list": ({"prompt": ["a", 1]}, "prompt", "must be a string"),
     "too long by 9": ({"prompt": [65] * (MAX_SEQ_LEN + 8)}, "prompt", "9 too many"),
     "unknown field": ({"prompt": "a", "best_of": 2}, "best_of", "unknown or unsupported field"),
 }

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict, get_subcommand
 
-from chairlift.api.server import ServerConfig, serve
+from chairlift.api.config import ServerConfig
+from chairlift.api.server import check, serve
 from chairlift.bench import BenchConfig, run_bench
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
@@ -84,9 +85,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _serve(command: ServeCommand) -> int:
     from chairlift.engine.async_llm import AsyncLLM
 
+    config = ServerConfig(**_fields_of(command, ServerConfig))
+    check(config)
+
     async def run() -> int:
-        llm = AsyncLLM(**_fields_of(command, EngineConfig))
-        return await serve(llm, ServerConfig(**_fields_of(command, ServerConfig)))
+        return await serve(AsyncLLM(**_fields_of(command, EngineConfig)), config)
 
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         return runner.run(run())

@@ -68,6 +68,12 @@ class EngineConfig(BaseModel):
     memory_fraction: float = Field(0.8, gt=0.0, le=1.0, description="share of free memory that the cache may take")
     num_threads: Count | Auto = Field("auto", description="CPU threads for the model; auto: torch's choice")
     seed: int = Field(0, ge=0, description="seeds the sampling of requests that name no seed of their own")
+    batch_invariant: bool = Field(
+        False, description="same logits, bit for bit, whatever else is in the batch; slower, and only on a CPU"
+    )
+    step_timeout: float = Field(
+        120.0, gt=0.0, description="seconds that a step may take before the engine counts as dead"
+    )
 
 
 class ResolvedConfig(EngineConfig):
@@ -112,6 +118,8 @@ class MachineFacts:
 
 def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> ResolvedConfig:
     """Decides every "auto"; refuses with `ConfigurationError` what cannot work, and says what to change."""
+    if config.batch_invariant and machine.is_gpu:
+        raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
     dtype = _resolve_dtype(config, model, machine)
     backend = _resolve_attention(config, machine, dtype)
     seq_len = _resolve_seq_len(config, model)

@@ -9,7 +9,9 @@ ChairliftError
 ├── InvalidApiKey                    a request without a key that this server knows
 ├── QueueFull                        the bounded waiting queue has no place left
 ├── EngineClosed                     the engine was closed, or is draining; nothing new is taken
-└── EngineDead                       a step failed; the engine serves nothing any more
+├── RequestFailed                    this one request could not be computed; the others go on
+└── EngineDead                       a step failed or hung; the engine serves nothing any more
+    └── EngineHung                   a step did not come back within its limit
 """
 
 
@@ -64,5 +66,13 @@ class EngineClosed(ChairliftError):
     """The engine was closed or is draining; nothing new is taken."""
 
 
+class RequestFailed(ChairliftError):
+    """This one request could not be computed; the others go on."""
+
+
 class EngineDead(ChairliftError):
-    """A step failed and the engine stopped; what ran then ended with this error."""
+    """A step failed or hung and the engine stopped; what ran then ended with this error."""
+
+
+class EngineHung(EngineDead):
+    """A step did not come back within its limit, or the engine's thread is gone."""

@@ -5,13 +5,16 @@ Names and meaning follow vLLM. A field that does not exist is an error, never ig
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
+import pydantic.dataclasses
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from chairlift.errors import InvalidRequest
 
 MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_GRAMMAR_CHARACTERS = 2**18
 MAX_TOKENS_NAMED = 1024  # in logit_bias or stop_token_ids: they cost host time in every step
 MAX_SEED = 2**63 - 1
 
@@ -31,7 +34,35 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the slot is full
-    ABORT = "abort"  # the caller took it back, or the server is going down
+    ABORT = "abort"  # the caller took it back, the server is going down, or it could not be computed
+
+
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class StructuredOutputs:
+    """What every text must look like; exactly one of these. The end of the grammar ends the text."""
+
+    json: GrammarText | dict[str, Any] | None = Field(
+        default=None, description="JSON Schema that the text is an instance of"
+    )
+    json_object: bool = Field(default=False, description="true: any JSON object")
+    regex: GrammarText | None = Field(default=None, description="regular expression that the whole text matches")
+    choice: list[GrammarText] | None = Field(
+        default=None, min_length=1, max_length=10_000, description="the texts to choose from"
+    )
+    grammar: GrammarText | None = Field(default=None, description="context-free grammar in Lark's or GBNF's notation")
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured_outputs: give exactly one of json, json_object, regex, choice and grammar, not"
+                f" {' and '.join(given) or 'none'}",
+                "structured_outputs",
+            )
 
 
 class SamplingParams(BaseModel):
@@ -41,9 +72,11 @@ class SamplingParams(BaseModel):
 
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="independent continuations of the prompt")
     max_tokens: int | None = Field(
-        16, ge=1, description="most new tokens; left open (unset or None), the room in the slot also bounds it"
+        16, ge=0, description="most new tokens; left open (unset or None), the room in the slot also bounds it"
     )
-    min_tokens: int = Field(0, ge=0, description="new tokens before an end or stop token may be sampled")
+    min_tokens: int = Field(
+        0, ge=0, description="new tokens before an end or stop token may be sampled; the end of a grammar comes first"
+    )
     temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="0 means greedy")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="smallest set of tokens with this probability mass")
     top_k: int = Field(0, ge=-1, description="this many likeliest tokens; 0 or -1: all")
@@ -67,7 +100,16 @@ class SamplingParams(BaseModel):
     stop_token_ids: list[int] = Field(
         default_factory=list, max_length=MAX_TOKENS_NAMED, description="tokens that end the text"
     )
-    ignore_eos: bool = Field(False, description="go on after the model's own end token")
+    ignore_eos: bool = Field(
+        False, description="go on after the model's own end token; the end of a grammar is still the end"
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="log-probability of each new token, and of this many likeliest ones"
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="the same for the tokens of the prompt, but for the first"
+    )
+    structured_outputs: StructuredOutputs | None = Field(None, description="what the text must look like")
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> Self:
@@ -85,6 +127,19 @@ class SamplingParams(BaseModel):
         return self.max_tokens is None or "max_tokens" not in self.model_fields_set
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's natural log-probability by the model's own logits, before temperature, penalties, bias and masks."""
+
+    logprob: float
+    rank: int  # 1: no token was likelier
+    decoded_token: str | None = None  # with replacement characters where its bytes make no character by themselves
+
+
+TokenLogprobs = dict[int, Logprob]
+"""Of one position: first the token that stands there, then the likeliest ones in order."""
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One continuation. `token_ids` includes the end token that was sampled, `text` does not."""
@@ -94,7 +149,16 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for the end token
-    logprobs: None = None  # not computed yet
+    error: str | None = None  # why it could not be computed; its finish reason is then ABORT
+    logprobs: list[TokenLogprobs] | None = None  # one per token, if asked for
+    text_offsets: list[int] | None = None  # with logprobs: where in the text each token's characters begin
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log-probability of all tokens together, if it was asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(next(iter(position.values())).logprob for position in self.logprobs)
 
 
 @dataclass(slots=True)
@@ -105,6 +169,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # if asked for; None for the first token
 
     @property
     def finished(self) -> bool:

@@ -1,43 +1,71 @@
-"""The routes, and what each does with a request."""
+"""The endpoints' handlers: from a body to a job for the engine, or to an answer right away."""
 
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from aiohttp import web
+from pydantic import BaseModel
 
 import chairlift
+from chairlift.api.connections import read_body
 from chairlift.api.errors import Handler, error_middleware
-from chairlift.api.generate import answer_stream, answer_whole
+from chairlift.api.generate import Job, answer_stream, answer_whole
 from chairlift.api.keys import KeyRing
-from chairlift.api.replies import ChatReply, CompletionReply, Reply
-from chairlift.api.wire import (
-    ChatCompletionRequest,
-    CompletionRequest,
+from chairlift.api.openapi import describe
+from chairlift.api.page import render_page
+from chairlift.api.replies.chat import ChatReply
+from chairlift.api.replies.completion import CompletionReply
+from chairlift.api.routes import ROUTES
+from chairlift.api.sse import EventStream
+from chairlift.api.tool_choice import plan_answer
+from chairlift.api.tools import ToolFamily, family_of_template
+from chairlift.api.wire.chat import ChatCompletionRequest
+from chairlift.api.wire.completions import CompletionRequest
+from chairlift.api.wire.sampling import SamplingRequest
+from chairlift.api.wire.service import (
     DetokenizeReply,
     DetokenizeRequest,
+    Health,
     ModelCard,
     ModelList,
-    SamplingRequest,
     TokenizeReply,
     TokenizeRequest,
+    Version,
 )
+from chairlift.api.wire.structure import WantedStructure
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.inputs import Generation, Prompt
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, ModelNotFound
 from chairlift.params import SamplingParams
 
-MAX_BODY_BYTES = 10 * 2**20
-_JSON = "application/json"
+_LARGE_BODY_BYTES = 2**16
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiOptions:
+    """How the API behaves, beside what the engine does. Times are in seconds."""
+
+    api_keys: Sequence[str] = ()
+    tool_call_parser: ToolFamily | None = None  # None: what the chat template teaches
+    max_body_bytes: int = 10 * 2**20
+    keep_alive_interval: float = 10.0
+    write_timeout: float = 60.0
 
 
 class Api:
     """The handlers. One model, one engine."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str, api_keys: Sequence[str] = ()) -> None:
+    def __init__(self, llm: AsyncLLM, model_name: str, options: ApiOptions = ApiOptions()) -> None:
         self._llm = llm
         self._model_name = model_name
-        self._keys = KeyRing(api_keys)
+        self._options = options
+        self._keys = KeyRing(options.api_keys)
+        self._tool_family = options.tool_call_parser or family_of_template(llm.inputs.tokenizer.chat_template)
         self._created = int(time.time())
         self.is_draining = False
         self.num_active = 0  # requests from their headers to the last byte of their replies
@@ -45,91 +73,121 @@ class Api:
     def make_app(self) -> web.Application:
         """The application, ready for a runner with `handler_cancellation=True`: who leaves must be noticed."""
         middlewares = [error_middleware, self._keys.middleware, self._refuse_when_draining]
-        app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/v1/completions", self.completions)
-        app.router.add_post("/v1/chat/completions", self.chat_completions)
-        app.router.add_post("/tokenize", self.tokenize)
-        app.router.add_post("/detokenize", self.detokenize)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{model:.+}", self.model)
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/version", self.version)
+        app = web.Application(middlewares=middlewares, client_max_size=self._options.max_body_bytes)
+        for route in ROUTES:
+            # A model's name may hold slashes, as hub ids do.
+            path = route.path.replace("{model}", "{model:.+}")
+            methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
+            for method in methods:
+                app.router.add_route(method, path, getattr(self, route.handler))
         return app
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/completions`"""
-        body = CompletionRequest.model_validate_json(await request.read())
-        self._check_model(body.model)
-        params = body.sampling_params(self._llm.inputs.default_params)
-        reply = CompletionReply(self._model_name)
-        return await self._answer(request, body, reply, list(body.prompts()), params)
+        body = await self._read(request, CompletionRequest)
+        params = body.params(self._llm.inputs.default_params)
+        reply = CompletionReply(body, self._model_name, self._llm.inputs)
+        prompts: list[Prompt] = list(body.prompts())
+        generations = await self._prepare(prompts, params, reply.id, body.wanted_structure(), "prompt")
+        return await self._answer(request, body, Job(generations, reply))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`"""
-        body = ChatCompletionRequest.model_validate_json(await request.read())
-        self._check_model(body.model)
-        params = body.sampling_params(self._llm.inputs.default_chat_params)
-        messages = [message.as_template_input() for message in body.messages]
-        token_ids = await asyncio.to_thread(self._llm.inputs.encode_chat, messages)
-        return await self._answer(request, body, ChatReply(self._model_name), [token_ids], params)
+        body = await self._read(request, ChatCompletionRequest)
+        params = body.params(self._llm.inputs.default_chat_params)
+        functions = body.functions_to_call()
+        is_parallel = body.parallel_tool_calls is not False
+        plan = plan_answer(self._tool_family, functions, body.is_call_forced, is_parallel, body.wanted_structure())
+        options = body.chat_options(shows_tools=bool(functions))
+        token_ids = await asyncio.to_thread(self._llm.inputs.encode_chat, body.template_messages(), options)
+        reply = ChatReply(body, self._model_name, self._llm.inputs.vocabulary, plan.calling)
+        generations = await self._prepare([token_ids], params, reply.id, plan.structure, "messages")
+        return await self._answer(request, body, Job(generations, reply))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`POST /tokenize`"""
-        body = TokenizeRequest.model_validate_json(await request.read())
-        self._check_model(body.model)
+        body = await self._read(request, TokenizeRequest)
         inputs = self._llm.inputs
         if body.messages is not None:
-            messages = [message.as_template_input() for message in body.messages]
-            tokens = await asyncio.to_thread(inputs.encode_chat, messages)
+            tokens = await asyncio.to_thread(inputs.encode_chat, body.template_messages(), body.chat_options())
         else:
             tokens = await asyncio.to_thread(inputs.tokenizer.encode, body.prompt or "", body.add_special_tokens)
-        reply = TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self._llm.config.max_seq_len)
-        return web.Response(text=reply.model_dump_json(), content_type=_JSON)
+        return _json(TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self._llm.config.max_seq_len))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """`POST /detokenize`"""
-        body = DetokenizeRequest.model_validate_json(await request.read())
-        self._check_model(body.model)
-        text = await asyncio.to_thread(self._llm.inputs.decode, body.tokens)
-        return web.Response(text=DetokenizeReply(prompt=text).model_dump_json(), content_type=_JSON)
+        body = await self._read(request, DetokenizeRequest)
+        return _json(DetokenizeReply(prompt=await asyncio.to_thread(self._llm.inputs.decode, body.tokens)))
 
     async def models(self, _: web.Request) -> web.Response:
         """`GET /v1/models`"""
-        return web.Response(text=ModelList(data=[self._card()]).model_dump_json(), content_type=_JSON)
+        return _json(ModelList(data=[self._card()]))
 
     async def model(self, request: web.Request) -> web.Response:
-        """`GET /v1/models/{id}`"""
+        """`GET /v1/models/{model}`"""
         self._check_model(request.match_info["model"])
-        return web.Response(text=self._card().model_dump_json(), content_type=_JSON)
+        return _json(self._card())
 
     async def health(self, _: web.Request) -> web.Response:
-        """`GET /health`: 200 while new requests are served, 503 when the engine is dead or draining."""
+        """`GET /health`: 200 while the engine's thread answers and new requests are served, else 503."""
         if self._llm.death is not None:
             raise EngineClosed(f"the engine died: {self._llm.death}")
         if self.is_draining:
             raise EngineClosed("the server is going down")
-        return web.json_response({"status": "ok"})
+        if not self._llm.is_healthy:
+            raise EngineClosed("the engine does not answer")
+        return _json(Health())
 
     async def version(self, _: web.Request) -> web.Response:
         """`GET /version`"""
-        return web.json_response({"version": chairlift.__version__})
+        return _json(Version(version=chairlift.__version__))
 
-    async def _answer(
-        self, request: web.Request, body: SamplingRequest, reply: Reply, prompts: list[Prompt], params: SamplingParams
-    ) -> web.StreamResponse:
+    async def openapi(self, _: web.Request) -> web.Response:
+        """`GET /openapi.json`"""
+        return web.json_response(describe())
+
+    async def docs(self, _: web.Request) -> web.Response:
+        """`GET /docs`"""
+        return render_page()
+
+    async def _read(self, request: web.Request, model: type[_Body]) -> _Body:
+        """The checked body, which may name the model that is served here, and no other."""
+        raw = await read_body(request)
+        if len(raw) > _LARGE_BODY_BYTES:  # to check it takes long enough to be noticed by everybody's streams
+            body = await asyncio.to_thread(model.model_validate_json, raw)
+        else:
+            body = model.model_validate_json(raw)
+        self._check_model(getattr(body, "model", None))
+        return body
+
+    async def _prepare(
+        self, prompts: list[Prompt], params: SamplingParams, name: str, wanted: WantedStructure | None, field: str
+    ) -> list[Generation]:
+        """Checks all of it before anything runs; complaints name the fields that the client wrote."""
         capacity = self._llm.config.max_batch_size + self._llm.config.max_queue_size
         if len(prompts) > 1 and len(prompts) * params.n > capacity:
             raise InvalidRequest(
                 f"{len(prompts)} prompts with n {params.n} are more than the {capacity} requests that can run and wait"
                 " here; send fewer at once",
-                "prompt",
+                field,
             )
-        generations: list[Generation] = [
-            await self._llm.prepare(prompt, params, f"{reply.id}-{index}") for index, prompt in enumerate(prompts)
-        ]
-        if body.stream:
-            return await answer_stream(request, self._llm, generations, reply, body.has_usage_chunk)
-        return await answer_whole(self._llm, generations, reply)
+        if wanted is not None:
+            params = params.model_copy(update={"structured_outputs": wanted.outputs})
+        try:
+            return [
+                await self._llm.prepare(prompt, params, f"{name}-{index}", field)
+                for index, prompt in enumerate(prompts)
+            ]
+        except InvalidRequest as error:
+            if wanted is not None and error.param == "structured_outputs":
+                error.param = wanted.field
+            raise
+
+    async def _answer(self, request: web.Request, body: SamplingRequest, job: Job) -> web.StreamResponse:
+        if not body.stream:
+            return await answer_whole(self._llm, job)
+        stream = EventStream(request, self._options.keep_alive_interval, self._options.write_timeout)
+        return await answer_stream(self._llm, job, stream)
 
     def _check_model(self, name: str | None) -> None:
         """A request that names no model means the one there is."""
@@ -152,3 +210,7 @@ class Api:
             return await handler(request)
         finally:
             self.num_active -= 1
+
+
+def _json(reply: BaseModel) -> web.Response:
+    return web.Response(text=reply.model_dump_json(), content_type="application/json")

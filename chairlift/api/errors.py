@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from pydantic import ValidationError
 
-from chairlift.api.wire import ErrorBody, ErrorDetail
+from chairlift.api.wire.base import ErrorBody, ErrorDetail
 from chairlift.errors import (
     EngineClosed,
     EngineDead,
@@ -15,11 +15,20 @@ from chairlift.errors import (
     InvalidRequest,
     ModelNotFound,
     QueueFull,
+    RequestFailed,
 )
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+
+_KINDS = {
+    InvalidApiKey: (401, "invalid_request_error", "invalid_api_key"),
+    QueueFull: (429, "rate_limit_error", "queue_full"),
+    EngineClosed: (503, "server_error", "unavailable"),
+    RequestFailed: (500, "server_error", "request_failed"),
+    EngineDead: (500, "server_error", "engine_dead"),
+}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -53,14 +62,9 @@ def failure_of(error: Exception) -> Failure:
             return Failure(404, detail)
         case InvalidRequest():
             return _invalid(str(error), error.param)
-        case InvalidApiKey():
-            return Failure(401, ErrorDetail(message=str(error), type="invalid_request_error", code="invalid_api_key"))
-        case QueueFull():
-            return Failure(429, ErrorDetail(message=str(error), type="rate_limit_error", code="queue_full"))
-        case EngineClosed():
-            return Failure(503, ErrorDetail(message=str(error), type="server_error", code="unavailable"))
-        case EngineDead():
-            return Failure(500, ErrorDetail(message=str(error), type="server_error", code="engine_dead"))
+        case InvalidApiKey() | QueueFull() | EngineClosed() | RequestFailed() | EngineDead():
+            status, kind, code = next(row for known, row in _KINDS.items() if isinstance(error, known))
+            return Failure(status, ErrorDetail(message=str(error), type=kind, code=code))
         case web.RequestPayloadError():
             return _invalid("the body cannot be decoded; check its Content-Encoding", None)
         case web.HTTPException():

@@ -2,11 +2,13 @@
 
 import hashlib
 import hmac
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from aiohttp import web
 
+from chairlift.api.config import KEYS_VARIABLE, ServerConfig
 from chairlift.api.errors import Handler
 from chairlift.errors import ConfigurationError, InvalidApiKey
 
@@ -34,12 +36,32 @@ class KeyRing:
         return await handler(request)
 
 
+def gather_keys(config: ServerConfig) -> list[str]:
+    """The keys of all three places: flags, file and environment.
+
+    A place that is named but holds no key is a `ConfigurationError`: who wrote it did not want an open server.
+    """
+    keys = [key.get_secret_value().strip() for key in config.api_key]
+    if not all(keys):
+        raise ConfigurationError("api_key is empty; give a key, or leave the flag out to let everybody in")
+    if config.api_key_file is not None:
+        keys += read_keys(config.api_key_file)
+    if (listed := os.environ.get(KEYS_VARIABLE)) is not None:
+        in_environment = [key.strip() for key in listed.split(",") if key.strip()]
+        if not in_environment:
+            raise ConfigurationError(f"{KEYS_VARIABLE} is set but holds no key; write keys with commas, or unset it")
+        keys += in_environment
+    return keys
+
+
 def read_keys(path: Path) -> list[str]:
     """One key per line; blank lines and lines that begin with # are passed over."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"api_key_file {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigurationError(f"api_key_file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:  # whose message would show a piece of the file
+        raise ConfigurationError(f"api_key_file {path} cannot be read: it is not UTF-8") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ConfigurationError(f"api_key_file {path} holds no key; write one per line")

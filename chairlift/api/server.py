@@ -5,35 +5,24 @@ import contextlib
 import logging
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from chairlift.api.app import Api
-from chairlift.api.keys import read_keys
+from chairlift.api.app import Api, ApiOptions
+from chairlift.api.config import KEYS_VARIABLE, ServerConfig
+from chairlift.api.connections import BODY_TIMEOUT
+from chairlift.api.cors import Cors
+from chairlift.api.keys import gather_keys
+from chairlift.api.listening import check_can_listen, is_open_to_others, listen, tls_context, url_of
 from chairlift.engine.async_llm import AsyncLLM
-from chairlift.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
 _DEATH_NOTICE_S = 2.0  # how long a dead engine's server goes on to say so
+_LAST_CHUNK_S = 2.0  # how long streams that were cut short have to say so
 _POLL_S = 0.02
-
-
-class ServerConfig(BaseModel):
-    """Where and how to listen. Field descriptions are the help texts of the command line's flags."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all, without any protection")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
-    served_model_name: str | None = Field(None, description="the model's name for clients, if not that of --model")
-    api_key: list[SecretStr] = Field([], description="a key that clients must send; may be given several times")
-    api_key_file: Path | None = Field(None, description="file with such keys, one per line")
-    drain_timeout: float = Field(30.0, ge=0.0, description="seconds that running requests get after SIGTERM")
 
 
 class _Signals:
@@ -58,18 +47,38 @@ class _Signals:
                 loop.remove_signal_handler(number)
 
 
+def check(config: ServerConfig) -> None:
+    """Refuses with `ConfigurationError` what cannot work, before a model is loaded for it. Not from an event loop."""
+    Cors(config.allowed_origin)
+    gather_keys(config)
+    tls_context(config)
+    check_can_listen(config)
+
+
 async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
     """Serves until a signal or the engine's death; returns the process's exit code."""
-    keys = [key.get_secret_value() for key in config.api_key]
-    if config.api_key_file is not None:
-        keys += read_keys(config.api_key_file)
-    api = Api(llm, config.served_model_name or llm.config.model, keys)
-    runner = make_runner(api)
+    keys = gather_keys(config)
+    options = ApiOptions(
+        api_keys=keys,
+        tool_call_parser=config.tool_call_parser,
+        max_body_bytes=config.max_body_bytes,
+        keep_alive_interval=config.keep_alive_interval,
+        write_timeout=config.write_timeout,
+    )
+    api = Api(llm, config.served_model_name or llm.config.model, options)
+    runner = make_runner(api, config)
     await runner.setup()
+    assert runner.server is not None, "set up"
     signals = _Signals()
     try:
-        with signals.installed():
-            await _listen(runner, config)
+        with signals.installed(), contextlib.closing(await listen(runner.server, config)) as listening:
+            if not keys and is_open_to_others(listening):
+                logger.warning(
+                    "anybody who reaches this machine can use the server: it asks for no key. Set --api-key,"
+                    " --api-key-file or %s, or listen on 127.0.0.1",
+                    KEYS_VARIABLE,
+                )
+            logger.info("serving on %s", url_of(listening, config))
             await _first_of(signals.first, llm.died)
             api.is_draining = True
             await _wind_down(llm, api, config, signals)
@@ -79,19 +88,12 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
     return EXIT_ENGINE_DIED if llm.death is not None else EXIT_OK
 
 
-def make_runner(api: Api) -> web.AppRunner:
+def make_runner(api: Api, config: ServerConfig = ServerConfig()) -> web.AppRunner:  # noqa: B008 - frozen
     """The production runner. Handler cancellation is what turns a client that left into an abort."""
-    return web.AppRunner(api.make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-
-
-async def _listen(runner: web.AppRunner, config: ServerConfig) -> None:
-    try:
-        await web.TCPSite(runner, config.host, config.port).start()
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
-    host, port = runner.addresses[0][:2]
-    shown = f"[{host}]" if ":" in host else host
-    logger.info("serving on http://%s:%d", shown, port)
+    app = api.make_app()
+    app[BODY_TIMEOUT] = config.body_timeout
+    Cors(config.allowed_origin).install(app)
+    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
 
 
 async def _wind_down(llm: AsyncLLM, api: Api, config: ServerConfig, signals: _Signals) -> None:
@@ -105,7 +107,7 @@ async def _wind_down(llm: AsyncLLM, api: Api, config: ServerConfig, signals: _Si
         logger.info("ending %d requests that still run", api.num_active)
         await llm.abort_all()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_Drained(api).wait(), _DEATH_NOTICE_S)
+            await asyncio.wait_for(_Drained(api).wait(), _LAST_CHUNK_S)
 
 
 class _Drained:

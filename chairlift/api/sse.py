@@ -1,8 +1,16 @@
 """Server-sent events: the frame around streamed replies."""
 
-from aiohttp import web
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Self
 
-DONE = "[DONE]"
+from aiohttp import web
+from pydantic import BaseModel
+
+DONE = "data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over and proxies count as life
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -10,21 +18,77 @@ _HEADERS = {
 }
 
 
+def event(payload: BaseModel, name: str | None = None) -> str:
+    """One event, as it goes over the wire."""
+    data = f"data: {payload.model_dump_json()}\n\n"
+    return data if name is None else f"event: {name}\n{data}"
+
+
+class ReaderTooSlow(ConnectionError):
+    """The client has not read anything for too long; the connection is gone."""
+
+
 class EventStream:
-    """One reply that is written event by event."""
+    """One reply that is written event by event; a context manager.
 
-    def __init__(self) -> None:
-        self._response = web.StreamResponse(headers=_HEADERS)
+    The status goes out with the first event, so that what fails before can still have one of its own; or with the first
+    keep-alive comment, which is sent whenever `keep_alive_s` pass without an event.
+    """
 
-    async def open(self, request: web.Request) -> web.StreamResponse:
-        """Sends the status and headers; from here on errors can only be events."""
-        await self._response.prepare(request)
-        return self._response
+    def __init__(self, request: web.Request, keep_alive_s: float, write_timeout_s: float) -> None:
+        self.response = web.StreamResponse(headers=_HEADERS)
+        self._request = request
+        self._keep_alive_s = keep_alive_s
+        self._write_timeout_s = write_timeout_s
+        self._num_sent = 0
+        self._opening = asyncio.Lock()
+        self._beat: asyncio.Task[None] | None = None
 
-    async def send(self, *payloads: str) -> None:
-        """Writes the payloads as one event each. Waits while the client reads slower than we write."""
-        if payloads:
-            await self._response.write("".join(f"data: {payload}\n\n" for payload in payloads).encode())
+    @property
+    def is_open(self) -> bool:
+        """True once the status has gone out; from there on errors can only be events."""
+        return self.response.prepared
+
+    async def __aenter__(self) -> Self:
+        self._beat = asyncio.create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._beat is not None, "entered before"
+        self._beat.cancel()
+        await asyncio.gather(self._beat, return_exceptions=True)
+
+    async def send(self, *events: str) -> None:
+        """Writes events. Waits while the client reads slower than we write; `ReaderTooSlow` if it reads no more."""
+        if events:
+            await self._write("".join(events).encode())
 
     async def close(self) -> None:
-        await self._response.write_eof()
+        """After the last event."""
+        await self._write_in_time(self.response.write_eof())
+
+    async def _write(self, data: bytes) -> None:
+        self._num_sent += 1
+        async with self._opening:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+        await self._write_in_time(self.response.write(data))
+
+    async def _write_in_time(self, writing: Coroutine[None, None, None]) -> None:
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await writing
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()  # closing would wait for the reader
+            raise ReaderTooSlow("the client does not read") from None
+
+    async def _keep_alive(self) -> None:
+        with contextlib.suppress(ConnectionError):  # whoever sends next will notice
+            while True:
+                num_sent = self._num_sent
+                await asyncio.sleep(self._keep_alive_s)
+                if self._num_sent == num_sent:
+                    await self._write(_KEEP_ALIVE)

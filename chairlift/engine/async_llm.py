@@ -4,17 +4,18 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
-from chairlift.engine.inputs import Generation, InputProcessor, Prompt
+from chairlift.engine.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
 from chairlift.engine.outputs import GenerationState, OutputProcessor
 from chairlift.engine.thread import Abort, Add, EngineThread, Stop, Update
-from chairlift.engine.tokenizer import Message
-from chairlift.errors import EngineClosed, EngineDead
+from chairlift.engine.tokenizer import ChatOptions, Message
+from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -22,28 +23,47 @@ logger = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 10.0
 
 
-class _Mailbox:
-    """One generation's news. A slow reader finds the newest state, not a backlog; an error ends it."""
+Numbered = tuple[int, RequestOutput]
+"""Which of the generations that run together, and its newest output."""
 
-    def __init__(self, state: GenerationState) -> None:
-        self.state = state
+
+class _Mailbox:
+    """News of generations that run together. A slow reader finds the newest states, not a backlog; an error ends it."""
+
+    def __init__(self, states: list[GenerationState]) -> None:
+        self.states = states
         self.error: Exception | None = None
+        self._changed: dict[int, None] = {}  # in order, each once
         self._has_news = asyncio.Event()
 
-    def notify(self) -> None:
+    def notify(self, index: int) -> None:
+        self._changed[index] = None
         self._has_news.set()
 
     def fail(self, error: Exception) -> None:
         self.error = error
         self._has_news.set()
 
-    async def wait(self) -> RequestOutput:
-        """The state after the next news, or the error."""
+    async def wait(self) -> list[Numbered]:
+        """Each generation that changed since the last look, as it is now; or the error."""
         await self._has_news.wait()
         self._has_news.clear()
         if self.error is not None:
             raise self.error
-        return self.state.snapshot()
+        changed, self._changed = self._changed, {}
+        return [(index, self.states[index].snapshot()) for index in changed]
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """Where a generation's news go."""
+
+    mailbox: _Mailbox
+    index: int
+
+    @property
+    def state(self) -> GenerationState:
+        return self.mailbox.states[self.index]
 
 
 class AsyncLLM:
@@ -58,28 +78,37 @@ class AsyncLLM:
         self.config = self._core.config
         self.inputs = InputProcessor(self.config, self._core.vocab_size)
         self._outputs = OutputProcessor(self.inputs.tokenizer)
-        self._mailboxes: dict[str, _Mailbox] = {}
+        self._addresses: dict[str, _Address] = {}
         self._thread: EngineThread | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._is_closed = False
-        self.death: Exception | None = None
+        self.death: BaseException | None = None
         self.died = asyncio.Event()
 
     @property
     def is_healthy(self) -> bool:
         """True while new requests are served."""
-        return self.death is None and not self._is_closed
+        is_answering = self._thread is None or self._thread.seconds_since_beat <= self.config.step_timeout
+        return self.death is None and not self._is_closed and is_answering
 
     @property
     def num_unfinished(self) -> int:
         """Generations that have not ended."""
-        return len(self._mailboxes)
+        return len(self._addresses)
 
     async def prepare(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        param: str = "prompt",
     ) -> Generation:
-        """Tokenizes and checks off the event loop. `InvalidRequest` if the prompt or params cannot be served."""
+        """Tokenizes and checks off the event loop. `InvalidRequest` if the prompt or params cannot be served.
+
+        `param` is the field that the prompt came from, for the errors that name it.
+        """
         chosen_id = request_id or uuid4().hex
-        return await asyncio.to_thread(self.inputs.prepare, chosen_id, prompt, params)
+        return await asyncio.to_thread(self.inputs.prepare, chosen_id, prompt, params, param)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
@@ -95,10 +124,14 @@ class AsyncLLM:
                 yield output
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: ChatOptions = DEFAULT_CHAT,
     ) -> AsyncGenerator[RequestOutput]:
         """Answers a conversation; otherwise like `generate`."""
-        token_ids = await asyncio.to_thread(self.inputs.encode_chat, messages)
+        token_ids = await asyncio.to_thread(self.inputs.encode_chat, messages, options)
         chosen = params or self.inputs.default_chat_params
         async with contextlib.aclosing(self.generate(token_ids, chosen, request_id)) as outputs:
             async for output in outputs:
@@ -106,30 +139,41 @@ class AsyncLLM:
 
     async def run(self, generation: Generation) -> AsyncGenerator[RequestOutput]:
         """Runs what `prepare` made; otherwise like `generate`."""
-        thread = self._usable_thread()
-        if generation.request_id in self._mailboxes:
-            raise ValueError(f"request {generation.request_id!r} is already running")
-        mailbox = _Mailbox(self._outputs.open(generation))
-        self._mailboxes[generation.request_id] = mailbox
-        thread.send(Add(generation.requests))
-        try:
-            while True:
-                output = await mailbox.wait()
+        async with contextlib.aclosing(self.run_all([generation])) as outputs:
+            async for _, output in outputs:
                 yield output
-                if output.finished:
-                    return
+
+    async def run_all(self, generations: Sequence[Generation]) -> AsyncGenerator[Numbered]:
+        """Runs what `prepare` made, side by side: all of them are taken, or none (`QueueFull`).
+
+        Leaving the iterator early, or an error in one of them, ends them all. Otherwise like `generate`.
+        """
+        thread = self._usable_thread()
+        for generation in generations:
+            if generation.request_id in self._addresses:
+                raise ValueError(f"request {generation.request_id!r} is already running")
+        mailbox = _Mailbox([self._outputs.open(generation) for generation in generations])
+        for index, generation in enumerate(generations):
+            self._addresses[generation.request_id] = _Address(mailbox, index)
+        thread.send(Add([request for generation in generations for request in generation.requests]))
+        num_unfinished = len(generations)
+        try:
+            while num_unfinished:
+                for numbered in await mailbox.wait():
+                    yield numbered
+                    num_unfinished -= numbered[1].finished
         finally:
             self._forget(mailbox)
 
     async def abort(self, request_id: str) -> None:
         """Ends a generation; who iterates over it gets what there is, with finish reason "abort"."""
-        mailbox = self._mailboxes.get(request_id)
-        if mailbox is not None and self._thread is not None:
-            self._thread.send(Abort(mailbox.state.unfinished_ids))
+        address = self._addresses.get(request_id)
+        if address is not None and self._thread is not None:
+            self._thread.send(Abort(address.state.unfinished_ids))
 
     async def abort_all(self) -> None:
         """Ends every generation."""
-        for request_id in list(self._mailboxes):
+        for request_id in list(self._addresses):
             await self.abort(request_id)
 
     async def close(self) -> None:
@@ -140,8 +184,12 @@ class AsyncLLM:
         self._fail_all(EngineClosed("the engine was closed"))
         if self._thread is not None:
             self._thread.send(Stop())
-            if not await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_S):
-                logger.error("the engine thread did not stop within %.0f s", _JOIN_TIMEOUT_S)
+            timeout = 0.0 if isinstance(self.death, EngineHung) else _JOIN_TIMEOUT_S
+            if not await asyncio.to_thread(self._thread.join, timeout):
+                logger.error("the engine thread did not stop; it is left behind")
+        if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -151,16 +199,32 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    def _usable_thread(self) -> EngineThread:
-        if self.death is not None:
-            raise EngineDead(f"the engine died: {type(self.death).__name__}: {self.death}")
-        if self._is_closed:
-            raise EngineClosed("the engine was closed")
+    def start(self) -> None:
+        """Starts the engine's thread, and the watch over it, in the running event loop."""
         if self._thread is None:
             loop = asyncio.get_running_loop()
             self._thread = EngineThread(self._core, lambda update: _call_if_open(loop, self._take, update))
             self._thread.start()
+            self._watch = loop.create_task(self._watch_over(self._thread), name="chairlift-watchdog")
+
+    def _usable_thread(self) -> EngineThread:
+        if self.death is not None:
+            raise EngineDead(f"the engine died: {_describe(self.death)}")
+        if self._is_closed:
+            raise EngineClosed("the engine was closed")
+        self.start()
+        assert self._thread is not None, "just started"
         return self._thread
+
+    async def _watch_over(self, thread: EngineThread) -> None:
+        """A step that does not come back, or a thread that is gone, is the engine's death: nobody may wait for it."""
+        limit = self.config.step_timeout
+        while self.death is None:
+            await asyncio.sleep(min(1.0, limit / 4))
+            if thread.seconds_since_beat > limit:
+                self._die(EngineHung(f"a step did not come back within {limit:g} s"))
+            elif not thread.is_alive and self.death is None:
+                self._die(EngineHung("the engine's thread is gone"))
 
     def _take(self, update: Update) -> None:
         """On the event loop: one step's news."""
@@ -173,36 +237,49 @@ class AsyncLLM:
     def _distribute(self, update: Update) -> None:
         delivery = self._outputs.process(update.events)
         for state in delivery.changed:
-            self._mailboxes[state.generation.request_id].notify()
+            address = self._address_of(state)
+            address.mailbox.notify(address.index)
         for failure in delivery.failed:
-            self._mailboxes[failure.state.generation.request_id].fail(failure.error)
+            self._address_of(failure.state).mailbox.fail(failure.error)
         if delivery.to_abort and self._thread is not None:
             self._thread.send(Abort(delivery.to_abort))
         for rejection in update.rejections:
             rejected = self._outputs.state_of(rejection.requests[0].request_id)
             if rejected is not None:
-                self._mailboxes[rejected.generation.request_id].fail(rejection.error)
+                self._address_of(rejected).mailbox.fail(rejection.error)
         if update.death is not None:
             self._die(update.death)
 
-    def _die(self, error: Exception) -> None:
+    def _address_of(self, state: GenerationState) -> _Address:
+        return self._addresses[state.generation.request_id]
+
+    def _die(self, error: BaseException) -> None:
+        if self.death is not None:
+            return
+        logger.critical("the engine is dead: %s", _describe(error))
         self.death = error
-        self._fail_all(EngineDead(f"a step failed: {type(error).__name__}: {error}"))
+        self._fail_all(EngineDead(_describe(error)))
         self.died.set()
         if self._thread is not None:
             self._thread.send(Stop())
 
     def _fail_all(self, error: Exception) -> None:
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(error)
+        for address in self._addresses.values():
+            address.mailbox.fail(error)
 
     def _forget(self, mailbox: _Mailbox) -> None:
         """Whoever leaves early is an abort."""
-        del self._mailboxes[mailbox.state.generation.request_id]
-        self._outputs.close(mailbox.state)
-        unfinished = mailbox.state.unfinished_ids
+        unfinished: list[str] = []
+        for state in mailbox.states:
+            del self._addresses[state.generation.request_id]
+            self._outputs.close(state)
+            unfinished += state.unfinished_ids
         if unfinished and self._thread is not None:
             self._thread.send(Abort(unfinished))
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, EngineHung) else f"a step failed: {type(error).__name__}: {error}"
 
 
 def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Any, update: Update) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.config import EngineConfig, ModelFacts, resolve
+from chairlift.engine.forward import PlainForward
 from chairlift.engine.machine import inspect_machine
 from chairlift.engine.runner import ModelRunner
 from chairlift.engine.sampling import Sampler
@@ -44,7 +45,7 @@ class EngineCore:
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         self.cache = _allocate(params, self.config.max_batch_size, slot_len, shape.num_layers, self.config.device)
         sampler = Sampler(shape.vocab_size, self.config.max_batch_size, self.cache.devices[0])
-        self._runner = ModelRunner(model, self.cache, attention, sampler)
+        self._runner = ModelRunner(PlainForward(model, attention), self.cache, sampler)
         self._scheduler = Scheduler(
             self.cache.ledger,
             self.config.max_num_batched_tokens,
@@ -77,17 +78,25 @@ class EngineCore:
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request and frees its slot. None if it has ended already."""
-        return self._scheduler.abort(request_id)
+        slot = self._scheduler.half_filled_slot(request_id)
+        event = self._scheduler.abort(request_id)
+        if slot is not None:
+            self.cache.scrub(slot)  # no token was sampled from it yet, so nobody knows whether it holds numbers
+        return event
 
     def step(self) -> list[TokenEvent]:
         """One launch. Must only be called while there is work."""
         plan = self._scheduler.schedule()
         try:
             result = self._runner.execute(plan)
-            return self._scheduler.update(plan, result.token_ids, result.reservation)
+            events = self._scheduler.update(plan, result.rows, result.reservation)
         except BaseException:  # also an interrupt
             self._scheduler.abandon(plan)
             raise
+        for row, slot, row_result in zip(plan.rows, result.reservation.seq_ids, result.rows, strict=True):
+            if row_result.error is not None and row.request.finish_reason is not None:
+                self.cache.scrub(slot)  # what is not a number in it would spoil its next owner
+        return events
 
     def check(self) -> None:
         """Asserts that requests, slots and lengths agree."""

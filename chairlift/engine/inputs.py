@@ -11,13 +11,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from chairlift.config import ResolvedConfig
-from chairlift.engine.tokenizer import Message, Tokenizer
+from chairlift.engine.grammar import GrammarCompiler
+from chairlift.engine.tokenizer import ChatOptions, Message, Tokenizer
+from chairlift.engine.vocabulary import Vocabulary
 from chairlift.errors import CheckpointError, InvalidRequest
 from chairlift.models.checkpoint import find_directory
 from chairlift.params import SamplingParams
 from chairlift.scheduler import Request
 
 Prompt = str | list[int]
+
+DEFAULT_CHAT = ChatOptions()
 
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -48,37 +52,54 @@ class InputProcessor:
         eos = _eos_token_ids(generation_config, directory, self.tokenizer)
         # A tokenizer may have more tokens than the model has rows; those are never sampled.
         self._eos_token_ids = frozenset(token for token in eos if 0 <= token < vocab_size)
+        self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
+        self._grammars = GrammarCompiler(self.vocabulary)
         self.default_params = _default_params(generation_config, directory)
         self.default_chat_params = self.default_params.model_copy(update={"max_tokens": None})
 
-    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams | None) -> Generation:
-        """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json)."""
+    def prepare(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, param: str = "prompt"
+    ) -> Generation:
+        """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json).
+
+        `param` is the field that the prompt came from, for the errors that name it.
+        """
         params = params or self.default_params
         token_ids = self._tokenize(prompt)
-        self._check_tokens(token_ids)
+        self._check_tokens(token_ids, params, param)
         max_tokens = self._max_tokens(len(token_ids), params)
         self._check_vocabulary(params.logit_bias, "logit_bias")
         self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
         self._check_something_can_be_sampled(params)
         if params.n > self._capacity:
             raise InvalidRequest(f"n is {params.n}, and at most {self._capacity} requests can run and wait here", "n")
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            self.vocabulary.load()  # here, off the event loop, rather than when the tokens' bytes are asked for
         serial = next(self._serials)  # the engine's ids are its own: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        grammar_of = params.structured_outputs
         requests = [
             Request(
-                f"{request_id}-{serial}-{index}", token_ids, params, max_tokens, first_seed + index, self._eos_token_ids
+                f"{request_id}-{serial}-{index}",
+                token_ids,
+                params,
+                max_tokens,
+                first_seed + index,
+                self._eos_token_ids,
+                grammar=None if grammar_of is None else self._grammars.new_grammar(grammar_of),
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # they are the same for all
             )
             for index in range(params.n)
         ]
         return Generation(request_id, prompt if isinstance(prompt, str) else None, token_ids, params, requests)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT) -> list[int]:
         """Token ids of a conversation in the model's chat template. InvalidRequest if the template refuses it."""
         if not isinstance(messages, Sequence) or not all(isinstance(message, dict) for message in messages):
             raise InvalidRequest("messages must be a list of {'role': ..., 'content': ...}", "messages")
         if not messages:
             raise InvalidRequest("messages is empty; give at least one message", "messages")
-        return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_chat(messages, options, self.max_seq_len)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of tokens, special ones included. InvalidRequest if one is not in the vocabulary."""
@@ -89,21 +110,22 @@ class InputProcessor:
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest("the prompt is empty; give at least one character", "prompt")
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, max_tokens=self.max_seq_len)
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise InvalidRequest("a prompt is a string or a list of token ids", "prompt")
         return prompt
 
-    def _check_tokens(self, token_ids: list[int]) -> None:
+    def _check_tokens(self, token_ids: list[int], params: SamplingParams, param: str) -> None:
         if not token_ids:
-            raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
-        self._check_vocabulary(token_ids, "prompt")
-        num_excess = len(token_ids) - (self.max_seq_len - 1)
+            raise InvalidRequest("the prompt is empty; give at least one token", param)
+        self._check_vocabulary(token_ids, param)
+        num_for_answer = 0 if params.max_tokens == 0 else 1
+        num_excess = len(token_ids) - (self.max_seq_len - num_for_answer)
         if num_excess > 0:
             raise InvalidRequest(
                 f"the prompt has {len(token_ids)} tokens, {num_excess} too many: a sequence holds"
-                f" {self.max_seq_len} tokens, and at least one is for the answer",
-                "prompt",
+                f" {self.max_seq_len} tokens, and at least {num_for_answer} is for the answer",
+                param,
             )
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -128,8 +150,9 @@ class InputProcessor:
             )
 
     def _check_something_can_be_sampled(self, params: SamplingParams) -> None:
-        if params.min_tokens and len(set(params.stop_token_ids)) == self._vocab_size:
-            raise InvalidRequest("with every token in stop_token_ids, min_tokens cannot be reached", "stop_token_ids")
+        ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        if params.min_tokens and len(ends) == self._vocab_size:
+            raise InvalidRequest("with every token an end token, min_tokens cannot be reached", "stop_token_ids")
 
 
 def _read_generation_config(directory: Path) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
-from chairlift.engine.inputs import Generation, InputProcessor, Prompt
+from chairlift.engine.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
 from chairlift.engine.outputs import GenerationState, OutputProcessor
-from chairlift.engine.tokenizer import Message
+from chairlift.engine.tokenizer import ChatOptions, Message
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
 from chairlift.params import RequestOutput, SamplingParams
 
@@ -61,14 +61,16 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        options: ChatOptions = DEFAULT_CHAT,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several: lists of `{"role": ..., "content": ...}`.
 
-        `params` None: the model's own defaults, for as long as the answer is. Otherwise like `generate`.
+        `params` None: the model's own defaults, for as long as the answer is. `options`: tools, and how the template
+        renders the conversation. Otherwise like `generate`.
         """
         is_single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if is_single else messages
-        prompts = [self.inputs.encode_chat(conversation) for conversation in conversations]
+        prompts = [self.inputs.encode_chat(conversation, options) for conversation in conversations]
         return self.generate(prompts, self.inputs.default_chat_params if params is None else params, use_tqdm)
 
     def close(self) -> None:

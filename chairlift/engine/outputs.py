@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from chairlift.engine.detokenizer import Detokenizer, StopMatcher
 from chairlift.engine.inputs import Generation
 from chairlift.engine.tokenizer import Tokenizer
-from chairlift.params import CompletionOutput, FinishReason, RequestOutput, SamplingParams
+from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams, TokenLogprobs
 from chairlift.scheduler import TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -18,19 +18,25 @@ class _Choice:
 
     def __init__(self, index: int, tokenizer: Tokenizer, generation: Generation) -> None:
         self._params: SamplingParams = generation.params
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, generation.prompt_token_ids)
         self._matcher = StopMatcher(generation.params.stop)
-        self.output = CompletionOutput(index)
+        self._num_decoded = 0  # characters, also those that are held back
+        is_scored = generation.params.logprobs is not None
+        self.output = CompletionOutput(
+            index, logprobs=[] if is_scored else None, text_offsets=[] if is_scored else None
+        )
 
     def take(self, event: TokenEvent) -> bool:
         """Adds the event's tokens. True if a stop string ended the text, of which the engine does not know yet."""
-        is_stopped = event.finish_reason is FinishReason.STOP  # by its last token, which is no part of the text
-        shown = event.new_token_ids[:-1] if is_stopped else event.new_token_ids
-        for token in shown:
+        num_shown = len(event.new_token_ids) - event.has_end_token
+        for position, token in enumerate(event.new_token_ids):
             self.output.token_ids.append(token)
-            if self._add(self._detokenizer.push(token)):
+            if self.output.logprobs is not None and self.output.text_offsets is not None:
+                self.output.logprobs.append(_named(event.logprobs[position], self._tokenizer))
+                self.output.text_offsets.append(self._num_decoded)
+            if position < num_shown and self._add(self._detokenizer.push(token)):
                 return event.finish_reason is None
-        self.output.token_ids += event.new_token_ids[len(shown) :]
         if event.finish_reason is not None:
             self._finish(event)
         return False
@@ -39,6 +45,7 @@ class _Choice:
         """Adds text that is not held back. True if it ran into a stop string."""
         if not piece:
             return False
+        self._num_decoded += len(piece)
         if len(self.output.token_ids) <= self._params.min_tokens:
             self.output.text += piece  # stop strings count only after min_tokens
             return False
@@ -55,7 +62,27 @@ class _Choice:
             return
         self.output.text += self._matcher.finish()
         self.output.finish_reason = event.finish_reason
+        self.output.error = event.error
         self.output.stop_reason = event.stop_reason
+
+
+def _copy(output: CompletionOutput) -> CompletionOutput:
+    if output.logprobs is None or output.text_offsets is None:
+        return replace(output, token_ids=list(output.token_ids))
+    return replace(
+        output,
+        token_ids=list(output.token_ids),
+        logprobs=list(output.logprobs),
+        text_offsets=list(output.text_offsets),
+    )
+
+
+def _named(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> TokenLogprobs:
+    """With each token's text."""
+    return {
+        token: Logprob(each.logprob, each.rank, tokenizer.decode([token], skip_special_tokens=False))
+        for token, each in logprobs.items()
+    }
 
 
 class GenerationState:
@@ -63,6 +90,8 @@ class GenerationState:
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
         self.generation = generation
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]  # of the first token there are none
         self._choices = [_Choice(index, tokenizer, generation) for index in range(generation.params.n)]
 
     @property
@@ -80,14 +109,22 @@ class GenerationState:
 
     def take(self, index: int, event: TokenEvent) -> bool:
         """See `_Choice.take`. Events after the end of a choice are surplus and dropped."""
+        self._prompt_logprobs += [_named(each, self._tokenizer) for each in event.prompt_logprobs]
         choice = self._choices[index]
         return choice.output.finish_reason is None and choice.take(event)
 
     def snapshot(self) -> RequestOutput:
         """The state now, safe to keep: later tokens do not change it."""
-        outputs = [replace(choice.output, token_ids=list(choice.output.token_ids)) for choice in self._choices]
+        outputs = [_copy(choice.output) for choice in self._choices]
         generation = self.generation
-        return RequestOutput(generation.request_id, generation.prompt, generation.prompt_token_ids, outputs)
+        has_scores = generation.params.prompt_logprobs is not None
+        return RequestOutput(
+            generation.request_id,
+            generation.prompt,
+            generation.prompt_token_ids,
+            outputs,
+            prompt_logprobs=list(self._prompt_logprobs) if has_scores else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ class PenaltyState:
         for row in rows:
             request = requests[row]
             assert request.slot is not None, "a request without a slot is sampled"
-            if self._owners.get(request.slot) is not request:
+            # Of a launch with several steps a row with a grammar keeps one token, but all were counted.
+            if self._owners.get(request.slot) is not request or request.grammar is not None:
                 self._start(request, request.slot)
             slots.append(request.slot)
         params = [requests[row].params for row in rows]

@@ -5,37 +5,38 @@ all steps come to the host in one copy at the end.
 """
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
 from chairlift.cache.ledger import Reservation
-from chairlift.engine.sampling import Sampler
-from chairlift.models.attention import Backend, BatchMetadata
-from chairlift.models.llama import Llama
-from chairlift.scheduler import StepPlan
+from chairlift.engine.forward import Forward
+from chairlift.engine.logprobs import LogprobTensors, score_tokens
+from chairlift.engine.sampling import INVALID_TOKEN, Sampled, Sampler, SamplingBatch
+from chairlift.models.attention import BatchMetadata
+from chairlift.params import TokenLogprobs
+from chairlift.scheduler import RowResult, StepPlan
 
 _Inputs = list[ContinuousBatchingKVCacheCollection]
+
+_NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens per row, `num_steps` of each row that was sampled, and the reservation to commit."""
+    """What came of each row, and the reservation to commit."""
 
-    token_ids: list[list[int]]
+    rows: list[RowResult]
     reservation: Reservation
 
 
 class ModelRunner:
     """Executes step plans on one device."""
 
-    def __init__(
-        self, model: Llama, cache: ContinuousBatchingKVCacheManager, attention: Backend, sampler: Sampler
-    ) -> None:
-        self._model = model
+    def __init__(self, forward: Forward, cache: ContinuousBatchingKVCacheManager, sampler: Sampler) -> None:
+        self._forward = forward
         self._cache = cache
-        self._attention = attention
         self._sampler = sampler
         self._device = cache.devices[0]
 
@@ -50,23 +51,38 @@ class ModelRunner:
 
     def _launch(
         self, plan: StepPlan, batch: BatchMetadata, input_ids: torch.Tensor, inputs: _Inputs
-    ) -> list[list[int]]:
+    ) -> list[RowResult]:
         """The steps one after the other on the device; then all their tokens, by row."""
-        is_sampled = [row.is_sampled for row in plan.rows]
-        ends = zip(accumulate(batch.num_new_tokens), is_sampled, strict=True)
-        last_tokens = torch.tensor([end - 1 for end, flag in ends if flag], dtype=torch.int64, device=self._device)
-        sampling = self._sampler.prepare([row.request for row in plan.rows if row.is_sampled], plan.num_steps)
-        steps: list[torch.Tensor] = []
+        ends = torch.tensor([end - 1 for end in accumulate(batch.num_new_tokens)], device=self._device)
+        sampled_rows = [index for index, row in enumerate(plan.rows) if row.is_sampled]
+        sampling = self._sampler.prepare([plan.rows[index].request for index in sampled_rows], plan.num_steps)
+        prompt_scores: dict[int, list[TokenLogprobs]] = {}
+        steps: list[Sampled] = []
         for step in range(plan.num_steps):
             if step:
                 inputs = self._cache.increment_cache_lengths(inputs, batch.row_offsets)
-                batch, input_ids = _next_batch(batch, inputs[0].cache_lengths), steps[-1]
-                last_tokens = batch.row_offsets[:-1]
-            attend = self._attention.prepare(batch, inputs[0])
-            hidden = self._model(input_ids, batch.positions, attend)
-            if any(is_sampled):
-                steps.append(self._sampler.sample(self._model.logits(hidden[last_tokens]), sampling, step))
-        return _spread(steps, is_sampled)
+                batch = _next_batch(batch, inputs[0].cache_lengths)
+                input_ids = steps[-1].tokens.clamp(min=0)  # a row without a valid token ends after this launch
+            hidden = self._forward.hidden(batch, input_ids, inputs[0])
+            if step == 0:
+                prompt_scores = self._score_prompts(plan, hidden)
+            if sampled_rows:
+                last = hidden[ends] if len(sampled_rows) == len(ends) else hidden[ends[sampled_rows]]
+                steps.append(self._sampler.sample(self._forward.logits(last), sampling, step))
+        return _spread(plan, steps, sampling, prompt_scores)
+
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+        """By row: log-probabilities of the prompt's tokens that follow those of this step, where they are wanted."""
+        scores: dict[int, list[TokenLogprobs]] = {}
+        start = 0
+        for index, row in enumerate(plan.rows):
+            request = row.request
+            if request.prompt_logprobs is not None and request.num_computed < request.num_prompt_tokens - 1:
+                following = request.prompt_token_ids[request.num_computed + 1 :][: row.num_new_tokens]
+                own = hidden[start : start + len(following)]
+                scores[index] = score_tokens(own, following, request.prompt_logprobs, self._forward.logits)
+            start += row.num_new_tokens
+        return scores
 
     def _first_batch(self, plan: StepPlan) -> tuple[BatchMetadata, torch.Tensor]:
         """The batch of the plan's first step and its input token ids, int64 `[T]`."""
@@ -100,9 +116,32 @@ def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetad
     )
 
 
-def _spread(steps: list[torch.Tensor], is_sampled: list[bool]) -> list[list[int]]:
-    """Brings the tokens of all steps to the host at once; rows that were not sampled get none."""
-    if not steps:
-        return [[] for _ in is_sampled]
-    sampled = iter(torch.stack(steps, dim=1).tolist())
-    return [next(sampled) if flag else [] for flag in is_sampled]
+def _spread(
+    plan: StepPlan, steps: list[Sampled], sampling: SamplingBatch, prompt_scores: dict[int, list[TokenLogprobs]]
+) -> list[RowResult]:
+    """Brings the tokens of all steps to the host at once, and gives each row its own."""
+    tokens = iter(torch.stack([step.tokens for step in steps], dim=1).tolist() if steps else [])
+    logprobs = iter(_logprobs_by_row(steps, sampling))
+    results = []
+    for index, row in enumerate(plan.rows):
+        own = next(tokens) if row.is_sampled else []
+        wants_logprobs = row.is_sampled and row.request.params.logprobs is not None
+        results.append(
+            RowResult(
+                token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
+                logprobs=next(logprobs) if wants_logprobs else [],
+                prompt_logprobs=prompt_scores.get(index, []),
+                error=_NOT_A_NUMBER if INVALID_TOKEN in own else None,
+            )
+        )
+    return results
+
+
+def _logprobs_by_row(steps: list[Sampled], sampling: SamplingBatch) -> list[list[TokenLogprobs]]:
+    """Of the rows that want them: one per step."""
+    parts = [step.logprobs for step in steps if step.logprobs is not None]
+    if not parts:
+        return []
+    num_rows = len(sampling.num_top_logprobs)
+    positions = LogprobTensors.join(parts).to_host(sampling.num_top_logprobs * len(parts))
+    return [positions[row::num_rows] for row in range(num_rows)]

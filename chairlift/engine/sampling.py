@@ -1,8 +1,9 @@
 """Sampling, batched on the device, each row with parameters of its own.
 
-Order, as in vLLM: logit bias and forbidden tokens, penalties, then for rows that are not greedy temperature, min-p,
-top-k and top-p. A row draws by inverting its cumulative distribution at one uniform number that depends on nothing but
-its seed and how many tokens it has, so neither the batch around it nor the device changes what it draws.
+Order, as in vLLM: log-probabilities are taken from the model's own logits; then logit bias, forbidden tokens and
+grammars, penalties, then for rows that are not greedy temperature, min-p, top-k and top-p. A row draws by inverting its
+cumulative distribution at one uniform number that depends on nothing but its seed and how many tokens it has, so
+neither the batch around it nor the device changes what it draws.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from chairlift.engine.grammar import GrammarMasks, PendingMasks
+from chairlift.engine.logprobs import LogprobTensors, pick_logprobs
 from chairlift.engine.penalties import PenaltyBatch, PenaltyState
 from chairlift.scheduler import Request
+
+INVALID_TOKEN = -1  # stands for what was drawn from logits that are not numbers, or of which a mask left none
 
 _ALL = 2**31 - 1  # a top_k that keeps everything
 _HOTTEST = 1e6  # uniform in float32 already; more could become inf
@@ -50,8 +55,19 @@ class SamplingBatch:
 
     bias: _Entries | None
     forbidden: list[_Entries | None]  # per step of the launch: end tokens of rows below their min_tokens
+    masks: PendingMasks | None  # of the launch's first step; rows with a grammar keep no more
     penalties: PenaltyBatch | None
     random: _RandomRows | None
+    logprob_rows: torch.Tensor | None  # int64 [L]: rows that want log-probabilities
+    num_top_logprobs: list[int]  # how many likeliest tokens each of them wants
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One step's tokens."""
+
+    tokens: torch.Tensor  # int64 [N]; INVALID_TOKEN where there is none
+    logprobs: LogprobTensors | None
 
 
 class Sampler:
@@ -60,10 +76,15 @@ class Sampler:
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._device = device
         self._penalties = PenaltyState(vocab_size, num_slots, device)
+        self._grammars = GrammarMasks(vocab_size)
 
     def prepare(self, requests: Sequence[Request], num_steps: int) -> SamplingBatch:
         """Gathers the parameters of the rows that will be sampled, once per launch."""
+        wanting = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         return SamplingBatch(
+            masks=self._grammars.start([request.grammar for request in requests]),
+            logprob_rows=torch.tensor(wanting, device=self._device) if wanting else None,
+            num_top_logprobs=[requests[row].params.logprobs or 0 for row in wanting],
             bias=self._entries(
                 [
                     (row, token, bias)
@@ -76,19 +97,25 @@ class Sampler:
             random=self._random_rows(requests, num_steps),
         )
 
-    def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> torch.Tensor:
-        """float32 `[N, vocab]` (changed in place) -> int64 `[N]`, for that step of the launch."""
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
+        """float32 `[N, vocab]` (changed in place) -> tokens, for that step of the launch."""
+        raw = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(dim=-1)
         for entries in (batch.bias, batch.forbidden[step]):
             if entries is not None:
                 entries.add_to(logits)
+        if batch.masks is not None and step == 0:
+            batch.masks.apply(logits)
         if batch.penalties is not None:
             self._penalties.apply(batch.penalties, logits)
-        tokens = logits.argmax(dim=-1)
+        best, tokens = logits.max(dim=-1)  # of NaN and anything, NaN is the greatest
         if batch.random is not None:
             tokens[batch.random.rows] = _draw(logits[batch.random.rows], batch.random, step)
         if batch.penalties is not None:
             self._penalties.count(batch.penalties, tokens)
-        return tokens
+        logprobs = None
+        if raw is not None and batch.logprob_rows is not None:
+            logprobs = pick_logprobs(raw, tokens[batch.logprob_rows], max(batch.num_top_logprobs))
+        return Sampled(tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN), logprobs)
 
     def _entries(self, triples: list[tuple[int, int, float]]) -> _Entries | None:
         if not triples:
@@ -146,7 +173,7 @@ def _forbidden(requests: Sequence[Request], step: int) -> list[tuple[int, int, f
     return [
         (row, token, -np.inf)
         for row, request in enumerate(requests)
-        if request.num_output_tokens + step < request.params.min_tokens
+        if request.num_output_tokens + step < request.min_tokens
         for token in request.end_token_ids
     ]
 

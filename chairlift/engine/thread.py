@@ -7,9 +7,10 @@ not block (`loop.call_soon_threadsafe`).
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from chairlift.engine.core import EngineCore
 from chairlift.errors import QueueFull
@@ -17,10 +18,12 @@ from chairlift.scheduler import Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
+_BEAT_S = 1.0  # how often an idle thread shows that it lives
+
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue these sequences of one generation, all or none."""
+    """Queue these sequences, all or none."""
 
     requests: list[Request]
 
@@ -53,7 +56,7 @@ class Update:
 
     events: list[TokenEvent] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
-    death: Exception | None = None
+    death: BaseException | None = None
 
     def __bool__(self) -> bool:
         return bool(self.events or self.rejections or self.death)
@@ -67,8 +70,20 @@ class EngineThread:
         self._deliver = deliver
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
+        self._last_beat = time.monotonic()
+
+    @property
+    def seconds_since_beat(self) -> float:
+        """How long the present step takes already; at most about a second while there is nothing to do."""
+        return time.monotonic() - self._last_beat
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def start(self) -> None:
+        """Starts the thread. `seconds_since_beat` counts from here."""
+        self._last_beat = time.monotonic()
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -84,13 +99,14 @@ class EngineThread:
         try:
             while self._turn():
                 pass
-        except Exception as error:
+        except BaseException as error:  # whatever it was, somebody waits for tokens
             logger.critical("the engine died in a step", exc_info=error)
             self._deliver(Update(death=error))
 
     def _turn(self) -> bool:
         """Obeys what has come in, then takes one step. False after `Stop`."""
         update = Update()
+        self._last_beat = time.monotonic()
         for command in self._commands():
             if isinstance(command, Stop):
                 return False
@@ -103,7 +119,12 @@ class EngineThread:
 
     def _commands(self) -> list[Command]:
         """All that has come in; waits for something if there is nothing else to do."""
-        commands = [] if self._core.has_work else [self._inbox.get()]
+        commands = []
+        if not self._core.has_work:
+            try:
+                commands.append(self._inbox.get(timeout=_BEAT_S))
+            except Empty:
+                return []
         while not self._inbox.empty():
             commands.append(self._inbox.get())
         return commands

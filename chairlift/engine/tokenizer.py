@@ -1,6 +1,9 @@
 """Text to token ids and back: transformers' tokenizers and chat templates."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,20 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from chairlift.errors import CheckpointError, ConfigurationError, InvalidRequest
 
 _NO_LIMIT = 10**30
+_RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 
 Message = dict[str, Any]
 """One chat message: at least `role` and `content`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation is rendered."""
+
+    tools: list[dict[Any, Any] | Callable[..., Any]] = field(default_factory=list)  # in OpenAI's shape
+    add_generation_prompt: bool = True  # end with the beginning of the assistant's turn
+    continue_final_message: bool = False  # leave the last message open instead
+    template_arguments: dict[str, Any] = field(default_factory=dict)  # variables of the model's own template
 
 
 class Tokenizer:
@@ -43,11 +57,31 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._tokenizer.chat_template is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+    @property
+    def chat_template(self) -> str:
+        """The template's text; empty if there is none."""
+        template = self._tokenizer.chat_template
+        return template if isinstance(template, str) else "\n".join((template or {}).values())
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest entry of the vocabulary."""
+        return max(map(len, self.backend.get_vocab()), default=1)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, param: str = "prompt", max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids of a text, by default with the special tokens (such as a beginning) that the model expects.
 
-        InvalidRequest about the field `param` if the text is not valid Unicode.
+        InvalidRequest about the field `param` if the text is not valid Unicode, or so long that it must have more than
+        `max_tokens`, whatever they are: that is found without looking at all of it.
         """
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise InvalidRequest(
+                f"{param}: a text of {len(text)} characters is certainly more than the {max_tokens} tokens that a"
+                " sequence holds",
+                param,
+            )
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as error:  # what the library makes of half a surrogate pair
@@ -57,19 +91,30 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """The prompt that the chat template makes of the messages, ready for the assistant's answer."""
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """The prompt that the chat template makes of the messages."""
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use completions, or set chat_template", "messages")
+        reserved = _RENDERING_ARGUMENTS.intersection(options.template_arguments)
+        if reserved:
+            raise InvalidRequest(f"chat_template_kwargs must not set {min(reserved)}", "chat_template_kwargs")
         try:
-            rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError, KeyError) as error:  # templates refuse roles and shapes they do not know
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=options.tools or None,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.template_arguments,
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:  # of roles and shapes it does not know
             raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from error
         return str(rendered)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], options: ChatOptions, max_tokens: int) -> list[int]:
         """Token ids of the rendered chat, whose special tokens the template writes itself."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False, param="messages")
+        rendered = self.render_chat(messages, options)
+        return self.encode(rendered, add_special_tokens=False, param="messages", max_tokens=max_tokens)
 
 
 def _read_template(path: Path) -> str:

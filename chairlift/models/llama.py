@@ -30,8 +30,6 @@ class _SelfAttention(nn.Module):
         rotated = apply_rope(heads[:, :num_rotated], cos, sin)
         query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         value = heads[:, num_rotated:]
-        if x.dtype == torch.float16:  # it overflows; infinities must not stay in a slot for its next owner
-            key, value = key.nan_to_num(), value.nan_to_num()
         attended = attend(self.layer_idx, query, key, value)
         projected: torch.Tensor = self.o_proj(attended.flatten(1))
         return projected

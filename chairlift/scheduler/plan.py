@@ -1,8 +1,8 @@
 """What one step is to do, and what came of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from chairlift.params import FinishReason
+from chairlift.params import FinishReason, TokenLogprobs
 from chairlift.scheduler.request import Request
 
 
@@ -25,10 +25,24 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RowResult:
+    """What the model made of one row."""
+
+    token_ids: list[int] = field(default_factory=list)  # one per step of the launch, up to an error
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens after those computed
+    error: str | None = None  # why no valid token follows those; the other rows are sound
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """New tokens of one request, and its end if it ended."""
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None
-    stop_reason: int | None
+    stop_reason: int | None = None
+    error: str | None = None  # why it could not be computed; its finish reason is then ABORT
+    has_end_token: bool = False  # the last of the new tokens ended the sequence and is no part of its text
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per new token, if asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

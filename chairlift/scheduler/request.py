@@ -9,13 +9,25 @@ a prompt, a chunk of one and a decode step are all "catching up":
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from chairlift.params import FinishReason, SamplingParams
 
 
+class Grammar(Protocol):
+    """What a sequence must look like, and how far it has come. One per sequence."""
+
+    def advance(self, token_id: int) -> bool:
+        """Takes the next token. True if the text is complete and nothing can follow; ValueError if it does not fit."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and what has been generated for it. `max_tokens` is resolved: it fits into a slot."""
+    """A prompt and what has been generated for it. `max_tokens` is resolved: it fits into a slot.
+
+    With a grammar the end of the grammar is the end of the text: `min_tokens` and `ignore_eos` do not count.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -23,18 +35,24 @@ class Request:
     max_tokens: int
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+    prompt_logprobs: int | None = None  # likeliest tokens to report at each position of the prompt
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_computed: int = field(init=False, default=0)
     slot: int | None = field(init=False, default=None)
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: int | None = field(init=False, default=None)
+    error: str | None = field(init=False, default=None)
+    has_end_token: bool = field(init=False, default=False)
+    min_tokens: int = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)  # sampling one of them ends the sequence
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
-        if self.params.ignore_eos:
+        self.min_tokens = self.params.min_tokens if self.grammar is None else 0
+        if self.params.ignore_eos and self.grammar is None:
             self.eos_token_ids = frozenset()
         self.end_token_ids = self.eos_token_ids.union(self.params.stop_token_ids)
 
@@ -57,6 +75,9 @@ class Request:
 
     def accept(self, sampled: list[int]) -> list[int]:
         """Appends sampled tokens up to and including the one that ends the sequence; returns those kept."""
+        if sampled and self.max_tokens == 0:  # only the prompt was to be computed
+            self.finish_reason = FinishReason.LENGTH
+            return []
         kept = []
         for token in sampled:
             self.token_ids.append(token)
@@ -65,11 +86,26 @@ class Request:
                 break
         return kept
 
+    def fail(self, reason: str) -> None:
+        """Ends the sequence: it cannot be computed."""
+        self.finish_reason = FinishReason.ABORT
+        self.error = reason
+
     def _ends_with(self, token: int) -> bool:
         num_output = self.num_output_tokens
-        if token in self.end_token_ids and num_output > self.params.min_tokens:
+        if token in self.end_token_ids and num_output > self.min_tokens:
             self.finish_reason = FinishReason.STOP
             self.stop_reason = None if token in self.eos_token_ids else token
+            self.has_end_token = True
+        elif self.grammar is not None and self._completes_grammar(self.grammar, token):
+            self.finish_reason = self.finish_reason or FinishReason.STOP
         elif num_output >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason is not None
+
+    def _completes_grammar(self, grammar: Grammar, token: int) -> bool:
+        try:
+            return grammar.advance(token)
+        except ValueError as error:
+            self.fail(str(error))
+            return True

@@ -3,7 +3,8 @@
 - Decode rows always go on: the token budget is at least the number of slots.
 - What is left of the budget goes to prompts, in arrival order: first those begun, then those that wait and find a
   free slot. A prompt that does not fit is computed in chunks, so it never stalls the decoding of others.
-- When nobody waits and nobody is being prefilled, several decode steps go into one launch.
+- When nobody waits and nobody is being prefilled, several decode steps go into one launch. A row whose next token needs
+  a mask from the host (a grammar) keeps only the first token of such a launch.
 
 Nothing starves: every running row gets a token per step, requests are admitted in arrival order, and each ends after
 at most `max_tokens` of its own.
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from chairlift.cache.ledger import Reservation, SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
-from chairlift.scheduler.plan import RowPlan, StepPlan, TokenEvent
+from chairlift.scheduler.plan import RowPlan, RowResult, StepPlan, TokenEvent
 from chairlift.scheduler.request import Request
 
 
@@ -81,7 +82,14 @@ class Scheduler:
         request.finish_reason = FinishReason.ABORT
         if request.slot is not None:
             self._retire(request)
-        return TokenEvent(request_id, [], FinishReason.ABORT, None)
+        return TokenEvent(request_id, [], FinishReason.ABORT)
+
+    def half_filled_slot(self, request_id: str) -> int | None:
+        """The slot of a request whose prompt is computed in part; None if it has none such."""
+        request = self._running.get(request_id)
+        if request is None or not 0 < request.num_computed < request.num_prompt_tokens:
+            return None
+        return request.slot
 
     def schedule(self) -> StepPlan:
         """The next step. Claims slots for those it admits; its plan must be executed and given to `update`."""
@@ -95,17 +103,16 @@ class Scheduler:
         num_steps = 1 if prefill or self._waiting else self._steps_for(decode)
         return StepPlan(rows=(*decode, *prefill), num_decode_rows=len(decode), num_steps=num_steps)
 
-    def update(self, plan: StepPlan, sampled: Sequence[list[int]], reservation: Reservation) -> list[TokenEvent]:
-        """Takes each row's sampled tokens, commits what counts, retires who ended. One event per row with news."""
+    def update(self, plan: StepPlan, results: Sequence[RowResult], reservation: Reservation) -> list[TokenEvent]:
+        """Takes each row's result, commits what counts, retires who ended. One event per row with news."""
         events, valid_lengths = [], []
-        for row, tokens in zip(plan.rows, sampled, strict=True):
-            request = row.request
-            kept = request.accept(tokens)
+        for row, result in zip(plan.rows, results, strict=True):
+            kept = _accept(row.request, result)
             # The last token sampled has no key and value yet: it is the first input of the next step.
             valid_lengths.append(row.num_new_tokens + max(0, len(kept) - 1))
-            request.num_computed += valid_lengths[-1]
-            if kept:
-                events.append(TokenEvent(request.request_id, kept, request.finish_reason, request.stop_reason))
+            row.request.num_computed += valid_lengths[-1]
+            if kept or result.prompt_logprobs or row.request.finish_reason is not None:
+                events.append(_event(row.request, kept, result))
         self._slots.commit(valid_lengths, reservation)
         for row in plan.rows:
             if row.request.finish_reason is not None:
@@ -142,7 +149,7 @@ class Scheduler:
     def _steps_for(self, decode: list[RowPlan]) -> int:
         """Bounded by the setting, by the room in every slot, and by the longest that any row still wants."""
         room = min((self._slots.max_seq_len - row.request.num_computed for row in decode), default=1)
-        wanted = max((row.request.num_remaining for row in decode), default=1)
+        wanted = max((_num_usable_steps(row.request) for row in decode), default=1)
         return min(self._max_steps_per_launch, room, wanted)
 
     def _retire(self, request: Request) -> None:
@@ -150,6 +157,32 @@ class Scheduler:
         del self._running[request.request_id]
         self._slots.release(request.slot)
         request.slot = None
+
+
+def _accept(request: Request, result: RowResult) -> list[int]:
+    """Takes what counts. An error counts only if the request gets to it."""
+    usable = result.token_ids if request.grammar is None else result.token_ids[:1]
+    kept = request.accept(usable)
+    if result.error is not None and request.finish_reason is None and (request.grammar is None or not usable):
+        request.fail(result.error)
+    return kept
+
+
+def _event(request: Request, kept: list[int], result: RowResult) -> TokenEvent:
+    return TokenEvent(
+        request.request_id,
+        kept,
+        request.finish_reason,
+        request.stop_reason,
+        request.error,
+        has_end_token=request.has_end_token,
+        logprobs=result.logprobs[: len(kept)],
+        prompt_logprobs=result.prompt_logprobs,
+    )
+
+
+def _num_usable_steps(request: Request) -> int:
+    return request.num_remaining if request.grammar is None else 1
 
 
 def _chunk(request: Request, budget: _StepBudget) -> RowPlan:

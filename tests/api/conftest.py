@@ -1,14 +1,16 @@
 """A server on the production runner, in the test's own event loop, and clients for it."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import aiohttp
 import pytest_asyncio
-from aiohttp import web
 from openai import AsyncOpenAI
 
 from chairlift.api.app import Api
+from chairlift.api.config import ServerConfig
+from chairlift.api.listening import listen, url_of
 from chairlift.api.server import make_runner
 from chairlift.engine.async_llm import AsyncLLM
 
@@ -36,11 +38,12 @@ async def server() -> AsyncIterator[Server]:
     api = Api(llm, "bundled")
     runner = make_runner(api)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0]
-    yield Server(f"http://{host}:{port}", llm, api)
-    await llm.close()
-    await runner.cleanup()
+    assert runner.server is not None, "set up"
+    config = ServerConfig(port=0)
+    with contextlib.closing(await listen(runner.server, config)) as listening:
+        yield Server(url_of(listening, config), llm, api)
+        await llm.close()
+        await runner.cleanup()
 
 
 @pytest_asyncio.fixture

@@ -1,16 +1,20 @@
-"""API keys: asked for where there are any, compared whole, and never needed for health."""
+"""API keys: asked for where there are any, compared whole, never needed for health; and where they come from."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
 from aiohttp import ClientSession, web
 from openai import AsyncOpenAI
+from pydantic_settings import CliApp
 
-from chairlift.api.app import Api
-from chairlift.api.keys import KeyRing, read_keys
+from chairlift.__main__ import CommandLine
+from chairlift.api.app import Api, ApiOptions
+from chairlift.api.config import ServerConfig
+from chairlift.api.keys import KeyRing, gather_keys, read_keys
 from chairlift.api.server import make_runner
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.errors import ConfigurationError
@@ -20,7 +24,7 @@ from chairlift.errors import ConfigurationError
 async def url() -> AsyncIterator[str]:
     """A server that knows two keys."""
     llm = AsyncLLM(max_batch_size=1, max_seq_len=64)
-    runner = make_runner(Api(llm, "bundled", ["first key", "zweiter-Schlüssel"]))
+    runner = make_runner(Api(llm, "bundled", ApiOptions(api_keys=["first key", "zweiter-Schlüssel"])))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -73,3 +77,53 @@ def test_keys_are_read_from_a_file_line_by_line(tmp_path: Path) -> None:
         read_keys(path)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_keys(tmp_path / "nowhere")
+
+
+def test_a_file_that_is_no_text_does_not_show_in_the_complaint(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"secret\xff\n")
+    with pytest.raises(ConfigurationError, match=r"it is not UTF-8$"):
+        read_keys(path)
+
+
+def test_the_keys_of_flags_file_and_environment_are_all_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys"
+    path.write_text("of-the-file\n")
+    monkeypatch.setenv("CHAIRLIFT_API_KEY", "of-the-environment, another one")
+    config = ServerConfig.model_validate({"api_key": [" of-a-flag "], "api_key_file": path})
+    assert gather_keys(config) == ["of-a-flag", "of-the-file", "of-the-environment", "another one"]
+
+
+@pytest.mark.parametrize("value", ["", " ", ",", " , "])
+def test_a_variable_without_a_key_does_not_open_the_server(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAIRLIFT_API_KEY", value)
+    with pytest.raises(ConfigurationError, match="CHAIRLIFT_API_KEY is set but holds no key"):
+        gather_keys(ServerConfig())
+
+
+@pytest.mark.parametrize("keys", [[""], ["one", "  "]])
+def test_an_empty_key_is_refused(keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHAIRLIFT_API_KEY", raising=False)
+    with pytest.raises(ConfigurationError, match="api_key is empty"):
+        gather_keys(ServerConfig.model_validate({"api_key": keys}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "keys"),
+    [
+        (["--api-key", "key-1", "--api-key", "[key-2"], {}, ["key-1", "[key-2"]),
+        ([], {"CHAIRLIFT_SERVE__API_KEY": "key-1,key-2"}, ["key-1", "key-2"]),  # as every flag has its variable
+        (["--api-key", "key-3"], {"CHAIRLIFT_SERVE__API_KEY": "key-1,key-2"}, ["key-3"]),
+        (["--api-key", "key-3"], {"CHAIRLIFT_API_KEY": "key-1,key-2"}, ["key-3", "key-1", "key-2"]),
+        ([], {}, []),
+    ],
+)
+def test_keys_come_through_the_command_line(
+    flags: list[str], variables: dict[str, str], keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CHAIRLIFT_API_KEY", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    parsed: Any = CliApp.run(CommandLine, cli_args=["serve", *flags]).serve
+    assert gather_keys(parsed) == keys
+    assert "key-" not in repr(parsed)

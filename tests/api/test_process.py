@@ -1,25 +1,18 @@
-"""The real process: start, drain, death, exit codes."""
+"""The real process: what it says at its start, and how it ends when its engine dies."""
 
-import os
-import re
-import signal
+import asyncio
 import subprocess
 import sys
-import textwrap
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import httpx
 import pytest
+import trustme
+
+from chairlift.__main__ import main
+from tests.support.server_process import SERVE, long_stream, running
 
 ROOT = Path(__file__).parents[2]
-
-SERVE = "import sys; from chairlift.__main__ import main; sys.exit(main())"
 
 DIES_IN_A_STEP = """
 import sys
@@ -40,40 +33,13 @@ sys.exit(main())
 """
 
 
-@dataclass
-class Process:
-    url: str
-    popen: "subprocess.Popen[str]"
-
-
-@contextmanager
-def running(script: str, *flags: str) -> Iterator[Process]:
-    """A server process on a free port; killed at the end if it still runs."""
-    command = [sys.executable, "-c", textwrap.dedent(script), "serve", "--port", "0", "--num-threads", "1", *flags]
-    popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    assert popen.stderr is not None
-    try:
-        yield Process(_address(popen.stderr), popen)
-    finally:
-        if popen.poll() is None:
-            popen.kill()
-        popen.wait()
-        popen.stderr.close()
-
-
-def _address(log: IO[str]) -> str:
-    """Reads the log up to the line that says where the server listens, and keeps emptying it after that."""
-    seen = []
-    for line in log:
-        seen.append(line)
-        if found := re.search(r"serving on (http://\S+)", line):
-            threading.Thread(target=lambda: [None for _ in log], daemon=True).start()
-            return found.group(1)
-    raise AssertionError(f"the server did not start: {''.join(seen)}")
-
-
-def body(num_tokens: int) -> dict[str, object]:
-    return {"prompt": "Once upon a time", "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+def refusal(*flags: str) -> str:
+    """The last line of a server that refuses to start."""
+    command = [sys.executable, "-m", "chairlift", "serve", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    return result.stderr.splitlines()[-1]
 
 
 def test_the_example_streams_an_answer() -> None:
@@ -83,68 +49,21 @@ def test_the_example_streams_an_answer() -> None:
     assert result.stdout == "17 + 25 = 42.\n"
 
 
-def test_sigterm_lets_a_running_stream_finish_and_refuses_new_ones() -> None:
-    with running(SERVE) as process, httpx.Client(base_url=process.url, timeout=60) as client:
-        with client.stream("POST", "/v1/completions", json=body(1500)) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            process.popen.send_signal(signal.SIGTERM)
-            status = 200
-            while status != 503:
-                status = client.post("/v1/completions", json={"prompt": "late", "max_tokens": 1}).status_code
-            assert client.get("/health").status_code == 503
-            rest = list(lines)
-        assert rest[-2] == "data: [DONE]"
-        assert '"finish_reason":"length"' in rest[-4]
-        assert process.popen.wait(20) == 0
-
-
-def test_what_outlives_the_drain_timeout_ends_with_a_proper_last_chunk() -> None:
-    with running(SERVE, "--drain-timeout", "0.1") as process, httpx.Client(base_url=process.url, timeout=60) as client:
-        with client.stream("POST", "/v1/completions", json=body(2000)) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            process.popen.send_signal(signal.SIGTERM)
-            rest = list(lines)
-        assert rest[-2] == "data: [DONE]"
-        assert '"finish_reason":"abort"' in rest[-4]
-        assert process.popen.wait(20) == 0
-
-
-def test_a_second_signal_stops_at_once() -> None:
-    with running(SERVE) as process, httpx.Client(base_url=process.url, timeout=60) as client:
-        with client.stream("POST", "/v1/completions", json=body(2000)) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            process.popen.send_signal(signal.SIGTERM)
-            while client.get("/health").status_code != 503:  # two signals at the same instant would be one
-                pass
-            start = time.monotonic()
-            process.popen.send_signal(signal.SIGINT)
-            rest = list(lines)
-        assert '"finish_reason":"abort"' in rest[-4]
-        assert process.popen.wait(20) == 0
-        assert time.monotonic() - start < 10
-
-
 def test_a_fault_in_a_step_ends_every_request_with_an_error_and_the_process_with_1() -> None:
     with running(DIES_IN_A_STEP) as process, httpx.Client(base_url=process.url, timeout=60) as client:
-        with client.stream("POST", "/v1/completions", json=body(2000)) as stream:
+        with client.stream("POST", "/v1/completions", json=long_stream(2000)) as stream:
             lines = [line for line in stream.iter_lines() if line]
         assert "injected fault" in lines[-1]
         assert '"error"' in lines[-1]
         assert client.get("/health").status_code == 503
         assert client.post("/v1/completions", json={"prompt": "late"}).status_code == 500
-        assert process.popen.wait(20) == 1
+        assert process.exit_code() == 1
 
 
-def test_a_port_that_is_taken_is_one_clear_line_and_exit_code_2() -> None:
+def test_a_port_that_is_taken_is_one_clear_line_before_a_model_is_loaded() -> None:
     with running(SERVE) as process:
-        port = process.url.rpartition(":")[2]
-        command = [sys.executable, "-m", "chairlift", "serve", "--port", port]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert second.returncode == 2
-    assert second.stderr.splitlines()[-1].startswith(f"chairlift: error: cannot listen on 127.0.0.1:{port}")
+        words = refusal("--port", str(process.port), "--model", "/nowhere")
+    assert words.startswith(f"chairlift: error: cannot listen on 127.0.0.1:{process.port}")
 
 
 @pytest.mark.parametrize(
@@ -160,11 +79,72 @@ def test_a_port_that_is_taken_is_one_clear_line_and_exit_code_2() -> None:
     ],
 )
 def test_a_setting_that_cannot_work_is_one_clear_line(flags: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "chairlift", "serve", *flags]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    assert words in result.stderr.splitlines()[-1]
+    assert words in refusal(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000: "),
+        (["--ssl-certfile", "cert.pem"], "ssl_certfile without its private key: give ssl_keyfile too, or neither"),
+        (["--allowed-origin", "example.org"], "allowed_origin 'example.org' is no origin"),
+        (["--api-key", ""], "api_key is empty"),
+        (["--api-key-file", "/nowhere/keys"], "api_key_file /nowhere/keys cannot be read: No such file or directory"),
+        (["--max-body-bytes", "0"], "--max-body-bytes: Input should be greater than or equal to 1"),
+        (["--idle-timeout", "0"], "--idle-timeout: Input should be greater than 0"),
+    ],
+)
+def test_what_cannot_be_served_is_told_before_a_model_is_loaded(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", "/nowhere", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"chairlift: error: {words}")
+
+
+def test_https_is_in_the_log_and_on_the_socket(tmp_path: Path) -> None:
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    both = str(tmp_path / "both.pem")
+    with running(SERVE, "--ssl-certfile", both, "--ssl-keyfile", both) as process:
+        assert process.url.startswith("https://127.0.0.1:")
+        assert httpx.get(f"{process.url}/health", verify=False).status_code == 200
+
+
+@pytest.mark.parametrize(("keys", "num_warnings"), [("", 1), ("secret key", 0)])
+def test_an_open_address_without_keys_is_warned_of_once(keys: str, num_warnings: int) -> None:
+    variables = {"CHAIRLIFT_API_KEY": keys} if keys else {}
+    with running(SERVE, "--host", "0.0.0.0", **variables) as process:
+        warnings = [line for line in process.log if " WARNING " in line]
+    assert ["it asks for no key" in line for line in warnings] == [True] * num_warnings
+
+
+def test_keys_of_the_environment_are_asked_for_and_never_logged() -> None:
+    with running(SERVE, CHAIRLIFT_API_KEY="first-secret,second-secret") as process:
+        for key, status in (("first-secret", 200), ("second-secret", 200), ("third", 401)):
+            response = httpx.get(f"{process.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert response.status_code == status
+            assert "secret" not in response.text
+        process.popen.terminate()
+        assert process.exit_code() == 0
+        assert "secret" not in "".join(process.log)
+
+
+def test_limits_reach_the_server() -> None:
+    flags = ("--header-timeout", "0.2", "--body-timeout", "0.2", "--max-body-bytes", "10")
+    with running(SERVE, *flags) as process:
+
+        async def send(data: bytes) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+            writer.write(data)
+            try:
+                return await asyncio.wait_for(reader.read(), 10)
+            finally:
+                writer.close()
+
+        request = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        assert asyncio.run(send(request[:9])) == b""
+        assert asyncio.run(send(request % 10)).startswith(b"HTTP/1.1 408 ")
+        assert asyncio.run(send(request % 11 + b"a" * 11)).startswith(b"HTTP/1.1 413 ")
 
 
 def test_generate_prints_the_answer_and_nothing_else() -> None:

@@ -81,7 +81,8 @@ def make_request(
 def event(
     request_id: str, token_ids: list[int], finish: FinishReason | None = None, stop_reason: int | None = None
 ) -> TokenEvent:
-    return TokenEvent(request_id, token_ids, finish, stop_reason)
+    has_end_token = finish is FinishReason.STOP
+    return TokenEvent(request_id, token_ids, finish, stop_reason, has_end_token=has_end_token)
 
 
 def resolved_config(model: Path | str, **changes: Any) -> ResolvedConfig:

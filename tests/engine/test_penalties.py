@@ -29,7 +29,8 @@ def drive(sampler: Sampler, requests: list[Request], launch: int, num_tokens: in
     for first in range(0, num_tokens, launch):
         batch = sampler.prepare(requests, launch)
         steps = [
-            sampler.sample(step_logits(first + step, len(requests)), batch, step).tolist() for step in range(launch)
+            sampler.sample(step_logits(first + step, len(requests)), batch, step).tokens.tolist()
+            for step in range(launch)
         ]
         for request, tokens in zip(requests, zip(*steps, strict=True), strict=True):
             request.accept(list(tokens))
@@ -39,7 +40,7 @@ def drive(sampler: Sampler, requests: list[Request], launch: int, num_tokens: in
 def drive_same(sampler: Sampler, request: Request, logits: list[float], num_tokens: int) -> list[int]:
     """Greedy tokens of one row that gets the same logits at every step of one launch."""
     batch = sampler.prepare([request], num_tokens)
-    return [int(sampler.sample(torch.tensor([logits]), batch, step)) for step in range(num_tokens)]
+    return [int(sampler.sample(torch.tensor([logits]), batch, step).tokens) for step in range(num_tokens)]
 
 
 def penalised(logits: list[float], prompt: list[int], generated: list[int], params: SamplingParams) -> list[float]:
@@ -119,7 +120,7 @@ def test_penalties_apply_to_random_rows() -> None:
     for seed in range(200):
         request = make_request(params, slot=0, seed=seed)
         batch = (sampler := new_sampler()).prepare([request], 2)
-        draws.append([int(sampler.sample(torch.zeros(1, VOCAB), batch, step)) for step in range(2)])
+        draws.append([int(sampler.sample(torch.zeros(1, VOCAB), batch, step).tokens) for step in range(2)])
     repeats = sum(first == second for first, second in draws)
     assert repeats / len(draws) < 0.06  # without the penalty about 0.11
 
@@ -141,7 +142,7 @@ def test_counts_survive_launches_in_which_the_row_stands_elsewhere_or_not_at_all
     other = make_request(params, slot=0)
     tokens = []
     for rows, row in [([request], 0), ([other, request], 1), ([other], None), ([request, other], 0)]:
-        sampled = sampler.sample(torch.tensor([logits] * len(rows)), sampler.prepare(rows, 1), 0)
+        sampled = sampler.sample(torch.tensor([logits] * len(rows)), sampler.prepare(rows, 1), 0).tokens
         if row is not None:
             tokens.append(int(sampled[row]))
             request.accept(tokens[-1:])
@@ -171,7 +172,7 @@ def test_no_end_token_is_sampled_before_min_tokens_and_one_may_be_right_after(la
     while unfinished := [request for request in requests if request.finish_reason is None]:
         batch = sampler.prepare(unfinished, launch)
         logits = torch.tensor([END_IS_LIKELIEST] * len(unfinished))
-        steps = [sampler.sample(logits.clone(), batch, step).tolist() for step in range(launch)]
+        steps = [sampler.sample(logits.clone(), batch, step).tokens.tolist() for step in range(launch)]
         for request, tokens in zip(unfinished, zip(*steps, strict=True), strict=True):
             request.accept(list(tokens))
     assert [request.num_output_tokens for request in requests] == [1, 2, 4, 5]
@@ -182,7 +183,7 @@ def test_no_end_token_is_sampled_before_min_tokens_and_one_may_be_right_after(la
 def test_min_tokens_forbids_the_models_end_token_only_if_it_would_end() -> None:
     sampler = new_sampler()
     request = eager_to_end(3, temperature=0.0, ignore_eos=True)
-    tokens = sampler.sample(torch.tensor([END_IS_LIKELIEST]), sampler.prepare([request], 1), 0)
+    tokens = sampler.sample(torch.tensor([END_IS_LIKELIEST]), sampler.prepare([request], 1), 0).tokens
     assert tokens.tolist() == [EOS]
 
 
@@ -192,4 +193,4 @@ def test_min_tokens_is_stronger_than_a_bias_for_the_end_token() -> None:
     sampler = new_sampler()
     batch = sampler.prepare([request], 2)
     logits = torch.tensor([[0.0, 0.0, 1.0] + [0.0] * 9])
-    assert [int(sampler.sample(logits.clone(), batch, step)) for step in range(2)] == [2, EOS]
+    assert [int(sampler.sample(logits.clone(), batch, step).tokens) for step in range(2)] == [2, EOS]

@@ -57,13 +57,13 @@ def launch(core: EngineCore) -> tuple[StepPlan, StepResult]:
     """One step by hand, to see what is between plan and events."""
     plan = core._scheduler.schedule()
     result = core._runner.execute(plan)
-    core._scheduler.update(plan, result.token_ids, result.reservation)
+    core._scheduler.update(plan, result.rows, result.reservation)
     return plan, result
 
 
 def test_a_chunk_that_does_not_reach_the_prompts_end_gets_no_token(core: EngineCore) -> None:
     add(core, "long", 20)
-    lengths = [[len(tokens) for tokens in launch(core)[1].token_ids] for _ in range(4)]
+    lengths = [[len(row.token_ids) for row in launch(core)[1].rows] for _ in range(4)]
     assert lengths == [[0], [0], [1], [4]]
 
 
@@ -73,7 +73,7 @@ def test_rows_that_decode_get_tokens_beside_a_chunk_that_does_not(core: EngineCo
     add(core, "long", 20)
     plan, result = launch(core)
     assert [(row.request.request_id, row.num_new_tokens) for row in plan.rows] == [("short", 1), ("long", 7)]
-    assert [len(tokens) for tokens in result.token_ids] == [1, 0]
+    assert [len(row.token_ids) for row in result.rows] == [1, 0]
 
 
 def test_all_steps_of_a_launch_come_to_the_host_in_one_copy(core: EngineCore) -> None:
@@ -82,7 +82,7 @@ def test_all_steps_of_a_launch_come_to_the_host_in_one_copy(core: EngineCore) ->
     launch(core)
     with HostCopies() as copies:
         _, result = launch(core)
-    assert [len(tokens) for tokens in result.token_ids] == [4, 4]
+    assert [len(row.token_ids) for row in result.rows] == [4, 4]
     assert copies.names == ["tolist"]
 
 

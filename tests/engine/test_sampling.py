@@ -28,7 +28,7 @@ def random_logits(seed: int, num_rows: int, vocab_size: int = VOCAB) -> torch.Te
 
 def sample_once(requests: Sequence[Request], logits: torch.Tensor, sampler: Sampler | None = None) -> list[int]:
     sampler = sampler or new_sampler(logits.shape[1])
-    tokens: list[int] = sampler.sample(logits.clone(), sampler.prepare(requests, 1), 0).tolist()
+    tokens: list[int] = sampler.sample(logits.clone(), sampler.prepare(requests, 1), 0).tokens.tolist()
     return tokens
 
 
@@ -140,7 +140,7 @@ def test_draws_of_one_seed_over_many_steps_follow_the_distribution() -> None:
     request = make_request(SamplingParams(), seed=12)
     sampler = new_sampler(len(EIGHT))
     batch = sampler.prepare([request], 3000)
-    tokens = [int(sampler.sample(torch.tensor([EIGHT]), batch, step)) for step in range(3000)]
+    tokens = [int(sampler.sample(torch.tensor([EIGHT]), batch, step).tokens) for step in range(3000)]
     assert chi_square(tokens, exact_probabilities(EIGHT, request.params)) < LIMIT
 
 
@@ -205,7 +205,7 @@ def test_a_seeded_row_draws_the_same_whatever_is_beside_it_and_however_long_the_
             tokens = []
             for step in range(launch):
                 logits = torch.cat([random_logits(99, num_beside), steps[first + step]])
-                tokens.append(int(sampler.sample(logits, batch, step)[-1]))
+                tokens.append(int(sampler.sample(logits, batch, step).tokens[-1]))
             request.accept(tokens)
         return request.token_ids[1:]
 

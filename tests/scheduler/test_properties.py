@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Request, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import Request, RowResult, Scheduler, StepPlan, TokenEvent
 
 EOS, STOP, NUM_TOKENS = 0, 1, 6  # token ids are drawn from [0, NUM_TOKENS)
 
@@ -92,7 +92,7 @@ class Run:
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         sampled = [self._say(plan.num_steps) if row.is_sampled else [] for row in plan.rows]
-        for event in self.scheduler.update(plan, sampled, reservation):
+        for event in self.scheduler.update(plan, [RowResult(tokens) for tokens in sampled], reservation):
             self._note(step, event)
         self.scheduler.check()
 

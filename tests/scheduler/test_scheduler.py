@@ -11,7 +11,7 @@ import pytest
 from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Request, Scheduler, TokenEvent
+from chairlift.scheduler import Request, RowResult, Scheduler, TokenEvent
 
 EOS, STOP, WORD = 1, 3, 9
 
@@ -54,7 +54,7 @@ class Trace:
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         sampled = [self._say(row.request.request_id, plan.num_steps) if row.is_sampled else [] for row in plan.rows]
-        self.events = self.scheduler.update(plan, sampled, reservation)
+        self.events = self.scheduler.update(plan, [RowResult(tokens) for tokens in sampled], reservation)
         self.scheduler.check()
         rows = [(row.request.request_id, row.num_new_tokens) for row in plan.rows]
         return Plan(rows, plan.num_decode_rows, plan.num_steps)
@@ -269,7 +269,7 @@ def test_a_row_that_ends_within_a_launch_drops_its_surplus_and_leaves_the_others
     trace.add("c", 5, max_tokens=3)
     trace.steps(2)
     assert trace.events == [
-        TokenEvent("a", [6, EOS], FinishReason.STOP, None),
+        TokenEvent("a", [6, EOS], FinishReason.STOP, has_end_token=True),
         TokenEvent("b", [WORD] * 4, None, None),
         TokenEvent("c", [WORD] * 2, FinishReason.LENGTH, None),
     ]
@@ -290,12 +290,12 @@ def test_rows_end_by_their_own_rules_and_say_why() -> None:
     trace.add("c", 3, max_tokens=9, answer=[EOS] * 9, ignore_eos=True)
     trace.add("d", 3, answer=[WORD, STOP, WORD], stop_token_ids=[STOP])
     trace.step()
-    assert trace.events[0] == TokenEvent("a", [EOS], FinishReason.STOP, None)
+    assert trace.events[0] == TokenEvent("a", [EOS], FinishReason.STOP, has_end_token=True)
     trace.step()
     assert trace.events == [
-        TokenEvent("b", [EOS, EOS], FinishReason.STOP, None),
+        TokenEvent("b", [EOS, EOS], FinishReason.STOP, has_end_token=True),
         TokenEvent("c", [EOS] * 8, FinishReason.LENGTH, None),
-        TokenEvent("d", [STOP], FinishReason.STOP, STOP),
+        TokenEvent("d", [STOP], FinishReason.STOP, STOP, has_end_token=True),
     ]
 
 

@@ -1,0 +1,79 @@
+"""What becomes of each field of a request: read off the models, for the documentation."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from chairlift.api.wire.base import Ignored, Refused
+from chairlift.params import SamplingParams
+
+
+class Fate(StrEnum):
+    """What becomes of a field."""
+
+    WORKS = "works"
+    IGNORED = "accepted, changes nothing"
+    REFUSED = "refused unless null"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRow:
+    """One field of a request's body."""
+
+    name: str
+    type: str
+    fate: Fate
+    is_required: bool
+    description: str
+
+
+def fields_of(body: type[BaseModel]) -> list[FieldRow]:
+    """Every field, those that work first."""
+    properties = body.model_json_schema()["properties"]
+    rows = [
+        FieldRow(
+            name=field.alias or name,
+            type=_type_of(properties[field.alias or name]),
+            fate=_fate(field),
+            is_required=field.is_required(),
+            description=_description(name, field),
+        )
+        for name, field in body.model_fields.items()
+    ]
+    return sorted(rows, key=lambda row: list(Fate).index(row.fate))
+
+
+def _fate(field: FieldInfo) -> Fate:
+    marks = field.metadata
+    if any(isinstance(mark, Refused) for mark in marks):
+        return Fate.REFUSED
+    return Fate.IGNORED if any(isinstance(mark, Ignored) for mark in marks) else Fate.WORKS
+
+
+def _description(name: str, field: FieldInfo) -> str:
+    """The field's own; or its mark's reason; or what SamplingParams says of its namesake, which checks it."""
+    for mark in field.metadata:
+        if isinstance(mark, (Ignored, Refused)):
+            return mark.why
+    if field.description is not None:
+        return field.description
+    namesake = SamplingParams.model_fields.get(name)
+    return "" if namesake is None or namesake.description is None else namesake.description
+
+
+def _type_of(schema: dict[str, Any]) -> str:
+    """A JSON Schema's type in a few words; that null is allowed goes without saying."""
+    if "$ref" in schema:
+        return str(schema["$ref"]).rsplit("/", 1)[-1]
+    if "enum" in schema:
+        return " | ".join(f'"{value}"' for value in schema["enum"])
+    if "const" in schema:
+        return f'"{schema["const"]}"'
+    if "anyOf" in schema:
+        return " | ".join(_type_of(each) for each in schema["anyOf"] if each.get("type") != "null")
+    if schema.get("type") == "array":
+        return f"list of {_type_of(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))

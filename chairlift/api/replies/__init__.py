@@ -1,0 +1,37 @@
+"""How the endpoints dress the same outputs: whole replies, and the events of streamed ones."""
+
+from typing import Protocol
+
+from pydantic import BaseModel
+
+from chairlift.api.wire.base import ErrorDetail
+from chairlift.params import RequestOutput
+
+
+class Reply(Protocol):
+    """One reply: its identity, its dress, and how much of it has gone out. Events are ready to be sent."""
+
+    @property
+    def id(self) -> str:
+        """What the client knows this reply by."""
+        ...
+
+    def whole(self, outputs: list[RequestOutput]) -> BaseModel:
+        """The reply to a request that does not stream."""
+        ...
+
+    def opening(self) -> list[str]:
+        """Events that come before any text."""
+        ...
+
+    def news(self, index: int, output: RequestOutput) -> list[str]:
+        """What prompt number `index` has more than when this was last called for it."""
+        ...
+
+    def closing(self) -> list[str]:
+        """Events after everything else."""
+        ...
+
+    def failure(self, detail: ErrorDetail) -> list[str]:
+        """The last events of a stream that cannot go on."""
+        ...

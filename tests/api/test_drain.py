@@ -1,0 +1,139 @@
+"""SIGTERM and SIGINT, on the real process: no new work, time to finish, a proper end for what does not, exit codes."""
+
+import http.client
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.server_process import SERVE, Process, long_stream, running
+
+SMALL_SEND_BUFFERS = """
+import socket, sys
+from chairlift.__main__ import main
+from chairlift.api.connections import Connection
+
+real = Connection.connection_made
+
+def connection_made(self, transport):
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    real(self, transport)
+
+Connection.connection_made = connection_made
+sys.exit(main())
+"""
+
+
+def draining(process: Process, client: httpx.Client) -> None:
+    """Tells the process to end, once it has begun with what was sent before; returns when it knows."""
+    assert client.get("/health").status_code == 200
+    process.popen.send_signal(signal.SIGTERM)
+    while client.get("/health").status_code != 503:
+        pass
+
+
+def chunks(lines: Iterator[str]) -> list[dict[str, Any]]:
+    """The rest of a stream, which must end properly."""
+    events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_a_running_stream_finishes_while_new_work_is_refused() -> None:
+    with running(SERVE) as process, httpx.Client(base_url=process.url, timeout=60) as client:
+        with client.stream("POST", "/v1/completions", json=long_stream(1500)) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            draining(process, client)
+            late = client.post("/v1/completions", json={"prompt": "late", "max_tokens": 1})
+            assert late.status_code == 503
+            assert late.headers["Retry-After"] == "1"
+            assert late.json()["error"]["code"] == "unavailable"
+            assert client.get("/v1/models").status_code == 200
+            rest = chunks(lines)
+        assert rest[-1]["choices"][0]["finish_reason"] == "length"
+        assert process.exit_code() == 0
+
+
+def test_the_openai_client_is_told_that_the_server_goes_down() -> None:
+    with running(SERVE) as process, httpx.Client(base_url=process.url, timeout=60) as client:
+        with (
+            client.stream("POST", "/v1/completions", json=long_stream(1500)) as stream,
+            openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as late,
+        ):
+            lines = stream.iter_lines()  # which would end the stream if it were not kept
+            next(lines)
+            draining(process, client)
+            with pytest.raises(openai.InternalServerError) as caught:
+                late.completions.create(model="bundled", prompt="late")
+        assert caught.value.status_code == 503
+        assert caught.value.code == "unavailable"
+        assert process.exit_code() == 0
+
+
+@pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
+def test_what_is_cut_short_ends_with_a_proper_last_chunk(second: signal.Signals | None) -> None:
+    """By the drain timeout, or at once by a second signal."""
+    drain_timeout = "0.3" if second is None else "60"
+    body = {**long_stream(2000), "stream_options": {"include_usage": True}}
+    with (
+        running(SERVE, "--drain-timeout", drain_timeout) as process,
+        httpx.Client(base_url=process.url, timeout=60) as client,
+    ):
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            draining(process, client)
+            start = time.monotonic()
+            if second is not None:
+                process.popen.send_signal(second)
+            *_, last, usage = chunks(lines)
+        assert last["choices"][0]["finish_reason"] == "abort"
+        assert usage["choices"] == []
+        assert 0 < usage["usage"]["completion_tokens"] < 2000
+        assert process.exit_code() == 0
+        assert time.monotonic() - start < 5
+
+
+def test_a_whole_reply_that_is_cut_short_brings_what_there_is() -> None:
+    body = json.dumps({**long_stream(2000), "stream": False})
+    with running(SERVE, "--drain-timeout", "0.3") as process, httpx.Client(base_url=process.url) as client:
+        asking = http.client.HTTPConnection("127.0.0.1", process.port, timeout=60)
+        asking.request("POST", "/v1/completions", body)
+        draining(process, client)
+        answer = asking.getresponse()
+        assert answer.status == 200
+        assert json.loads(answer.read())["choices"][0]["finish_reason"] == "abort"
+        assert process.exit_code() == 0
+        asking.close()
+
+
+def test_idle_connections_do_not_hold_the_end_up() -> None:
+    with running(SERVE) as process, httpx.Client(base_url=process.url, timeout=60) as client:
+        assert client.get("/health").status_code == 200  # and its connection stays open
+        with socket.create_connection(("127.0.0.1", process.port)):
+            start = time.monotonic()
+            process.popen.send_signal(signal.SIGTERM)
+            assert process.exit_code() == 0
+            assert time.monotonic() - start < 5
+
+
+def test_a_client_that_reads_nothing_does_not_hold_the_end_up() -> None:
+    body = json.dumps({**long_stream(2000), "n": 4}).encode()  # fills every buffer before the drain timeout
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+    with running(SMALL_SEND_BUFFERS, "--drain-timeout", "2") as process, socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect(("127.0.0.1", process.port))
+        silent.sendall(head.encode() + body)
+        silent.recv(1)
+        start = time.monotonic()
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.exit_code() == 0
+        assert 2 < time.monotonic() - start < 8
+        assert any("ending 1 requests that still run" in line for line in process.log)

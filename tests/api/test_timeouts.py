@@ -1,0 +1,265 @@
+"""Clients that take too long, on raw sockets; and that those who do not are left alone."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from chairlift.api.config import ServerConfig
+from chairlift.api.connections import BODY_TIMEOUT, read_body
+from chairlift.api.errors import error_middleware
+from chairlift.api.listening import listen
+
+SHORT = 0.2
+LONG = 30.0  # a test that had to wait for this would fail
+HEADERS = b"GET / HTTP/1.1\r\nHost: here\r\n"
+GET = HEADERS + b"\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n"
+FLOOD = 32 * 2**20  # more than sockets buffer
+
+
+async def echo(request: web.Request) -> web.Response:
+    return web.Response(body=await read_body(request))
+
+
+async def slow(_: web.Request) -> web.Response:
+    await asyncio.sleep(2 * SHORT)
+    return web.Response(text="slow")
+
+
+async def flood(_: web.Request) -> web.Response:
+    return web.Response(body=bytes(FLOOD))
+
+
+@asynccontextmanager
+async def listening(**times: float) -> AsyncIterator[int]:
+    """A small server with a connection's production timers, each long but for those that are named; its port."""
+    app = web.Application(middlewares=[error_middleware], client_max_size=100)
+    app[BODY_TIMEOUT] = SHORT
+    app.router.add_route("*", "/", echo)
+    app.router.add_get("/slow", slow)
+    app.router.add_get("/flood", flood)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    assert runner.server is not None
+    settings: dict[str, Any] = {"port": 0, "header_timeout": LONG, "idle_timeout": LONG, "write_timeout": LONG, **times}
+    listening = await listen(runner.server, ServerConfig(**settings))
+    yield listening.sockets[0].getsockname()[1]
+    listening.close()
+    await runner.cleanup()
+
+
+class Client:
+    """A socket and what one does with it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def answer(self) -> tuple[str, str]:
+        """The next reply: its head and its body."""
+        head = (await self._reader.readuntil(b"\r\n\r\n")).decode()
+        length = next(line for line in head.splitlines() if line.startswith("Content-Length: ")).split()[1]
+        return head, (await self._reader.readexactly(int(length))).decode()
+
+    async def seconds_until_closed(self) -> float:
+        """How long the server keeps the silent connection open; it must not send anything."""
+        start = time.monotonic()
+        assert await self._reader.read(1) == b""
+        return time.monotonic() - start
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+
+
+@pytest_asyncio.fixture
+async def impatient() -> AsyncIterator[int]:
+    """The port of a server that waits for headers, for a short time only."""
+    async with listening(header_timeout=SHORT) as port:
+        yield port
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_says_nothing_is_closed(impatient: int) -> None:
+    async with connected(impatient) as client:
+        assert SHORT / 2 < await client.seconds_until_closed() < 10 * SHORT
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_before", [0, 2])
+async def test_headers_that_stay_incomplete_end_the_connection(impatient: int, num_before: int) -> None:
+    async with connected(impatient) as client:
+        for _ in range(num_before):
+            client.send(GET)
+            await client.answer()
+        client.send(HEADERS)
+        assert SHORT / 2 < await client.seconds_until_closed() < 10 * SHORT
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_sending_headers_byte_by_byte_does_not_prolong_the_time_for_them(impatient: int, num_before: int) -> None:
+    async with connected(impatient) as client:
+        for _ in range(num_before):
+            client.send(GET)
+            await client.answer()
+
+        async def trickle() -> None:
+            client.send(HEADERS + b"X: ")
+            while True:
+                client.send(b"a")
+                await asyncio.sleep(SHORT / 10)
+
+        trickling = asyncio.create_task(trickle())
+        assert await client.seconds_until_closed() < 10 * SHORT
+        trickling.cancel()
+
+
+@pytest.mark.asyncio
+async def test_headers_in_pieces_that_come_in_time_are_served(impatient: int) -> None:
+    async with connected(impatient) as client:
+        for _ in range(3):
+            for piece in (HEADERS[:9], HEADERS[9:], b"\r\n"):
+                client.send(piece)
+                await asyncio.sleep(SHORT / 20)
+            assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.asyncio
+async def test_the_header_timer_does_not_run_while_a_request_is_worked_on_or_between_two(impatient: int) -> None:
+    async with connected(impatient) as client:
+        for _ in range(2):
+            client.send(b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n")  # takes longer than headers may
+            assert (await client.answer())[1] == "slow"
+        await asyncio.sleep(1.5 * SHORT)
+        client.send(GET)
+        assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.asyncio
+async def test_pipelined_requests_are_answered_in_order(impatient: int) -> None:
+    async with connected(impatient) as client:
+        client.send(b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n" + POST % 3 + b"one" + POST % 3 + b"two" + HEADERS)
+        client.send(b"\r\n")
+        assert [(await client.answer())[1] for _ in range(4)] == ["slow", "one", "two", ""]
+
+
+@pytest.mark.asyncio
+async def test_silence_between_two_requests_ends_with_the_idle_time() -> None:
+    async with listening(idle_timeout=SHORT) as port, connected(port) as client:
+        for _ in range(2):
+            client.send(GET)
+            await client.answer()
+        assert SHORT / 2 < await client.seconds_until_closed() < 10 * SHORT
+
+
+@pytest.mark.asyncio
+async def test_the_idle_timer_does_not_run_once_a_request_has_begun() -> None:
+    async with listening(idle_timeout=SHORT) as port, connected(port) as client:
+        await asyncio.sleep(1.5 * SHORT)  # the first request has the header time
+        client.send(GET)
+        await client.answer()
+        client.send(HEADERS)
+        await asyncio.sleep(1.5 * SHORT)
+        client.send(b"\r\n")
+        assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.asyncio
+async def test_pipelined_headers_that_stay_incomplete_end_with_the_idle_time() -> None:
+    async with listening(idle_timeout=SHORT) as port, connected(port) as client:
+        client.send(GET + HEADERS)
+        await client.answer()
+        assert SHORT / 2 < await client.seconds_until_closed() < 10 * SHORT
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sent", [b"", b"only a part"])
+async def test_a_body_that_does_not_come_is_a_408_and_the_end_of_the_connection(sent: bytes) -> None:
+    async with listening() as port, connected(port) as client:
+        client.send(POST % 50 + sent)
+        head, body = await client.answer()
+        assert head.startswith("HTTP/1.1 408 Request Timeout\r\n")
+        assert "\r\nConnection: close\r\n" in head
+        assert json.loads(body)["error"] == {
+            "message": "the body did not come within 0.2 s",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": None,
+        }
+        assert await client.seconds_until_closed() < SHORT
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes() -> None:
+    async with listening() as port, connected(port) as client:
+        client.send(POST % 101)
+        head, body = await client.answer()
+        assert head.startswith("HTTP/1.1 413 ")
+        assert json.loads(body)["error"]["message"] == "the body is too large: Maximum request body size 100 exceeded."
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_turns_out_too_large_is_refused() -> None:
+    async with listening() as port, connected(port) as client:
+        client.send(b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n65\r\n" + b"a" * 101)
+        assert (await client.answer())[0].startswith("HTTP/1.1 413 ")
+
+
+@pytest.mark.asyncio
+async def test_a_body_of_just_the_limit_is_taken_and_the_connection_goes_on() -> None:
+    async with listening() as port, connected(port) as client:
+        for _ in range(2):
+            client.send(POST % 100 + b"a" * 100)
+            assert (await client.answer())[1] == "a" * 100
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    async with listening(write_timeout=SHORT) as port, connected(port) as client:
+        client.send(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
+        await asyncio.sleep(3 * SHORT)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await client.answer()
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_reads_again_in_time_gets_everything_and_may_go_on() -> None:
+    async with listening(write_timeout=3 * SHORT) as port, connected(port) as client:
+        client.send(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
+        await asyncio.sleep(SHORT)
+        assert len((await client.answer())[1]) == FLOOD
+        await asyncio.sleep(4 * SHORT)
+        client.send(GET)
+        assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "rubbish", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"hello\r\n\r\n"]
+)
+async def test_what_is_no_http_gets_the_usual_error_and_no_traceback(
+    rubbish: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with listening() as port, connected(port) as client:
+        client.send(rubbish)
+        head, body = await client.answer()
+        assert " 400 Bad Request\r\n" in head
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert await client.seconds_until_closed() < SHORT
+    assert caplog.records == []

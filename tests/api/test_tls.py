@@ -1,0 +1,134 @@
+"""https: with a certificate made for the test; and what is said of certificates that cannot be used."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+from chairlift.api.app import Api
+from chairlift.api.config import ServerConfig
+from chairlift.api.listening import listen, tls_context, url_of
+from chairlift.api.server import make_runner
+from chairlift.engine.async_llm import AsyncLLM
+from chairlift.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Files:
+    """A certificate for 127.0.0.1, its key, and the authority that clients must trust."""
+
+    cert: Path
+    key: Path
+    authority: Path
+
+    @property
+    def config(self) -> ServerConfig:
+        return ServerConfig(port=0, ssl_certfile=self.cert, ssl_keyfile=self.key, header_timeout=0.2)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    files = Files(tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "authority.pem")
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(files.authority)
+    issued.private_key_pem.write_to_path(files.key)
+    issued.cert_chain_pems[0].write_to_path(files.cert)
+    return files
+
+
+@pytest_asyncio.fixture
+async def url(files: Files) -> AsyncIterator[str]:
+    """A server with that certificate."""
+    llm = AsyncLLM(max_batch_size=1, max_seq_len=64, num_threads=1)
+    runner = make_runner(Api(llm, "bundled"), files.config)
+    await runner.setup()
+    assert runner.server is not None
+    listening = await listen(runner.server, files.config)
+    yield url_of(listening, files.config)
+    listening.close()
+    await llm.close()
+    await runner.cleanup()
+
+
+@pytest.mark.asyncio
+async def test_the_openai_client_streams_over_https(url: str, files: Files) -> None:
+    assert url.startswith("https://127.0.0.1:")
+    trusting = DefaultAsyncHttpxClient(verify=ssl.create_default_context(cafile=files.authority))
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=trusting) as client:
+        stream = await client.completions.create(model="bundled", prompt="Once", max_tokens=3, stream=True)
+        chunks = [chunk async for chunk in stream]
+    assert chunks[-1].choices[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.asyncio
+async def test_who_does_not_trust_the_certificate_or_speaks_http_gets_nothing(url: str) -> None:
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            await client.get(f"{url}/health")
+        with pytest.raises(httpx.HTTPError):
+            await client.get(f"{url.replace('https', 'http')}/health")
+
+
+@pytest.mark.asyncio
+async def test_a_handshake_that_does_not_come_ends_the_connection(url: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
+    assert await asyncio.wait_for(reader.read(1), 5) == b""
+    writer.close()
+
+
+def test_nothing_older_than_tls_1_2_is_spoken(files: Files) -> None:
+    context = tls_context(files.config)
+    assert context is not None
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+    assert context.verify_mode is ssl.CERT_NONE  # of clients
+    assert tls_context(ServerConfig()) is None
+
+
+@pytest.mark.parametrize("missing", ["ssl_certfile", "ssl_keyfile"])
+def test_one_file_without_the_other_is_refused(files: Files, missing: str) -> None:
+    config = files.config.model_copy(update={missing: None})
+    with pytest.raises(ConfigurationError, match=rf"give {missing} too, or neither"):
+        tls_context(config)
+
+
+@pytest.mark.parametrize("name", ["ssl_certfile", "ssl_keyfile"])
+def test_a_file_that_cannot_be_read_is_named(files: Files, tmp_path: Path, name: str) -> None:
+    for path, reason in ((tmp_path / "nowhere", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigurationError, match=rf"^{name} {path} cannot be read: {reason}$"):
+            tls_context(files.config.model_copy(update={name: path}))
+
+
+def test_a_key_of_another_certificate_is_refused(files: Files) -> None:
+    trustme.CA().issue_cert("127.0.0.1").private_key_pem.write_to_path(files.key)
+    with pytest.raises(ConfigurationError, match=r"key\.pem is not the key of the certificate in .*cert\.pem$"):
+        tls_context(files.config)
+
+
+@pytest.mark.parametrize("name", ["cert", "key"])
+@pytest.mark.parametrize("content", ["", "no PEM at all\n"])
+def test_files_that_hold_something_else_are_refused(files: Files, name: str, content: str) -> None:
+    getattr(files, name).write_text(content)
+    with pytest.raises(ConfigurationError, match="must be PEM files with a certificate and with its private key"):
+        tls_context(files.config)
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(files: Files) -> None:
+    key = load_pem_private_key(files.key.read_bytes(), None)
+    locked = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"password"))
+    files.key.write_bytes(locked)
+    with pytest.raises(ConfigurationError, match="ssl_keyfile has a password; give a key without one"):
+        tls_context(files.config)

@@ -1,0 +1,100 @@
+"""Whatever the text and wherever it is cut: the same pieces when joined, and nothing lost."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chairlift.api.tools import ToolFamily
+from tests.api.tools.reading import calls_of, joined, read, read_whole
+from tests.api.tools.test_json_value import JSON_VALUES
+
+FAMILIES = pytest.mark.parametrize("family", list(ToolFamily))
+
+# Everything that some state of a parser looks out for, whole and in halves, and calls of every kind.
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<tool", "_call>", "</tool_c", "<", "</", "<|python_tag|>", "<|py", "thon_tag|>"),
+    *(
+        '{"name": "f", "arguments": ',
+        '{"name": "g", "parameters":',
+        '{"name": "h"',
+        ', "arguments": ',
+        '{"arguments": {}',
+    ),
+    *('{"a": "b\\"}', "{}", "}", "{", '"', "\\", '\\"', ":", ",", ";", "; ", "[1, 2", "]", "null", "12", "x", "é"),
+    *(" ", "\n", " \n ", "\u00a0", "text", "?", "'"),
+    *('"name": "k"', '{"name": "s", "arguments": "{\\"a\\": 1}"}', '{"arguments": {"b": [2]}, "name": "r"}'),
+    *('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '{"name": "f", "parameters": {"a": {}}}; '),
+]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
+CUTS = st.lists(st.integers(min_value=0, max_value=200), max_size=8)
+
+
+def cut(text: str, places: Sequence[int]) -> list[str]:
+    edges = [0, *sorted(min(place, len(text)) for place in places), len(text)]
+    return [text[begin:end] for begin, end in pairwise(edges)]
+
+
+@FAMILIES
+@given(text=TEXTS, places=CUTS, max_calls=st.sampled_from([None, 1, 2]))
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_the_split_does_not_matter(family: ToolFamily, text: str, places: list[int], max_calls: int | None) -> None:
+    whole = read_whole(family, text, max_calls)
+    assert joined(read(family, cut(text, places), max_calls)) == whole
+    assert joined(read(family, text, max_calls)) == whole  # character by character
+
+
+@FAMILIES
+@given(text=TEXTS)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_without_a_call_every_character_is_content(family: ToolFamily, text: str) -> None:
+    items = read_whole(family, text)
+    if not calls_of(items):
+        assert "".join(item for item in items if isinstance(item, str)) == text
+
+
+@FAMILIES
+@given(text=TEXTS)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_content_is_verbatim_and_in_the_order_of_the_text(family: ToolFamily, text: str) -> None:
+    rest = text
+    for item in read_whole(family, text):
+        if isinstance(item, str):
+            _, found, rest = rest.partition(item)
+            assert found
+
+
+@FAMILIES
+@given(text=TEXTS, max_calls=st.integers(min_value=1, max_value=3))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_limit_of_calls_only_cuts_the_end_off(family: ToolFamily, text: str, max_calls: int) -> None:
+    items = read_whole(family, text)
+    limited = read_whole(family, text, max_calls)
+    assert limited == items[: len(limited)]
+    assert len(calls_of(limited)) == min(len(calls_of(items)), max_calls)
+    if len(calls_of(items)) < max_calls:
+        assert limited == items
+
+
+@FAMILIES
+@given(
+    calls=st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), JSON_VALUES, max_size=3)), min_size=1),
+    indent=st.sampled_from([None, 1]),
+    is_name_first=st.booleans(),
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_calls_come_out_as_they_were_written(
+    family: ToolFamily, calls: list[tuple[str, dict[str, object]]], indent: int | None, is_name_first: bool
+) -> None:
+    key = "arguments" if family is ToolFamily.HERMES else "parameters"
+    objects: list[dict[str, object]] = [{"name": name, key: arguments} for name, arguments in calls]
+    if not is_name_first:
+        objects = [dict(reversed(each.items())) for each in objects]
+    texts = [json.dumps(each, indent=indent) for each in objects]
+    is_hermes = family is ToolFamily.HERMES
+    text = "\n".join(f"<tool_call>{each}</tool_call>" for each in texts) if is_hermes else "; ".join(texts)
+    items = calls_of(read_whole(family, text))
+    assert [(item.name, json.loads(item.arguments)) for item in items] == calls

@@ -1,0 +1,163 @@
+"""How sequences end beside end tokens and lengths: grammars, errors, prompts that are only computed."""
+
+from chairlift.cache.ledger import SlotLedger
+from chairlift.params import FinishReason, Logprob, SamplingParams
+from chairlift.scheduler import Request, RowResult, Scheduler, StepPlan, TokenEvent
+
+EOS = 0
+
+
+class Words:
+    """A grammar: exactly these tokens, in this order."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.left = list(tokens)
+
+    def advance(self, token_id: int) -> bool:
+        if token_id != self.left.pop(0):
+            raise ValueError(f"token {token_id} does not fit")
+        return not self.left
+
+
+def make(name: str, prompt: list[int], max_tokens: int = 20, grammar: Words | None = None, **params: object) -> Request:
+    settings = SamplingParams(**params)  # type: ignore[arg-type]
+    return Request(name, prompt, settings, max_tokens, 0, frozenset({EOS}), grammar)
+
+
+class World:
+    """A scheduler, and results said by hand."""
+
+    def __init__(self, *requests: Request, num_steps: int = 1, budget: int = 64) -> None:
+        self.slots = SlotLedger(4, 32)
+        self.scheduler = Scheduler(self.slots, budget, num_steps, 8)
+        self.scheduler.add(*requests)
+
+    def step(self, *results: RowResult) -> list[TokenEvent]:
+        return self.run(self.scheduler.schedule(), *results)
+
+    def run(self, plan: StepPlan, *results: RowResult) -> list[TokenEvent]:
+        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
+        reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
+        events = self.scheduler.update(plan, results, reservation)
+        self.scheduler.check()
+        return events
+
+
+def test_the_end_of_a_grammar_ends_the_text_and_its_last_token_belongs_to_it() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6)))
+    assert world.step(RowResult([5])) == [TokenEvent("a", [5], None)]
+    assert world.step(RowResult([6])) == [TokenEvent("a", [6], FinishReason.STOP, has_end_token=False)]
+    assert world.slots.num_free == 4
+
+
+def test_an_end_token_that_a_grammar_allows_is_no_part_of_the_text() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6, 6)))
+    world.step(RowResult([5]))
+    assert world.step(RowResult([EOS])) == [TokenEvent("a", [EOS], FinishReason.STOP, has_end_token=True)]
+
+
+def test_with_a_grammar_neither_min_tokens_nor_ignore_eos_put_off_the_end() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6), min_tokens=9, ignore_eos=True))
+    assert world.step(RowResult([EOS]))[0].finish_reason is FinishReason.STOP
+
+
+def test_a_grammar_that_is_complete_with_the_last_token_allowed_ends_with_stop() -> None:
+    world = World(make("a", [7], max_tokens=1, grammar=Words(5)))
+    assert world.step(RowResult([5]))[0].finish_reason is FinishReason.STOP
+
+
+def test_a_grammar_that_does_not_get_to_its_end_in_time_ends_with_length() -> None:
+    world = World(make("a", [7], max_tokens=1, grammar=Words(5, 6)))
+    assert world.step(RowResult([5]))[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_grammar_that_fails_ends_its_request_alone() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6)), make("b", [7]))
+    broken, sound = world.step(RowResult([9]), RowResult([9]))
+    assert broken == TokenEvent("a", [9], FinishReason.ABORT, error="token 9 does not fit")
+    assert sound == TokenEvent("b", [9], None)
+
+
+def test_of_a_launch_a_row_with_a_grammar_keeps_the_first_token_and_the_others_keep_all() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6, 7)), make("b", [7]), num_steps=4)
+    world.step(RowResult([5]), RowResult([1]))
+    plan = world.scheduler.schedule()
+    assert plan.num_steps == 4
+    assert world.run(plan, RowResult([6, 1, 1, 1]), RowResult([1, 2, 3, 4])) == [
+        TokenEvent("a", [6], None),
+        TokenEvent("b", [1, 2, 3, 4], None),
+    ]
+    assert world.step(RowResult([7, 1, 1, 1]), RowResult([1] * 4))[0].finish_reason is FinishReason.STOP
+
+
+def test_rows_that_all_have_grammars_take_one_step_at_a_time() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6, 7)), num_steps=4)
+    world.step(RowResult([5]))
+    assert world.scheduler.schedule().num_steps == 1
+
+
+def test_an_error_ends_its_row_alone_after_the_tokens_before_it() -> None:
+    world = World(make("a", [7]), make("b", [7]), num_steps=4)
+    world.step(RowResult([1]), RowResult([1]))
+    assert world.step(RowResult([2, 3], error="not a number"), RowResult([2, 3, 4, 5])) == [
+        TokenEvent("a", [2, 3], FinishReason.ABORT, error="not a number"),
+        TokenEvent("b", [2, 3, 4, 5], None),
+    ]
+    assert world.slots.num_free == 3
+
+
+def test_an_error_in_a_rows_surplus_does_not_count() -> None:
+    world = World(make("a", [7]), make("b", [7], grammar=Words(5, 6, 7)), make("c", [7]), num_steps=4)
+    world.step(RowResult([1]), RowResult([5]), RowResult([1]))
+    events = world.step(RowResult([EOS], error="late"), RowResult([6], error="late"), RowResult([1] * 4))
+    assert [(event.finish_reason, event.error) for event in events] == [
+        (FinishReason.STOP, None),
+        (None, None),
+        (None, None),
+    ]
+
+
+def test_a_prompt_that_cannot_be_computed_ends_without_tokens() -> None:
+    world = World(make("a", [7, 8, 9]))
+    assert world.step(RowResult(error="not a number")) == [
+        TokenEvent("a", [], FinishReason.ABORT, error="not a number")
+    ]
+    assert world.slots.num_free == 4
+
+
+def test_with_max_tokens_0_the_prompt_is_computed_and_nothing_follows() -> None:
+    world = World(make("a", [7, 8, 9], max_tokens=0), budget=4)
+    assert world.step(RowResult([5])) == [TokenEvent("a", [], FinishReason.LENGTH)]
+    assert world.slots.num_free == 4
+
+
+def test_a_one_token_prompt_with_max_tokens_0_is_a_launch_of_one_step() -> None:
+    world = World(make("a", [7], max_tokens=0), num_steps=4)
+    plan = world.scheduler.schedule()
+    assert plan.num_steps == 1
+    assert world.run(plan, RowResult([5])) == [TokenEvent("a", [], FinishReason.LENGTH)]
+
+
+def test_scores_of_a_prompts_chunks_come_as_they_are_computed() -> None:
+    scores = [{8: Logprob(-1.0, 1)}, {9: Logprob(-2.0, 3)}]
+    world = World(make("a", [7, 8, 9, 10, 11, 12], prompt_logprobs=0), budget=4)
+    assert world.step(RowResult(prompt_logprobs=scores)) == [TokenEvent("a", [], None, prompt_logprobs=scores)]
+
+
+def test_log_probabilities_of_surplus_tokens_are_dropped_with_them() -> None:
+    scores = [{token: Logprob(-1.0, 1)} for token in (3, EOS, 5, 6)]
+    world = World(make("a", [7], logprobs=0), num_steps=4)
+    world.step(RowResult([1], [{1: Logprob(-1.0, 1)}]))
+    (event,) = world.step(RowResult([3, EOS, 5, 6], scores))
+    assert event.new_token_ids == [3, EOS]
+    assert event.logprobs == scores[:2]
+
+
+def test_only_a_prompt_that_is_computed_in_part_makes_a_half_filled_slot() -> None:
+    world = World(make("a", [7, 8, 9, 10, 11, 12]), make("b", [7]), budget=4)
+    assert world.scheduler.half_filled_slot("a") is None
+    world.step(RowResult())
+    assert world.scheduler.half_filled_slot("a") == 0
+    assert world.scheduler.half_filled_slot("b") is None
+    world.step(RowResult([1]), RowResult([1]))
+    assert world.scheduler.half_filled_slot("a") is None

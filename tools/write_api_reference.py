@@ -1,0 +1,43 @@
+"""Write the tables of docs/api.md, which say what becomes of each field, from the code.
+
+Run from the repository root.
+"""
+
+import sys
+from pathlib import Path
+
+from chairlift.api.fields import FieldRow, fields_of
+from chairlift.api.routes import ROUTES, Route
+
+PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+_BEGIN, _END = "<!-- tables -->\n", "<!-- end of tables -->"
+
+
+def page_with_tables(page: str) -> str:
+    """The page with its tables as the code has them now."""
+    before, rest = page.split(_BEGIN)
+    _, after = rest.split(_END)
+    return before + _BEGIN + "\n" + "\n".join(_section(route) for route in ROUTES) + "\n" + _END + after
+
+
+def _section(route: Route) -> str:
+    lines = [f"## {route.method} {route.path}", "", f"{route.summary}.", ""]
+    if route.body is not None:
+        lines += ["| Field | Type | |", "|---|---|---|", *map(_line, fields_of(route.body)), ""]
+    return "\n".join(lines)
+
+
+def _line(row: FieldRow) -> str:
+    fate = "required" if row.is_required else row.fate.value
+    described = f"**{fate}**: {row.description}" if row.description else f"**{fate}**"
+    return " | ".join(("", f"`{row.name}`", row.type.replace("|", "or"), described, "")).strip()
+
+
+def main() -> None:
+    """Rewrite the page."""
+    PAGE.write_text(page_with_tables(PAGE.read_text()))
+    sys.stdout.write(f"written to {PAGE}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
+EXIT_CUT_SHORT = 3  # requests still ran when their time was over; 2 is for wrong flags
 _DEATH_NOTICE_S = 2.0  # how long a dead engine's server goes on to say so
 _LAST_CHUNK_S = 2.0  # how long streams that were cut short have to say so
 _POLL_S = 0.02
@@ -81,11 +82,13 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
             logger.info("serving on %s", url_of(listening, config))
             await _first_of(signals.first, llm.died)
             api.is_draining = True
-            await _wind_down(llm, api, config, signals)
+            was_cut_short = await _wind_down(llm, api, config, signals)
     finally:
         await llm.close()
         await runner.cleanup()
-    return EXIT_ENGINE_DIED if llm.death is not None else EXIT_OK
+    if llm.death is not None:
+        return EXIT_ENGINE_DIED
+    return EXIT_CUT_SHORT if was_cut_short else EXIT_OK
 
 
 def make_runner(api: Api, config: ServerConfig = ServerConfig()) -> web.AppRunner:  # noqa: B008 - frozen
@@ -96,18 +99,21 @@ def make_runner(api: Api, config: ServerConfig = ServerConfig()) -> web.AppRunne
     return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
 
 
-async def _wind_down(llm: AsyncLLM, api: Api, config: ServerConfig, signals: _Signals) -> None:
+async def _wind_down(llm: AsyncLLM, api: Api, config: ServerConfig, signals: _Signals) -> bool:
+    """Lets what runs come to its end, or ends it; True if something had to be cut short."""
     if llm.death is not None:
         await asyncio.sleep(_DEATH_NOTICE_S)
-        return
+        return True
     logger.info("going down: %d requests have %.0f s to finish", api.num_active, config.drain_timeout)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(_first_of(_Drained(api), signals.second, llm.died), config.drain_timeout)
-    if api.num_active:
-        logger.info("ending %d requests that still run", api.num_active)
-        await llm.abort_all()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_Drained(api).wait(), _LAST_CHUNK_S)
+    if not api.num_active:
+        return False
+    logger.info("ending %d requests that still run", api.num_active)
+    await llm.abort_all()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(_Drained(api).wait(), _LAST_CHUNK_S)
+    return True
 
 
 class _Drained:

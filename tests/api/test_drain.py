@@ -97,7 +97,7 @@ def test_what_is_cut_short_ends_with_a_proper_last_chunk(second: signal.Signals 
         assert last["choices"][0]["finish_reason"] == "abort"
         assert usage["choices"] == []
         assert 0 < usage["usage"]["completion_tokens"] < 2000
-        assert process.exit_code() == 0
+        assert process.exit_code() == 3
         assert time.monotonic() - start < 5
 
 
@@ -110,7 +110,7 @@ def test_a_whole_reply_that_is_cut_short_brings_what_there_is() -> None:
         answer = asking.getresponse()
         assert answer.status == 200
         assert json.loads(answer.read())["choices"][0]["finish_reason"] == "abort"
-        assert process.exit_code() == 0
+        assert process.exit_code() == 3
         asking.close()
 
 
@@ -134,6 +134,6 @@ def test_a_client_that_reads_nothing_does_not_hold_the_end_up() -> None:
         silent.recv(1)
         start = time.monotonic()
         process.popen.send_signal(signal.SIGTERM)
-        assert process.exit_code() == 0
+        assert process.exit_code() == 3
         assert 2 < time.monotonic() - start < 8
         assert any("ending 1 requests that still run" in line for line in process.log)

@@ -9,7 +9,7 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.config import EngineConfig, ModelFacts, resolve
-from chairlift.engine.forward import PlainForward
+from chairlift.engine.forward import InvariantForward, PlainForward
 from chairlift.engine.machine import inspect_machine
 from chairlift.engine.runner import ModelRunner
 from chairlift.engine.sampling import Sampler
@@ -45,7 +45,8 @@ class EngineCore:
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         self.cache = _allocate(params, self.config.max_batch_size, slot_len, shape.num_layers, self.config.device)
         sampler = Sampler(shape.vocab_size, self.config.max_batch_size, self.cache.devices[0])
-        self._runner = ModelRunner(PlainForward(model, attention), self.cache, sampler)
+        forward = InvariantForward(model) if self.config.batch_invariant else PlainForward(model, attention)
+        self._runner = ModelRunner(forward, self.cache, sampler)
         self._scheduler = Scheduler(
             self.cache.ledger,
             self.config.max_num_batched_tokens,

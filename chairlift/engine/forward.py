@@ -1,12 +1,27 @@
-"""The model's forward pass over a batch, as the runner sees it: hidden states and logits."""
+"""The model's forward pass over a batch, as the runner sees it: hidden states and logits.
 
+`InvariantForward` gives every token the same bits whatever else is in the batch. What makes results depend on the
+batch is that libraries choose kernels, and so an order of summation, by the shapes of a call (He et al., "Defeating
+Nondeterminism in LLM Inference", 2025). So every call gets a shape that the batch has no say in: tokens go through the
+layers in tiles of a fixed number, the last one padded, and each token attends by itself.
+"""
+
+import logging
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.models.attention import Backend, BatchMetadata
+from chairlift.models.attention.batch import token_slots
+from chairlift.models.attention.per_token import attend_alone
 from chairlift.models.llama import Llama
+
+logger = logging.getLogger(__name__)
+
+_TILE_SIZES = (16, 8, 4, 2, 1)
+_NUM_PROBES = 4
 
 
 class Forward(Protocol):
@@ -40,3 +55,54 @@ class PlainForward:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward`."""
         return self._model.logits(hidden)
+
+
+class InvariantForward:
+    """Tile by tile, each token attending by itself. For CPUs."""
+
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+        self._tile_size = next(size for size in _TILE_SIZES if _is_position_lost(model, size))
+        logger.info("batch-invariant: tokens are computed in tiles of %d", self._tile_size)
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        slots = token_slots(batch, cache)
+
+        def run(tile: torch.Tensor) -> torch.Tensor:
+            positions = batch.positions[tile]
+            hidden: torch.Tensor = self._model(input_ids[tile], positions, attend_alone(slots[tile], positions, cache))
+            return hidden
+
+        return self._in_tiles(len(input_ids), run)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Forward`."""
+        return self._in_tiles(len(hidden), lambda tile: self._model.logits(hidden[tile]))
+
+    def _in_tiles(self, num_rows: int, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`run` gets row indices, always as many; the last row is repeated where the last tile is not full."""
+        starts = range(0, num_rows, self._tile_size)
+        tiles = [torch.arange(start, start + self._tile_size).clamp_(max=num_rows - 1) for start in starts]
+        return torch.cat([run(tile) for tile in tiles])[:num_rows]
+
+
+@torch.inference_mode()
+def _is_position_lost(model: Llama, tile_size: int) -> bool:
+    """True if a token gets the same bits at every place in a tile of that size.
+
+    Kernels that treat the last rows of a matrix, or the elements at a thread's border, differently would tell. Tried
+    with this model's own weights on this machine: a tile that holds the same token everywhere must give equal rows.
+    """
+    probes = torch.linspace(0, model.config.vocab_size - 1, _NUM_PROBES).long()
+    for position, token in enumerate(probes.tolist()):
+        ids = torch.full((tile_size,), token)
+        hidden = model(ids, torch.full_like(ids, position), lambda _, query, key, value: query)  # noqa: ARG005
+        logits = model.logits(hidden)
+        if not (
+            torch.equal(hidden, hidden[:1].expand_as(hidden)) and torch.equal(logits, logits[:1].expand_as(logits))
+        ):
+            return False
+    return True

@@ -50,27 +50,38 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer", choices=["transformers"], help="also measure this one, in turns")
+    parser.add_argument(
+        "--peer",
+        choices=["transformers", "batch-invariant"],
+        help="also measure this one, in turns; batch-invariant: Chairlift with that setting",
+    )
     return parser.parse_args()
 
 
 def _engines(directory: Path, arguments: argparse.Namespace) -> dict[str, Engine]:
+    engines = {"chairlift": _chairlift(directory, arguments)}
+    if arguments.peer == "transformers":
+        engines["transformers"] = _transformers(directory, arguments)
+    if arguments.peer == "batch-invariant":
+        engines["batch-invariant"] = _chairlift(directory, arguments, batch_invariant=True)
+    return engines
+
+
+def _chairlift(directory: Path, arguments: argparse.Namespace, **config: Any) -> Engine:
     num_tokens = arguments.output_tokens
     llm = LLM(
         str(directory),
         dtype=arguments.dtype,
         max_batch_size=max(arguments.requests),
         max_seq_len=arguments.prompt_tokens + num_tokens,
+        **config,
     )
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
-    def run_chairlift(prompts: list[list[int]]) -> int:
+    def run(prompts: list[list[int]]) -> int:
         return sum(len(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False))
 
-    engines: dict[str, Engine] = {"chairlift": run_chairlift}
-    if arguments.peer == "transformers":
-        engines["transformers"] = _transformers(directory, arguments)
-    return engines
+    return run
 
 
 def _transformers(directory: Path, arguments: argparse.Namespace) -> Engine:

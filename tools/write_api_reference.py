@@ -6,7 +6,7 @@ Run from the repository root.
 import sys
 from pathlib import Path
 
-from chairlift.api.fields import FieldRow, fields_of
+from chairlift.api.fields import FieldRow, fields_of, parts_of
 from chairlift.api.routes import ROUTES, Route
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
@@ -17,14 +17,19 @@ def page_with_tables(page: str) -> str:
     """The page with its tables as the code has them now."""
     before, rest = page.split(_BEGIN)
     _, after = rest.split(_END)
-    return before + _BEGIN + "\n" + "\n".join(_section(route) for route in ROUTES) + "\n" + _END + after
+    sections = [_section(route) for route in ROUTES]
+    parts = parts_of(*(route.body for route in ROUTES if route.body is not None))
+    sections += ["## Parts of bodies\n", *(f"### {part.__name__}\n\n{_table(part)}" for part in parts)]
+    return before + _BEGIN + "\n" + "\n".join(sections) + "\n" + _END + after
 
 
 def _section(route: Route) -> str:
-    lines = [f"## {route.method} {route.path}", "", f"{route.summary}.", ""]
-    if route.body is not None:
-        lines += ["| Field | Type | |", "|---|---|---|", *map(_line, fields_of(route.body)), ""]
-    return "\n".join(lines)
+    heading = f"## {route.method} {route.path}\n\n{route.summary}.\n"
+    return heading if route.body is None else f"{heading}\n{_table(route.body)}"
+
+
+def _table(body: type) -> str:
+    return "\n".join(["| Field | Type | |", "|---|---|---|", *map(_line, fields_of(body)), ""])
 
 
 def _line(row: FieldRow) -> str:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from chairlift.api.wire.base import Ignored, Refused
@@ -30,9 +30,9 @@ class FieldRow:
     description: str
 
 
-def fields_of(body: type[BaseModel]) -> list[FieldRow]:
-    """Every field, those that work first."""
-    properties = body.model_json_schema()["properties"]
+def fields_of(body: type) -> list[FieldRow]:
+    """Every field of a body or of a part of one, those that work first."""
+    properties = TypeAdapter(body).json_schema()["properties"]
     rows = [
         FieldRow(
             name=field.alias or name,
@@ -41,9 +41,30 @@ def fields_of(body: type[BaseModel]) -> list[FieldRow]:
             is_required=field.is_required(),
             description=_description(name, field),
         )
-        for name, field in body.model_fields.items()
+        for name, field in _declared(body).items()
     ]
     return sorted(rows, key=lambda row: list(Fate).index(row.fate))
+
+
+def parts_of(*bodies: type) -> list[type]:
+    """The parts that bodies are made of, and theirs, each once."""
+    parts: dict[type, None] = {}
+    left = [field.annotation for body in bodies for field in _declared(body).values()]
+    while left:
+        annotation = left.pop(0)
+        if isinstance(annotation, type) and _declared(annotation):
+            if annotation not in parts:
+                parts[annotation] = None
+                left += [field.annotation for field in _declared(annotation).values()]
+        else:
+            left += [each for each in get_args(annotation) if isinstance(each, type) or get_args(each)]
+    return list(parts)
+
+
+def _declared(body: type) -> dict[str, FieldInfo]:
+    """Of a pydantic model or dataclass; empty for other types."""
+    fields: dict[str, FieldInfo] = getattr(body, "__pydantic_fields__", {})
+    return fields
 
 
 def _fate(field: FieldInfo) -> Fate:

@@ -5,7 +5,7 @@ from html import escape
 
 from aiohttp import web
 
-from chairlift.api.fields import FieldRow, fields_of
+from chairlift.api.fields import FieldRow, fields_of, parts_of
 from chairlift.api.routes import ROUTES, Route
 
 _HEADERS = {
@@ -30,6 +30,8 @@ def render_page() -> web.Response:
 @cache
 def _page() -> str:
     sections = "\n".join(_section(route) for route in ROUTES)
+    parts = parts_of(*(route.body for route in ROUTES if route.body is not None))
+    sections += "\n".join(f"<h2><code>{part.__name__}</code></h2>{_table(part)}" for part in parts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -42,11 +44,13 @@ def _page() -> str:
 
 def _section(route: Route) -> str:
     heading = f"<h2><code>{route.method} {escape(route.path)}</code></h2><p>{escape(route.summary)}.</p>"
-    if route.body is None:
-        return heading
-    rows = "".join(_row(row) for row in fields_of(route.body))
+    return heading if route.body is None else heading + _table(route.body)
+
+
+def _table(body: type) -> str:
+    rows = "".join(_row(row) for row in fields_of(body))
     head = "<tr><th>Field</th><th>Type</th><th>What becomes of it</th></tr>"
-    return f'{heading}<div class="table"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+    return f'<div class="table"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
 
 
 def _row(row: FieldRow) -> str:

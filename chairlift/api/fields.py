@@ -31,7 +31,7 @@ class FieldRow:
 
 
 def fields_of(body: type) -> list[FieldRow]:
-    """Every field of a body or of a part of one, those that work first."""
+    """Every field of a body or of a part of one: those that must be there first, then those that work."""
     properties = TypeAdapter(body).json_schema()["properties"]
     rows = [
         FieldRow(
@@ -43,7 +43,7 @@ def fields_of(body: type) -> list[FieldRow]:
         )
         for name, field in _declared(body).items()
     ]
-    return sorted(rows, key=lambda row: list(Fate).index(row.fate))
+    return sorted(rows, key=lambda row: (not row.is_required, list(Fate).index(row.fate)))
 
 
 def parts_of(*bodies: type) -> list[type]:

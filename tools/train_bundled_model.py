@@ -1,8 +1,10 @@
 """Make the small model that is bundled with Chairlift: train it, measure it, write its directory.
 
-Needs torch and transformers, two CPU cores, and less than an hour. Run from the repository root:
+Needs torch and transformers, a CPU core or two, and about an hour. There are two stages; the second one has more of
+what the first one leaves weakest. The model's card says with which arguments it was made. From the repository root:
 
-    python tools/train_bundled_model.py --output chairlift/models/bundled
+    python tools/train_bundled_model.py --output build/first-stage
+    python tools/train_bundled_model.py --output chairlift/models/bundled --start-from build/first-stage
 
 The text to train on is generated here (see `bundled_model`); nothing is downloaded. With `--eval-only DIR`
 nothing is trained: the model in DIR is measured and its accuracy printed.
@@ -20,7 +22,7 @@ from bundled_model.saving import CARD_FILE, discard, move_into_place, save_model
 from bundled_model.training import Budget, train
 
 DEFAULT_OUTPUT = Path("chairlift/models/bundled")
-DEFAULT_STEPS = 3600
+DEFAULT_STEPS = 5400
 DEFAULT_LEARNING_RATE = 2e-3
 DEFAULT_TOKENS_PER_BATCH = 4096
 DEFAULT_QUESTIONS = 300
@@ -45,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
         "--questions", type=int, default=DEFAULT_QUESTIONS, help="held-out questions per skill (%(default)s)"
     )
     parser.add_argument("--compile", action="store_true", help="train half as fast again; needs a C++ compiler")
+    parser.add_argument("--start-from", type=Path, metavar="DIR", help="go on from the model in DIR: the second stage")
     parser.add_argument("--eval-only", type=Path, metavar="DIR", help="measure the model in DIR and stop")
     return parser.parse_args()
 
@@ -74,6 +77,7 @@ def train_and_write(arguments: argparse.Namespace) -> None:
         learning_rate=arguments.learning_rate,
         tokens_per_batch=arguments.batch_tokens,
         compiled=arguments.compile,
+        start_from=arguments.start_from,
     )
     model, progress = train(budget, say)
     scratch = scratch_beside(arguments.output)

@@ -5,8 +5,10 @@ the character; a story counts when it is a whole story of the grammar about the 
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -15,6 +17,7 @@ from bundled_model.dataset import CHAT_MIXTURE
 from bundled_model.exchange import Exchange, Maker, draw
 from bundled_model.number_skills import sum_document
 from bundled_model.story_skills import is_story_like, stories, story_questions
+from bundled_model.tool_evaluation import TOOL_PROBES, ToolProbe
 from bundled_model.unknown_skills import SYSTEM_TEXTS
 from bundled_model.word_skills import word_document
 
@@ -54,9 +57,9 @@ class Evaluator:
         self.tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
         self.model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
-    def chat_prompt(self, messages: list[dict[str, str]]) -> str:
-        """The text that the chat template makes of some messages."""
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    def chat_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+        """The text that the chat template makes of some messages and tools."""
+        text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         assert isinstance(text, str)
         return text
 
@@ -81,7 +84,7 @@ class Evaluator:
 
 def _chat_probe(evaluator: Evaluator, maker: Maker, rng: random.Random) -> Probe:
     """A held-out question, some with a system message, some as a later turn of a conversation."""
-    messages = []
+    messages: list[dict[str, Any]] = []
     if rng.random() < _SYSTEM_SHARE:
         messages.append({"role": "system", "content": rng.choice(SYSTEM_TEXTS)})
     for _ in range(rng.choice(_EARLIER_TURNS)):
@@ -97,6 +100,12 @@ def _document_probe(maker: Maker, rng: random.Random) -> Probe:
     """The beginning of a held-out plain document."""
     exchange = draw(maker, rng, held_out=True)
     return Probe(exchange.question, exchange)
+
+
+def _tool_probe(evaluator: Evaluator, maker: Callable[[random.Random], ToolProbe], rng: random.Random) -> Probe:
+    """A held-out question in a conversation with tools."""
+    probe = maker(rng)
+    return Probe(evaluator.chat_prompt(probe.messages, probe.tools), probe.exchange)
 
 
 def _is_right(exchange: Exchange, answer: str) -> bool:
@@ -119,6 +128,8 @@ def _all_probes(evaluator: Evaluator, seed: int, count: int) -> dict[str, list[P
     rng = random.Random(seed)
     makers = [story_questions if maker is stories else maker for maker, _ in CHAT_MIXTURE]
     probes = {maker.__name__: [_chat_probe(evaluator, maker, rng) for _ in range(count)] for maker in makers}
+    for tool_maker in TOOL_PROBES:
+        probes[tool_maker.__name__] = [_tool_probe(evaluator, tool_maker, rng) for _ in range(count)]
     for maker in (sum_document, word_document):
         probes[maker.__name__] = [_document_probe(maker, rng) for _ in range(count)]
     return {name.replace("_", " "): probes_of_skill for name, probes_of_skill in probes.items()}

@@ -110,7 +110,7 @@ def _capital(text: str) -> str:
 def random_subject(rng: random.Random) -> str:
     """What a story is about, without its article."""
     noun = rng.choice(_SUBJECTS) if rng.random() < 0.75 else rng.choice(COMMON_WORDS)
-    return f"{rng.choice(_ADJECTIVES)} {noun}" if rng.random() < 0.2 else noun
+    return f"{rng.choice(_ADJECTIVES)} {noun}" if rng.random() < 0.35 else noun
 
 
 def _key(subject: str) -> str:

@@ -7,13 +7,14 @@ a number of minutes (whatever the machine manages in that time).
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from bundled_model.dataset import IGNORED, batches
+from bundled_model.dataset import FIRST_STAGE, IGNORED, SECOND_STAGE, batches
 from bundled_model.vocabulary import END_OF_TEXT_ID, MAX_POSITIONS, TURN_END_ID, VOCABULARY_SIZE
 
 _WEIGHT_DECAY = 0.05
@@ -36,6 +37,7 @@ class Budget:
     learning_rate: float
     tokens_per_batch: int
     compiled: bool
+    start_from: Path | None
 
 
 @dataclass
@@ -93,6 +95,8 @@ class Trainer:
         torch.manual_seed(budget.seed)
         self.budget = budget
         self.model = LlamaForCausalLM(model_config())
+        if budget.start_from is not None:
+            self.model.load_state_dict(LlamaForCausalLM.from_pretrained(budget.start_from).state_dict())
         self.master = [weight.detach().clone() for weight in self.model.parameters()]
         self.model.bfloat16()
         # On a CPU and at these sizes plain attention trains faster than the fused kernel.
@@ -152,11 +156,12 @@ class Trainer:
 
 
 def train(budget: Budget, report: Callable[[str], None]) -> tuple[LlamaForCausalLM, Progress]:
-    """Train a model from nothing within the budget."""
+    """Train a model within the budget: the first stage from nothing, the second from a model of the first."""
+    stage = FIRST_STAGE if budget.start_from is None else SECOND_STAGE
     trainer = Trainer(budget)
     progress = Progress()
     started = time.monotonic()
-    for ids, targets in batches(budget.seed, budget.tokens_per_batch):
+    for ids, targets in batches(budget.seed, stage, budget.tokens_per_batch):
         share = progress.share_of(budget)
         if share >= 1.0:
             break

@@ -10,6 +10,8 @@ Single bytes are a choice: spelling, reversing and counting need to see characte
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from bundled_model.tool_format import CHAT_TEMPLATE
+
 END_OF_TEXT = "<|endoftext|>"
 TURN_END = "<|im_end|>"
 ROLES = ("system", "user", "assistant")
@@ -20,15 +22,6 @@ END_OF_TEXT_ID, TURN_END_ID, *_ROLE_IDS = range(256, 256 + len(SPECIAL_TOKENS))
 ROLE_IDS = dict(zip(ROLES, _ROLE_IDS, strict=True))
 VOCABULARY_SIZE = 256 + len(SPECIAL_TOKENS)
 MAX_POSITIONS = 2048
-
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}"
-    "{{- '<|assistant|>' }}"
-    "{%- endif %}"
-)
 
 
 def byte_symbols() -> list[str]:

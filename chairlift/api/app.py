@@ -16,14 +16,18 @@ from chairlift.api.generate import Job, answer_stream, answer_whole
 from chairlift.api.keys import KeyRing
 from chairlift.api.openapi import describe
 from chairlift.api.page import render_page
+from chairlift.api.replies import Reply
 from chairlift.api.replies.chat import ChatReply
 from chairlift.api.replies.completion import CompletionReply
+from chairlift.api.replies.responses import ResponsesReply
 from chairlift.api.routes import ROUTES
 from chairlift.api.sse import EventStream
-from chairlift.api.tool_choice import plan_answer
+from chairlift.api.tool_choice import AnswerPlan, plan_answer
 from chairlift.api.tools import ToolFamily, family_of_template
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.completions import CompletionRequest
+from chairlift.api.wire.conversation import Conversation, own_field_names
+from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.api.wire.sampling import SamplingRequest
 from chairlift.api.wire.service import (
     DetokenizeReply,
@@ -94,15 +98,18 @@ class Api:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`"""
         body = await self._read(request, ChatCompletionRequest)
-        params = body.params(self._llm.inputs.default_chat_params)
-        functions = body.functions_to_call()
-        is_parallel = body.parallel_tool_calls is not False
-        plan = plan_answer(self._tool_family, functions, body.is_call_forced, is_parallel, body.wanted_structure())
-        options = body.chat_options(shows_tools=bool(functions))
-        token_ids = await asyncio.to_thread(self._llm.inputs.encode_chat, body.template_messages(), options)
+        plan = self._plan(body)
         reply = ChatReply(body, self._model_name, self._llm.inputs.vocabulary, plan.calling)
-        generations = await self._prepare([token_ids], params, reply.id, plan.structure, "messages")
-        return await self._answer(request, body, Job(generations, reply))
+        return await self._answer_conversation(request, body, plan, reply)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/responses`"""
+        body = await self._read(request, ResponsesRequest)
+        plan = self._plan(body)
+        inputs = self._llm.inputs
+        params = body.params(inputs.default_chat_params)
+        reply = ResponsesReply(body, params, self._model_name, inputs.vocabulary, plan.calling)
+        return await self._answer_conversation(request, body, plan, reply)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """`POST /tokenize`"""
@@ -111,7 +118,9 @@ class Api:
         if body.messages is not None:
             tokens = await asyncio.to_thread(inputs.encode_chat, body.template_messages(), body.chat_options())
         else:
-            tokens = await asyncio.to_thread(inputs.tokenizer.encode, body.prompt or "", body.add_special_tokens)
+            tokens = await asyncio.to_thread(
+                inputs.tokenizer.encode, body.prompt or "", body.add_special_tokens is not False
+            )
         return _json(TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=self._llm.config.max_seq_len))
 
     async def detokenize(self, request: web.Request) -> web.Response:
@@ -183,7 +192,24 @@ class Api:
                 error.param = wanted.field
             raise
 
-    async def _answer(self, request: web.Request, body: SamplingRequest, job: Job) -> web.StreamResponse:
+    def _plan(self, body: Conversation) -> AnswerPlan:
+        is_parallel = body.parallel_tool_calls is not False
+        functions = body.functions_to_call()
+        return plan_answer(self._tool_family, functions, body.is_call_forced, is_parallel, body.wanted_structure())
+
+    async def _answer_conversation(
+        self, request: web.Request, body: Conversation, plan: AnswerPlan, reply: Reply
+    ) -> web.StreamResponse:
+        """The one way from a conversation to the engine."""
+        inputs = self._llm.inputs
+        params = body.params(inputs.default_chat_params)
+        options = body.chat_options(shows_tools=plan.calling is not None)
+        with own_field_names(body):
+            token_ids = await asyncio.to_thread(lambda: inputs.encode_chat(body.template_messages(), options))
+            generations = await self._prepare([token_ids], params, reply.id, plan.structure, "messages")
+        return await self._answer(request, body, Job(generations, reply))
+
+    async def _answer(self, request: web.Request, body: SamplingRequest | Conversation, job: Job) -> web.StreamResponse:
         if not body.stream:
             return await answer_whole(self._llm, job)
         stream = EventStream(request, self._options.keep_alive_interval, self._options.write_timeout)

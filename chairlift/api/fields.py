@@ -93,8 +93,9 @@ def _type_of(schema: dict[str, Any]) -> str:
         return " | ".join(f'"{value}"' for value in schema["enum"])
     if "const" in schema:
         return f'"{schema["const"]}"'
-    if "anyOf" in schema:
-        return " | ".join(_type_of(each) for each in schema["anyOf"] if each.get("type") != "null")
+    alternatives = schema.get("anyOf") or schema.get("oneOf")
+    if alternatives:
+        return " | ".join(_type_of(each) for each in alternatives if each.get("type") != "null")
     if schema.get("type") == "array":
         return f"list of {_type_of(schema.get('items', {}))}"
     return str(schema.get("type", "any"))

@@ -6,6 +6,8 @@ from pydantic import BaseModel
 
 from chairlift.api.wire.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from chairlift.api.wire.completions import Completion, CompletionRequest
+from chairlift.api.wire.response_object import ResponseObject, ResponsesEvent
+from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.api.wire.service import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -41,6 +43,15 @@ ROUTES = (
         ChatCompletion,
         ChatCompletionRequest,
         ChatCompletionChunk,
+    ),
+    Route(
+        "POST",
+        "/v1/responses",
+        "responses",
+        "Answer a conversation, in items and named events; nothing is stored",
+        ResponseObject,
+        ResponsesRequest,
+        ResponsesEvent,
     ),
     Route("POST", "/v1/completions", "completions", "Continue texts", Completion, CompletionRequest, Completion),
     Route("GET", "/v1/models", "models", "The models that are served: one", ModelList),

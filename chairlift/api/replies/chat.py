@@ -6,7 +6,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from chairlift.api.replies.answer import Answer, ToolCalling
-from chairlift.api.replies.progress import ChoiceProgress, ScoredPosition, ScoredToken
+from chairlift.api.replies.progress import ChoiceProgress, ScoredPosition
 from chairlift.api.sse import DONE, event
 from chairlift.api.tools import ContentPiece, Piece
 from chairlift.api.wire.base import ErrorBody, ErrorDetail
@@ -24,7 +24,6 @@ from chairlift.api.wire.chat import (
     MessageToolCall,
     TokenLogprob,
     ToolCallDelta,
-    TopLogprob,
 )
 from chairlift.api.wire.usage import Usage
 from chairlift.engine.vocabulary import Vocabulary
@@ -128,7 +127,7 @@ class ChatReply:
     def _logprobs(self, positions: list[ScoredPosition]) -> ChoiceLogprobs | None:
         if not self._body.logprobs:
             return None
-        return ChoiceLogprobs(content=[_dress(position) for position in positions])
+        return ChoiceLogprobs(content=[TokenLogprob(**position.as_fields()) for position in positions])
 
     def _chunk(self, choice: ChatChunkChoice | None = None, usage: Usage | None = None) -> str:
         chunk = ChatCompletionChunk(
@@ -139,11 +138,3 @@ class ChatReply:
             usage=usage,
         )
         return event(chunk)
-
-
-def _dress(position: ScoredPosition) -> TokenLogprob:
-    return TokenLogprob(**_fields(position.token), top_logprobs=[TopLogprob(**_fields(top)) for top in position.top])
-
-
-def _fields(token: ScoredToken) -> dict[str, object]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.spelling)}

@@ -1,6 +1,7 @@
 """What of a growing choice has gone out, and its tokens' log-probabilities in a form that replies can dress."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from chairlift.engine.vocabulary import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
@@ -18,6 +19,10 @@ class ScoredToken:
         """With replacement characters where the bytes make no character by themselves."""
         return self.spelling.decode(errors="replace")
 
+    def as_fields(self) -> dict[str, Any]:
+        """As chat completions and responses write it."""
+        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.spelling)}
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredPosition:
@@ -26,6 +31,10 @@ class ScoredPosition:
     token: ScoredToken
     top: list[ScoredToken]
     offset: int
+
+    def as_fields(self) -> dict[str, Any]:
+        """As chat completions and responses write it."""
+        return {**self.token.as_fields(), "top_logprobs": [each.as_fields() for each in self.top]}
 
 
 @dataclass(frozen=True, slots=True)

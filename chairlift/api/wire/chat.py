@@ -10,7 +10,7 @@ from chairlift.api.wire.messages import Rendering
 from chairlift.api.wire.sampling import SamplingRequest, sampling_params
 from chairlift.api.wire.usage import Usage
 from chairlift.errors import InvalidRequest
-from chairlift.params import FinishReason, SamplingParams
+from chairlift.params import MAX_LOGPROBS, FinishReason, SamplingParams
 
 _TEXT_ONLY = "this server makes text only"
 
@@ -29,10 +29,10 @@ class NamedTool(Body):
 class ChatCompletionRequest(Rendering, SamplingRequest):
     """Answer a conversation."""
 
-    max_completion_tokens: StrictInt | None = Field(None, description="newer name of max_tokens")
+    max_completion_tokens: StrictInt | None = Field(None, ge=1, description="newer name of max_tokens")
     logprobs: StrictBool | None = Field(None, description="report the log-probability of each token")
     top_logprobs: StrictInt | None = Field(
-        None, description="and of this many likeliest ones, 0 to 20; only with logprobs"
+        None, ge=0, le=MAX_LOGPROBS, description="and of this many likeliest ones, 0 to 20; only with logprobs"
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="whether to call a tool, or which; required and named calls are enforced token by token"
@@ -57,7 +57,7 @@ class ChatCompletionRequest(Rendering, SamplingRequest):
             raise InvalidRequest("top_logprobs is only allowed with logprobs: true", "top_logprobs")
         if self.max_completion_tokens is not None and self.max_tokens not in (None, self.max_completion_tokens):
             raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
-        if 0 in (self.max_tokens, self.max_completion_tokens):
+        if self.max_tokens == 0:
             raise InvalidRequest("max_tokens must be at least 1", "max_tokens")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidRequest("tool_choice is only allowed with tools", "tool_choice")
@@ -72,6 +72,11 @@ class ChatCompletionRequest(Rendering, SamplingRequest):
         return (
             self._named() if isinstance(self.tool_choice, NamedTool) else [tool.function.spec() for tool in self.tools]
         )
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """See `Conversation`."""
+        return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
 
     @property
     def is_call_forced(self) -> bool:

@@ -39,7 +39,7 @@ class ToolCall(Body):
     """One call that an assistant made."""
 
     id: str
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     def as_template_input(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class ToolCall(Body):
                 f" {self.function.arguments[:80]!r}",
                 "messages",
             )
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class ChatMessage(Body):

@@ -5,18 +5,18 @@ from typing import Annotated, Any, Self
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from chairlift.api.wire.base import Body, Ignored, Refused
+from chairlift.api.wire.caching import FOR_CACHING, PromptCacheOptions
 from chairlift.api.wire.structure import ResponseFormat, WantedStructure
 from chairlift.errors import InvalidRequest
 from chairlift.params import SamplingParams, StructuredOutputs
 
 _FOR_STATISTICS = Ignored("labels a request for its sender's own statistics")
-_FOR_CACHING = Ignored("a hint about caching")
 
 
 class StreamOptions(Body):
     """Options of a streamed reply."""
 
-    include_usage: StrictBool = Field(False, description="end with a chunk that holds the usage and no choices")
+    include_usage: StrictBool | None = Field(None, description="end with a chunk that holds the usage and no choices")
     include_obfuscation: Annotated[StrictBool | None, Ignored("nothing is padded here")] = None
 
 
@@ -59,9 +59,9 @@ class SamplingRequest(Body):
     safety_identifier: Annotated[str | None, _FOR_STATISTICS] = None
     store: Annotated[StrictBool | None, Ignored("nothing is stored here")] = None
     service_tier: Annotated[str | None, Ignored("there is one tier")] = None
-    prompt_cache_key: Annotated[str | None, _FOR_CACHING] = None
-    prompt_cache_retention: Annotated[str | None, _FOR_CACHING] = None
-    prompt_cache_options: Annotated[dict[str, Any] | None, _FOR_CACHING] = None
+    prompt_cache_key: Annotated[str | None, FOR_CACHING] = None
+    prompt_cache_retention: Annotated[str | None, FOR_CACHING] = None
+    prompt_cache_options: Annotated[PromptCacheOptions | None, FOR_CACHING] = None
     priority: Annotated[None, Refused("requests are served in the order in which they come")] = None
 
     @model_validator(mode="after")
@@ -72,7 +72,7 @@ class SamplingRequest(Body):
 
     @property
     def has_usage_chunk(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def wanted_structure(self) -> WantedStructure | None:
         """What the answer must look like, whichever field says so. InvalidRequest if several do."""

@@ -15,8 +15,8 @@ class TokenizeRequest(Rendering):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None  # type: ignore[assignment]  # may be left out here
-    add_special_tokens: StrictBool = Field(
-        True, description="of a text; in a conversation the chat template writes them"
+    add_special_tokens: StrictBool | None = Field(
+        None, description="of a text, true if left out; in a conversation the chat template writes them"
     )
 
     @model_validator(mode="after")

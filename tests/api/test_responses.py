@@ -1,0 +1,292 @@
+"""`/v1/responses` as the official client uses it: answers, structure, tools, the way back."""
+
+import json
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from tests.api.conftest import SLOTS, Server
+from tests.api.contract import CHAT, hermes_client, post
+
+RESPONSES = "/v1/responses"
+QUESTION = "What is 17 + 25?"
+ANSWER = "17 + 25 = 42."
+LOGPROBS: Any = ["message.output_text.logprobs"]
+TOOL: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+NAMED: Any = {"type": "function", "name": "get_weather"}
+
+
+class Trip(BaseModel):
+    """Whatever the model would rather say, it ends."""
+
+    city: Literal["Oslo", "Rome"]
+    days: Literal[1, 2, 3]
+
+
+def check(payload: dict[str, Any]) -> Response:
+    """The client's own model reads it strictly, and knows all of it but what OpenAI sends without declaring it."""
+    response = Response.model_validate_json(json.dumps(payload), strict=True)
+    assert response.model_extra == {"store": False}
+    return response
+
+
+@pytest.mark.asyncio
+async def test_a_question_is_answered_with_what_the_model_knows(client: AsyncOpenAI) -> None:
+    reply = await client.responses.create(model="bundled", input=QUESTION)
+    assert reply.output_text == ANSWER
+    (message,) = reply.output
+    assert message.type == "message"
+    assert (message.role, message.status, message.id[:4]) == ("assistant", "completed", "msg_")
+    assert (reply.status, reply.error, reply.incomplete_details) == ("completed", None, None)
+    assert reply.usage is not None
+    assert reply.usage.output_tokens == len(ANSWER) + 1  # a byte is a token, and the end is one more
+    assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
+    assert reply.usage.input_tokens_details.cached_tokens == 0
+    assert reply.usage.output_tokens_details.reasoning_tokens == 0
+
+
+@pytest.mark.asyncio
+async def test_the_whole_reply_is_what_the_clients_model_expects(server: Server) -> None:
+    payload = await post(server, RESPONSES, {"model": "bundled", "input": QUESTION})
+    reply = check(payload)
+    assert reply.id.startswith("resp_")
+    assert reply.created_at <= (reply.completed_at or 0)
+    (message,) = payload["output"]
+    assert message["content"] == [{"type": "output_text", "text": ANSWER, "annotations": [], "logprobs": []}]
+    filled_in: dict[str, Any] = {
+        "object": "response",
+        "model": "bundled",
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": 0.0,  # the bundled model's own default
+        "top_p": 1.0,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "truncation": "disabled",
+        "background": False,
+        "previous_response_id": None,
+        "service_tier": "default",
+        "store": False,
+        "user": None,
+    }
+    assert {name: payload[name] for name in filled_in} == filled_in
+
+
+@pytest.mark.asyncio
+async def test_what_was_asked_for_is_repeated(server: Server) -> None:
+    asked = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 50,
+        "metadata": {"run": "7"},
+        "parallel_tool_calls": False,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "tools": [{**TOOL, "strict": False}],
+        "tool_choice": "none",
+        "top_logprobs": 3,
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }
+    payload = await post(server, RESPONSES, {**asked, "input": QUESTION, "include": LOGPROBS, "store": True})
+    check(payload)
+    assert {name: payload[name] for name in asked} == asked
+
+
+@pytest.mark.asyncio
+async def test_instructions_and_turns_are_the_messages_of_a_chat(client: AsyncOpenAI) -> None:
+    turns: Any = [
+        {"role": "user", "content": "What is 5 + 6?"},
+        {"role": "assistant", "content": "5 + 6 = 11."},
+        {"role": "user", "content": "How do you spell fox?"},
+    ]
+    reply = await client.responses.create(model="bundled", instructions="You are Chairlift.", input=turns)
+    chat = await client.chat.completions.create(
+        model="bundled", messages=[{"role": "system", "content": "You are Chairlift."}, *turns]
+    )
+    assert reply.output_text == chat.choices[0].message.content
+    assert reply.usage is not None
+    assert chat.usage is not None
+    assert reply.usage.input_tokens == chat.usage.prompt_tokens
+
+
+@pytest.mark.asyncio
+async def test_output_is_sent_back_as_input_as_it_came(client: AsyncOpenAI) -> None:
+    conversation: list[Any] = [{"role": "user", "content": "What is 5 + 6?"}]
+    first = await client.responses.create(model="bundled", input=conversation, include=LOGPROBS)
+    conversation += [*first.output, {"role": "user", "content": QUESTION}]
+    second = await client.responses.create(model="bundled", input=conversation)
+    assert (first.output_text, second.output_text) == ("5 + 6 = 11.", ANSWER)
+
+
+@pytest.mark.asyncio
+async def test_max_output_tokens_leaves_the_response_incomplete(client: AsyncOpenAI) -> None:
+    reply = await client.responses.create(model="bundled", input=QUESTION, max_output_tokens=4)
+    assert reply.output_text == ANSWER[:4]
+    assert (reply.status, reply.output[0].status) == ("incomplete", "incomplete")  # type: ignore[union-attr]
+    assert reply.incomplete_details is not None
+    assert reply.incomplete_details.reason == "max_output_tokens"
+    assert reply.completed_at is None
+    assert reply.usage is not None
+    assert reply.usage.output_tokens == 4
+
+
+# --- log-probabilities
+
+
+@pytest.mark.asyncio
+async def test_logprobs_are_those_that_a_chat_reports(server: Server) -> None:
+    reply = await post(server, RESPONSES, {"input": QUESTION, "include": LOGPROBS, "top_logprobs": 2})
+    chat = await post(
+        server, CHAT, {"messages": [{"role": "user", "content": QUESTION}], "logprobs": True, "top_logprobs": 2}
+    )
+    logprobs = reply["output"][0]["content"][0]["logprobs"]
+    assert "".join(each["token"] for each in logprobs) == ANSWER
+    assert {len(each["top_logprobs"]) for each in logprobs} == {2}
+    assert logprobs == chat["choices"][0]["logprobs"]["content"]
+
+
+@pytest.mark.asyncio
+async def test_include_alone_reports_the_tokens_and_no_others(client: AsyncOpenAI) -> None:
+    reply = await client.responses.create(model="bundled", input=QUESTION, include=LOGPROBS)
+    (message,) = reply.output
+    assert message.type == "message"
+    text: Any = message.content[0]
+    assert [each.token for each in text.logprobs] == list(ANSWER)
+    assert all(each.top_logprobs == [] for each in text.logprobs)
+
+
+# --- structure
+
+
+@pytest.mark.asyncio
+async def test_parse_makes_a_pydantic_object_of_the_answer(client: AsyncOpenAI) -> None:
+    reply = await client.responses.parse(model="bundled", input="Where to?", text_format=Trip, temperature=2.0)
+    assert isinstance(reply.output_parsed, Trip)
+    assert Trip.model_validate_json(reply.output_text) == reply.output_parsed
+    assert reply.text is not None
+    assert reply.text.format is not None
+    assert (reply.text.format.type, reply.text.format.name) == ("json_schema", "Trip")  # type: ignore[union-attr]
+
+
+@pytest.mark.asyncio
+async def test_what_was_parsed_can_be_sent_back(client: AsyncOpenAI) -> None:
+    first = await client.responses.parse(model="bundled", input="Where to?", text_format=Trip)
+    history: Any = [{"role": "user", "content": "Where to?"}, *first.output, {"role": "user", "content": "And then?"}]
+    second = await client.responses.parse(model="bundled", input=history, text_format=Trip)
+    assert isinstance(second.output_parsed, Trip)
+
+
+@pytest.mark.asyncio
+async def test_a_schema_that_cannot_be_compiled_is_a_400_about_text(client: AsyncOpenAI) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError, match="cannot be compiled") as caught:
+        await client.responses.create(model="bundled", input=QUESTION, text=text)
+    assert caught.value.param == "text"
+
+
+# --- tools
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+async def test_a_forced_call_fits_its_schema(tool_choice: Any) -> None:
+    async with hermes_client() as client:
+        reply = await client.responses.create(
+            model="bundled", input=QUESTION, tools=[TOOL], tool_choice=tool_choice, parallel_tool_calls=False
+        )
+    (call,) = reply.output
+    assert call.type == "function_call"
+    assert (call.name, call.status) == ("get_weather", "completed")
+    assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+    assert (call.call_id[:5], (call.id or "")[:3]) == ("call_", "fc_")
+    assert (reply.status, reply.output_text) == ("completed", "")
+    assert reply.tools == [openai.types.responses.FunctionTool(**TOOL)]
+    assert reply.tool_choice == (
+        openai.types.responses.ToolChoiceFunction(**NAMED) if tool_choice is NAMED else "required"
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_call_and_its_output_are_sent_back() -> None:
+    async with hermes_client() as client:
+        history: list[Any] = [{"role": "user", "content": "Weather?"}]
+        first = await client.responses.create(model="bundled", input=history, tools=[TOOL], tool_choice=NAMED)
+        (call,) = first.output
+        assert call.type == "function_call"
+        history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+        reply = await client.responses.create(model="bundled", input=history, tools=[TOOL], tool_choice="none")
+        chat = await client.chat.completions.create(
+            model="bundled",
+            messages=[
+                {"role": "user", "content": "Weather?"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": call.call_id,
+                            "type": "function",
+                            "function": {"name": "get_weather", "arguments": call.arguments},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"},
+            ],
+        )
+    assert reply.status == "completed"
+    assert reply.output_text == chat.choices[0].message.content
+    assert (reply.usage and reply.usage.input_tokens) == (chat.usage and chat.usage.prompt_tokens)
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_is_cut_short_is_incomplete() -> None:
+    async with hermes_client() as client:
+        reply = await client.responses.create(
+            model="bundled", input=QUESTION, tools=[TOOL], tool_choice="required", max_output_tokens=58
+        )
+    (call,) = reply.output
+    assert call.type == "function_call"
+    assert '{"city": "Oslo"}'.startswith(call.arguments) or '{"city": "Rome"}'.startswith(call.arguments)
+    assert (call.name, call.status, reply.status) == ("get_weather", "incomplete", "incomplete")
+
+
+# --- errors
+
+
+@pytest.mark.asyncio
+async def test_an_unknown_model_is_a_404(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.responses.create(model="gpt-9", input=QUESTION)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_errors_name_the_fields_of_this_endpoint(client: AsyncOpenAI, server: Server, is_streamed: bool) -> None:
+    create: Any = client.responses.create
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens: max_tokens 4000 does not fit") as caught:
+        await create(model="bundled", input=QUESTION, max_output_tokens=4000, stream=is_streamed)
+    assert caught.value.param == "max_output_tokens"
+    with pytest.raises(openai.BadRequestError, match=r"input: the prompt has .* too many") as caught:
+        await create(model="bundled", input="a" * 600, stream=is_streamed)
+    assert caught.value.param == "input"
+    assert server.num_free_slots == SLOTS

@@ -1,0 +1,269 @@
+"""What `/v1/responses` makes of a body: the messages that its items become, and what is refused, and by which name."""
+
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types.responses import response_create_params
+from pydantic import ValidationError
+
+from chairlift.api.errors import failure_of
+from chairlift.api.fields import Fate, fields_of
+from chairlift.api.wire.responses import ResponsesRequest
+from chairlift.errors import InvalidRequest
+from chairlift.params import SamplingParams, StructuredOutputs
+
+CALL_A = {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"x": 1}'}
+CALL_B = {"type": "function_call", "call_id": "b", "name": "g", "arguments": ""}
+OUTPUT_A = {"type": "function_call_output", "call_id": "a", "output": "one"}
+OUTPUT_B = {
+    "type": "function_call_output",
+    "call_id": "b",
+    "output": [{"type": "input_text", "text": "t"}, {"type": "input_text", "text": "wo"}],
+}
+MESSAGE_A = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+MESSAGE_B = {"id": "b", "type": "function", "function": {"name": "g", "arguments": {}}}
+TOOL = {"type": "function", "name": "f"}
+
+
+def parse(**fields: Any) -> ResponsesRequest:
+    return ResponsesRequest.model_validate({"input": "hi", **fields})
+
+
+def messages(*items: Any, **fields: Any) -> list[dict[str, Any]]:
+    return parse(input=list(items), **fields).template_messages()
+
+
+def complaint(**fields: Any) -> tuple[str | None, str]:
+    """The field that a client is told of, and the message."""
+    with pytest.raises((ValidationError, InvalidRequest)) as caught:
+        parse(**fields).template_messages()
+    failure = failure_of(caught.value)
+    assert failure.status == 400
+    return failure.detail.param, failure.detail.message
+
+
+# --- input
+
+
+def test_a_string_is_what_the_user_says_and_instructions_come_before_it() -> None:
+    assert parse().template_messages() == [{"role": "user", "content": "hi"}]
+    assert parse(instructions="Be brief.").template_messages() == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
+
+
+def test_messages_come_in_both_forms_and_with_all_roles() -> None:
+    assert messages(
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": x} for x in "cd"]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [
+                {"type": "output_text", "text": "e", "annotations": [], "logprobs": []},
+                {"type": "refusal", "refusal": "f"},
+            ],
+        },
+        {"role": "user", "content": ""},
+    ) == [
+        {"role": "system", "content": "a"},
+        {"role": "system", "content": "b"},
+        {"role": "user", "content": "cd"},
+        {"role": "assistant", "content": "ef"},
+        {"role": "user", "content": ""},
+    ]
+
+
+def test_calls_in_a_row_are_one_message() -> None:
+    assert messages({"role": "user", "content": "u"}, CALL_A, CALL_B, OUTPUT_A, OUTPUT_B) == [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "", "tool_calls": [MESSAGE_A, MESSAGE_B]},
+        {"role": "tool", "content": "one", "tool_call_id": "a"},
+        {"role": "tool", "content": "two", "tool_call_id": "b"},
+    ]
+
+
+def test_calls_join_the_text_before_them_and_an_output_parts_them() -> None:
+    assert messages({"role": "assistant", "content": "t"}, CALL_A, OUTPUT_A, CALL_B, OUTPUT_B) == [
+        {"role": "assistant", "content": "t", "tool_calls": [MESSAGE_A]},
+        {"role": "tool", "content": "one", "tool_call_id": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [MESSAGE_B]},
+        {"role": "tool", "content": "two", "tool_call_id": "b"},
+    ]
+
+
+def test_an_output_must_answer_an_earlier_call() -> None:
+    expected = ("input", "input: no function_call with call_id 'a' precedes its output")
+    assert complaint(input=[OUTPUT_A]) == expected
+    assert complaint(input=[OUTPUT_A, CALL_A]) == expected
+    assert complaint(input=[CALL_B, OUTPUT_A]) == expected
+
+
+@pytest.mark.parametrize(
+    ("bad_input", "message"),
+    [
+        (3, "input must be a string or a list of items"),
+        ([3], "input.0: Input should be a valid dictionary or instance of InputMessage"),
+        ([{"type": "reasoning", "id": "r", "summary": []}], "input: type 'reasoning' is not supported; known here: "),
+        ([{"type": "item_reference", "id": "msg_1"}], "input: type 'item_reference' is not supported"),
+        ([{"type": "web_search_call", "id": "w"}], "input: type 'web_search_call' is not supported"),
+        ([{"id": "msg_1"}], "input: type None is not supported"),
+        ([{"role": "user"}], "input.0.content: Field required"),
+        ([{"role": "tool", "content": "a"}], "input.0.role: Input should be 'user'"),
+        ([{"role": "user", "content": "a", "foo": 1}], "input.0.foo: Extra inputs are not permitted"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input: type 'input_image' is not supported"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input.0.content.0.text: Field required"),
+        ([{"role": "user", "content": ["a"]}], "input.0.content.0: Input should be a valid dictionary"),
+        ([{**CALL_A, "namespace": "n"}], "namespace is not supported"),
+        ([{**CALL_A, "async": True}], "async: only false is supported"),
+        ([{**CALL_A, "arguments": 1}], "input.0.arguments: Input should be a valid string"),
+        ([CALL_A, {**OUTPUT_A, "output": [{"type": "input_file"}]}], "input: type 'input_file' is not supported"),
+    ],
+)
+def test_an_item_that_is_not_understood_is_named(bad_input: Any, message: str) -> None:
+    param, said = complaint(input=bad_input)
+    assert said.startswith(message)
+    assert param in ("input", "namespace", "async")
+
+
+# --- how to answer
+
+
+def test_sampling_settings_go_over_the_models_defaults() -> None:
+    defaults = SamplingParams(temperature=0.3, top_k=5, max_tokens=None)
+    assert parse().params(defaults) == defaults
+    given = parse(temperature=1, top_p=0.5, max_output_tokens=7, include=["message.output_text.logprobs"])
+    params = given.params(defaults)
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens, params.logprobs) == (1.0, 0.5, 5, 7, 0)
+
+
+@pytest.mark.parametrize(
+    ("text_format", "structure"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputs(json_object=True)),
+        (
+            {"type": "json_schema", "name": "n", "schema": {"type": "null"}, "strict": True, "description": "d"},
+            StructuredOutputs(json={"type": "null"}),
+        ),
+    ],
+)
+def test_text_format_is_the_wanted_structure(text_format: Any, structure: StructuredOutputs | None) -> None:
+    wanted = parse(text={"format": text_format}).wanted_structure()
+    assert (wanted and wanted.outputs) == structure
+    assert (wanted and wanted.field) == (structure and "text")
+
+
+def test_tools_are_shown_to_the_template_in_a_chats_shape() -> None:
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+    body = parse(tools=[{"type": "function", **function, "defer_loading": False}])
+    assert body.chat_options().tools == [{"type": "function", "function": function}]
+    assert body.chat_options(shows_tools=False).tools == []
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "names", "is_forced"),
+    [
+        (None, ["f", "g"], False),
+        ("auto", ["f", "g"], False),
+        ("none", [], False),
+        ("required", ["f", "g"], True),
+        ({"type": "function", "name": "g"}, ["g"], True),
+    ],
+)
+def test_tool_choice_says_what_may_and_must_be_called(tool_choice: Any, names: list[str], is_forced: bool) -> None:
+    body = parse(tools=[TOOL, {"type": "function", "name": "g"}], tool_choice=tool_choice)
+    assert [function.name for function in body.functions_to_call()] == names
+    assert body.is_call_forced is is_forced
+
+
+# --- fields
+
+
+def test_every_field_that_the_client_can_send_is_known() -> None:
+    """Of the installed client, so that a field that a newer one sends shows up as a failure."""
+    sent = {
+        *get_type_hints(response_create_params.ResponseCreateParamsStreaming),
+        *get_type_hints(response_create_params.ResponseCreateParamsNonStreaming),
+    }
+    assert sent == {row.name for row in fields_of(ResponsesRequest)}
+
+
+def test_a_field_changes_its_fate_only_where_somebody_decides_it() -> None:
+    rows = fields_of(ResponsesRequest)
+    assert {row.name for row in rows if row.fate is Fate.IGNORED} == {
+        *("user", "metadata", "safety_identifier", "store", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    }
+    assert {row.name for row in rows if row.fate is Fate.REFUSED} == {
+        *("previous_response_id", "conversation", "prompt", "reasoning", "max_tool_calls"),
+        *("moderation", "context_management", "access_programs", "image"),
+    }
+
+
+@pytest.mark.parametrize("row", [row for row in fields_of(ResponsesRequest) if row.fate is Fate.REFUSED])
+@pytest.mark.parametrize("value", [0, "", "resp_1", [], {}, {"effort": "low"}, False])
+def test_a_refused_field_names_itself_whatever_its_value(row: Any, value: object) -> None:
+    param, message = complaint(**{row.name: value})
+    assert param == row.name
+    assert message.startswith(f"{row.name} is not supported: ")
+
+
+def test_null_counts_as_left_out() -> None:
+    rows = fields_of(ResponsesRequest)
+    assert parse(**{row.name: None for row in rows if not row.is_required}) == parse()
+
+
+def test_defaults_may_be_written_out() -> None:
+    parse(background=False, truncation="disabled", text={"verbosity": "medium"}, top_logprobs=0, store=True)
+    parse(prompt_cache_options={"mode": "implicit", "ttl": "30m", "prewarm": False}, tool_choice="none")
+
+
+BAD_FIELDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "unknown field": ({"foo": 1}, "foo", "unknown or unsupported field: foo"),
+    "a chat's name": ({"max_tokens": 1}, "max_tokens", "unknown or unsupported field"),
+    "background": ({"background": True}, "background", "background: only false is supported: "),
+    "truncation": ({"truncation": "auto"}, "truncation", 'truncation: only "disabled" is supported: '),
+    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", 'text.verbosity: only "medium" is supported'),
+    "prewarm": ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm", "every request is"),
+    "include": ({"include": ["reasoning.encrypted_content"]}, "include", "'reasoning.encrypted_content' is not supp"),
+    "top_logprobs alone": ({"top_logprobs": 1}, "top_logprobs", "only allowed with include"),
+    "too many": ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "equal to 20"),
+    "no tokens": ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
+    "stream_options": ({"stream_options": {}}, "stream_options", "only allowed with stream: true"),
+    "unknown option": ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage", ""),
+    "other tool": ({"tools": [{"type": "web_search"}]}, "tools", "type 'web_search' is not supported"),
+    "custom tool": ({"tools": [TOOL, {"type": "custom", "name": "c"}]}, "tools", "type 'custom' is not supported"),
+    "chat's tool": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tools.0.name"),
+    "callers": ({"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]}, "allowed_callers", 'only ["direct"] is'),
+    "deferred": ({"tools": [{**TOOL, "defer_loading": True}]}, "defer_loading", "only false is supported"),
+    "output_schema": ({"tools": [{**TOOL, "output_schema": {}}]}, "output_schema", "is not supported"),
+    "choice without tools": ({"tool_choice": "required"}, "tool_choice", "only allowed with tools"),
+    "choice of none": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "z"}},
+        "tool_choice",
+        "there is no tool 'z'",
+    ),
+    "other choice": ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice", "type 'mcp' is not supported"),
+    "nameless schema": ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text", "name and schema go"),
+    "schema of text": ({"text": {"format": {"type": "text", "schema": {}}}}, "text", "name and schema go"),
+    "chat's format": ({"text": {"format": {"type": "json_schema", "json_schema": {}}}}, "text.format.json_schema", ""),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FIELDS)
+def test_what_cannot_be_served_is_refused_by_name(case: str) -> None:
+    fields, param, words = BAD_FIELDS[case]
+    said_param, message = complaint(**fields)
+    assert said_param == param
+    assert words in message
+
+
+def test_no_input_is_a_400() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ResponsesRequest.model_validate({"model": "bundled"})
+    assert failure_of(caught.value).detail.param == "input"

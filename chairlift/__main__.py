@@ -6,6 +6,7 @@ environment (`CHAIRLIFT_SERVE__PORT=9000`).
 
 import asyncio
 import logging
+import os
 import sys
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict, get_subcommand
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.server import check, serve
+from chairlift.api.server import EXIT_ENGINE_DIED, check, serve
 from chairlift.bench import BenchConfig, run_bench
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
@@ -89,7 +90,11 @@ def _serve(command: ServeCommand) -> int:
     check(config)
 
     async def run() -> int:
-        return await serve(AsyncLLM(**_fields_of(command, EngineConfig)), config)
+        code = await serve(AsyncLLM(**_fields_of(command, EngineConfig)), config)
+        if code == EXIT_ENGINE_DIED:  # perhaps with threads that hang, which a proper end would wait for
+            logging.shutdown()
+            os._exit(code)
+        return code
 
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
         return runner.run(run())

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Annotated, Any, Self
 
 import pydantic.dataclasses
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 
 from chairlift.errors import InvalidRequest
 
@@ -47,7 +47,7 @@ class StructuredOutputs:
     json: GrammarText | dict[str, Any] | None = Field(
         default=None, description="JSON Schema that the text is an instance of"
     )
-    json_object: bool | None = Field(default=None, description="true: any JSON object")
+    json_object: StrictBool | None = Field(default=None, description="true: any JSON object")
     regex: GrammarText | None = Field(default=None, description="regular expression that the whole text matches")
     choice: list[GrammarText] | None = Field(
         default=None, min_length=1, max_length=10_000, description="the texts to choose from"

@@ -42,7 +42,7 @@ from chairlift.api.wire.service import (
 from chairlift.api.wire.structure import WantedStructure
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.inputs import Generation, Prompt
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, ModelNotFound
+from chairlift.errors import EngineClosed, InvalidRequest, ModelNotFound
 from chairlift.params import SamplingParams
 
 _LARGE_BODY_BYTES = 2**16
@@ -58,7 +58,6 @@ class ApiOptions:
     tool_call_parser: ToolFamily | None = None  # None: what the chat template teaches
     max_body_bytes: int = 10 * 2**20
     keep_alive_interval: float = 10.0
-    write_timeout: float = 60.0
 
 
 class Api:
@@ -212,7 +211,7 @@ class Api:
     async def _answer(self, request: web.Request, body: SamplingRequest | Conversation, job: Job) -> web.StreamResponse:
         if not body.stream:
             return await answer_whole(self._llm, job)
-        stream = EventStream(request, self._options.keep_alive_interval, self._options.write_timeout)
+        stream = EventStream(request, self._options.keep_alive_interval)
         return await answer_stream(self._llm, job, stream)
 
     def _check_model(self, name: str | None) -> None:
@@ -228,7 +227,7 @@ class Api:
         if request.method != "POST":
             return await handler(request)
         if self._llm.death is not None:
-            raise EngineDead(f"the engine died: {self._llm.death}")
+            raise EngineClosed(f"the engine died: {self._llm.death}")
         if self.is_draining:
             raise EngineClosed("the server is going down; try another one, or later")
         self.num_active += 1

@@ -52,6 +52,8 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if isinstance(transport, asyncio.WriteTransport):
+            transport.set_write_buffer_limits(high=0)  # so that `pause_writing` tells of whatever stays unread
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:

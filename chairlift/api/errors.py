@@ -88,11 +88,13 @@ def _invalid(message: str, param: str | None) -> Failure:
 
 
 def _describe(error: ValidationError) -> Failure:
-    """The first complaint, with the field's name in it."""
-    first = error.errors(include_url=False)[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, InvalidRequest):
-        return _invalid(str(cause), cause.param)
+    """One complaint, with the field's name in it: our own if there is one, else the first."""
+    complaints = error.errors(include_url=False)
+    for complaint in complaints:
+        cause = complaint.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidRequest):
+            return _invalid(str(cause), cause.param)
+    first = complaints[0]
     path = ".".join(str(part) for part in first["loc"])
     param = str(first["loc"][0]) if path else None
     if first["type"] == "extra_forbidden":

@@ -64,7 +64,6 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
         tool_call_parser=config.tool_call_parser,
         max_body_bytes=config.max_body_bytes,
         keep_alive_interval=config.keep_alive_interval,
-        write_timeout=config.write_timeout,
     )
     api = Api(llm, config.served_model_name or llm.config.model, options)
     runner = make_runner(api, config)

@@ -118,10 +118,10 @@ class ContinuousBatchingKVCacheManager:
         """The slot is free again. ValueError if it is not claimed, or in flight."""
         self.ledger.release(seq_id)
 
-    def scrub(self, seq_id: int) -> None:
-        """Overwrites what the slot holds with zeros: attention multiplies even what it does not look at."""
+    def scrub(self, seq_id: int, start: int = 0) -> None:
+        """Overwrites a slot from a token on with zeros: attention multiplies even what it does not look at."""
         for blocks in self.blocks:
-            blocks[seq_id].zero_()
+            blocks[seq_id, :, :, start:].zero_()
 
     def fetch(
         self, seq_ids: Sequence[int], new_tokens: Sequence[int] | None = None, num_steps: int = 1

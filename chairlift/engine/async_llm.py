@@ -15,7 +15,7 @@ from chairlift.engine.inputs import DEFAULT_CHAT, Generation, InputProcessor, Pr
 from chairlift.engine.outputs import GenerationState, OutputProcessor
 from chairlift.engine.thread import Abort, Add, EngineThread, Stop, Update
 from chairlift.engine.tokenizer import ChatOptions, Message
-from chairlift.errors import EngineClosed, EngineDead, EngineHung
+from chairlift.errors import EngineClosed, EngineDead, EngineHung, RequestFailed
 from chairlift.params import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class AsyncLLM:
     @property
     def is_healthy(self) -> bool:
         """True while new requests are served."""
-        is_answering = self._thread is None or self._thread.seconds_since_beat <= self.config.step_timeout
-        return self.death is None and not self._is_closed and is_answering
+        is_alive = self._thread is None or self._thread.is_alive
+        return self.death is None and not self._is_closed and is_alive
 
     @property
     def num_unfinished(self) -> int:
@@ -219,11 +219,18 @@ class AsyncLLM:
     async def _watch_over(self, thread: EngineThread) -> None:
         """A step that does not come back, or a thread that is gone, is the engine's death: nobody may wait for it."""
         limit = self.config.step_timeout
+        interval = min(1.0, limit / 4)
+        seen, num_looks = None, 0
         while self.death is None:
-            await asyncio.sleep(min(1.0, limit / 4))
-            if thread.seconds_since_beat > limit:
+            # Looks are counted rather than time taken: a process that was stopped, or a loop that was blocked, is not
+            # the engine's fault.
+            await asyncio.sleep(interval)
+            progress = thread.progress
+            num_looks = num_looks + 1 if progress is not None and progress == seen else 0
+            seen = progress
+            if num_looks * interval >= limit:
                 self._die(EngineHung(f"a step did not come back within {limit:g} s"))
-            elif not thread.is_alive and self.death is None:
+            elif not thread.is_alive and not self._is_closed:
                 self._die(EngineHung("the engine's thread is gone"))
 
     def _take(self, update: Update) -> None:
@@ -240,7 +247,8 @@ class AsyncLLM:
             address = self._address_of(state)
             address.mailbox.notify(address.index)
         for failure in delivery.failed:
-            self._address_of(failure.state).mailbox.fail(failure.error)
+            reason = f"its text could not be made: {type(failure.error).__name__}: {failure.error}"
+            self._address_of(failure.state).mailbox.fail(RequestFailed(reason))
         if delivery.to_abort and self._thread is not None:
             self._thread.send(Abort(delivery.to_abort))
         for rejection in update.rejections:

@@ -17,7 +17,7 @@ from chairlift.errors import ConfigurationError
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.attention import load_backend
 from chairlift.models.loader import TORCH_DTYPES
-from chairlift.scheduler import Request, Scheduler, TokenEvent
+from chairlift.scheduler import Request, Scheduler, StepPlan, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +93,18 @@ class EngineCore:
             events = self._scheduler.update(plan, result.rows, result.reservation)
         except BaseException:  # also an interrupt
             self._scheduler.abandon(plan)
+            self._scrub_uncommitted(plan)
             raise
         for row, slot, row_result in zip(plan.rows, result.reservation.seq_ids, result.rows, strict=True):
             if row_result.error is not None and row.request.finish_reason is not None:
                 self.cache.scrub(slot)  # what is not a number in it would spoil its next owner
         return events
+
+    def _scrub_uncommitted(self, plan: StepPlan) -> None:
+        """Of a step that did not come to its end nobody knows whether what it wrote are numbers."""
+        for row in plan.rows:
+            if row.request.slot is not None:
+                self.cache.scrub(row.request.slot, row.request.num_computed)
 
     def check(self) -> None:
         """Asserts that requests, slots and lengths agree."""

@@ -74,7 +74,7 @@ class InputProcessor:
         if params.n > self._capacity:
             raise InvalidRequest(f"n is {params.n}, and at most {self._capacity} requests can run and wait here", "n")
         if params.logprobs is not None or params.prompt_logprobs is not None:
-            self.vocabulary.load()  # here, off the event loop, rather than when the tokens' bytes are asked for
+            self.vocabulary.is_readable()  # loads it here, off the event loop
         serial = next(self._serials)  # the engine's ids are its own: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         grammar_of = params.structured_outputs

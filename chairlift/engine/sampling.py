@@ -76,7 +76,7 @@ class Sampler:
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._device = device
         self._penalties = PenaltyState(vocab_size, num_slots, device)
-        self._grammars = GrammarMasks(vocab_size)
+        self._grammars = GrammarMasks()
 
     def prepare(self, requests: Sequence[Request], num_steps: int) -> SamplingBatch:
         """Gathers the parameters of the rows that will be sampled, once per launch."""

@@ -7,18 +7,15 @@ not block (`loop.call_soon_threadsafe`).
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from chairlift.engine.core import EngineCore
 from chairlift.errors import QueueFull
 from chairlift.scheduler import Request, TokenEvent
 
 logger = logging.getLogger(__name__)
-
-_BEAT_S = 1.0  # how often an idle thread shows that it lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +67,19 @@ class EngineThread:
         self._deliver = deliver
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
-        self._last_beat = time.monotonic()
+        self._num_turns = 0
+        self._is_waiting = True
 
     @property
-    def seconds_since_beat(self) -> float:
-        """How long the present step takes already; at most about a second while there is nothing to do."""
-        return time.monotonic() - self._last_beat
+    def progress(self) -> int | None:
+        """Grows with every step; None while there is nothing to do."""
+        return None if self._is_waiting else self._num_turns
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Starts the thread. `seconds_since_beat` counts from here."""
-        self._last_beat = time.monotonic()
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -106,7 +102,7 @@ class EngineThread:
     def _turn(self) -> bool:
         """Obeys what has come in, then takes one step. False after `Stop`."""
         update = Update()
-        self._last_beat = time.monotonic()
+        self._num_turns += 1
         for command in self._commands():
             if isinstance(command, Stop):
                 return False
@@ -121,10 +117,9 @@ class EngineThread:
         """All that has come in; waits for something if there is nothing else to do."""
         commands = []
         if not self._core.has_work:
-            try:
-                commands.append(self._inbox.get(timeout=_BEAT_S))
-            except Empty:
-                return []
+            self._is_waiting = True
+            commands.append(self._inbox.get())
+            self._is_waiting = False
         while not self._inbox.empty():
             commands.append(self._inbox.get())
         return commands

@@ -18,7 +18,7 @@ class Grammar(Protocol):
     """What a sequence must look like, and how far it has come. One per sequence."""
 
     def advance(self, token_id: int) -> bool:
-        """Takes the next token. True if the text is complete and nothing can follow; ValueError if it does not fit."""
+        """Takes the next token. True if the text is complete and nothing can follow. Raises if it does not fit."""
         ...
 
 
@@ -106,6 +106,6 @@ class Request:
     def _completes_grammar(self, grammar: Grammar, token: int) -> bool:
         try:
             return grammar.advance(token)
-        except ValueError as error:
-            self.fail(str(error))
+        except Exception as error:  # whatever is wrong with a grammar is wrong with its request alone
+            self.fail(f"the grammar failed: {error}")
             return True

@@ -13,7 +13,18 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 
 BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
     "unknown field": ({"messages": HELLO, "foo": 1}, "foo", "unknown or unsupported field: foo"),
-    "unsupported field": ({"messages": HELLO, "logprobs": True}, "logprobs", "unknown or unsupported field: logprobs"),
+    "unsupported field": (
+        {"messages": HELLO, "functions": [{"name": "f"}]},
+        "functions",
+        "functions is not supported: deprecated; use tools",
+    ),
+    "top_logprobs without logprobs": ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "with logprobs: true"),
+    "top_logprobs beside logprobs false": (
+        {"messages": HELLO, "logprobs": False, "top_logprobs": 2},
+        "top_logprobs",
+        "with logprobs: true",
+    ),
+    "a number for logprobs": ({"messages": HELLO, "logprobs": 3}, "logprobs", "valid boolean"),
     "no messages": ({}, "messages", "Field required"),
     "empty messages": ({"messages": []}, "messages", "messages is empty"),
     "wrong type": ({"messages": HELLO, "max_tokens": "many"}, "max_tokens", "valid integer"),
@@ -21,7 +32,13 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
     "boolean where an integer belongs": ({"messages": HELLO, "n": True}, "n", "valid integer"),
     "negative temperature": ({"messages": HELLO, "temperature": -0.1}, "temperature", "greater than or equal to 0"),
     "top_p of zero": ({"messages": HELLO, "top_p": 0}, "top_p", "greater than 0"),
-    "max_tokens of zero": ({"messages": HELLO, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    "max_tokens of zero": ({"messages": HELLO, "max_tokens": 0}, "max_tokens", "must be at least 1"),
+    "max_completion_tokens of zero": (
+        {"messages": HELLO, "max_completion_tokens": 0},
+        "max_completion_tokens",
+        "greater than or equal to 1",
+    ),
+    "negative max_tokens": ({"messages": HELLO, "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     "max_tokens that cannot fit": ({"messages": HELLO, "max_tokens": 10_000}, "max_tokens", "does not fit"),
     "two different limits": (
         {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2},
@@ -34,7 +51,15 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
         "stream_options.x",
         "unknown",
     ),
-    "message without content": ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: Field required"),
+    "message without content": ({"messages": [{"role": "user"}]}, "messages", "role user needs content"),
+    "message without a role": ({"messages": [{"content": "a"}]}, "messages", "messages.0.role: Field required"),
+    "unknown role": ({"messages": [{"role": "robot", "content": "a"}]}, "messages", "messages.0.role"),
+    "answer of a tool to no call": ({"messages": [{"role": "tool", "content": "4"}]}, "messages", "tool_call_id"),
+    "picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages",
+        "messages.0.content",
+    ),
     "empty stop": ({"messages": HELLO, "stop": [""]}, "stop", "at least 1 character"),
     "bias out of range": ({"messages": HELLO, "logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
     "bias for no token": ({"messages": HELLO, "logit_bias": {"99999": 1}}, "logit_bias", "not in the model's vocab"),
@@ -57,7 +82,13 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "more prompts than can ever fit": ({"prompt": ["a"] * 7}, "prompt", "more than the 6 requests"),
     "mixed list": ({"prompt": ["a", 1]}, "prompt", "must be a string"),
     "too long by 9": ({"prompt": [65] * (MAX_SEQ_LEN + 8)}, "prompt", "9 too many"),
-    "unknown field": ({"prompt": "a", "best_of": 2}, "best_of", "unknown or unsupported field"),
+    "unknown field": ({"prompt": "a", "messages": HELLO}, "messages", "unknown or unsupported field: messages"),
+    "best_of": ({"prompt": "a", "best_of": 2}, "best_of", "best_of is not supported"),
+    "best_of below n": ({"prompt": "a", "n": 2, "best_of": 1}, "best_of", "give it the value of n"),
+    "suffix": ({"prompt": "a", "suffix": "z"}, "suffix", "suffix is not supported"),
+    "a boolean for logprobs": ({"prompt": "a", "logprobs": True}, "logprobs", "valid integer"),
+    "too many logprobs": ({"prompt": "a", "logprobs": 21}, "logprobs", "less than or equal to 20"),
+    "negative logprobs": ({"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
 }
 
 
@@ -96,7 +127,7 @@ async def test_every_bad_completion_is_refused_by_name(server: Server, http: aio
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b'{"prompt": "a"', b"[]", b"null"])
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b'{"prompt": "a"', b"[]", b"null", rb'{"prompt": "\ud83d"}'])
 async def test_a_body_that_is_not_an_object_is_a_400(server: Server, http: aiohttp.ClientSession, raw: bytes) -> None:
     async with http.post(f"{server.url}/v1/completions", data=raw) as response:
         assert response.status == 400

@@ -1,88 +1,221 @@
-"""A client that goes away is an abort: its slot comes back within a step, and the others go on."""
+"""A client that goes away is an abort, in whatever phase: its slots come back within a launch, the others go on."""
 
 import asyncio
-import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.api.conftest import SLOTS, Server
+from tests.api.fault_support import (
+    Gate,
+    Launches,
+    RawClient,
+    forward_of,
+    held,
+    post,
+    recorded,
+    serving,
+    until_idle,
+)
+from tests.engine.async_support import wait_until
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True}
 
+STAYING_TOKENS, LEAVING_TOKENS = 90, 150
+STAYING = {"prompt": "Once upon a time", "max_tokens": STAYING_TOKENS, "temperature": 0, "ignore_eos": True}
+LEAVING = {"prompt": "Tim went to the park. " * 8, "max_tokens": LEAVING_TOKENS, "temperature": 0, "ignore_eos": True}
+PROMPT_BUDGET = 32  # the leaving one's prompt takes several steps
 
-async def until_idle(server: Server, seconds: float = 10.0) -> None:
-    """Waits until nothing runs; fails after that many seconds."""
-    deadline = time.monotonic() + seconds
-    while server.num_free_slots != SLOTS or server.llm.num_unfinished:
-        assert time.monotonic() < deadline, f"{SLOTS - server.num_free_slots} slots are still taken"
-        await asyncio.sleep(0.005)
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "streaming": {"stream": True},
+    "choices": {"stream": True, "n": 3},
+    "prompts": {"prompt": [LEAVING["prompt"], "Tim. " * 20, "Tim"]},
+}
 
 
-async def until_running(server: Server, num_requests: int = 1) -> None:
-    deadline = time.monotonic() + 10
-    while server.llm.num_unfinished < num_requests:
-        assert time.monotonic() < deadline, "the request did not arrive"
-        await asyncio.sleep(0.001)
+def has_leaving_row(launches: Launches, is_right: Callable[[int, int], bool]) -> bool:
+    """Whether the newest launch has a row of the leaving request of which (computed before, new) that is true."""
+    latest = launches.latest
+    leaving = [request for request in latest.requests if request.max_tokens == LEAVING_TOKENS]
+    return any(is_right(request.num_computed, latest.rows[request.request_id]) for request in leaving)
+
+
+async def in_first_chunk(gate: Gate, launches: Launches) -> None:
+    await advance(gate, lambda: has_leaving_row(launches, lambda computed, _: computed == 0))
+
+
+async def in_later_chunk(gate: Gate, launches: Launches) -> None:
+    await advance(gate, lambda: has_leaving_row(launches, lambda computed, new: computed > 0 and new > 1))
+
+
+async def in_decoding(gate: Gate, launches: Launches) -> None:
+    await advance(gate, lambda: has_leaving_row(launches, lambda computed, new: computed > 0 and new == 1))
+
+
+async def within_a_launch_of_several_steps(gate: Gate, launches: Launches) -> None:
+    await advance(gate, lambda: launches.latest.num_steps == 4 and has_leaving_row(launches, lambda *_: True))
+    for _ in range(2):  # the third of the four is held now
+        gate.allow()
+        await gate.entered()
+
+
+PHASES = [in_first_chunk, in_later_chunk, in_decoding, within_a_launch_of_several_steps]
+
+
+async def advance(gate: Gate, is_there: Callable[[], bool]) -> None:
+    """Forward pass by forward pass; returns while one is held."""
+    while not is_there():
+        gate.allow()
+        await gate.entered()
+
+
+async def ask(server: Server, body: dict[str, Any]) -> str:
+    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        return str((await response.json())["choices"][0]["text"])
+
+
+def assert_nothing_more_was_computed(launches: Launches, num_before: int) -> None:
+    """After the launch that was running when the client left, only the staying one's rows are computed."""
+    later = launches.all[num_before:]
+    assert {request.max_tokens for launch in later for request in launch.requests} == {STAYING_TOKENS}
+    assert {(launch.num_free_slots, len(launch.rows)) for launch in later} == {(SLOTS - 1, 1)}
 
 
 @pytest.mark.asyncio
-async def test_leaving_in_the_middle_of_a_stream_frees_the_slot(server: Server) -> None:
-    async with aiohttp.ClientSession() as http:
-        response = await http.post(f"{server.url}/v1/completions", json={**LONG, "stream": True})
-        await response.content.readline()
-        assert server.num_free_slots == SLOTS - 1
-        response.close()
-    await until_idle(server)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("until_phase", PHASES)
+async def test_leaving_frees_every_slot_within_the_launch_and_nothing_more_is_computed(
+    until_phase: Callable[[Gate, Launches], Awaitable[None]], kind: str
+) -> None:
+    async with serving(max_num_batched_tokens=PROMPT_BUDGET, max_steps_per_launch=4) as server:
+        alone = await ask(server, STAYING)
+        with recorded(server.llm) as launches, held(forward_of(server.llm), "hidden") as gate:
+            staying = asyncio.create_task(ask(server, STAYING))
+            await gate.entered()
+            leaving = await post(server, {**LEAVING, **KINDS[kind]})
+            await wait_until(lambda: server.api.num_active == 2 and server.llm.num_unfinished > 1, "both are there")
+            await until_phase(gate, launches)
+            await leave_now(server, leaving)
+            num_before = len(launches.all)
+            gate.open()
+            assert await staying == alone
+            await until_idle(server)
+        assert_nothing_more_was_computed(launches, num_before)
+
+
+async def leave_now(server: Server, leaving: RawClient) -> None:
+    """Returns once the server has let go of that request: before the step that is held back comes to its end."""
+    leaving.reset()
+    await wait_until(lambda: server.api.num_active == 1 and server.llm.num_unfinished == 1, "one has left")
+
+
+@pytest.mark.asyncio
+async def test_leaving_between_two_steps_frees_the_slot_before_the_next() -> None:
+    async with serving() as server:
+        with recorded(server.llm) as launches, held(server.llm._core, "step") as gate:
+            staying = asyncio.create_task(ask(server, STAYING))
+            await gate.entered()
+            leaving = await post(server, {**LEAVING, "prompt": "Tim", "stream": True})
+            await wait_until(lambda: server.llm.num_unfinished == 2, "both are there")
+            for _ in range(5):
+                gate.allow()
+                await gate.entered()
+            await leave_now(server, leaving)
+            gate.allow()  # the step that was about to be taken when the client left
+            await gate.entered()
+            num_before = len(launches.all)
+            assert server.num_free_slots == SLOTS - 1
+            gate.open()
+            await staying
+            await until_idle(server)
+        assert_nothing_more_was_computed(launches, num_before)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", KINDS)
+async def test_leaving_while_queued_is_never_computed(kind: str) -> None:
+    async with serving(max_batch_size=1) as server:
+        with recorded(server.llm) as launches, held(forward_of(server.llm), "hidden") as gate:
+            staying = asyncio.create_task(ask(server, STAYING))
+            await gate.entered()
+            leaving = await post(server, {**LEAVING, **KINDS[kind]})
+            await wait_until(lambda: server.llm.num_unfinished > 1, "both are there")
+            gate.allow(3)
+            await wait_until(lambda: server.llm._core._scheduler.num_waiting > 0, "it is queued")
+            await leave_now(server, leaving)
+            gate.open()
+            await staying
+            await until_idle(server, num_slots=1)
+        assert {request.max_tokens for launch in launches.all for request in launch.requests} == {STAYING_TOKENS}
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_before_the_answer_frees_the_slot(server: Server, stream: bool) -> None:
-    async with aiohttp.ClientSession() as http:
-        asking = asyncio.create_task(http.post(f"{server.url}/v1/completions", json={**LONG, "stream": stream}))
-        await until_running(server)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-    await until_idle(server)
+async def test_leaving_while_the_mask_of_a_grammar_is_computed(stream: bool) -> None:
+    async with serving(max_steps_per_launch=4) as server:
+        alone = await ask(server, STAYING)
+        masks = server.llm._core._runner._sampler._grammars
+        with recorded(server.llm) as launches, held(masks, "_fill") as gate:
+            leaving = await post(
+                server, {**LEAVING, "prompt": "Tim", "guided_regex": "[a-z ]{100,200}", "stream": stream}
+            )
+            await gate.entered()
+            staying = asyncio.create_task(ask(server, STAYING))
+            for _ in range(3):
+                gate.allow()
+                await gate.entered()
+            await wait_until(lambda: server.api.num_active == 2 and server.llm.num_unfinished == 2, "both are there")
+            gate.allow()
+            await gate.entered()
+            await leave_now(server, leaving)
+            num_before = len(launches.all)
+            gate.open()
+            assert await staying == alone
+            await until_idle(server)
+        assert_nothing_more_was_computed(launches, num_before)
 
 
 @pytest.mark.asyncio
-async def test_leaving_while_queued_takes_the_request_out_of_the_queue(server: Server) -> None:
-    async with aiohttp.ClientSession() as http:
-        asking = [asyncio.create_task(http.post(f"{server.url}/v1/completions", json=LONG)) for _ in range(SLOTS + 2)]
-        await until_running(server, SLOTS + 2)
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-    await until_idle(server)
+async def test_leaving_while_the_prompt_is_tokenized_starts_nothing() -> None:
+    async with serving() as server:
+        with recorded(server.llm) as launches, held(server.llm.inputs, "prepare") as gate:
+            leaving = await post(server, LEAVING)
+            await gate.entered()
+            leaving.close()
+            await wait_until(lambda: server.api.num_active == 0, "it has left")
+        assert (await ask(server, {**STAYING, "max_tokens": 3})) != ""
+        assert {request.max_tokens for launch in launches.all for request in launch.requests} <= {3}
+        await until_idle(server)
 
 
 @pytest.mark.asyncio
-async def test_leaving_a_request_of_many_choices_and_prompts_frees_all_slots(server: Server) -> None:
-    body = {**LONG, "prompt": ["Once", "Twice"], "n": 2, "stream": True}
-    async with aiohttp.ClientSession() as http:
-        response = await http.post(f"{server.url}/v1/completions", json=body)
-        await response.content.readline()
-        response.close()
-    await until_idle(server)
+async def test_leaving_politely_is_leaving_too() -> None:
+    async with serving() as server:
+        leaving = await post(server, {**LONG, "stream": True})
+        assert (await leaving.head()).startswith("HTTP/1.1 200 OK\r\n")
+        await leaving.chunk()
+        leaving.close()
+        await until_idle(server)
 
 
 @pytest.mark.asyncio
-async def test_one_that_stays_is_answered_as_if_alone(server: Server) -> None:
-    async with aiohttp.ClientSession() as http:
-
-        async def ask() -> str:
-            body = {**LONG, "max_tokens": 120, "temperature": 0}
-            async with http.post(f"{server.url}/v1/completions", json=body) as response:
-                return str((await response.json())["choices"][0]["text"])
-
-        alone = await ask()
-        staying = asyncio.create_task(ask())
-        leaving = [asyncio.create_task(http.post(f"{server.url}/v1/completions", json=LONG)) for _ in range(3)]
-        await until_running(server, 4)
-        for task in leaving:
-            task.cancel()
+async def test_many_that_leave_at_any_time_leave_nothing_behind_and_one_that_stays_is_answered_as_if_alone(
+    server: Server,
+) -> None:
+    alone = await ask(server, STAYING)
+    for _ in range(3):
+        staying = asyncio.create_task(ask(server, STAYING))
+        await wait_until(lambda: server.llm.num_unfinished == 1, "it is there")
+        leaving = [await post(server, {**LONG, "n": 1 + index % 2, "stream": index % 3 == 0}) for index in range(6)]
+        for index, client in enumerate(leaving):
+            if index % 2:
+                await wait_until(
+                    lambda: server.num_free_slots < SLOTS - 1 or server.llm.num_unfinished == 1, "some run"
+                )
+            client.reset()
         assert await staying == alone
-    await until_idle(server)
+        await until_idle(server)

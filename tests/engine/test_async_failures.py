@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from chairlift import AsyncLLM
-from chairlift.errors import EngineClosed, EngineDead, QueueFull
+from chairlift.errors import EngineClosed, EngineDead, QueueFull, RequestFailed
 from tests.engine.async_support import (
     DEADLINE_S,
     LONG,
@@ -184,8 +184,29 @@ async def test_a_text_that_cannot_be_made_ends_its_generation_and_no_other(
         state = real_open(generation)
         monkeypatch.setattr(engine._outputs, "open", lambda _: state)
         monkeypatch.setattr(state, "take", fail.__get__(state))
-        with pytest.raises(RuntimeError, match="no luck"):
+        with pytest.raises(RequestFailed, match="RuntimeError: no luck"):
             await asyncio.wait_for(last(engine.run(generation)), DEADLINE_S)
         assert len((await staying).outputs[0].token_ids) == 200
         assert engine.is_healthy
         await wait_until_idle(engine)
+
+
+def engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("chairlift")}
+
+
+@pytest.mark.asyncio
+async def test_a_rejected_generation_leaves_no_trace(tiny: str) -> None:
+    async with make_async_llm(tiny, max_queue_size=0) as engine:
+        with hold_back(engine) as gate:
+            running = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(2)]
+            await gate.wait_until_in_step()
+            await wait_until(lambda: engine.num_unfinished == 2, "both have come in")
+            refused = asyncio.create_task(last(engine.generate("hi", GREEDY)))
+            await wait_until(lambda: engine.num_unfinished == 3, "it has come in")
+            gate.open()
+            with pytest.raises(QueueFull):
+                await refused
+            assert len(tokens_of([await task for task in running])) == 2
+        await wait_until_idle(engine)
+        assert engine._outputs._routes == {}

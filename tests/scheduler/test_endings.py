@@ -20,7 +20,7 @@ class Words:
 
 
 def make(name: str, prompt: list[int], max_tokens: int = 20, grammar: Words | None = None, **params: object) -> Request:
-    settings = SamplingParams(**params)  # type: ignore[arg-type]
+    settings = SamplingParams(**params)
     return Request(name, prompt, settings, max_tokens, 0, frozenset({EOS}), grammar)
 
 
@@ -74,7 +74,7 @@ def test_a_grammar_that_does_not_get_to_its_end_in_time_ends_with_length() -> No
 def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     world = World(make("a", [7], grammar=Words(5, 6)), make("b", [7]))
     broken, sound = world.step(RowResult([9]), RowResult([9]))
-    assert broken == TokenEvent("a", [9], FinishReason.ABORT, error="token 9 does not fit")
+    assert broken == TokenEvent("a", [9], FinishReason.ABORT, error="the grammar failed: token 9 does not fit")
     assert sound == TokenEvent("b", [9], None)
 
 

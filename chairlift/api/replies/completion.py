@@ -77,11 +77,11 @@ class CompletionReply:
             self._progress[number] = ChoiceProgress(self._inputs.vocabulary, self._body.logprobs or 0)
         news = self._progress[number].advance(choice)
         text = (echo.text if is_first else "") + (news.text if news else "")
-        if not text and news is None:
-            return None
         positions = [replace(each, offset=each.offset + len(echo.text)) for each in news.positions] if news else []
         if is_first:
             positions = echo.positions + positions
+        if not text and not positions and news is None:
+            return None
         return CompletionChoice(
             index=number,
             text=text,
@@ -107,10 +107,13 @@ def _dress(positions: list[ScoredPosition]) -> CompletionLogprobs:
         text_offset=[each.offset for each in positions],
         token_logprobs=[each.token.logprob for each in positions],
         tokens=[each.token.text for each in positions],
-        top_logprobs=[
-            None
-            if each.token.logprob is None
-            else {top.text: top.logprob for top in each.top if top.logprob is not None}
-            for each in positions
-        ],
+        top_logprobs=[_likeliest(each) for each in positions],
     )
+
+
+def _likeliest(position: ScoredPosition) -> dict[str, float] | None:
+    """The likeliest tokens, and the one that stands there if it is none of them."""
+    if position.token.logprob is None:
+        return None
+    tokens = position.top if position.token in position.top else [*position.top, position.token]
+    return {token.text: token.logprob for token in tokens if token.logprob is not None}

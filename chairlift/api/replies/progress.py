@@ -91,8 +91,10 @@ def scored_prompt(output: RequestOutput, text: str, num_top: int, vocabulary: Vo
         else:
             positions.append(_scored(logprobs, num_top, offset, vocabulary))
         spelling = positions[-1].token.spelling
-        if encoded.startswith(spelling, num_bytes):
-            num_bytes += len(spelling)
+        for shown in (spelling, spelling.lstrip(b" ")):  # some tokenizers put a space before the first word
+            if encoded.startswith(shown, num_bytes):
+                num_bytes += len(shown)
+                break
     return positions
 
 

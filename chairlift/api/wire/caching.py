@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import StrictBool
 
 from chairlift.api.wire.base import Body, Ignored, Refused
-from chairlift.api.wire.response_checks import only
+from chairlift.api.wire.checks import only
 
 FOR_CACHING = Ignored("a hint about caching")
 STATELESS = "nothing is stored here; send the whole conversation as input"

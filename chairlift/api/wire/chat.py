@@ -6,6 +6,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt, model_validator
 
 from chairlift.api.tools import FunctionSpec
 from chairlift.api.wire.base import Body, Ignored, LeftOutIfNone, Refused
+from chairlift.api.wire.checks import only_types
 from chairlift.api.wire.messages import Rendering
 from chairlift.api.wire.sampling import SamplingRequest, sampling_params
 from chairlift.api.wire.usage import Usage
@@ -34,7 +35,9 @@ class ChatCompletionRequest(Rendering, SamplingRequest):
     top_logprobs: StrictInt | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="and of this many likeliest ones, 0 to 20; only with logprobs"
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None, only_types("tool_choice", "function")
+    ] = Field(
         None, description="whether to call a tool, or which; required and named calls are enforced token by token"
     )
     parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one call")

@@ -7,6 +7,7 @@ from pydantic import Field, StrictBool, model_validator
 
 from chairlift.api.tools import FunctionSpec
 from chairlift.api.wire.base import Body, Ignored, Refused
+from chairlift.api.wire.checks import only_types
 from chairlift.engine.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 
@@ -33,6 +34,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str = Field(description="a JSON object as text")
+    parsed_arguments: Annotated[Any, _MODEL_WROTE_IT] = None
 
 
 class ToolCall(Body):
@@ -41,6 +43,7 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] | None = None
     function: CalledFunction
+    index: Annotated[Any, _MODEL_WROTE_IT] = None
 
     def as_template_input(self) -> dict[str, Any]:
         """With the arguments as an object, which is what templates print. InvalidRequest if they are none."""
@@ -61,12 +64,13 @@ class ChatMessage(Body):
     """One message. An assistant's may hold tool calls instead of content; a tool's says which call it answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart, only_types("messages", "text", "refusal")]] | None = None
     name: str | None = Field(None, description="who speaks, for templates that show it")
     tool_calls: list[ToolCall] | None = Field(None, description="of an assistant")
     tool_call_id: str | None = Field(None, description="of a tool: the call that this answers")
     refusal: Annotated[str | None, _MODEL_WROTE_IT] = None
     annotations: Annotated[list[Any] | None, _MODEL_WROTE_IT] = None
+    parsed: Annotated[Any, _MODEL_WROTE_IT] = None
     audio: Annotated[None, Refused("only text is understood here")] = None
     function_call: Annotated[None, Refused("deprecated; use tool_calls")] = None
 

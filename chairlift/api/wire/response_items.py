@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StrictBool, Tag
 
 from chairlift.api.wire.base import Body, Ignored, Refused
+from chairlift.api.wire.checks import only, only_types, type_of
 from chairlift.api.wire.messages import CalledFunction, ChatMessage, ToolCall
-from chairlift.api.wire.response_checks import only, only_types, type_of
 from chairlift.engine.tokenizer import Message
 from chairlift.errors import InvalidRequest
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, StrictBool, model_validator
 
 from chairlift.api.wire.base import Body, Ignored, Refused
+from chairlift.api.wire.checks import only
 from chairlift.api.wire.messages import Function, Tool
-from chairlift.api.wire.response_checks import only
 from chairlift.errors import InvalidRequest
 from chairlift.params import StructuredOutputs
 
@@ -37,7 +37,7 @@ class ChosenFunction(Body):
 class TextFormat(Body):
     """What the answer must look like."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, min_length=1, max_length=64, description="of the schema; not shown to the model")

@@ -16,7 +16,7 @@ from pydantic import (
 from chairlift.api.tools import FunctionSpec
 from chairlift.api.wire.base import Body, Ignored, Refused
 from chairlift.api.wire.caching import FOR_CACHING, STATELESS, PromptCacheOptions
-from chairlift.api.wire.response_checks import deepest_complaint, only, only_types
+from chairlift.api.wire.checks import deepest_complaint, only, only_types
 from chairlift.api.wire.response_items import InputItem, template_messages
 from chairlift.api.wire.response_options import (
     ChosenFunction,

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, model_validator
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, ValidationError, model_validator
 
 from chairlift.api.wire.base import Body, Ignored, Refused
 from chairlift.api.wire.caching import FOR_CACHING, PromptCacheOptions
@@ -81,10 +81,10 @@ class SamplingRequest(Body):
             for name, structure in (
                 ("response_format", None if self.response_format is None else self.response_format.structure()),
                 ("structured_outputs", self.structured_outputs),
-                ("guided_json", _structure(json=self.guided_json)),
-                ("guided_regex", _structure(regex=self.guided_regex)),
-                ("guided_choice", _structure(choice=self.guided_choice)),
-                ("guided_grammar", _structure(grammar=self.guided_grammar)),
+                ("guided_json", _structure("guided_json", json=self.guided_json)),
+                ("guided_regex", _structure("guided_regex", regex=self.guided_regex)),
+                ("guided_choice", _structure("guided_choice", choice=self.guided_choice)),
+                ("guided_grammar", _structure("guided_grammar", grammar=self.guided_grammar)),
             )
             if structure is not None
         ]
@@ -105,5 +105,10 @@ def sampling_params(defaults: SamplingParams, given: dict[str, Any]) -> Sampling
     return SamplingParams(**{**defaults.model_dump(exclude_unset=True), **given})
 
 
-def _structure(**given: Any) -> StructuredOutputs | None:
-    return None if next(iter(given.values())) is None else StructuredOutputs(**given)
+def _structure(field: str, **given: Any) -> StructuredOutputs | None:
+    if next(iter(given.values())) is None:
+        return None
+    try:
+        return StructuredOutputs(**given)
+    except ValidationError as error:
+        raise InvalidRequest(f"{field}: {error.errors(include_url=False)[0]['msg']}", field) from error

@@ -8,6 +8,8 @@ from chairlift.api.wire.base import Body, TokenIds
 from chairlift.api.wire.messages import ChatMessage, Rendering
 from chairlift.errors import InvalidRequest
 
+_OF_CONVERSATIONS = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
 
 class TokenizeRequest(Rendering):
     """Either a text or a conversation."""
@@ -23,6 +25,13 @@ class TokenizeRequest(Rendering):
     def _check_exactly_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rendering(self) -> Self:
+        given = [name for name in _OF_CONVERSATIONS if getattr(self, name) is not None]
+        if self.prompt is not None and given:
+            raise InvalidRequest(f"{given[0]} goes with messages, not with prompt", given[0])
         return self
 
 

@@ -32,7 +32,7 @@ class WantedStructure:
 class JsonSchema(Body):
     """A named schema."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), validate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     name: str = Field(min_length=1, max_length=64, description="what the schema is called; not shown to the model")
     description: Annotated[str | None, Ignored("the model is not told")] = None

@@ -1,4 +1,4 @@
-"""Checks that fields of `/v1/responses` share: what is known of a wide specification, and who is to blame."""
+"""Checks that fields share: what is known of a wide specification, and who is to blame."""
 
 from typing import Any
 

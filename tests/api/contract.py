@@ -1,0 +1,141 @@
+"""What the contract tests share: servers with settings of their own, and the strictest reading of what they say.
+
+The judge of shapes is the official client's own pydantic models, in strict mode and without unknown fields.
+"""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import web
+from openai import AsyncOpenAI
+from openai import BaseModel as ClientModel
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from chairlift.api.app import Api, ApiOptions
+from chairlift.api.server import make_runner
+from chairlift.api.tools import ToolFamily
+from chairlift.engine.async_llm import AsyncLLM
+from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+ENGINE: dict[str, Any] = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "dtype": "float32", "num_threads": 1}
+
+# vLLM's extension of choices: which stop string or token it was.
+_OUR_OWN_FIELDS = {"stop_reason"}
+
+_Reply = TypeVar("_Reply", bound=ClientModel)
+
+
+@asynccontextmanager
+async def serving(options: ApiOptions = ApiOptions(), **config: Any) -> AsyncIterator[Server]:  # noqa: B008 - frozen
+    """A server in this event loop, on the bundled model unless `model` says otherwise."""
+    llm = AsyncLLM(**{**ENGINE, **config})
+    api = Api(llm, "bundled", options)
+    runner = make_runner(api)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    try:
+        yield Server(f"http://{host}:{port}", llm, api)
+    finally:
+        await llm.close()
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def hermes_client(**config: Any) -> AsyncIterator[AsyncOpenAI]:
+    """A client of a server that reads Hermes calls out of answers, whatever the template teaches."""
+    async with serving(ApiOptions(tool_call_parser=ToolFamily.HERMES), **config) as server, client_of(server) as client:
+        yield client
+
+
+def client_of(server: Server) -> AsyncOpenAI:
+    """The official client, without retries of its own."""
+    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
+
+
+async def post(server: Server, path: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
+    """The reply, parsed. What was asked must fit the status."""
+    async with aiohttp.ClientSession() as http, http.post(f"{server.url}{path}", json=body) as response:
+        reply: dict[str, Any] = await response.json()
+        assert response.status == status, reply
+    return reply
+
+
+async def get(server: Server, path: str) -> Any:
+    """What is found there, parsed."""
+    async with aiohttp.ClientSession() as http, http.get(f"{server.url}{path}") as response:
+        assert response.status == 200
+        return await response.json()
+
+
+async def error_of(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The error of a request that must be refused with a 400."""
+    reply = await post(server, path, body, status=400)
+    assert set(reply) == {"error"}
+    error: dict[str, Any] = reply["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    return error
+
+
+async def chunks_of(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """A stream's chunks, raw. It must be nothing but `data:` events, and end with [DONE]."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{server.url}{path}", json={**body, "stream": True}) as response,
+    ):
+        raw = (await response.read()).decode()
+        assert response.status == 200, raw
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    *events, last, rest = raw.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def check_chat(reply: dict[str, Any]) -> ChatCompletion:
+    return _check(ChatCompletion, reply)
+
+
+def check_chat_chunk(chunk: dict[str, Any]) -> ChatCompletionChunk:
+    return _check(ChatCompletionChunk, chunk)
+
+
+def check_completion(reply: dict[str, Any]) -> Completion:
+    """Also of a chunk. The client's model denies the nulls that its own API sends: those are filled in here."""
+    filled = json.loads(json.dumps(reply))
+    for choice in filled["choices"]:
+        choice["finish_reason"] = choice["finish_reason"] or "stop"
+        for name in ("token_logprobs", "top_logprobs") if choice["logprobs"] else ():
+            first = choice["logprobs"][name][:1]
+            choice["logprobs"][name][:1] = [{} if name == "top_logprobs" else 0.0] if first == [None] else first
+    return _check(Completion, filled)
+
+
+def _check(model: type[_Reply], payload: dict[str, Any]) -> _Reply:
+    checked = model.model_validate_json(json.dumps(payload), strict=True)
+    assert set(_undeclared(checked)) <= _OUR_OWN_FIELDS
+    return checked
+
+
+def _undeclared(value: object) -> Iterator[str]:
+    """Names of fields that the client's models do not know, at any depth."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _undeclared(each)
+    elif isinstance(value, ClientModel):
+        yield from value.model_extra or {}
+        for name in type(value).model_fields:
+            yield from _undeclared(getattr(value, name))

@@ -1,0 +1,191 @@
+"""Faults for a real server: calls that are held back until a test lets them go, and a record of every launch."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from chairlift.api.app import Api, ApiOptions
+from chairlift.api.config import ServerConfig
+from chairlift.api.listening import listen, url_of
+from chairlift.api.server import make_runner
+from chairlift.engine.async_llm import AsyncLLM
+from chairlift.engine.runner import StepResult
+from chairlift.scheduler import Request, StepPlan
+from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
+from tests.engine.async_support import DEADLINE_S, wait_until
+
+
+@asynccontextmanager
+async def serving(
+    options: ApiOptions = ApiOptions(),  # noqa: B008 - frozen
+    config: ServerConfig = ServerConfig(port=0),  # noqa: B008 - frozen
+    **engine: Any,
+) -> AsyncIterator[Server]:
+    """The bundled model on the production runner; four slots unless told otherwise."""
+    usual = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "dtype": "float32", "num_threads": 1}
+    llm = AsyncLLM(**{**usual, **engine})
+    api = Api(llm, "bundled", options)
+    runner = make_runner(api, config)
+    await runner.setup()
+    assert runner.server is not None, "set up"
+    with contextlib.closing(await listen(runner.server, config)) as listening:
+        try:
+            yield Server(url_of(listening, config), llm, api)
+        finally:
+            await llm.close()
+            await runner.cleanup()
+
+
+class Gate:
+    """Stands in the place of a function, on whatever thread; its calls wait until they are let through."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._permits = threading.Semaphore(0)
+        self._entered = threading.Semaphore(0)
+        self._is_open = False
+
+    def __call__(self, *args: Any) -> Any:
+        self._entered.release()
+        if not self._is_open:
+            self._permits.acquire()
+        return self._function(*args)
+
+    def allow(self, num_calls: int = 1) -> None:
+        self._permits.release(num_calls)
+
+    def open(self) -> None:
+        """Nobody waits here any more."""
+        self._is_open = True
+        self._permits.release()
+
+    async def entered(self) -> None:
+        """Returns when a call has come (one more than at the last call of this) and waits."""
+        assert await asyncio.to_thread(self._entered.acquire, timeout=DEADLINE_S), "nobody came to the gate"
+
+
+@contextmanager
+def held(owner: object, name: str) -> Iterator[Gate]:
+    """Calls of that method wait at a gate, which is open at the end."""
+    gate = Gate(getattr(owner, name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, gate)
+        try:
+            yield gate
+        finally:
+            gate.open()
+
+
+def forward_of(llm: AsyncLLM) -> Any:
+    """What runs the model; `hidden` is called once per step of a launch."""
+    return llm._core._runner._forward
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one launch computes: requests and their tokens in its first step."""
+
+    rows: dict[str, int]
+    requests: list[Request]
+    num_steps: int
+    num_free_slots: int
+
+
+@dataclass
+class Launches:
+    """Every launch of an engine, as it begins."""
+
+    all: list[Launch] = field(default_factory=list)
+
+    @property
+    def latest(self) -> Launch:
+        return self.all[-1]
+
+
+@contextmanager
+def recorded(llm: AsyncLLM) -> Iterator[Launches]:
+    launches = Launches()
+    runner = llm._core._runner
+    execute = runner.execute
+
+    def record(plan: StepPlan) -> StepResult:
+        requests = [row.request for row in plan.rows]
+        rows = {row.request.request_id: row.num_new_tokens for row in plan.rows}
+        launches.all.append(Launch(rows, requests, plan.num_steps, llm._core.cache.slots_remaining))
+        result: StepResult = execute(plan)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "execute", record)
+        yield launches
+
+
+class RawClient:
+    """A socket that has sent one POST request, and what one does with it; a context manager leaves."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Leaves without a word: RST."""
+        self._writer.transport.abort()
+
+    def close(self) -> None:
+        """Leaves politely: FIN."""
+        self._writer.close()
+
+    async def head(self) -> str:
+        return (await self._reader.readuntil(b"\r\n\r\n")).decode()
+
+    async def chunk(self) -> str:
+        """The next piece of a chunked reply; empty at its end."""
+        size = int((await self._reader.readuntil(b"\r\n")).strip(), 16)
+        return (await self._reader.readexactly(size + 2))[:-2].decode()
+
+    async def rest(self) -> list[str]:
+        pieces = []
+        while piece := await self.chunk():
+            pieces.append(piece)
+        return pieces
+
+
+async def post(server: Server, body: dict[str, Any], path: str = "/v1/completions", **socket: Any) -> RawClient:
+    """Sends a request and does not wait for anything. `socket`: arguments of `asyncio.open_connection`."""
+    host, port = server.url.removeprefix("http://").split(":")
+    if "sock" in socket:
+        await asyncio.get_running_loop().sock_connect(socket["sock"], (host, int(port)))
+        reader, writer = await asyncio.open_connection(**socket)
+    else:
+        reader, writer = await asyncio.open_connection(host, int(port), **socket)
+    payload = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+    writer.write(f"{head}\r\n\r\n".encode() + payload)
+    return RawClient(reader, writer)
+
+
+async def until_idle(server: Server, num_slots: int = SLOTS) -> None:
+    """Waits until no request, no generation and no slot is left."""
+
+    def is_idle() -> bool:
+        llm = server.llm
+        return not llm.num_unfinished and not server.api.num_active and llm._core.cache.slots_remaining == num_slots
+
+    await wait_until(is_idle, "nothing runs")
+    server.llm._core.check()

@@ -1,0 +1,210 @@
+"""Each field of a chat: what it does, and that those which must not change an answer do not."""
+
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import MAX_SEQ_LEN, Server
+from tests.api.contract import CHAT, check_chat, check_chat_chunk, chunks_of, error_of, get, post, user
+
+QUESTION = user("What is 17 + 25?")
+GREEDY: dict[str, Any] = {"messages": QUESTION, "temperature": 0}
+
+ACCEPTED: dict[str, Any] = {
+    "user": "somebody",
+    "metadata": {"a": "b"},
+    "safety_identifier": "c",
+    "store": True,
+    "service_tier": "flex",
+    "prompt_cache_key": "d",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+    "prediction": {"type": "content", "content": "17 + 25 = 41."},
+    "modalities": ["text"],
+}
+REFUSED: dict[str, Any] = {
+    "priority": 1,
+    "audio": {"voice": "alloy", "format": "wav"},
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
+    "reasoning_effort": "low",
+    "verbosity": "high",
+    "web_search_options": {},
+    "moderation": {},
+}
+
+
+async def content(server: Server, **fields: Any) -> str:
+    reply = check_chat(await post(server, CHAT, {**GREEDY, **fields}))
+    return reply.choices[0].message.content or ""
+
+
+# --- fields without an effect, and refused ones
+
+
+@pytest.mark.asyncio
+async def test_accepted_fields_change_nothing(server: Server) -> None:
+    plain = await post(server, CHAT, GREEDY)
+    assert plain["choices"][0]["message"]["content"] == "17 + 25 = 42."
+    for name, value in ACCEPTED.items():
+        reply = await post(server, CHAT, {**GREEDY, name: value})
+        assert (reply["choices"], reply["usage"]) == (plain["choices"], plain["usage"]), name
+    everything = await post(server, CHAT, {**GREEDY, **ACCEPTED})
+    assert everything["choices"] == plain["choices"]
+
+
+@pytest.mark.asyncio
+async def test_refused_fields_are_named(server: Server) -> None:
+    for name, value in REFUSED.items():
+        error = await error_of(server, CHAT, {**GREEDY, name: value})
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name} is not supported: ")
+
+
+@pytest.mark.asyncio
+async def test_null_means_left_out_for_every_field(server: Server) -> None:
+    document = await get(server, "/openapi.json")
+    fields = set(document["components"]["schemas"]["ChatCompletionRequest"]["properties"])
+    plain = await post(server, CHAT, GREEDY)
+    nulls = dict.fromkeys(fields - {"messages", "temperature"})
+    reply = await post(server, CHAT, {**GREEDY, **nulls})
+    assert (reply["choices"], reply["usage"]) == (plain["choices"], plain["usage"])
+
+
+@pytest.mark.asyncio
+async def test_unknown_fields_are_refused_at_every_depth(server: Server) -> None:
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"tempreature": 1}, "tempreature"),
+        ({"messages": [{"role": "user", "content": "a", "mood": "good"}]}, "messages.0.mood"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "messages.0.content"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools.0.function.x"),
+    ]
+    for fields, name in bodies:
+        error = await error_of(server, CHAT, {**GREEDY, **fields})
+        assert name in error["message"]
+        assert name.startswith(error["param"])
+
+
+# --- shapes
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("has_usage", [False, True])
+async def test_chunks_have_the_shape_and_the_order_of_the_specification(
+    server: Server, n: int, has_usage: bool
+) -> None:
+    body = {**GREEDY, "n": n, "stream_options": {"include_usage": has_usage}}
+    raw = await chunks_of(server, CHAT, body)
+    chunks = [check_chat_chunk(chunk) for chunk in raw]
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+    assert chunks[0].id.startswith("chatcmpl-")
+    if has_usage:
+        usage = chunks.pop().usage
+        assert raw[-1]["choices"] == []
+        assert usage is not None
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
+    for index in range(n):
+        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert (own[0].delta.role, own[0].delta.content) == ("assistant", "")
+        assert all(choice.delta.role is None for choice in own[1:])
+        assert [choice.finish_reason for choice in own] == [None] * (len(own) - 1) + ["stop"]
+        assert own[-1].delta.content is None
+        assert "".join(choice.delta.content or "" for choice in own) == "17 + 25 = 42."
+
+
+@pytest.mark.asyncio
+async def test_ids_are_different_for_each_reply(server: Server) -> None:
+    ids = {(await post(server, CHAT, GREEDY))["id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+# --- fields that work
+
+
+@pytest.mark.asyncio
+async def test_both_names_of_the_limit_are_known(server: Server) -> None:
+    for fields in ({"max_tokens": 4}, {"max_completion_tokens": 4}, {"max_tokens": 4, "max_completion_tokens": 4}):
+        reply = check_chat(await post(server, CHAT, {**GREEDY, **fields}))
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("17 +", "length")
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens == 4
+
+
+@pytest.mark.asyncio
+async def test_a_chat_without_a_limit_may_fill_its_slot(server: Server) -> None:
+    reply = await post(server, CHAT, {**GREEDY, "ignore_eos": True})
+    assert reply["usage"]["total_tokens"] == MAX_SEQ_LEN
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("stop", "expected", "reason"),
+    [
+        ("=", "17 + 25 ", "="),
+        (["never", " 2"], "17 +", " 2"),
+        (["u", "v", "x", "y", "z", "25 = "], "17 + ", "25 = "),
+        ("17", "", "17"),
+        (["42.!"], "17 + 25 = 42.", None),
+        ([], "17 + 25 = 42.", None),
+    ],
+)
+async def test_stop_strings_end_the_answer_and_are_not_in_it(
+    server: Server, stop: str | list[str], expected: str, reason: str | None
+) -> None:
+    body = {**GREEDY, "stop": stop}
+    (choice,) = (await post(server, CHAT, body))["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", reason)
+    chunks = [chunk["choices"][0] for chunk in await chunks_of(server, CHAT, body)]
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == expected
+    assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", reason)
+
+
+@pytest.mark.asyncio
+async def test_a_stop_token_ends_the_answer_and_is_named(server: Server) -> None:
+    (choice,) = (await post(server, CHAT, {**GREEDY, "stop_token_ids": [ord("="), ord("!")]}))["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("17 + 25 ", "stop")
+    assert choice["stop_reason"] == ord("=")
+
+
+@pytest.mark.asyncio
+async def test_a_seed_repeats_an_answer_and_choices_differ(server: Server) -> None:
+    body = {"messages": user("Tell me a story."), "temperature": 2.0, "max_tokens": 60, "n": 4}
+    first, second = [await post(server, CHAT, {**body, "seed": 11}) for _ in range(2)]
+    assert first["choices"] == second["choices"]
+    assert [choice["index"] for choice in first["choices"]] == [0, 1, 2, 3]
+    assert len({choice["message"]["content"] for choice in first["choices"]}) == 4
+    other = await post(server, CHAT, {**body, "seed": 12})
+    assert other["choices"][0] != first["choices"][0]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0}])
+async def test_each_way_of_leaving_one_token_is_greedy(server: Server, fields: dict[str, Any]) -> None:
+    assert await content(server, **{"temperature": 5.0, "seed": 1, **fields}) == "17 + 25 = 42."
+
+
+@pytest.mark.asyncio
+async def test_a_bias_forbids_and_forces(server: Server) -> None:
+    assert "2" not in await content(server, logit_bias={str(ord("2")): -100}, max_tokens=20)
+    assert await content(server, logit_bias={str(ord("x")): 100}, max_tokens=5) == "xxxxx"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fields", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 100}])
+async def test_each_penalty_makes_an_answer_more_various(server: Server, fields: dict[str, Any]) -> None:
+    body = {"max_tokens": 200, "ignore_eos": True}
+    plain, penalised = await content(server, **body), await content(server, **body, **fields)
+    assert len(set(penalised)) > len(set(plain))
+
+
+@pytest.mark.asyncio
+async def test_min_tokens_holds_the_end_back(server: Server) -> None:
+    reply = await post(server, CHAT, {**GREEDY, "min_tokens": 40})
+    assert reply["usage"]["completion_tokens"] >= 40
+    error = await error_of(server, CHAT, {**GREEDY, "min_tokens": 4, "max_tokens": 3})
+    assert error["param"] == "min_tokens"

@@ -1,0 +1,73 @@
+"""Messages: every way of writing them, and how they become a prompt."""
+
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.api.conftest import Server
+from tests.api.contract import CHAT, check_chat, error_of, post, user
+
+QUESTION = user("What is 17 + 25?")
+GREEDY: dict[str, Any] = {"messages": QUESTION, "temperature": 0}
+
+
+async def content(server: Server, **fields: Any) -> str:
+    reply = check_chat(await post(server, CHAT, {**GREEDY, **fields}))
+    return reply.choices[0].message.content or ""
+
+
+@pytest.mark.asyncio
+async def test_every_way_of_writing_a_message_counts_the_same(server: Server) -> None:
+    plain = await post(server, CHAT, GREEDY)
+    for parts in (
+        [{"type": "text", "text": "What is 17 + 25?"}],
+        [{"type": "text", "text": "What is "}, {"type": "text", "text": "17 + 25?"}],
+    ):
+        reply = await post(server, CHAT, {**GREEDY, "messages": [{"role": "user", "content": parts, "name": None}]})
+        assert (reply["choices"], reply["usage"]) == (plain["choices"], plain["usage"])
+    system, developer = [
+        await post(server, CHAT, {**GREEDY, "messages": [{"role": role, "content": "Be kind."}, *QUESTION]})
+        for role in ("system", "developer")
+    ]
+    assert system["choices"] == developer["choices"]
+    assert system["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + len("Be kind.") + 2
+
+
+@pytest.mark.asyncio
+async def test_a_reply_can_be_sent_back_as_the_client_holds_it(client: AsyncOpenAI) -> None:
+    first = await client.chat.completions.create(
+        model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0
+    )
+    message = first.choices[0].message
+    for sent in (message, message.model_dump(), message.to_dict()):
+        again: Any = [*QUESTION, sent, *user("What is 1 + 1?")]
+        reply = await client.chat.completions.create(model="bundled", messages=again, temperature=0)
+        assert reply.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.asyncio
+async def test_the_last_message_can_be_continued(server: Server) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "17 + 25 = 4"}]
+    assert await content(server, messages=messages, continue_final_message=True) == "2."
+    assert await content(server, messages=messages, continue_final_message=True, add_generation_prompt=False) == "2."
+    error = await error_of(server, CHAT, {**GREEDY, "continue_final_message": True, "add_generation_prompt": True})
+    assert error["param"] == "continue_final_message"
+
+
+@pytest.mark.asyncio
+async def test_the_beginning_of_an_assistants_turn_can_be_left_out(server: Server) -> None:
+    with_it = await post(server, "/tokenize", {"messages": QUESTION})
+    explicit = await post(server, "/tokenize", {"messages": QUESTION, "add_generation_prompt": True})
+    without = await post(server, "/tokenize", {"messages": QUESTION, "add_generation_prompt": False})
+    assert with_it == explicit
+    assert with_it["tokens"] == [*without["tokens"], 260]
+    reply = await post(server, CHAT, {**GREEDY, "add_generation_prompt": False, "max_tokens": 1})
+    assert reply["usage"]["prompt_tokens"] == without["count"]
+
+
+@pytest.mark.asyncio
+async def test_template_variables_are_passed_on_but_not_over_the_servers_own(server: Server) -> None:
+    assert await content(server, chat_template_kwargs={"mood": "good"}) == "17 + 25 = 42."
+    error = await error_of(server, CHAT, {**GREEDY, "chat_template_kwargs": {"tools": []}})
+    assert (error["param"], "must not set tools" in error["message"]) == ("chat_template_kwargs", True)

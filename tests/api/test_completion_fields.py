@@ -1,0 +1,139 @@
+"""Each field of a completion: what it does, and that those which must not change a continuation do not."""
+
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Server
+from tests.api.contract import COMPLETIONS, check_completion, chunks_of, error_of, get, post
+
+GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
+
+ACCEPTED: dict[str, Any] = {
+    "user": "somebody",
+    "metadata": {"a": "b"},
+    "safety_identifier": "c",
+    "store": False,
+    "service_tier": "default",
+    "prompt_cache_key": "d",
+    "prompt_cache_retention": "in_memory",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+}
+
+
+async def text_of(server: Server, **fields: Any) -> str:
+    reply = check_completion(await post(server, COMPLETIONS, {**GREEDY, **fields}))
+    return reply.choices[0].text
+
+
+@pytest.mark.asyncio
+async def test_accepted_fields_change_nothing(server: Server) -> None:
+    plain = await post(server, COMPLETIONS, GREEDY)
+    for name, value in {**ACCEPTED, "best_of": 1, "n": 1, "echo": False}.items():
+        reply = await post(server, COMPLETIONS, {**GREEDY, name: value})
+        assert (reply["choices"], reply["usage"]) == (plain["choices"], plain["usage"]), name
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("name", "value"), [("suffix", "the end"), ("suffix", ""), ("priority", 0)])
+async def test_refused_fields_are_named(server: Server, name: str, value: object) -> None:
+    error = await error_of(server, COMPLETIONS, {**GREEDY, name: value})
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is not supported: ")
+
+
+@pytest.mark.asyncio
+async def test_null_means_left_out_for_every_field(server: Server) -> None:
+    document = await get(server, "/openapi.json")
+    fields = set(document["components"]["schemas"]["CompletionRequest"]["properties"])
+    plain = await post(server, COMPLETIONS, GREEDY)
+    reply = await post(server, COMPLETIONS, {**GREEDY, **dict.fromkeys(fields - {"prompt", "temperature"})})
+    assert (reply["choices"], reply["usage"]) == (plain["choices"], plain["usage"])
+
+
+@pytest.mark.asyncio
+async def test_best_of_may_repeat_what_n_says(server: Server) -> None:
+    reply = await post(server, COMPLETIONS, {**GREEDY, "n": 2, "best_of": 2})
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    assert (await error_of(server, COMPLETIONS, {**GREEDY, "n": 2, "best_of": 3}))["param"] == "best_of"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("has_usage", [False, True])
+async def test_chunks_have_the_shape_and_the_order_of_the_specification(server: Server, has_usage: bool) -> None:
+    body = {"prompt": ["1 + 1 =", "Once"], "n": 2, "temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    whole = await post(server, COMPLETIONS, body)
+    raw = await chunks_of(server, COMPLETIONS, {**body, "stream_options": {"include_usage": has_usage}})
+    for chunk in raw:
+        check_completion(chunk)
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in raw}) == 1
+    assert raw[0]["id"].startswith("cmpl-")
+    if has_usage:
+        usage = raw.pop()
+        assert usage["choices"] == []
+        assert (
+            usage["usage"]
+            == whole["usage"]
+            == {
+                "prompt_tokens": len("1 + 1 =Once"),
+                "completion_tokens": 20,
+                "total_tokens": 31,
+            }
+        )
+    assert all(chunk.get("usage") is None and len(chunk["choices"]) == 1 for chunk in raw)
+    for choice in whole["choices"]:
+        own = [chunk["choices"][0] for chunk in raw if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in own) == choice["text"]
+        assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + ["length"]
+
+
+@pytest.mark.asyncio
+async def test_a_stop_string_is_found_across_tokens_and_characters(server: Server) -> None:
+    fields = {"guided_choice": ["né 日本 end"], "max_tokens": 60}
+    for stop, expected in (("日本", "né "), ("é", "n"), ("本 e", "né 日"), ("n", "")):
+        body = {**GREEDY, **fields, "stop": stop}
+        (choice,) = (await post(server, COMPLETIONS, body))["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
+        chunks = await chunks_of(server, COMPLETIONS, body)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+
+
+@pytest.mark.asyncio
+async def test_a_character_that_is_cut_in_two_is_shown_as_one_that_is_missing(server: Server) -> None:
+    body = {**GREEDY, "guided_choice": ["日本"], "max_tokens": 4}
+    (choice,) = (await post(server, COMPLETIONS, body))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("日\N{REPLACEMENT CHARACTER}", "length")
+    chunks = [chunk["choices"][0]["text"] for chunk in await chunks_of(server, COMPLETIONS, body)]
+    assert "".join(chunks) == "日\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.asyncio
+async def test_the_end_token_can_be_ignored_or_be_any_token(server: Server) -> None:
+    body = {"prompt": [259, *b"Hello!", 257, 260], "temperature": 0, "max_tokens": 50}
+    ended = await post(server, COMPLETIONS, body)
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    longer = await post(server, COMPLETIONS, {**body, "ignore_eos": True})
+    assert longer["usage"]["completion_tokens"] == 50
+    assert longer["choices"][0]["text"].startswith(ended["choices"][0]["text"])
+    first = ended["choices"][0]["text"][0]
+    (stopped,) = (await post(server, COMPLETIONS, {**body, "stop_token_ids": [ord(first)]}))["choices"]
+    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", ord(first))
+
+
+@pytest.mark.asyncio
+async def test_prompts_that_are_the_same_are_answered_the_same_in_every_form(server: Server) -> None:
+    tokens = list(b"Once upon a time")
+    texts = [await text_of(server, prompt=prompt) for prompt in ("Once upon a time", tokens, [tokens])]
+    several = await post(server, COMPLETIONS, {**GREEDY, "prompt": [tokens, tokens]})
+    assert {*texts, *(choice["text"] for choice in several["choices"])} == {texts[0]}
+    assert several["usage"]["prompt_tokens"] == 2 * len(tokens)
+    assert several["usage"]["completion_tokens"] == 32
+
+
+@pytest.mark.asyncio
+async def test_seeds_of_all_choices_are_fixed_by_one(server: Server) -> None:
+    body = {"prompt": "Once upon", "temperature": 3.0, "max_tokens": 40, "seed": -7}
+    first = await post(server, COMPLETIONS, {**body, "n": 3})
+    second = await post(server, COMPLETIONS, {**body, "n": 3})
+    assert first["choices"] == second["choices"]
+    assert len({choice["text"] for choice in first["choices"]}) == 3

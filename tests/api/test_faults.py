@@ -1,0 +1,168 @@
+"""What clients see when the engine hangs or dies, and when one request cannot be computed."""
+
+import asyncio
+import logging
+import threading
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from chairlift.api.config import ServerConfig
+from chairlift.api.server import serve
+from chairlift.engine.async_llm import AsyncLLM
+from tests.api.conftest import SLOTS, Server
+from tests.api.fault_support import forward_of, held, serving
+from tests.engine.async_support import DEADLINE_S, wait_until
+from tests.support.server_process import running
+
+LONG: dict[str, Any] = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
+HUNG = "a step did not come back within 0.3 s"
+
+
+def client_of(server: Server) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+async def read_stream(client: AsyncOpenAI, **body: Any) -> None:
+    async for _ in await client.completions.create(**{**LONG, **body}, stream=True):
+        pass
+
+
+async def status_and_error(server: Server, method: str, path: str, **arguments: Any) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession() as http, http.request(method, server.url + path, **arguments) as response:
+        return response.status, (await response.json())["error"]
+
+
+@pytest.mark.asyncio
+async def test_when_a_step_hangs_nobody_does() -> None:
+    async with serving(step_timeout=0.3) as server, client_of(server) as client:
+        with held(forward_of(server.llm), "hidden") as gate:
+            gate.allow(3)
+            streams = [asyncio.create_task(read_stream(client)) for _ in range(3)]
+            whole = [asyncio.create_task(client.completions.create(**LONG)) for _ in range(SLOTS)]
+            errors = await asyncio.wait_for(asyncio.gather(*streams, *whole, return_exceptions=True), DEADLINE_S)
+            assert all(isinstance(error, openai.APIError) and HUNG in str(error) for error in errors), errors
+            assert [type(error) for error in errors[3:]] == [openai.InternalServerError] * SLOTS
+            assert {(e.code, e.type) for e in errors if isinstance(e, openai.APIError)} == {
+                ("engine_dead", "server_error")
+            }
+            assert server.api.num_active == 0
+            status, error = await status_and_error(server, "GET", "/health")
+            assert (status, error["message"]) == (503, f"the engine died: {HUNG}")
+
+
+@pytest.mark.asyncio
+async def test_a_hung_step_makes_health_bad_at_once_and_readers_get_an_error_event() -> None:
+    async with serving(step_timeout=0.3) as server, aiohttp.ClientSession() as http:
+        with held(forward_of(server.llm), "hidden") as gate:
+            gate.allow(3)
+            async with http.post(f"{server.url}/v1/completions", json={**LONG, "stream": True}) as response:
+                assert response.status == 200
+                events = (await response.text()).split("\n\n")
+        assert events[-2:] == [
+            f'data: {{"error":{{"message":"{HUNG}","type":"server_error","param":null,"code":"engine_dead"}}}}',
+            "",
+        ]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_dead_engines_server_refuses_with_503_so_that_clients_go_elsewhere(stream: bool) -> None:
+    async with serving(step_timeout=0.3) as server:
+        with held(forward_of(server.llm), "hidden"):
+            await status_and_error(server, "POST", "/v1/completions", json=LONG)
+            body = {**LONG, "stream": stream}
+            async with aiohttp.ClientSession() as http, http.post(f"{server.url}/v1/completions", json=body) as refused:
+                assert (refused.status, refused.headers.get("Retry-After")) == (503, "1")
+                error = (await refused.json())["error"]
+                assert error["message"] == f"the engine died: {HUNG}"
+                assert (error["type"], error["code"]) == ("server_error", "unavailable")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError(), RuntimeError("no luck")])
+async def test_a_thread_that_dies_ends_everything_at_once(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    async with serving() as server, client_of(server) as client:
+        with held(forward_of(server.llm), "hidden") as gate:
+            streaming = asyncio.create_task(read_stream(client))
+            waiting = asyncio.create_task(client.completions.create(**LONG))
+            for _ in range(3):
+                await gate.entered()
+                gate.allow()
+            monkeypatch.setattr(gate, "_function", fail)
+            gate.open()
+            said = f"a step failed: {type(error).__name__}: {error}"
+            results = await asyncio.wait_for(asyncio.gather(streaming, waiting, return_exceptions=True), 5.0)
+        assert isinstance(results[0], openai.APIError)
+        assert isinstance(results[1], openai.InternalServerError)
+        assert all(said in str(result) for result in results)
+        assert (await status_and_error(server, "GET", "/health"))[0] == 503
+
+
+@pytest.mark.asyncio
+async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("chairlift.api.server._DEATH_NOTICE_S", 0.5)
+    llm = AsyncLLM(max_batch_size=SLOTS, max_seq_len=512, dtype="float32", num_threads=1, step_timeout=0.3)
+
+    def address() -> str:
+        return next((record.getMessage() for record in caplog.records if "serving on" in record.getMessage()), "")
+
+    with caplog.at_level(logging.INFO), held(forward_of(llm), "hidden"):
+        ending = asyncio.create_task(serve(llm, ServerConfig(port=0)))
+        await wait_until(lambda: bool(address()), "it serves")
+        url = address().split()[-1]
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{url}/v1/completions", json=LONG) as response:
+                assert response.status == 500
+            async with http.get(f"{url}/health") as response:
+                assert response.status == 503
+        assert await asyncio.wait_for(ending, DEADLINE_S) == 1
+
+
+HANGING = """
+import sys, threading
+from chairlift.__main__ import main
+from chairlift.engine.grammar import GrammarMasks
+from chairlift.engine.inputs import InputProcessor
+
+prepare = InputProcessor.prepare
+
+def hang(*_):
+    threading.Event().wait()
+
+InputProcessor.prepare = lambda self, name, prompt, *rest: (hang if prompt == "hang" else prepare)(
+    self, name, prompt, *rest
+)
+GrammarMasks._fill = hang
+sys.exit(main())
+"""
+
+
+def test_the_process_ends_although_threads_hang_beside_the_engines() -> None:
+    """One of masks and one of texts; the end of an interpreter waits for the threads of pools."""
+    with running(HANGING, "--step-timeout", "0.5", "--max-batch-size", "1") as process:
+        url = f"{process.url}/v1/completions"
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json={"prompt": "hang"}, timeout=0.5)
+        answer = httpx.post(url, json={"prompt": "hi", "guided_regex": "[a-z]*"}, timeout=20)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
+        assert process.exit_code() == 1
+
+
+@pytest.mark.asyncio
+async def test_threads_end_with_their_servers() -> None:
+    async with serving() as server, client_of(server) as client:
+        await client.completions.create(**{**LONG, "max_tokens": 5})
+    names = [thread.name for thread in threading.enumerate() if thread.name == "chairlift-engine"]
+    assert names == []

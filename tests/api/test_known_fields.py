@@ -1,0 +1,168 @@
+"""Every field of the specification is known here: it works, is accepted, or is refused by name. None is ignored.
+
+The specification is read off the installed `openai` client, so a field that a newer one sends shows up as a failure.
+"""
+
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from chairlift.api.errors import failure_of
+from chairlift.api.fields import Fate, fields_of
+from chairlift.api.reference import page_with_tables
+from chairlift.api.routes import ROUTES
+from chairlift.api.wire.base import Refused
+from chairlift.api.wire.chat import ChatCompletionRequest
+from chairlift.api.wire.completions import CompletionRequest
+
+VLLM_FIELDS = {
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+}
+VLLM_CHAT_FIELDS = {*VLLM_FIELDS, "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+
+BODIES = [route.body for route in ROUTES if route.body is not None]
+GENERATING: list[tuple[type[BaseModel], dict[str, Any]]] = [
+    (ChatCompletionRequest, {"messages": [{"role": "user", "content": "hi"}]}),
+    (CompletionRequest, {"prompt": "hi"}),
+]
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def client_fields(params: type) -> set[str]:
+    return set(get_type_hints(params))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            ChatCompletionRequest,
+            client_fields(chat_params.CompletionCreateParamsStreaming)
+            | client_fields(chat_params.CompletionCreateParamsNonStreaming)
+            | VLLM_CHAT_FIELDS,
+        ),
+        (
+            CompletionRequest,
+            client_fields(completion_params.CompletionCreateParamsStreaming)
+            | client_fields(completion_params.CompletionCreateParamsNonStreaming)
+            | VLLM_FIELDS,
+        ),
+    ],
+)
+def test_every_field_that_the_client_can_send_is_known(body: type[BaseModel], expected: set[str]) -> None:
+    assert expected - {row.name for row in fields_of(body)} == set()
+
+
+@pytest.mark.parametrize(
+    ("body", "accepted", "refused"),
+    [
+        (
+            ChatCompletionRequest,
+            {
+                *("user", "metadata", "safety_identifier", "store", "service_tier", "prompt_cache_key"),
+                *("prompt_cache_retention", "prompt_cache_options", "prediction", "modalities"),
+            },
+            {
+                *("priority", "audio", "functions", "function_call", "reasoning_effort", "verbosity"),
+                *("web_search_options", "moderation"),
+            },
+        ),
+        (
+            CompletionRequest,
+            {
+                *("user", "metadata", "safety_identifier", "store", "service_tier", "prompt_cache_key"),
+                *("prompt_cache_retention", "prompt_cache_options"),
+            },
+            {"priority", "suffix"},
+        ),
+    ],
+)
+def test_a_field_changes_its_fate_only_where_somebody_decides_it(
+    body: type[BaseModel], accepted: set[str], refused: set[str]
+) -> None:
+    rows = fields_of(body)
+    assert {row.name for row in rows if row.fate is Fate.IGNORED} == accepted
+    assert {row.name for row in rows if row.fate is Fate.REFUSED} == refused
+
+
+@pytest.mark.parametrize(("body", "required"), GENERATING)
+def test_a_field_that_is_null_counts_as_left_out(body: type[BaseModel], required: dict[str, Any]) -> None:
+    bare = body.model_validate(required)
+    for row in fields_of(body):
+        if not row.is_required:
+            assert body.model_validate({**required, row.name: None}) == bare, row.name
+
+
+def parts_of(body: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a request and of everything inside it, by path. A dataclass counts as a model."""
+    found: dict[str, FieldInfo] = {}
+    waiting: list[Any] = [body]
+    while waiting:
+        annotation = waiting.pop()
+        waiting += get_args(annotation)
+        if get_origin(annotation) is not None:
+            continue
+        fields = getattr(annotation, "model_fields", None) or getattr(annotation, "__pydantic_fields__", None) or {}
+        for name, field in fields.items():
+            path = f"{annotation.__name__}.{name}"
+            if path not in found:
+                found[path] = field
+                waiting.append(field.annotation)
+    return found
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_null_counts_as_left_out_at_every_depth(body: type[BaseModel]) -> None:
+    """Every field that may be left out says so of null as well."""
+    parts = parts_of(body)
+    denying = [
+        path
+        for path, field in parts.items()
+        if not field.is_required() and {type(None), Any}.isdisjoint(get_args(field.annotation) or (field.annotation,))
+    ]
+    assert denying == []
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_no_part_of_a_request_lets_unknown_fields_pass(body: type[BaseModel]) -> None:
+    owners = {path.rpartition(".")[0] for path in parts_of(body)}
+    schemas = {body.__name__: body.model_json_schema(), **body.model_json_schema().get("$defs", {})}
+    assert owners == set(schemas)
+    assert [name for name, schema in schemas.items() if schema.get("additionalProperties") is not False] == []
+
+
+@pytest.mark.parametrize("value", [0, "", [], {}, "auto", {"type": "x"}, [{}], False])
+@pytest.mark.parametrize(("body", "required"), GENERATING)
+def test_a_refused_field_names_itself_whatever_its_value(
+    body: type[BaseModel], required: dict[str, Any], value: object
+) -> None:
+    for row in fields_of(body):
+        if row.fate is Fate.REFUSED:
+            with pytest.raises(ValidationError) as caught:
+                body.model_validate({**required, row.name: value})
+            failure = failure_of(caught.value)
+            assert (failure.status, failure.detail.param) == (400, row.name)
+            assert failure.detail.message.startswith(f"{row.name} is not supported: ")
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_field_of_a_request_is_described(body: type[BaseModel]) -> None:
+    for row in fields_of(body):
+        assert row.type != "any", row.name
+        if row.fate is not Fate.WORKS:
+            assert row.description, row.name
+    for path, field in parts_of(body).items():
+        for mark in field.metadata:
+            assert not isinstance(mark, Refused) or mark.why, path
+
+
+def test_the_documentations_tables_are_those_of_the_code() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page_with_tables(page) == page, "run python tools/write_api_reference.py"

@@ -1,0 +1,217 @@
+"""Log-probabilities over HTTP: the numbers are the model's own; tokens, bytes and offsets spell the text exactly."""
+
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Server
+from tests.api.contract import (
+    CHAT,
+    COMPLETIONS,
+    check_chat,
+    check_chat_chunk,
+    check_completion,
+    chunks_of,
+    error_of,
+    post,
+    user,
+)
+from tests.api.scores import byte_ids, reference_logprobs
+
+QUESTION = user("What is 17 + 25?")
+PROMPT = [259, *byte_ids("What is 17 + 25?"), 257, 260]  # <|user|> ... <|im_end|><|assistant|>
+SPELLED = 'né "日本" 😀\n'  # characters of one to four tokens
+TOLERANCE = 1e-4
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": QUESTION, "temperature": 0, "logprobs": True, **fields}
+
+
+# --- chat
+
+
+@pytest.mark.asyncio
+async def test_a_chats_logprobs_are_those_of_the_model(server: Server) -> None:
+    reply = check_chat(await post(server, CHAT, chat(top_logprobs=5)))
+    scored = reply.choices[0].logprobs
+    assert scored is not None
+    assert scored.content is not None
+    answer = [token.bytes[0] for token in scored.content if token.bytes]
+    expected = reference_logprobs(PROMPT, answer)
+    for row, token, entry in zip(expected, answer, scored.content, strict=True):
+        assert entry.logprob == pytest.approx(row[token].item(), abs=TOLERANCE)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(row.topk(5).values.tolist(), abs=TOLERANCE)
+        assert entry.top_logprobs[0].bytes == entry.bytes  # greedy
+
+
+@pytest.mark.asyncio
+async def test_a_chats_tokens_are_its_text(server: Server) -> None:
+    reply = check_chat(await post(server, CHAT, chat()))
+    scored = reply.choices[0].logprobs
+    assert scored is not None
+    assert "".join(entry.token for entry in scored.content or []) == reply.choices[0].message.content
+    assert all(entry.top_logprobs == [] for entry in scored.content or [])
+    assert scored.refusal is None
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == len(scored.content or []) + 1  # the end token is no part of the text
+
+
+@pytest.mark.asyncio
+async def test_the_bytes_of_characters_that_take_several_tokens_are_exact(server: Server) -> None:
+    reply = check_chat(await post(server, CHAT, chat(guided_choice=[SPELLED])))
+    scored = reply.choices[0].logprobs
+    assert reply.choices[0].message.content == SPELLED
+    assert scored is not None
+    assert [entry.bytes for entry in scored.content or []] == [[byte] for byte in SPELLED.encode()]
+    shown = [entry.token for entry in scored.content or []]
+    assert shown[:4] == ["n", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}", " "]
+
+
+@pytest.mark.asyncio
+async def test_top_logprobs_are_sorted_distinct_and_as_many_as_asked_for(server: Server) -> None:
+    reply = check_chat(await post(server, CHAT, chat(top_logprobs=20, temperature=2.0, seed=3, max_tokens=12)))
+    scored = reply.choices[0].logprobs
+    assert scored is not None
+    assert scored.content
+    for entry in scored.content:
+        values = [top.logprob for top in entry.top_logprobs]
+        assert len(values) == 20
+        assert values == sorted(values, reverse=True)
+        assert len({tuple(top.bytes or []) for top in entry.top_logprobs}) == 20
+        assert all(value <= 0.0 for value in [*values, entry.logprob])
+        same = [top.logprob for top in entry.top_logprobs if top.bytes == entry.bytes]
+        assert same in ([], [entry.logprob])
+
+
+@pytest.mark.asyncio
+async def test_logprobs_are_taken_before_temperature_bias_penalties_and_grammars(server: Server) -> None:
+    changes = {"temperature": 1.7, "seed": 1, "logit_bias": {"32": 4.0}, "frequency_penalty": 1.0, "top_k": 3}
+    reply = check_chat(await post(server, CHAT, chat(**changes, guided_regex="[0-9 ]{12}")))
+    scored = reply.choices[0].logprobs
+    assert scored is not None
+    assert scored.content is not None
+    answer = byte_ids(reply.choices[0].message.content or "")
+    expected = reference_logprobs(PROMPT, answer)
+    values = [row[token].item() for row, token in zip(expected, answer, strict=True)]
+    assert [entry.logprob for entry in scored.content] == pytest.approx(values, abs=TOLERANCE)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stop": ["42"]},
+        {"guided_choice": [SPELLED]},
+        {"guided_choice": ["one stop 日本 two"], "stop": ["日"]},
+        {"n": 3, "temperature": 1.5, "seed": 5, "max_tokens": 20},
+        {"max_tokens": 2, "guided_choice": ["日本"]},
+    ],
+)
+async def test_streamed_logprobs_add_up_to_the_whole_ones(server: Server, fields: dict[str, Any]) -> None:
+    body = chat(top_logprobs=2, **fields)
+    whole = await post(server, CHAT, body)
+    chunks = await chunks_of(server, CHAT, body)
+    for index, choice in enumerate(whole["choices"]):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        streamed = [entry for piece in own if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+        text = "".join(piece["delta"].get("content") or "" for piece in own)
+        assert streamed == choice["logprobs"]["content"]
+        assert text == choice["message"]["content"]
+        spelled = b"".join(bytes(entry["bytes"]) for entry in streamed)
+        assert spelled.decode(errors="replace") == text
+    for chunk in chunks:
+        check_chat_chunk(chunk)
+
+
+@pytest.mark.asyncio
+async def test_a_piece_of_text_comes_with_the_logprobs_of_its_tokens(server: Server) -> None:
+    for chunk in (await chunks_of(server, CHAT, chat(guided_choice=[SPELLED])))[1:-1]:
+        (choice,) = chunk["choices"]
+        assert b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]) == (
+            choice["delta"]["content"].encode()
+        )
+
+
+@pytest.mark.asyncio
+async def test_what_a_stop_string_cut_off_has_no_logprobs(server: Server) -> None:
+    reply = await post(server, CHAT, chat(guided_choice=["one stop two"], stop=[" stop"]))
+    (choice,) = reply["choices"]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["o", "n", "e"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
+
+
+@pytest.mark.asyncio
+async def test_without_logprobs_there_are_none_in_replies_or_chunks(server: Server) -> None:
+    for fields in ({}, {"logprobs": False}, {"logprobs": None, "top_logprobs": None}):
+        body = {"messages": QUESTION, **fields}
+        assert (await post(server, CHAT, body))["choices"][0]["logprobs"] is None
+        assert all(chunk["choices"][0]["logprobs"] is None for chunk in await chunks_of(server, CHAT, body))
+
+
+@pytest.mark.asyncio
+async def test_too_many_top_logprobs_are_refused_by_the_fields_own_name(server: Server) -> None:
+    for number in (21, -1):
+        error = await error_of(server, CHAT, chat(top_logprobs=number))
+        assert error["param"] == "top_logprobs"
+        assert "top_logprobs" in error["message"]
+
+
+# --- completions
+
+
+@pytest.mark.asyncio
+async def test_a_completions_logprobs_are_those_of_the_model(server: Server) -> None:
+    body = {"prompt": "1 + 1 =", "logprobs": 3, "temperature": 1.2, "seed": 4, "max_tokens": 8, "ignore_eos": False}
+    raw = await post(server, COMPLETIONS, body)
+    check_completion(raw)
+    scored = raw["choices"][0]["logprobs"]
+    answer = byte_ids(raw["choices"][0]["text"])
+    expected = reference_logprobs(byte_ids("1 + 1 ="), answer)
+    assert "".join(scored["tokens"]) == raw["choices"][0]["text"]
+    assert scored["text_offset"] == list(range(len(answer)))
+    values = [row[token].item() for row, token in zip(expected, answer, strict=True)]
+    assert scored["token_logprobs"] == pytest.approx(values, abs=TOLERANCE)
+    for row, top in zip(expected, scored["top_logprobs"], strict=True):
+        assert list(top.values())[:3] == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [0, 1, 5])
+async def test_the_sampled_token_is_among_the_top_logprobs_also_as_one_more_than_asked_for(
+    server: Server, number: int
+) -> None:
+    """The specification: "The API will always return the logprob of the sampled token, so there may be up to
+    logprobs+1 elements in the response." """
+    body = {"prompt": "Once", "logprobs": number, "temperature": 0, "guided_choice": ["Zq é"]}
+    scored = (await post(server, COMPLETIONS, body))["choices"][0]["logprobs"]
+    assert scored["tokens"][:3] == ["Z", "q", " "]
+    for token, value, top in zip(scored["tokens"], scored["token_logprobs"], scored["top_logprobs"], strict=True):
+        assert top[token] == value
+        assert len(top) <= number + 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stop", [None, [" two"]])
+async def test_a_streamed_completions_lists_add_up_to_the_whole_ones(server: Server, stop: list[str] | None) -> None:
+    body = {"prompt": "a", "logprobs": 2, "temperature": 0, "guided_choice": ["one é日 two"], "stop": stop}
+    whole = await post(server, COMPLETIONS, body)
+    chunks = await chunks_of(server, COMPLETIONS, body)
+    scored = whole["choices"][0]["logprobs"]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [each for chunk in chunks for each in chunk["choices"][0]["logprobs"][name]]
+        assert streamed == scored[name]
+    assert scored["text_offset"][:9] == [0, 1, 2, 3, 4, 4, 5, 5, 5]
+    for chunk in chunks:
+        check_completion(chunk)
+
+
+@pytest.mark.asyncio
+async def test_logprobs_of_one_row_do_not_depend_on_what_else_is_in_the_batch(server: Server) -> None:
+    body = {"prompt": "Once upon a time", "logprobs": 2, "temperature": 0, "max_tokens": 20}
+    alone = (await post(server, COMPLETIONS, body))["choices"][0]["logprobs"]
+    among = await post(server, COMPLETIONS, {**body, "prompt": ["Once upon a time", "1 + 1 =", "Hello", "x"]})
+    first = among["choices"][0]["logprobs"]
+    assert first["tokens"] == alone["tokens"]
+    assert first["token_logprobs"] == pytest.approx(alone["token_logprobs"], abs=TOLERANCE)

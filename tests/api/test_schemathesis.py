@@ -1,0 +1,192 @@
+"""Requests made up from /openapi.json, and around it: no 5xx, no hang, replies as declared, errors in OpenAI's body.
+
+A larger run: `SCHEMATHESIS_EXAMPLES=300 pytest tests/api/test_schemathesis.py`.
+"""
+
+import copy
+import json
+import os
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from chairlift.api.openapi import describe
+from chairlift.api.routes import ROUTES
+from chairlift.bench.sse import EventReader
+from tests.support.server_process import SERVE, Process, running
+
+NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))
+FAR_OUT = 1000  # limits beyond it are only tried in a larger run: bodies of that size take long to make up
+DEADLINE_S = 20.0
+LAST_EVENTS = {"response.completed", "response.incomplete"}
+
+# Without these hardly any made-up request would be answered, and only refusals would be tested.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5},
+    "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 5},
+    "/v1/responses": {"input": "Hello!", "max_output_tokens": 16},
+    "/tokenize": {"prompt": "Hello!"},
+    "/detokenize": {"tokens": [72, 105]},
+}
+
+
+def described_with_examples() -> dict[str, Any]:
+    described = copy.deepcopy(describe())
+    if NUM_EXAMPLES < 50:
+        forget_far_limits(described)
+    for path, operations in described["paths"].items():
+        if "post" in operations:
+            operations["post"]["requestBody"]["content"]["application/json"]["example"] = EXAMPLES[path]
+    return described
+
+
+def forget_far_limits(node: Any) -> None:
+    if isinstance(node, dict):
+        for name in ("maxItems", "maxLength"):
+            if isinstance(node.get(name), int) and node[name] > FAR_OUT:
+                del node[name]
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        forget_far_limits(child)
+
+
+schema = schemathesis.openapi.from_dict(described_with_examples())
+schema.config.max_stream_events = 10_000  # all of them
+schema.config.generation.with_security_parameters = False  # the server asks for no key
+schema.config.checks.negative_data_rejection.expected_statuses.append("413")  # a refusal, too
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    """The real server, with slots so short that no answer takes long. It must not log an error."""
+    limits = ("--max-seq-len", "48", "--max-batch-size", "4", "--max-queue-size", "2", "--max-body-bytes", "300000")
+    with running(SERVE, *limits) as process:
+        yield process
+        process.popen.terminate()
+        assert process.exit_code() == 0
+        assert [line for line in process.log if " ERROR " in line or " CRITICAL " in line] == []
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    """One connection for all."""
+    with requests.Session() as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def statuses() -> Iterator[dict[str, set[int]]]:
+    """What each operation answered. At the end each must have answered something good as well."""
+    seen: dict[str, set[int]] = defaultdict(set)
+    yield seen
+    assert {label for label, found in seen.items() if 200 not in found} <= {"GET /v1/models/{model}"}
+
+
+def check_error_body(body: Any) -> None:
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert body["error"]["type"]
+
+
+def check_stream(content: bytes) -> None:
+    """Every event is JSON, and the last one says that it is the last."""
+    *events, last = EventReader().feed(content)
+    parsed = [json.loads(event) for event in events]
+    assert not any("error" in event for event in parsed if "type" not in event)
+    assert last == b"[DONE]" or json.loads(last)["type"] in LAST_EVENTS
+
+
+@schema.parametrize()
+@settings(
+    max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+def test_whatever_the_description_allows_or_not_is_answered_as_it_says(
+    case: schemathesis.Case[Any], process: Process, session: requests.Session, statuses: dict[str, set[int]]
+) -> None:
+    response = case.call(base_url=process.url, session=session, timeout=DEADLINE_S)
+    statuses[case.operation.label].add(response.status_code)
+    is_stream = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
+    checks = [not_a_server_error, status_code_conformance, content_type_conformance, negative_data_rejection]
+    # Of a stream the description gives the shape of each event's data, which is not what this check takes it for.
+    checks += [unsupported_method] + ([] if is_stream else [response_schema_conformance])
+    case.validate_response(response, checks=checks)
+    if is_stream:
+        check_stream(response.content)
+    elif response.status_code >= 400:
+        check_error_body(response.json())
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/nothing", "/v2/models", "/%00", "/v1/models/", "/..%2f..%2fetc", "//"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_an_unknown_path_is_a_404_with_an_error_body(process: Process, method: str, path: str) -> None:
+    response = httpx.request(method, process.url + path, timeout=DEADLINE_S)
+    assert response.status_code == 404
+    check_error_body(response.json())
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+def test_an_unknown_method_is_a_405_that_names_the_right_one(process: Process, route: Any) -> None:
+    path = route.path.replace("{model}", "bundled")
+    for method in {"GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"} - {route.method}:
+        response = httpx.request(method, process.url + path, timeout=DEADLINE_S)
+        assert response.status_code == 405
+        assert route.method in response.headers["Allow"].split(", ")
+        check_error_body(response.json())
+
+
+NO_HTTP = {
+    "rubbish": b"rubbish\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "version": b"GET /health HTTP/9.9\r\n\r\n",
+    "header": b"GET /health HTTP/1.1\r\nHost: a\r\nno header\r\n\r\n",
+    "length": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: many\r\n\r\n",
+    "negative length": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+    "two lengths": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    "chunks": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+    "encoding": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\nno",
+    "long path": b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    "long header": b"GET /health HTTP/1.1\r\nHost: a\r\nLong: " + b"a" * 20_000 + b"\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", NO_HTTP.values(), ids=NO_HTTP)
+def test_what_is_no_http_is_a_400_with_an_error_body_and_the_end_of_the_connection(
+    process: Process, sent: bytes
+) -> None:
+    head, body = exchange(process, sent)
+    assert re.match(rb"HTTP/1\.[01] 400 ", head)
+    check_error_body(json.loads(body))
+
+
+def test_an_expectation_that_nobody_knows_is_an_error_body_too(process: Process) -> None:
+    headers = b"Host: a\r\nConnection: close\r\nExpect: miracles\r\nContent-Length: 2\r\n\r\n{}"
+    head, body = exchange(process, b"POST /v1/completions HTTP/1.1\r\n" + headers)
+    assert head.startswith(b"HTTP/1.1 417 ")
+    check_error_body(json.loads(body))
+
+
+def exchange(process: Process, sent: bytes) -> tuple[bytes, bytes]:
+    """The head and the body of all that comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", process.port), DEADLINE_S) as connection:
+        connection.sendall(sent)
+        received = b"".join(iter(lambda: connection.recv(2**16), b""))
+    head, _, body = received.partition(b"\r\n\r\n")
+    return head, body

@@ -1,0 +1,76 @@
+"""What cannot be enforced is refused before anything runs: a 400 with the field that was used and the reason."""
+
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import Server
+from tests.api.contract import CHAT, COMPLETIONS, error_of, post, user
+
+HELLO = user("Hello!")
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "schema": ({"response_format": json_schema({"type": "nonsense"})}, "response_format", "Invalid type: nonsense"),
+    "keyword": ({"guided_json": {"not": {}}}, "guided_json", "not"),
+    "missing reference": ({"guided_json": {"$ref": "#/$defs/X"}}, "guided_json", "/$defs/X"),
+    "foreign reference": ({"guided_json": {"$ref": "https://example.org/x"}}, "guided_json", "https://example.org/x"),
+    "unsatisfiable": (
+        {"response_format": json_schema({"type": "integer", "minimum": 5, "maximum": 4})},
+        "response_format",
+        "minimum (5) is greater than maximum (4)",
+    ),
+    "unsatisfiable property": (
+        {"guided_json": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}},
+        "guided_json",
+        "nsatisfiable",
+    ),
+    "no JSON": ({"guided_json": "{"}, "guided_json", ""),
+    "pattern": ({"guided_json": {"type": "string", "pattern": "(a"}}, "guided_json", "unclosed group"),
+    "regex": ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+    "lookahead": ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
+    "back reference": ({"structured_outputs": {"regex": r"(a)\1"}}, "structured_outputs", "backreferences"),
+    "empty regex": ({"guided_regex": ""}, "guided_regex", "at least 1 character"),
+    "no choices": ({"guided_choice": []}, "guided_choice", "at least 1 item"),
+    "empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "at least 1 character"),
+    "Lark": ({"guided_grammar": "start: nowhere"}, "guided_grammar", "nowhere"),
+    "Lark without start": ({"guided_grammar": 'x: "a"'}, "guided_grammar", "start"),
+    "Lark that never ends": ({"guided_grammar": "start: start"}, "guided_grammar", ""),
+    "GBNF": ({"guided_grammar": 'root ::= "a'}, "guided_grammar", "Unexpected end"),
+    "GBNF with an unknown rule": ({"guided_grammar": "root ::= nowhere"}, "guided_grammar", "nowhere"),
+    "two of them": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex and guided_choice"),
+    "two in one": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "regex and choice"),
+    "none in one": ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+    "text for a boolean": ({"structured_outputs": {"json_object": "yes"}}, "structured_outputs", "valid boolean"),
+    "a schema of no name": ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "name"),
+    "a schema in the wrong type": (
+        {"response_format": {"type": "json_object", "json_schema": {"name": "x"}}},
+        "response_format",
+        "type json_schema",
+    ),
+    "a type without its schema": ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    "a field of our own code": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema_": {"type": "integer"}}}},
+        "response_format.json_schema.schema_",
+        "unknown",
+    ),
+    "an unknown type": ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("fields", "param", "words"), REFUSED.values(), ids=REFUSED.keys())
+async def test_what_cannot_be_compiled_is_refused_with_the_field_and_the_reason(
+    server: Server, fields: dict[str, Any], param: str, words: str
+) -> None:
+    error = await error_of(server, CHAT, {"messages": HELLO, "max_tokens": 3, **fields})
+    assert error["param"] == param
+    assert words in error["message"]
+    error = await error_of(server, COMPLETIONS, {"prompt": "a", "stream": True, **fields})
+    assert error["param"] == param
+    reply = await post(server, CHAT, {"messages": HELLO, "guided_choice": ["all else goes on"]})
+    assert reply["choices"][0]["message"]["content"] == "all else goes on"

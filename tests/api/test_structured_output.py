@@ -1,0 +1,196 @@
+"""Structured output over HTTP: it always parses and validates, whatever the model would rather say.
+
+The judge of schemas is jsonschema-rs, which knows nothing of the library that enforces them.
+"""
+
+import json
+import re
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from tests.api.conftest import Server
+from tests.api.contract import CHAT, COMPLETIONS, check_chat, chunks_of, post, user
+
+HELLO = user("Tell me a story about a fox.")
+
+CLOSED = {"additionalProperties": False}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "enum": {"enum": ["red", 7, None, {"a": [1.5, True]}]},
+    "const": {"const": {"z": 1, "a": "é😀"}},
+    "nested objects": {
+        "type": "object",
+        "properties": {
+            "z": {"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"], **CLOSED},
+            "a": {"type": "object", "properties": {"k": {"type": "null"}}, "required": ["k"], **CLOSED},
+        },
+        "required": ["z", "a"],
+        **CLOSED,
+    },
+    "array with bounds": {
+        "type": "array",
+        "items": {"type": "integer", "minimum": -3, "maximum": 3},
+        "minItems": 2,
+        "maxItems": 4,
+    },
+    "tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "boolean"}, {"type": "string", "maxLength": 3}],
+        "items": False,
+        "minItems": 2,
+    },
+    "references": {
+        "type": "object",
+        "properties": {"first": {"$ref": "#/$defs/Age"}, "second": {"$ref": "#/$defs/Age"}},
+        "required": ["first", "second"],
+        **CLOSED,
+        "$defs": {"Age": {"type": "integer", "minimum": 18, "maximum": 99}},
+    },
+    "anyOf": {
+        "anyOf": [{"type": "integer", "minimum": 100, "maximum": 999}, {"type": "string", "pattern": "^[A-C]{2}$"}]
+    },
+    "pattern": {"type": "string", "pattern": r"^\d{4}-(0[1-9]|1[0-2])-[0-3]\d$"},
+    "format": {"type": "string", "format": "date"},
+    "lengths": {"type": "string", "minLength": 3, "maxLength": 6},
+    "numbers": {"type": "number", "exclusiveMinimum": 0, "maximum": 1, "multipleOf": 0.25},
+    "optional": {
+        "type": "object",
+        "properties": {"a": {"enum": [1]}, "b": {"enum": [2]}, "c": {"enum": [3]}},
+        "required": ["b"],
+        **CLOSED,
+    },
+    "allOf": {"allOf": [{"type": "integer", "minimum": 5}, {"maximum": 9}]},
+}
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+async def content(server: Server, **fields: Any) -> str:
+    """Of an answer that came to its end."""
+    reply = check_chat(await post(server, CHAT, {"messages": HELLO, **fields}))
+    assert reply.choices[0].finish_reason == "stop"
+    return reply.choices[0].message.content or ""
+
+
+# --- what is asked for is what comes
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS.keys())
+async def test_every_answer_is_an_instance_of_its_schema(server: Server, schema: dict[str, Any]) -> None:
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    for temperature in (0.0, 3.0):
+        body = {"messages": HELLO, "temperature": temperature, "seed": 1, "n": 3}
+        reply = check_chat(await post(server, CHAT, {**body, "response_format": json_schema(schema)}))
+        for choice in reply.choices:
+            assert choice.finish_reason == "stop"
+            validator.validate(json.loads(choice.message.content or ""))
+
+
+@pytest.mark.asyncio
+async def test_a_schema_may_refer_to_itself(server: Server) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["leaf", "node"]}, "child": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["name", "child"],
+        **CLOSED,
+    }
+    deeper, flat = {str(ord("{")): 100}, {str(ord("n")): 100}  # how a child begins, and how null does
+    text = await content(server, temperature=0, guided_json=schema, logit_bias=flat)
+    assert json.loads(text) == {"name": "node", "child": None}
+    body = {"messages": HELLO, "guided_json": schema, "temperature": 0, "logit_bias": deeper, "max_tokens": 100}
+    cut = (await post(server, CHAT, body))["choices"][0]["message"]["content"]
+    assert cut.count('{"name": ') == cut.count('"child": ') + 1 > 2
+
+
+@pytest.mark.asyncio
+async def test_every_field_that_names_a_structure_means_the_same(server: Server) -> None:
+    schema = SCHEMAS["references"]
+    asked: list[dict[str, Any]] = [
+        {"response_format": json_schema(schema)},
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {"json": json.dumps(schema)}},
+        {"guided_json": schema},
+        {"guided_json": json.dumps(schema)},
+    ]
+    assert len({await content(server, temperature=0, **fields) for fields in asked}) == 1
+    prompt = {"prompt": "A fox", "max_tokens": 60, "temperature": 0}
+    texts = {(await post(server, COMPLETIONS, {**prompt, **fields}))["choices"][0]["text"] for fields in asked}
+    assert len(texts) == 1
+    jsonschema_rs.validator_for(schema).validate(json.loads(texts.pop()))
+
+
+@pytest.mark.asyncio
+async def test_properties_come_in_the_order_of_the_schema_and_in_the_style_of_json_dumps(server: Server) -> None:
+    text = await content(server, temperature=2, seed=4, response_format=json_schema(SCHEMAS["nested objects"]))
+    assert re.fullmatch(r'\{"z": \{"k": (true|false)\}, "a": \{"k": null\}\}', text)
+    fixed = await content(server, response_format=json_schema(SCHEMAS["const"]))
+    assert fixed == '{"z": 1, "a": "é😀"}'
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x"}}])
+async def test_json_object_is_an_object(server: Server, form: dict[str, Any]) -> None:
+    # The model alone would write on and on; a bias for closing marks is what makes it come to an end.
+    bias = {str(ord(mark)): 12.0 for mark in '"}]'}
+    text = await content(server, temperature=1.0, seed=2, logit_bias=bias, response_format=form)
+    assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.asyncio
+async def test_text_asks_for_nothing(server: Server) -> None:
+    free = await content(server, temperature=0)
+    assert await content(server, temperature=0, response_format={"type": "text"}) == free
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["yes", "no"],
+        ["a", "ab", "abc"],
+        ['with "quotes" and \\', "two\nlines"],
+        ["日本", "日光"],
+        ["a\x7fb"],
+        ["a", "a"],
+    ],
+)
+async def test_a_guided_choice_is_one_of_the_texts(server: Server, choices: list[str]) -> None:
+    for seed in range(3):
+        assert await content(server, temperature=2, seed=seed, guided_choice=choices) in choices
+        assert await content(server, temperature=2, seed=seed, structured_outputs={"choice": choices}) in choices
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "regex", [r"\d{3}-[A-F]{2}", "(?i)abc|xyz", r"[^a-z\n]{5}", "é|日{2}", r"^a?b+c{2,3}$".strip("^$")]
+)
+async def test_a_guided_regex_is_matched_by_the_whole_text(server: Server, regex: str) -> None:
+    for seed in range(2):
+        fields = {"temperature": 1.5, "seed": seed, "logit_bias": {str(ord("c")): 5.0}}
+        assert re.fullmatch(regex, await content(server, guided_regex=regex, **fields))
+        assert re.fullmatch(regex, await content(server, structured_outputs={"regex": regex}, **fields))
+
+
+LARK = 'start: sum " = " NUMBER\nsum: NUMBER (" + " NUMBER)~1..2\nNUMBER: /[1-9][0-9]?/\n'
+GBNF = 'root ::= number (" + " number){1,2} " = " number\nnumber ::= [1-9] [0-9]?\n'
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("grammar", [LARK, GBNF, 'start: "12 + 3 = 15"  // not "::=" by any means\n'])
+async def test_a_guided_grammar_is_followed_in_larks_notation_and_in_gbnf(server: Server, grammar: str) -> None:
+    for seed in range(3):
+        text = await content(server, temperature=1.5, seed=seed, guided_grammar=grammar)
+        assert re.fullmatch(r"[1-9][0-9]?( \+ [1-9][0-9]?){1,2} = [1-9][0-9]?", text)
+
+
+@pytest.mark.asyncio
+async def test_a_streamed_answer_is_the_same(server: Server) -> None:
+    body = {"messages": HELLO, "temperature": 0, "response_format": json_schema(SCHEMAS["const"])}
+    chunks = await chunks_of(server, CHAT, body)
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert json.loads(text) == {"z": 1, "a": "é😀"}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"

@@ -1,0 +1,113 @@
+"""A grammar that breaks ends its request alone; so do masks that cannot be computed."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM
+from chairlift.engine.grammar import GrammarMasks, TokenGrammar
+from chairlift.engine.inputs import Generation
+from chairlift.params import RequestOutput, StructuredOutputs
+from tests.engine.async_support import DEADLINE_S, last, make_async_llm, wait_until_idle
+from tests.engine.support import GREEDY, assert_idle, make_llm, tokens_of
+
+SAID = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
+WORDS = GREEDY.model_copy(update={"structured_outputs": StructuredOutputs(regex="[a-z]{30}"), "max_tokens": 8})
+
+
+def generate_with_broken(llm: LLM, break_it: Callable[[TokenGrammar], object]) -> list[RequestOutput]:
+    """Three requests with a grammar and a free one between; the second of the three is broken."""
+    prepare = llm.inputs.prepare
+
+    def prepare_broken(*args: Any) -> Generation:
+        generation = prepare(*args)
+        if generation.prompt == "bad":
+            (request,) = generation.requests
+            assert isinstance(request.grammar, TokenGrammar)
+            break_it(request.grammar)
+        return generation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.inputs, "prepare", prepare_broken)
+        return llm.generate(["one", "bad", "free", "two"], [WORDS, WORDS, GREEDY, WORDS])
+
+
+def take_what_does_not_fit(grammar: TokenGrammar) -> None:
+    assert not grammar.matcher.consume_token(ord("!"))
+    assert grammar.matcher.is_error()
+
+
+def fail_at_once(error: Exception) -> Callable[[TokenGrammar], object]:
+    def break_it(grammar: TokenGrammar) -> None:
+        def advance(_: int) -> bool:
+            raise error
+
+        monkey: Any = grammar
+        monkey.advance = advance
+
+    return break_it
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (take_what_does_not_fit, SAID),
+        (fail_at_once(ValueError("no luck")), "the grammar failed: no luck"),
+        (fail_at_once(RuntimeError("no luck")), "the grammar failed: no luck"),
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_grammar_that_breaks_ends_its_request_alone(
+    tiny: str, break_it: Callable[[TokenGrammar], object], said: str, steps: int
+) -> None:
+    with make_llm(tiny, max_steps_per_launch=steps) as llm:
+        one, _, free, two = llm.generate(["one", "bad", "free", "two"], [WORDS, WORDS, GREEDY, WORDS])
+        outputs = generate_with_broken(llm, break_it)
+        assert (outputs[1].outputs[0].finish_reason, outputs[1].outputs[0].error) == ("abort", said)
+        assert [outputs[0].outputs, outputs[2].outputs, outputs[3].outputs] == [one.outputs, free.outputs, two.outputs]
+        assert_idle(llm)
+
+
+def test_masks_that_cannot_be_computed_end_the_requests_that_need_them_and_no_other(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("no luck")
+
+    with make_llm(tiny) as llm:
+        expected = tokens_of(llm.generate(["free"], GREEDY))
+        monkeypatch.setattr(GrammarMasks, "_fill", fail)
+        one, free, two = llm.generate(["one", "free", "two"], [WORDS, GREEDY, WORDS])
+        assert [one.outputs[0].error, two.outputs[0].error] == [SAID, SAID]
+        assert tokens_of([free]) == expected
+        monkeypatch.undo()
+        assert_idle(llm)
+
+
+@pytest.mark.asyncio
+async def test_leaving_while_the_mask_is_computed_frees_the_slot_and_the_next_grammar_is_right(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_async_llm(tiny) as engine:
+        expected = tokens_of([await last(engine.generate("hi", WORDS))])
+        masks = engine._core._runner._sampler._grammars
+        fill, entered, may_go_on = masks._fill, threading.Event(), threading.Event()
+
+        def wait_and_fill(matchers: Any) -> Any:
+            entered.set()
+            assert may_go_on.wait(DEADLINE_S)
+            return fill(matchers)
+
+        monkeypatch.setattr(masks, "_fill", wait_and_fill)
+        leaving = asyncio.create_task(last(engine.generate("left", WORDS.model_copy(update={"n": 2}))))
+        assert await asyncio.to_thread(entered.wait, DEADLINE_S)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert engine.num_unfinished == 0
+        may_go_on.set()
+        await wait_until_idle(engine)
+        assert tokens_of([await last(engine.generate("hi", WORDS))]) == expected

@@ -1,0 +1,182 @@
+"""A step that does not come back and a thread that is gone end everything; nothing else counts as death."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from chairlift import AsyncLLM
+from chairlift.errors import EngineDead, EngineHung
+from chairlift.scheduler import TokenEvent
+from tests.engine.async_support import DEADLINE_S, LONG, hold_back, last, make_async_llm, wait_until
+from tests.engine.support import GREEDY, make_llm, tokens_of
+
+LIMIT_S = 0.3
+
+
+@asynccontextmanager
+async def watched(tiny: str, step_timeout: float = LIMIT_S) -> AsyncIterator[AsyncLLM]:
+    """An engine whose thread has started and served."""
+    async with make_async_llm(tiny, step_timeout=step_timeout) as engine:
+        await last(engine.generate("hi", GREEDY))
+        yield engine
+
+
+def engine_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "chairlift-engine"]
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_hangs_ends_what_runs_and_waits_and_nothing_new_is_taken(tiny: str) -> None:
+    said = "a step did not come back within 0.3 s"
+    async with watched(tiny) as engine:
+        with hold_back(engine) as gate:
+            tasks = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(5)]
+            start = time.monotonic()
+            await gate.wait_until_in_step()
+            results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
+            assert LIMIT_S < time.monotonic() - start < 4 * LIMIT_S
+            assert [type(result) for result in results] == [EngineDead] * 5
+            assert {str(result) for result in results} == {said}
+            assert (type(engine.death), engine.is_healthy, engine.died.is_set()) == (EngineHung, False, True)
+            with pytest.raises(EngineDead, match=f"the engine died: {said}"):
+                await last(engine.generate("hi", GREEDY))
+            start = time.monotonic()
+            await engine.close()  # which does not wait for what hangs
+            assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.asyncio
+async def test_a_hung_step_that_comes_back_later_does_no_harm(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with watched(tiny) as engine:
+        with hold_back(engine) as gate:
+            gate.allow(1)
+            async with aclosing(engine.generate("hi", LONG)) as outputs:
+                await anext(outputs)
+                await asyncio.wait_for(engine.died.wait(), DEADLINE_S)
+                caplog.clear()
+                gate.open()
+                await wait_until(lambda: not engine_threads(), "the thread sees that it shall stop")
+                with pytest.raises(EngineDead, match="did not come back"):
+                    await anext(outputs)
+    assert caplog.records == []
+    assert engine.num_unfinished == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError(), GeneratorExit()])
+async def test_whatever_ends_the_thread_in_a_step_is_told_at_once(tiny: str, error: BaseException) -> None:
+    def fail() -> list[TokenEvent]:
+        raise error
+
+    async with watched(tiny, step_timeout=60.0) as engine:
+        with hold_back(engine) as gate:
+            tasks = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(3)]
+            await wait_until(lambda: engine.num_unfinished == 3, "all have come in")
+            gate._step = fail
+            gate.open()
+            results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5.0)
+        assert {str(result) for result in results} == {f"a step failed: {type(error).__name__}: {error}"}
+        assert [type(result) for result in results] == [EngineDead] * 3
+        assert engine.death is error
+        await wait_until(lambda: not engine_threads(), "the thread has ended")
+
+
+@pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_thread_that_is_gone_without_a_word_is_missed(tiny: str) -> None:
+    def vanish(_: object) -> None:
+        raise SystemExit
+
+    async with watched(tiny, step_timeout=60.0) as engine:
+        assert engine._thread is not None
+        with hold_back(engine) as gate:
+            waiting = asyncio.create_task(last(engine.generate("hi", LONG)))
+            await gate.wait_until_in_step()
+            engine._thread._deliver = vanish  # also the attempt to tell of it fails
+            gate.open()
+            with pytest.raises(EngineDead, match="the engine's thread is gone"):
+                await asyncio.wait_for(waiting, 5.0)
+        assert not engine.is_healthy
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("limit_s", [0.3, 1.5])
+async def test_an_idle_engine_is_alive_however_short_the_limit(tiny: str, limit_s: float) -> None:
+    async with watched(tiny, limit_s) as engine:
+        start = time.monotonic()
+        while time.monotonic() - start < 1.3:
+            assert engine.is_healthy
+            await asyncio.sleep(0.01)
+        assert engine.death is None
+        assert (await last(engine.generate("hi", GREEDY))).finished
+
+
+@pytest.mark.asyncio
+async def test_a_step_may_take_most_of_its_limit_also_when_it_ends_a_long_idle_time(tiny: str) -> None:
+    limit_s = 1.2
+    async with watched(tiny, limit_s) as engine:
+        await asyncio.sleep(0.8)  # in which the thread waits for work
+        with hold_back(engine) as gate:
+            slow = asyncio.create_task(last(engine.generate("hi", GREEDY)))
+            await gate.wait_until_in_step()
+            await asyncio.sleep(0.7 * limit_s)
+            gate.open()
+            assert (await slow).finished
+        assert engine.is_healthy
+
+
+@pytest.mark.asyncio
+async def test_many_steps_below_the_limit_may_take_longer_than_it_together(tiny: str) -> None:
+    async with watched(tiny) as engine:
+        with hold_back(engine) as gate:
+            slow = asyncio.create_task(last(engine.generate("hi", GREEDY)))
+            for _ in range(4):
+                await gate.wait_until_in_step()
+                await asyncio.sleep(LIMIT_S / 2)
+                gate.allow(1)
+            assert engine.is_healthy
+            gate.open()
+            assert (await slow).finished
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_an_event_loop_that_was_blocked_does_not_blame_the_engine(tiny: str, is_busy: bool) -> None:
+    with make_llm(tiny) as llm:
+        expected = tokens_of(llm.generate("hi", LONG))
+    async with watched(tiny, 2 * LIMIT_S) as engine:
+        slow = asyncio.create_task(last(engine.generate("hi", LONG))) if is_busy else None
+        await asyncio.sleep(0.01)
+        time.sleep(4 * LIMIT_S)
+        for _ in range(10):
+            assert engine.is_healthy
+            await asyncio.sleep(0.05)
+        if slow is not None:
+            assert tokens_of([await slow]) == expected
+
+
+@pytest.mark.asyncio
+async def test_the_limit_does_not_run_before_the_thread_does(tiny: str) -> None:
+    async with make_async_llm(tiny, step_timeout=LIMIT_S) as engine:
+        await asyncio.sleep(1.5 * LIMIT_S)
+        assert engine.is_healthy
+        assert (await last(engine.generate("hi", GREEDY))).finished
+        assert engine.death is None
+
+
+@pytest.mark.asyncio
+async def test_a_death_is_logged_once(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with watched(tiny) as engine:
+        with hold_back(engine) as gate, caplog.at_level(logging.CRITICAL):
+            with pytest.raises(EngineDead):
+                await last(engine.generate("hi", LONG))
+            gate.open()
+            await wait_until(lambda: not engine_threads(), "the thread has ended")
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("chairlift")] == [
+        "the engine is dead: a step did not come back within 0.3 s"
+    ]

@@ -1,0 +1,64 @@
+"""The examples work as they stand, as programs of their own against a running server."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.conftest import SLOTS
+from tests.api.contract import serving
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+async def run(example: str, *arguments: str, url: str) -> str:
+    """What it prints; it must succeed, and complain of nothing."""
+    command = [sys.executable, "-W", "error", str(EXAMPLES / example), *arguments, "--url", f"{url}/v1"]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    output, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, errors.decode()) == (0, "")
+    return output.decode()
+
+
+@pytest.mark.asyncio
+async def test_a_chat_is_streamed() -> None:
+    async with serving() as server:
+        printed = await run("stream_chat.py", "What is 17 + 25?", url=server.url)
+    assert printed == "17 + 25 = 42.\n"
+
+
+@pytest.mark.asyncio
+async def test_a_tool_is_called_and_its_result_goes_into_the_answer() -> None:
+    async with serving() as server:
+        weather = await run("tool_call.py", url=server.url)
+        total = await run("tool_call.py", "What is 17 + 25?", url=server.url)
+        neither = await run("tool_call.py", "Hello!", url=server.url)
+        assert server.num_free_slots == SLOTS
+    call, answer, _ = weather.split("\n")
+    assert call == "get_weather(city='Oslo') -> sunny and 19 degrees"
+    assert "sunny and 19 degrees" in answer
+    call, answer, _ = total.split("\n")
+    assert call == "add(a=17 b=25) -> 42"
+    assert "42" in answer
+    assert len(neither.splitlines()) == 1
+
+
+@pytest.mark.asyncio
+async def test_data_is_taken_out_of_a_sentence() -> None:
+    async with serving() as server:
+        assert await run("json_answer.py", url=server.url) == '{"name":"Maria","age":34}\n'
+        assert await run("json_answer.py", "Tom is 7 years old.", url=server.url) == '{"name":"Tom","age":7}\n'
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+async def test_every_example_explains_itself_and_is_short(example: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(EXAMPLES / example), "--help", stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    assert f"python examples/{example}" in output.decode()
+    assert len((EXAMPLES / example).read_text().splitlines()) <= 60

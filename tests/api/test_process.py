@@ -56,7 +56,7 @@ def test_a_fault_in_a_step_ends_every_request_with_an_error_and_the_process_with
         assert "injected fault" in lines[-1]
         assert '"error"' in lines[-1]
         assert client.get("/health").status_code == 503
-        assert client.post("/v1/completions", json={"prompt": "late"}).status_code == 500
+        assert client.post("/v1/completions", json={"prompt": "late"}).status_code == 503
         assert process.exit_code() == 1
 
 

@@ -8,19 +8,21 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict, get_subcommand
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.server import EXIT_ENGINE_DIED, check, serve
+from chairlift.api.server import check, serve
 from chairlift.bench import BenchConfig, run_bench
 from chairlift.config import EngineConfig
 from chairlift.errors import ChairliftError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_PATIENCE_S = 3.0
 
 
 class ServeCommand(ServerConfig, EngineConfig):
@@ -91,9 +93,10 @@ def _serve(command: ServeCommand) -> int:
 
     async def run() -> int:
         code = await serve(AsyncLLM(**_fields_of(command, EngineConfig)), config)
-        if code == EXIT_ENGINE_DIED:  # perhaps with threads that hang, which a proper end would wait for
-            logging.shutdown()
-            os._exit(code)
+        # A thread that hangs, in a tokenizer perhaps, must not keep the process: a proper end would wait for it.
+        ending = threading.Timer(_PATIENCE_S, os._exit, [code])
+        ending.daemon = True
+        ending.start()
         return code
 
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:

@@ -107,10 +107,10 @@ class EngineThread:
             if isinstance(command, Stop):
                 return False
             self._obey(command, update)
-        if self._core.has_work:
-            update.events += self._core.step()
         if update:
-            self._deliver(update)
+            self._deliver(update)  # who was refused need not wait for the step
+        if self._core.has_work and (events := self._core.step()):
+            self._deliver(Update(events=events))
         return True
 
     def _commands(self) -> list[Command]:

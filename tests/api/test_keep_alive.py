@@ -176,7 +176,7 @@ async def test_an_end_that_falls_into_a_comments_write_loses_nothing(slow_writes
                 assert (await client.head()).startswith("HTTP/1.1 200 OK\r\n")
                 stream = "".join(await client.rest())
     assert stream.startswith(COMMENT)
-    assert texts_of(stream)[-1] == "data: [DONE]"
+    assert texts_of(stream)[-1] == "length [DONE]"
     assert_whole(stream)
 
 

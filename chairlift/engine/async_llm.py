@@ -185,11 +185,14 @@ class AsyncLLM:
         if self._thread is not None:
             self._thread.send(Stop())
             timeout = 0.0 if isinstance(self.death, EngineHung) else _JOIN_TIMEOUT_S
-            if not await asyncio.to_thread(self._thread.join, timeout):
+            if await asyncio.to_thread(self._thread.join, timeout):
+                self._thread = None  # and with it the way back from the thread: the memory is free at once
+            else:
                 logger.error("the engine thread did not stop; it is left behind")
         if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        self._watch = None
 
     async def __aenter__(self) -> Self:
         return self

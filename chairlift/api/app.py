@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 import chairlift
-from chairlift.api.connections import read_body
+from chairlift.api.connections import meet_expectation, read_body
 from chairlift.api.errors import Handler, error_middleware
 from chairlift.api.generate import Job, answer_stream, answer_whole
 from chairlift.api.keys import KeyRing
@@ -82,7 +82,7 @@ class Api:
             path = route.path.replace("{model}", "{model:.+}")
             methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
             for method in methods:
-                app.router.add_route(method, path, getattr(self, route.handler))
+                app.router.add_route(method, path, getattr(self, route.handler), expect_handler=meet_expectation)
         return app
 
     async def completions(self, request: web.Request) -> web.StreamResponse:

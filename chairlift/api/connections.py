@@ -128,6 +128,16 @@ class Connection(web.RequestHandler):
             self.force_close()
 
 
+async def meet_expectation(request: web.Request) -> None:
+    """`Expect: 100-continue` is told to go on; every other expectation is a 417 with an error body."""
+    expectation = request.headers.get("Expect", "")
+    if expectation.lower() != "100-continue":
+        failure = failure_of(web.HTTPExpectationFailed(text=f"Expect: {expectation} cannot be met"))
+        raise web.HTTPExpectationFailed(text=failure.body(), content_type="application/json")
+    assert request.transport is not None, "the client waits for this"
+    request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
 async def read_body(request: web.Request) -> bytes:
     """The whole body. `HTTPRequestEntityTooLarge` if it is, or says that it is, larger than the application allows;
     `HTTPRequestTimeout` if it does not come within `BODY_TIMEOUT`, and then this reply is the connection's last.

@@ -39,6 +39,7 @@ class Failure:
 
     status: int
     detail: ErrorDetail
+    allow: str | None = None  # of a 405: the methods that there are
 
     def body(self) -> str:
         return ErrorBody(error=self.detail).model_dump_json()
@@ -47,6 +48,8 @@ class Failure:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.allow is not None:
+            headers["Allow"] = self.allow
         return web.Response(status=self.status, text=self.body(), content_type="application/json", headers=headers)
 
 
@@ -68,7 +71,8 @@ def failure_of(error: Exception) -> Failure:
         case web.RequestPayloadError():
             return _invalid("the body cannot be decoded; check its Content-Encoding", None)
         case web.HTTPException():
-            return Failure(error.status, ErrorDetail(message=_http_message(error), type="invalid_request_error"))
+            detail = ErrorDetail(message=_http_message(error), type="invalid_request_error")
+            return Failure(error.status, detail, allow=error.headers.get("Allow"))
         case _:
             logger.error("a request failed unexpectedly", exc_info=error)
             return Failure(500, ErrorDetail(message=f"internal error: {type(error).__name__}", type="server_error"))

@@ -156,12 +156,13 @@ class AsyncLLM:
         for index, generation in enumerate(generations):
             self._addresses[generation.request_id] = _Address(mailbox, index)
         thread.send(Add([request for generation in generations for request in generation.requests]))
-        num_unfinished = len(generations)
+        unfinished = set(range(len(generations)))
         try:
-            while num_unfinished:
-                for numbered in await mailbox.wait():
-                    yield numbered
-                    num_unfinished -= numbered[1].finished
+            while unfinished:
+                for index, output in await mailbox.wait():
+                    yield index, output
+                    if output.finished:
+                        unfinished.discard(index)
         finally:
             self._forget(mailbox)
 

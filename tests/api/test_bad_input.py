@@ -58,7 +58,7 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
     "picture": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages",
-        "messages.0.content",
+        "type 'image_url' is not supported; known here: text, refusal",
     ),
     "empty stop": ({"messages": HELLO, "stop": [""]}, "stop", "at least 1 character"),
     "bias out of range": ({"messages": HELLO, "logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),

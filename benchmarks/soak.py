@@ -14,10 +14,11 @@ import argparse
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from random import Random, SystemRandom
 
-from soaking.load import ALL_KINDS, Load, Wave, plan_waves
+from soaking.load import ALL_KINDS, Load, Wave, draw_wave
 from soaking.observer import Outsider, own_server
 from soaking.verdict import Verdict, judge, table
 
@@ -48,11 +49,12 @@ async def _run(seconds: float, seed: int, url: str | None) -> Verdict:
 
 async def soak(load: Load, seconds: float) -> Verdict:
     """Warms up until everything has been there once, then waves until the time is over."""
+    rng, ends_at = Random(load.seed), time.monotonic() + seconds
     for wave in [Wave(24, _WARM_UP_SHARE * seconds), Wave(8, 2.0, is_cut=True)]:
         await load.put(wave)
     before = await load.read_final_books()
-    for wave in plan_waves(Random(load.seed), (1 - _WARM_UP_SHARE) * seconds):
-        await load.put(wave)
+    while time.monotonic() < ends_at:
+        await load.put(draw_wave(rng))
         print(f"{len(load.ledger.entries):6} requests so far", file=sys.stderr)
     return judge(load, before, await load.read_final_books())
 

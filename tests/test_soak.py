@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ ANSWERED = {
     "long prompt",
     "only the prompt",
     "regex",
+    "response",
     "scored chat",
     "story",
     "tool call",
@@ -37,6 +39,7 @@ REFUSED = {
     "wrong field",
     "wrong messages",
     "wrong prompt",
+    "wrong response",
     "wrong tools",
 }
 MANNERS = {"patient", "leaves before the reply", "leaves within the reply", "reads slowly", "stops reading", "raw"}
@@ -62,12 +65,13 @@ def test_after_two_minutes_of_mixed_load_nothing_is_left_and_everything_was_righ
     assert report["after"]["num_free_slots"] == report["after"]["num_slots"] == 8
 
     assert set(report["manners"]) == MANNERS
-    assert outcomes_of(report, ANSWERED - {"full slot"}, "finished") == ANSWERED - {"full slot"}
-    assert outcomes_of(report, ANSWERED, "queue full") == ANSWERED
-    assert outcomes_of(report, ANSWERED | {"leaves within its body"}, "left") == ANSWERED | {"leaves within its body"}
+    # No buffer takes all that "full slot" sends, and its clients do not read on.
+    assert outcomes_of(report, ANSWERED, "finished") | {"full slot"} == ANSWERED
     assert outcomes_of(report, REFUSED, "refused") == REFUSED
     assert outcomes_of(report, {"full slot", "withheld headers"}, "cut off") == {"full slot", "withheld headers"}
-    assert sum(report["outcomes"]["known chat"].values()) > 100
+    assert outcomes_of(report, {"leaves within its body"}, "left") == {"leaves within its body"}
+    totals = sum((Counter(counts) for counts in report["outcomes"].values()), Counter())
+    assert min(totals["finished"], totals["queue full"], totals["left"]) > 100
 
 
 def test_a_soak_says_what_is_wrong_and_fails(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from random import Random
 from typing import Any
 
-from soaking.case import CHAT, COMPLETIONS, Case, Draw, Refusal, user
+from soaking.case import CHAT, COMPLETIONS, RESPONSES, Case, Draw, Refusal, user
 from soaking.server import MAX_BODY_BYTES, MAX_SEQ_LEN
 
 HELLO = user("Hello!")
@@ -49,6 +49,16 @@ def wrong_prompt(rng: Random) -> Case:
 def wrong_messages(rng: Random) -> Case:
     messages: Any = rng.choice([[], [{"role": "user"}], [{"role": "god", "content": "a"}], "hello", user("a" * 2000)])
     return _bad("wrong messages", CHAT, {"messages": messages}, Refusal(400, "messages"))
+
+
+def wrong_response(rng: Random) -> Case:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"n": 2}, "n"),
+    ]
+    fields, param = rng.choice(wrong)
+    return _bad("wrong response", RESPONSES, {"input": "Hello!", **fields}, Refusal(400, param))
 
 
 def wrong_tools(rng: Random) -> Case:
@@ -106,6 +116,7 @@ BAD: dict[Draw, int] = {
     wrong_prompt: 2,
     wrong_messages: 1,
     wrong_tools: 1,
+    wrong_response: 1,
     no_json: 1,
     wrong_encoding: 1,
     huge_body: 1,

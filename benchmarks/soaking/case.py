@@ -10,6 +10,7 @@ from soaking.reply import Reply, Wrong
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 
 Check = Callable[[Reply], None]
 """Raises `Wrong` if a complete reply is not right."""
@@ -60,9 +61,10 @@ def generation(
     num_choices = fields.get("n", 1) * (len(prompt) if is_list else 1)
     stream = rng.random() < 0.6 if is_stream is None else is_stream
     body = dict(fields)
-    has_usage = not stream
+    has_usage = not stream or path == RESPONSES
     if stream:
         body["stream"] = True
+    if stream and path != RESPONSES:
         has_usage = rng.random() < 0.5
         body |= {"stream_options": {"include_usage": True}} if has_usage else {}
 

@@ -1,7 +1,6 @@
 """The client of a soak: sends a case in some manner, and closes its entry in the ledger with what became of it."""
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -13,9 +12,10 @@ from typing import Any, Self
 import aiohttp
 
 from soaking.books import NUMBER_HEADER
-from soaking.case import Case, Generated, Plain, Refusal
+from soaking.case import RESPONSES, Case, Generated, Plain, Refusal
 from soaking.ledger import Entry, Ledger, Outcome
-from soaking.reply import ErrorEvent, StreamReply, Wrong, read_error, read_whole
+from soaking.reply import ErrorEvent, StreamReply, Wrong, parse_object, read_error, read_whole
+from soaking.response import ResponseStream, read_response
 
 DEADLINE_S = 60.0  # for a request; what takes longer hangs
 _TINY_BUFFER = 2**12
@@ -116,26 +116,19 @@ async def _check_answer(case: Case, response: aiohttp.ClientResponse, pieces: As
         raise Wrong(f"this is answered, where {right.status} was due")
     if isinstance(right, Generated) and right.is_stream:
         _check_type(response, "text/event-stream")
-        stream = StreamReply()
+        stream = ResponseStream() if case.path == RESPONSES else StreamReply()
         async for piece in pieces:
             stream.feed(piece)
         if not stream.is_done:
-            raise Wrong("the stream ended without [DONE]")
+            raise Wrong("the stream has no end")
         right.check(stream.reply)
         return
     _check_type(response, "application/json")
     raw = b"".join([piece async for piece in pieces])
     if isinstance(right, Plain):
-        right.check(_parse(raw))
+        right.check(parse_object(raw))
     else:
-        right.check(read_whole(raw))
-
-
-def _parse(raw: bytes) -> Any:
-    try:
-        return json.loads(raw)
-    except ValueError as error:
-        raise Wrong(f"no JSON: {raw[:200]!r}") from error
+        right.check(read_response(parse_object(raw)) if case.path == RESPONSES else read_whole(raw))
 
 
 def _check_type(response: aiohttp.ClientResponse, content_type: str) -> None:

@@ -5,7 +5,7 @@ import re
 from random import Random
 from typing import Any
 
-from soaking.case import CHAT, COMPLETIONS, Case, Draw, Plain, anything, generation, texts_check, user
+from soaking.case import CHAT, COMPLETIONS, RESPONSES, Case, Draw, Plain, anything, generation, texts_check, user
 from soaking.reply import Reply, Wrong
 
 # Greedy answers of the bundled model; they must not change whatever else is computed beside them.
@@ -134,13 +134,18 @@ def tool_call(rng: Random) -> Case:
         "max_tokens": 150,
     }
 
-    def check(reply: Reply) -> None:
-        for answer in reply.choices.values():
-            is_called = [name for name, arguments in answer.calls if _is_weather(arguments)] == ["weather"]
-            if answer.finish_reason != "length" and not (is_called and answer.finish_reason == "tool_calls"):
-                raise Wrong(f"{answer}")
+    return generation(rng, "tool call", CHAT, fields, _check_call)
 
-    return generation(rng, "tool call", CHAT, fields, check)
+
+def response(rng: Random) -> Case:
+    """The same answers, and the same calls, by `/v1/responses`."""
+    if rng.random() < 0.5:
+        question, answer = rng.choice(list(KNOWN.items()))
+        is_right = texts_check(lambda text, _: text == answer)
+        return generation(rng, "response", RESPONSES, {"input": question, "temperature": 0}, is_right)
+    tool = {"type": "function", "name": "weather", "parameters": WEATHER}
+    fields = {"input": user("Where?"), "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    return generation(rng, "response", RESPONSES, fields | {"max_output_tokens": 150}, _check_call)
 
 
 def tokenize(rng: Random) -> Case:
@@ -163,6 +168,14 @@ def models(rng: Random) -> Case:
     return Case("models", path, None, Plain(check), method="GET")
 
 
+def _check_call(reply: Reply) -> None:
+    """One call, with arguments that fit, unless the tokens ran out."""
+    for answer in reply.choices.values():
+        is_called = [name for name, arguments in answer.calls if _is_weather(arguments)] == ["weather"]
+        if answer.finish_reason != "length" and not (is_called and answer.finish_reason == "tool_calls"):
+            raise Wrong(f"{answer}")
+
+
 def _is_weather(text: str) -> bool:
     try:
         value = json.loads(text)
@@ -183,6 +196,7 @@ GOOD: dict[Draw, int] = {
     choice: 2,
     json_schema: 2,
     tool_call: 2,
+    response: 3,
     tokenize: 1,
     models: 1,
 }

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from soaking.bad import BAD, huge_body, more_than_ever_fits, wrong_prompt, wrong_tools
+from soaking.bad import BAD, huge_body, more_than_ever_fits, wrong_prompt
 from soaking.books import Books
 from soaking.case import Draw
 from soaking.client import Client, Manner
-from soaking.good import GOOD, full_slot, tool_call
+from soaking.good import GOOD, full_slot
 from soaking.ledger import Ledger, Outcome
 from soaking.observer import Observer
 from soaking.raw import RawClient
@@ -42,7 +42,7 @@ class Kinds:
 
 
 ALL_KINDS = Kinds(GOOD, BAD, has_raw=True)
-KNOW_OUR_LIMITS = {full_slot, tool_call, wrong_prompt, huge_body, more_than_ever_fits, wrong_tools}
+KNOW_OUR_LIMITS = {full_slot, wrong_prompt, huge_body, more_than_ever_fits}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +159,9 @@ class Load:
             await asyncio.sleep(_POLL_S)
 
 
-def plan_waves(rng: Random, seconds: float) -> list[Wave]:
-    """Waves of all strengths that take about so long together, without the pauses."""
-    waves: list[Wave] = []
-    while seconds > 0:
-        length = min(rng.uniform(4.0, 10.0), seconds)
-        waves.append(Wave(rng.choice([2, 8, 24, 40]), length, is_cut=rng.random() < 0.4))
-        seconds -= length
-    return waves
+def draw_wave(rng: Random) -> Wave:
+    """Of any strength, from what bores the server to what is twice too much for it."""
+    return Wave(rng.choice([2, 8, 24, 40]), rng.uniform(4.0, 10.0), is_cut=rng.random() < 0.4)
 
 
 def _draw(rng: Random, weights: Mapping[_Drawn, int]) -> _Drawn:

@@ -54,7 +54,7 @@ class Reply:
 
 def read_whole(raw: bytes) -> Reply:
     """The reply of a request that did not stream."""
-    body = _parse(raw)
+    body = parse_object(raw)
     reply = Reply(usage=_get(body, "usage"))
     for item in _get(body, "choices"):
         choice = Choice(finish_reason=item["finish_reason"], num_scored=_num_scored(item))
@@ -72,7 +72,7 @@ def read_whole(raw: bytes) -> Reply:
 
 def read_error(raw: bytes) -> dict[str, Any]:
     """The error of an error body, which must be OpenAI's, whatever the status."""
-    error = _get(_parse(raw), "error")
+    error = _get(parse_object(raw), "error")
     if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
         raise Wrong(f"an error of another shape: {error}")
     if not error["message"] or not error["type"]:
@@ -100,7 +100,7 @@ class StreamReply:
         if event == DONE:
             self.is_done = True
             return
-        chunk = _parse(event)
+        chunk = parse_object(event)
         if "error" in chunk:
             raise ErrorEvent(read_error(event))
         identity = tuple(_get(chunk, name) for name in ("id", "created", "model", "object"))
@@ -148,7 +148,8 @@ def _num_scored(item: dict[str, Any]) -> int:
     return len(logprobs["content"] if "content" in logprobs else logprobs["tokens"])
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """JSON that must be an object."""
     try:
         parsed = json.loads(raw)
     except ValueError as error:

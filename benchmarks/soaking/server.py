@@ -17,7 +17,6 @@ from chairlift.api.app import Api, ApiOptions
 from chairlift.api.config import ServerConfig
 from chairlift.api.listening import listen, url_of
 from chairlift.api.server import make_runner
-from chairlift.api.tools import ToolFamily
 from chairlift.engine.async_llm import AsyncLLM
 from soaking.books import Journal, Served
 
@@ -48,11 +47,7 @@ async def serving(num_slots: int = 8, max_queue_size: int = 8) -> AsyncIterator[
         header_timeout=HEADER_TIMEOUT_S,
         keep_alive_interval=1.0,
     )
-    options = ApiOptions(
-        tool_call_parser=ToolFamily.HERMES,
-        max_body_bytes=config.max_body_bytes,
-        keep_alive_interval=config.keep_alive_interval,
-    )
+    options = ApiOptions(max_body_bytes=config.max_body_bytes, keep_alive_interval=config.keep_alive_interval)
     api, journal = Api(llm, "bundled", options), Journal()
     runner = make_runner(api, config)
     runner.app.middlewares.insert(0, journal.note)

@@ -148,7 +148,15 @@ async def read_body(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(timeout_s):
             return await request.read()
+    except web.RequestPayloadError:
+        _end_body(request)
+        raise
     except TimeoutError:
-        request.content.feed_eof()  # or aiohttp would wait for the rest in order to throw it away
-        request.protocol.close()
+        _end_body(request)
         raise web.HTTPRequestTimeout(text=f"the body did not come within {timeout_s:g} s") from None
+
+
+def _end_body(request: web.Request) -> None:
+    """Or aiohttp would wait for the rest in order to throw it away. The reply is the connection's last."""
+    request.content.feed_eof()
+    request.protocol.close()

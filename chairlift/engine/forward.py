@@ -21,7 +21,7 @@ from chairlift.models.llama import Llama
 logger = logging.getLogger(__name__)
 
 _TILE_SIZES = (16, 8, 4, 2, 1)
-_NUM_PROBES = 4
+_NUM_PROBED_LAYERS = 64  # a difference shows in about every fourth pass through a layer, so that so many miss none
 
 
 class Forward(Protocol):
@@ -96,10 +96,12 @@ def _is_position_lost(model: Llama, tile_size: int) -> bool:
     Kernels that treat the last rows of a matrix, or the elements at a thread's border, differently would tell. Tried
     with this model's own weights on this machine: a tile that holds the same token everywhere must give equal rows.
     """
-    probes = torch.linspace(0, model.config.vocab_size - 1, _NUM_PROBES).long()
+    num_probes = -(-_NUM_PROBED_LAYERS // model.config.num_layers)
+    probes = torch.linspace(0, model.config.vocab_size - 1, num_probes).long()
     for position, token in enumerate(probes.tolist()):
         ids = torch.full((tile_size,), token)
-        hidden = model(ids, torch.full_like(ids, position), lambda _, query, key, value: query)  # noqa: ARG005
+        places = torch.full_like(ids, position % model.rope.shape[1])  # the tables may be shorter than there are probes
+        hidden = model(ids, places, lambda _, query, key, value: query)  # noqa: ARG005
         logits = model.logits(hidden)
         if not (
             torch.equal(hidden, hidden[:1].expand_as(hidden)) and torch.equal(logits, logits[:1].expand_as(logits))

@@ -21,6 +21,8 @@ MAX_AUTO_SLOTS_GPU = 256
 AUTO_STEPS_PER_LAUNCH_CPU = 1  # more gain 2 % on a 135 M model, and make newcomers and streams wait
 AUTO_STEPS_PER_LAUNCH_GPU = 4
 AUTO_BATCHED_TOKENS_CPU = 512
+CPU_HEAD_DIM_ALIGNMENT = 32  # what the cpu backend's kernels take
+CPU_MAX_HEAD_DIM = 256
 AUTO_BATCHED_TOKENS_GPU = 8192
 
 
@@ -39,11 +41,19 @@ class DType(StrEnum):
 class AttentionBackend(StrEnum):
     """Ways to compute attention over the slots."""
 
+    CPU = "cpu"
     TORCH = "torch"
     FLASH_ATTN = "flash_attn"
 
 
+class Quantization(StrEnum):
+    """Coarser number formats for weights."""
+
+    INT8 = "int8"
+
+
 SLOT_ALIGNMENT = {
+    AttentionBackend.CPU: 1,
     AttentionBackend.TORCH: 1,
     AttentionBackend.FLASH_ATTN: 256,  # the kernels read a slot as a page, whose size must be a multiple of this
 }
@@ -59,17 +69,27 @@ class EngineConfig(BaseModel):
     chat_template: str | None = Field(None, description="file with a Jinja chat template to use instead of the model's")
     device: str = Field("auto", description="'cpu', 'cuda', 'cuda:1', ...; auto: the first GPU if there is one")
     dtype: DType | Auto = Field("auto", description="auto: the checkpoint's, or float32 where the CPU lacks it")
-    attention_backend: AttentionBackend | Auto = Field("auto", description="auto: flash_attn on a GPU that has it")
+    attention_backend: AttentionBackend | Auto = Field(
+        "auto",
+        description="auto: flash_attn on a GPU that has it, cpu (native code) on a CPU, else torch",
+    )
+    quantization: Quantization | None = Field(
+        None, description="int8: weights in 8 bits, products in int8; faster, a little less exact; with the cpu backend"
+    )
     max_batch_size: Count | Auto = Field("auto", description="cache slots: requests that run at the same time")
     max_seq_len: Count | Auto = Field("auto", description="tokens a slot holds: prompt and answer together")
     max_num_batched_tokens: Count | Auto = Field("auto", description="token budget of one step")
     max_steps_per_launch: Count | Auto = Field("auto", description="decode steps between two looks of the host")
     max_queue_size: int = Field(1024, ge=0, description="requests that may wait for a slot; more are refused")
     memory_fraction: float = Field(0.8, gt=0.0, le=1.0, description="share of free memory that the cache may take")
-    num_threads: Count | Auto = Field("auto", description="CPU threads for the model; auto: torch's choice")
+    num_threads: Count | Auto = Field(
+        "auto", description="CPU threads for the model; auto: physical cores, or OMP_NUM_THREADS"
+    )
     seed: int = Field(0, ge=0, description="seeds the sampling of requests that name no seed of their own")
     batch_invariant: bool = Field(
-        False, description="same logits, bit for bit, whatever else is in the batch; slower, and only on a CPU"
+        False,
+        description="same logits, bit for bit, whatever else is in the batch; only on a CPU, where the cpu backend"
+        " does so anyway and the torch backend becomes slower",
     )
     step_timeout: float = Field(
         120.0, gt=0.0, description="seconds that a step may take before the engine counts as dead"
@@ -99,6 +119,7 @@ class ModelFacts:
     dtype: DType
     max_position_embeddings: int
     num_parameters: int
+    head_dim: int
     kv_elements_per_token: int  # keys and values, all layers
 
 
@@ -110,6 +131,7 @@ class MachineFacts:
     fast_dtypes: frozenset[DType]  # formats that the device multiplies natively
     free_bytes: int
     has_flash_attn: bool
+    cpu_kernels_obstacle: str | None = None  # why the cpu backend cannot be had here
 
     @property
     def is_gpu(self) -> bool:
@@ -121,7 +143,12 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> R
     if config.batch_invariant and machine.is_gpu:
         raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
     dtype = _resolve_dtype(config, model, machine)
-    backend = _resolve_attention(config, machine, dtype)
+    backend = _resolve_attention(config, model, machine, dtype)
+    if config.quantization is not None and backend is not AttentionBackend.CPU:
+        raise ConfigurationError(
+            f"quantization {config.quantization} works with attention_backend cpu only, and here it is {backend}"
+            + (f": {obstacle}" if (obstacle := find_cpu_obstacle(model, machine, dtype)) else "")
+        )
     seq_len = _resolve_seq_len(config, model)
     slots = _resolve_slots(config, model, machine, dtype, _slot_len(seq_len, backend))
     default_steps = AUTO_STEPS_PER_LAUNCH_GPU if machine.is_gpu else AUTO_STEPS_PER_LAUNCH_CPU
@@ -163,10 +190,30 @@ def _resolve_dtype(config: EngineConfig, model: ModelFacts, machine: MachineFact
     return model.dtype if model.dtype in machine.fast_dtypes else DType.FLOAT32
 
 
-def _resolve_attention(config: EngineConfig, machine: MachineFacts, dtype: DType) -> AttentionBackend:
+def find_cpu_obstacle(model: ModelFacts, machine: MachineFacts, dtype: DType) -> str | None:
+    """Why the cpu backend cannot run that model on that machine in that format; None if it can."""
+    if machine.is_gpu:
+        return f"it runs on a CPU, and the device is {machine.device}"
+    if dtype not in (DType.FLOAT32, DType.BFLOAT16):
+        return f"it computes in float32 or bfloat16, not {dtype}"
+    if model.head_dim % CPU_HEAD_DIM_ALIGNMENT or model.head_dim > CPU_MAX_HEAD_DIM:
+        return (
+            f"it takes a head_dim up to {CPU_MAX_HEAD_DIM} that {CPU_HEAD_DIM_ALIGNMENT} divides, not {model.head_dim}"
+        )
+    return machine.cpu_kernels_obstacle
+
+
+def _resolve_attention(
+    config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType
+) -> AttentionBackend:
     is_possible = machine.is_gpu and machine.has_flash_attn and dtype is not DType.FLOAT32
+    obstacle = find_cpu_obstacle(model, machine, dtype)
     if config.attention_backend == "auto":
+        if obstacle is None:
+            return AttentionBackend.CPU
         return AttentionBackend.FLASH_ATTN if is_possible else AttentionBackend.TORCH
+    if config.attention_backend is AttentionBackend.CPU and obstacle is not None:
+        raise ConfigurationError(f"attention_backend cpu cannot be had: {obstacle}; choose torch, or mend that")
     if config.attention_backend is AttentionBackend.FLASH_ATTN and not is_possible:
         raise ConfigurationError(
             "attention_backend flash_attn needs a CUDA device, the package flash-attn and bfloat16 or float16;"
@@ -189,7 +236,7 @@ def _resolve_seq_len(config: EngineConfig, model: ModelFacts) -> int:
 def _resolve_slots(config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType, slot_len: int) -> int:
     """Slots that were asked for, if they fit; with "auto" as many as fit, up to the device's usual number."""
     slot_bytes = slot_len * model.kv_elements_per_token * dtype.num_bytes
-    weight_bytes = model.num_parameters * dtype.num_bytes
+    weight_bytes = model.num_parameters * (1 if config.quantization is Quantization.INT8 else dtype.num_bytes)
     if weight_bytes >= machine.free_bytes:
         raise ConfigurationError(
             f"the weights do not fit: they need {_gib(weight_bytes)} as {dtype},"

@@ -8,14 +8,13 @@ import logging
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.config import EngineConfig, ModelFacts, resolve
-from chairlift.engine.forward import InvariantForward, PlainForward
-from chairlift.engine.machine import inspect_machine
+from chairlift.config import AttentionBackend, EngineConfig, ModelFacts, find_cpu_obstacle, resolve
+from chairlift.engine.forward import load_forward
+from chairlift.engine.machine import choose_num_threads, inspect_machine
 from chairlift.engine.runner import ModelRunner
 from chairlift.engine.sampling import Sampler
 from chairlift.errors import ConfigurationError
-from chairlift.models import load_model, open_checkpoint
-from chairlift.models.attention import load_backend
+from chairlift.models import open_checkpoint
 from chairlift.models.loader import TORCH_DTYPES
 from chairlift.scheduler import Request, Scheduler, StepPlan, TokenEvent
 
@@ -26,26 +25,29 @@ class EngineCore:
     """Scheduler, cache and model of one checkpoint. ConfigurationError if it cannot be set up."""
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.num_threads != "auto":
-            torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(choose_num_threads() if config.num_threads == "auto" else config.num_threads)
         checkpoint = open_checkpoint(config.model)
         shape = checkpoint.config
         facts = ModelFacts(
             dtype=shape.dtype,
             max_position_embeddings=shape.max_position_embeddings,
             num_parameters=checkpoint.num_parameters,
+            head_dim=shape.head_dim,
             kv_elements_per_token=shape.kv_elements_per_token,
         )
-        self.config = resolve(config, facts, inspect_machine(config.device))
+        is_native = config.attention_backend in ("auto", AttentionBackend.CPU)
+        machine = inspect_machine(config.device, wants_cpu_kernels=is_native)
+        self.config = resolve(config, facts, machine)
+        if is_native and not machine.is_gpu and self.config.attention_backend is AttentionBackend.TORCH:
+            obstacle = find_cpu_obstacle(facts, machine, self.config.dtype)
+            logger.warning("attention backend torch, which is slower than cpu: %s", obstacle)
         self.vocab_size = shape.vocab_size
         dtype = TORCH_DTYPES[self.config.dtype]
-        attention = load_backend(self.config.attention_backend, shape.head_dim, dtype)
         slot_len = self.config.slot_len
-        model = load_model(checkpoint, self.config.dtype, self.config.device, slot_len)
+        forward = load_forward(checkpoint, self.config)
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         self.cache = _allocate(params, self.config.max_batch_size, slot_len, shape.num_layers, self.config.device)
         sampler = Sampler(shape.vocab_size, self.config.max_batch_size, self.cache.devices[0])
-        forward = InvariantForward(model) if self.config.batch_invariant else PlainForward(model, attention)
         self._runner = ModelRunner(forward, self.cache, sampler)
         self._scheduler = Scheduler(
             self.cache.ledger,

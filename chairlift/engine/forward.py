@@ -13,9 +13,12 @@ from typing import Protocol
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention import Backend, BatchMetadata
+from chairlift.config import AttentionBackend, ResolvedConfig
+from chairlift.models import Checkpoint, load_model
+from chairlift.models.attention import Backend, BatchMetadata, load_backend
 from chairlift.models.attention.batch import token_slots
 from chairlift.models.attention.per_token import attend_alone
+from chairlift.models.cpu import CpuLlama
 from chairlift.models.llama import Llama
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,17 @@ class Forward(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, hidden]` -> float32 `[N, vocab]`."""
         ...
+
+
+def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
+    """Loads a checkpoint's weights for the way to run them that the configuration names."""
+    model = load_model(checkpoint, config.dtype, config.device, config.slot_len)
+    if config.attention_backend is AttentionBackend.CPU:
+        return CpuLlama(model, config.slot_len, is_quantized=config.quantization is not None)
+    model.pack()
+    if config.batch_invariant:
+        return InvariantForward(model)
+    return PlainForward(model, load_backend(config.attention_backend, model.config.head_dim, model.rope.dtype))
 
 
 class PlainForward:

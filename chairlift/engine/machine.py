@@ -1,6 +1,7 @@
 """What this machine offers: the device, the number formats it multiplies natively, free memory."""
 
 import importlib.util
+import os
 import re
 
 import psutil
@@ -8,18 +9,36 @@ import torch
 
 from chairlift.config import DType, MachineFacts
 from chairlift.errors import ConfigurationError
+from chairlift.models.cpu import CpuKernelsUnavailable, load_library
 
 
-def inspect_machine(device: str) -> MachineFacts:
-    """Facts about the named device ("auto": the first GPU, else the CPU). ConfigurationError if there is none such."""
+def inspect_machine(device: str, *, wants_cpu_kernels: bool = True) -> MachineFacts:
+    """Facts about the named device ("auto": the first GPU, else the CPU). ConfigurationError if there is none such.
+
+    On a CPU this compiles the cpu backend's kernels if that has not been done before, unless they are not wanted.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        return MachineFacts("cpu", _fast_cpu_dtypes(), psutil.virtual_memory().available, has_flash_attn=False)
+        return MachineFacts(
+            device="cpu",
+            fast_dtypes=_fast_cpu_dtypes(),
+            free_bytes=psutil.virtual_memory().available,
+            has_flash_attn=False,
+            cpu_kernels_obstacle=_cpu_kernels_obstacle() if wants_cpu_kernels else "it was not asked for",
+        )
     match = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if match is None:
         raise ConfigurationError(f"device {device!r} is not supported; choose cpu or cuda:0")
     return _inspect_gpu(int(match[1] or 0))
+
+
+def choose_num_threads() -> int:
+    """One thread per physical core that this process may use, unless OMP_NUM_THREADS says otherwise."""
+    if os.environ.get("OMP_NUM_THREADS"):
+        return torch.get_num_threads()
+    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or num_usable, num_usable))
 
 
 def _inspect_gpu(index: int) -> MachineFacts:
@@ -33,6 +52,14 @@ def _inspect_gpu(index: int) -> MachineFacts:
         free_bytes=free_bytes,
         has_flash_attn=importlib.util.find_spec("flash_attn") is not None,
     )
+
+
+def _cpu_kernels_obstacle() -> str | None:
+    try:
+        load_library()
+    except CpuKernelsUnavailable as error:
+        return str(error)
+    return None
 
 
 def _fast_cpu_dtypes() -> frozenset[DType]:

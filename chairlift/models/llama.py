@@ -4,6 +4,7 @@ Module names follow the checkpoint's tensor names, so that loading needs only th
 """
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import nn
@@ -35,7 +36,9 @@ class _SelfAttention(nn.Module):
         return projected
 
 
-class _DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with its norm before it and its residual around it."""
+
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -53,7 +56,7 @@ class _Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -70,6 +73,10 @@ class Llama(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
+    def layers(self) -> list[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.model.layers))
+
+    @property
     def fused(self) -> dict[str, dict[str, int]]:
         """Fused parameter -> the checkpoint's tensors that are stacked in it, in order, and the rows of each."""
         config = self.config
@@ -80,7 +87,7 @@ class Llama(nn.Module):
         }
 
     def finalize(self, max_seq_len: int) -> None:
-        """Once the weights are loaded: ties the head, prepares rotary tables below that position, packs weights."""
+        """Once the weights are loaded: ties the head and prepares rotary tables below that position."""
         weight = self.model.embed_tokens.weight
         if self.config.is_tied:
             with torch.device("meta"):
@@ -88,7 +95,10 @@ class Llama(nn.Module):
             self.lm_head.weight = weight
         tables = rope_tables(self.config.rope, self.config.head_dim, max_seq_len, weight.device)
         self.rope = tables.to(weight.dtype)
-        if can_pack(weight):
+
+    def pack(self) -> None:
+        """Packs the weights of its products where that pays; a packed model still runs, but cannot be changed."""
+        if can_pack(self.model.embed_tokens.weight):
             for module in self.modules():
                 if isinstance(module, Linear):
                     module.pack()

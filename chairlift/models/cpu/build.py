@@ -1,0 +1,158 @@
+"""Compiles `csrc/` for this machine, once: the library is kept in the user's cache directory.
+
+What instructions to use is decided by the processor's features at run time. One library per instruction set, so that a
+home directory shared by several machines works, and tests can try every set that the machine has.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+ISA_VARIABLE = "CHAIRLIFT_CPU_ISA"
+CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
+COMPILER_VARIABLE = "CXX"
+
+_SOURCES = Path(__file__).parent / "csrc"
+_COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
+_COMPILE_TIMEOUT = 300.0
+
+
+class CpuKernelsUnavailable(Exception):
+    """The kernels cannot be had on this machine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """A way to compile: the processor features it takes, as torch names them, and the compiler's flags."""
+
+    name: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
+_AMX = ("amx_tile", "amx_bf16", "amx_int8")
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+
+INSTRUCTION_SETS = (  # the best first
+    InstructionSet(
+        "amx",
+        (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"),
+        (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    ),
+    InstructionSet("avx512_bf16", _AVX512, _AVX512_FLAGS),
+    InstructionSet("avx512", _AVX512[:4], ("-march=x86-64-v4",)),
+    InstructionSet("avx2", ("avx2", "fma3", "f16c"), ("-march=x86-64-v3",)),
+    InstructionSet("plain", (), ()),
+)
+
+
+@functools.cache
+def load_library(isa: str | None = None) -> ctypes.CDLL:
+    """The compiled kernels, of the best instruction set this machine has or the one named.
+
+    CpuKernelsUnavailable if there is no compiler, if compiling fails, or if the named set is not to be had here.
+    """
+    wanted = isa or os.environ.get(ISA_VARIABLE)
+    usable = usable_instruction_sets()
+    if wanted is not None and wanted not in usable:
+        raise CpuKernelsUnavailable(
+            f"{ISA_VARIABLE} {wanted!r} is not one that this processor has: {', '.join(usable)}"
+        )
+    for instruction_set in INSTRUCTION_SETS:
+        if instruction_set.name == wanted or (wanted is None and instruction_set.name in usable):
+            library = _open(instruction_set)
+            if library.chairlift_start() == 0:
+                logger.info("CPU kernels: %s", instruction_set.name)
+                return library
+            logger.warning("the system does not let this process use %s", instruction_set.name)
+    raise CpuKernelsUnavailable(f"the system does not let this process use {wanted}")
+
+
+def usable_instruction_sets() -> list[str]:
+    """Names of the sets whose features this processor has, the best first."""
+    if platform.system() != "Linux":
+        return []
+    features = torch.cpu.get_capabilities()
+    return [s.name for s in INSTRUCTION_SETS if all(features.get(feature) for feature in s.features)]
+
+
+def cache_directory() -> Path:
+    """Where compiled libraries are kept: $CHAIRLIFT_CACHE_DIR, or `chairlift` in the user's cache directory."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift"
+
+
+def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
+    path = cache_directory() / f"kernels-{instruction_set.name}-{_fingerprint(instruction_set)}.so"
+    if not path.is_file():
+        _compile(instruction_set, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CpuKernelsUnavailable(f"{path} cannot be loaded ({error}); delete it to have it compiled anew") from error
+
+
+def _fingerprint(instruction_set: InstructionSet) -> str:
+    """Of everything that the library depends on but the compiler: a machine without one may use what is there."""
+    digest = hashlib.sha256(repr((instruction_set, _COMPILE_FLAGS, _openmp_library(), platform.machine())).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(instruction_set: InstructionSet, path: Path) -> None:
+    compiler = _find_compiler()
+    start = time.perf_counter()
+    logger.info("compiling CPU kernels (%s); they are kept in %s", instruction_set.name, path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            objects, library = Path(scratch) / "decoder.o", Path(scratch) / path.name
+            source = str(_SOURCES / "decoder.cpp")
+            _run([*compiler, *_COMPILE_FLAGS, *instruction_set.flags, "-c", source, "-o", str(objects)])
+            _run([*compiler, "-shared", str(objects), *_openmp_library(), "-o", str(library)])
+            library.replace(path)  # at once, so that two processes starting together do no harm
+    except OSError as error:
+        raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {error}") from error
+    logger.info("compiled CPU kernels in %.1f s", time.perf_counter() - start)
+
+
+def _find_compiler() -> list[str]:
+    command = shlex.split(os.environ.get(COMPILER_VARIABLE, "g++"))
+    if not command or shutil.which(command[0]) is None:
+        raise CpuKernelsUnavailable(
+            f"there is no C++ compiler {' '.join(command)!r}; install g++, or name one in ${COMPILER_VARIABLE}"
+        )
+    return command
+
+
+def _openmp_library() -> tuple[str, ...]:
+    """Torch's own OpenMP runtime, so that both have one pool of threads: two would take the cores from each other."""
+    own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    return (str(own[0]),) if own else ("-lgomp",)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise CpuKernelsUnavailable(f"compiling CPU kernels took more than {_COMPILE_TIMEOUT:.0f} s") from error
+    if done.returncode:
+        complaint = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()
+        raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {' / '.join(complaint[:3])}")

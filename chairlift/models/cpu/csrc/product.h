@@ -1,0 +1,261 @@
+// C = A B, the one thing that takes time. B lies in panels of 16 columns; within a panel, `Pack` consecutive elements
+// of a column are neighbours, which is what the dot-product instructions of every x86 generation want:
+//
+//     panel p:  [depth / Pack][16][Pack]      bf16: Pack 2    int8: Pack 4    float: Pack 1
+//
+// Each element of C is one chain of additions over the depth, whatever the number of rows: results do not depend on
+// what else is in the batch.
+#pragma once
+
+#include "vector.h"
+
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+template <class T> constexpr int Pack = 4 / sizeof(T);
+
+// B as weights: `depth` counts padding; scales and sums (of columns) exist for int8 only.
+struct Matrix {
+    const void* panels;
+    const float* bias;  // [columns], or null
+    const float* scales;
+    const int32_t* sums;
+    int64_t columns;
+    int64_t depth;  // a multiple of 64
+};
+
+constexpr int64_t PREFETCH_BYTES = 1024;
+
+// ---- any machine: registers of ROWS x PANELS accumulators ----
+
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 12, MOST_PANELS = 2, FEW_ROWS = 4, FEW_ROWS_PANELS = 4;
+#else
+constexpr int MOST_ROWS = 4, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 4;
+#endif
+
+INLINE void multiply_add(f32x16& c, const float* a, f32x16 b) { c += *a * b; }
+
+#if defined(__AVX512BF16__)
+INLINE void multiply_add(f32x16& c, const bf16* a, u32x16 b) {
+    __m512i pair = _mm512_set1_epi32(load<int32_t>(a));
+    c = bit_cast<f32x16>(_mm512_dpbf16_ps(bit_cast<__m512>(c), bit_cast<__m512bh>(pair), bit_cast<__m512bh>(b)));
+}
+#else
+INLINE void multiply_add(f32x16& c, const bf16* a, u32x16 b) {
+    c += to_float(a[0]) * bit_cast<f32x16>(b << 16);
+    c += to_float(a[1]) * bit_cast<f32x16>(b & 0xffff0000u);
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
+    // The instruction wants its first factor unsigned: a + 128. The columns' sums take the 128 off again.
+    __m512i shifted = _mm512_set1_epi32(load<int32_t>(a) ^ int32_t(0x80808080));
+    c = bit_cast<i32x16>(_mm512_dpbusd_epi32(bit_cast<__m512i>(c), shifted, bit_cast<__m512i>(b)));
+}
+constexpr int32_t SHIFT_OF_INT8 = 128;
+#else
+INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
+    i32x16 words = bit_cast<i32x16>(b);
+    for (int i = 0; i < 4; i++) c += int32_t(a[i]) * ((words << (24 - 8 * i)) >> 24);
+}
+constexpr int32_t SHIFT_OF_INT8 = 0;
+#endif
+
+template <class T> struct Accumulator { typedef f32x16 type; };
+template <> struct Accumulator<int8_t> { typedef i32x16 type; };
+template <class T> struct Factor { typedef u32x16 type; };
+template <> struct Factor<float> { typedef f32x16 type; };
+
+template <int ROWS, int PANELS, class T>
+INLINE void multiply_block(const T* a, int64_t lda, const T* b, int64_t depth, const int32_t* sums, float* c,
+                           int64_t ldc) {
+    typedef typename Factor<T>::type Words;
+    typename Accumulator<T>::type sum[ROWS][PANELS] = {};
+    if constexpr (sizeof(T) == 1)
+        for (int p = 0; p < PANELS; p++)
+            for (int r = 0; r < ROWS; r++) sum[r][p] = -SHIFT_OF_INT8 * load<i32x16>(sums + p * LANES);
+    const int64_t panel = depth * LANES;
+    for (int64_t k = 0; k < depth; k += Pack<T>) {
+        Words words[PANELS];
+        for (int p = 0; p < PANELS; p++) {
+            const T* from = b + p * panel + k * LANES;
+            words[p] = load<Words>(from);
+            if (ROWS <= FEW_ROWS) __builtin_prefetch((const char*)from + PREFETCH_BYTES);
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) multiply_add(sum[r][p], a + r * lda + k, words[p]);
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PANELS; p++) {
+            if constexpr (sizeof(T) == 1)
+                store16(c + r * ldc + p * LANES, __builtin_convertvector(sum[r][p], f32x16));
+            else
+                store16(c + r * ldc + p * LANES, sum[r][p]);
+        }
+}
+
+// As many rows as there are, up to MOST_ROWS: one instance of the block for each number.
+template <int ROWS, int PANELS, class T>
+INLINE void multiply_rows(int rows, const T* a, int64_t lda, const T* b, int64_t depth, const int32_t* sums, float* c,
+                          int64_t ldc) {
+    if (rows == ROWS)
+        multiply_block<ROWS, PANELS>(a, lda, b, depth, sums, c, ldc);
+    else if constexpr (ROWS > 1)
+        multiply_rows<ROWS - 1, PANELS>(rows, a, lda, b, depth, sums, c, ldc);
+}
+
+// C [rows, 16 panels] (row stride ldc) = A [rows, depth] (row stride lda) B. `sums`: of B's columns, for int8 only.
+template <class T>
+static void multiply_vectors(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth,
+                             const int32_t* sums, float* c, int64_t ldc) {
+    for (int p = 0; p < panels;) {
+        const T* part = b + p * depth * LANES;
+        const int32_t* part_sums = sums ? sums + p * LANES : nullptr;
+        const bool is_wide = rows <= FEW_ROWS && panels - p >= FEW_ROWS_PANELS;
+        const int width = is_wide ? FEW_ROWS_PANELS : panels - p >= MOST_PANELS ? MOST_PANELS : 1;
+        const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        for (int i = 0, r = 0; i < blocks; i++) {
+            const int end = rows * (i + 1) / blocks;  // blocks of nearly one size
+            const T* from = a + r * lda;
+            float* to = c + r * ldc + p * LANES;
+            if (is_wide)
+                multiply_rows<FEW_ROWS, FEW_ROWS_PANELS>(end - r, from, lda, part, depth, part_sums, to, ldc);
+            else if (width == MOST_PANELS)
+                multiply_rows<MOST_ROWS, MOST_PANELS>(end - r, from, lda, part, depth, part_sums, to, ldc);
+            else
+                multiply_rows<MOST_ROWS, 1>(end - r, from, lda, part, depth, part_sums, to, ldc);
+            r = end;
+        }
+        p += width;
+    }
+}
+
+#if defined(__AMX_TILE__)
+
+// ---- AMX: tiles of 16 rows of 64 bytes; 0-3 hold C, 4 and 5 rows of A, 6 and 7 of B ----
+
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+inline thread_local int tile_rows = -1;  // what this thread's tiles are set to: 32 * rows of tile 4 + rows of tile 5
+
+// Rows of the two row tiles: 1 to 16 each. Setting costs some 50 cycles, so only what changes is set.
+INLINE void shape_tiles(int first, int second) {
+    if (tile_rows == first * 32 + second) return;
+    tile_rows = first * 32 + second;
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; tile++) {
+        shapes.bytes[tile] = 64;
+        shapes.rows[tile] = uint8_t(tile >= 6 ? 16 : (tile == 0 || tile == 1 || tile == 4) ? first : second);
+    }
+    _tile_loadconfig(&shapes);
+}
+
+// Another library in this process may shape the tiles as well, so each entry into ours starts anew.
+INLINE void forget_tiles() { tile_rows = -1; }
+INLINE void leave_tiles() { _tile_release(); }
+
+#define CHAIRLIFT_DOT(c, a, b)                  \
+    do {                                        \
+        if constexpr (sizeof(T) == 1)           \
+            _tile_dpbssd(c, a, b);              \
+        else                                    \
+            _tile_dpbf16ps(c, a, b);            \
+    } while (0)
+
+template <class T, bool TWO_ROW_TILES, bool TWO_PANELS>
+INLINE void multiply_tiles(const T* a, int64_t lda, const T* b, int64_t depth, float* c, int64_t ldc, bool is_first) {
+    constexpr int64_t STEP = 64 / sizeof(T), TILE = 1024 / sizeof(T);
+    const int64_t panel = depth * LANES, stride = lda * sizeof(T), c_stride = ldc * 4;
+    _tile_zero(0);
+    if (TWO_PANELS) _tile_zero(1);
+    if (TWO_ROW_TILES) _tile_zero(2);
+    if (TWO_ROW_TILES && TWO_PANELS) _tile_zero(3);
+    for (int64_t k = 0; k < depth; k += STEP, b += TILE) {
+        if (is_first)  // the others find it in the cache
+#pragma GCC unroll 16
+            for (int line = 0; line < 16; line++) {
+                __builtin_prefetch((const char*)b + PREFETCH_BYTES + line * 64);
+                if (TWO_PANELS) __builtin_prefetch((const char*)(b + panel) + PREFETCH_BYTES + line * 64);
+            }
+        _tile_loadd(6, b, 64);
+        if (TWO_PANELS) _tile_loadd(7, b + panel, 64);
+        _tile_loadd(4, a + k, stride);
+        CHAIRLIFT_DOT(0, 4, 6);
+        if (TWO_PANELS) CHAIRLIFT_DOT(1, 4, 7);
+        if (TWO_ROW_TILES) {
+            _tile_loadd(5, a + 16 * lda + k, stride);
+            CHAIRLIFT_DOT(2, 5, 6);
+            if (TWO_PANELS) CHAIRLIFT_DOT(3, 5, 7);
+        }
+    }
+    _tile_stored(0, c, c_stride);
+    if (TWO_PANELS) _tile_stored(1, c + LANES, c_stride);
+    if (TWO_ROW_TILES) _tile_stored(2, c + 16 * ldc, c_stride);
+    if (TWO_ROW_TILES && TWO_PANELS) _tile_stored(3, c + 16 * ldc + LANES, c_stride);
+}
+
+template <class T>
+static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, const int32_t*,
+                     float* c, int64_t ldc, bool is_first = false) {
+    for (int r = 0; r < rows; r += 32) {
+        const int left = rows - r < 32 ? rows - r : 32;
+        shape_tiles(left < 16 ? left : 16, left > 16 ? left - 16 : 16);
+        for (int p = 0; p < panels; p += 2) {
+            const T* part = b + p * depth * LANES;
+            const T* from = a + r * lda;
+            float* to = c + r * ldc + p * LANES;
+            const bool is_cold = is_first && r == 0;
+            if (left > 16 && panels - p > 1)
+                multiply_tiles<T, true, true>(from, lda, part, depth, to, ldc, is_cold);
+            else if (left > 16)
+                multiply_tiles<T, true, false>(from, lda, part, depth, to, ldc, is_cold);
+            else if (panels - p > 1)
+                multiply_tiles<T, false, true>(from, lda, part, depth, to, ldc, is_cold);
+            else
+                multiply_tiles<T, false, false>(from, lda, part, depth, to, ldc, is_cold);
+        }
+        if constexpr (sizeof(T) == 1)
+            for (int i = r; i < r + left; i++)
+                for (int p = 0; p < panels; p++) {
+                    float* at = c + i * ldc + p * LANES;
+                    store16(at, __builtin_convertvector(load<i32x16>(at), f32x16));
+                }
+    }
+}
+
+template <>
+void multiply<float>(const float* a, int64_t lda, int rows, const float* b, int panels, int64_t depth,
+                     const int32_t* sums, float* c, int64_t ldc, bool) {
+    multiply_vectors(a, lda, rows, b, panels, depth, sums, c, ldc);
+}
+
+// The kernel hands tiles out on request only, once per process. False where it does not.
+static bool enable_tiles() {
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+#else
+
+INLINE void forget_tiles() {}
+INLINE void leave_tiles() {}
+
+template <class T>
+static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, const int32_t* sums,
+                     float* c, int64_t ldc, bool = false) {
+    multiply_vectors(a, lda, rows, b, panels, depth, sums, c, ldc);
+}
+
+static bool enable_tiles() { return true; }
+
+#endif

@@ -1,0 +1,131 @@
+// Sixteen lanes at a time. The compiler's vector extensions give one source for every machine: an AVX-512 register,
+// two AVX2 ones, or four of the plain kind.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+constexpr int LANES = 16;
+
+typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
+typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+template <class V> INLINE V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class V> INLINE void store_raw(void* to, V v) { std::memcpy(to, &v, sizeof v); }
+
+template <class To, class From> INLINE To bit_cast(From from) {
+    To to;
+    static_assert(sizeof to == sizeof from);
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+INLINE f32x16 splat(float x) { return x - f32x16{}; }
+
+// ---- number formats <-> float32 ----
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+
+INLINE f32x16 load16(const float* p) { return load<f32x16>(p); }
+INLINE f32x16 load16(const bf16* p) {
+    return bit_cast<f32x16>(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
+}
+
+// Round to nearest even; what is not a number stays so.
+INLINE u32x16 round_to_bf16(f32x16 x) {
+    u32x16 bits = bit_cast<u32x16>(x);
+    u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return x == x ? rounded : (bits >> 16) | 0x40;
+}
+
+INLINE void store16(float* p, f32x16 x) { store_raw(p, x); }
+INLINE void store16(bf16* p, f32x16 x) { store_raw(p, __builtin_convertvector(round_to_bf16(x), u16x16)); }
+
+INLINE void store1(float* p, float x) { *p = x; }
+INLINE void store1(bf16* p, float x) {
+    uint32_t bits = bit_cast<uint32_t>(x);
+    p->bits = x == x ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : uint16_t((bits >> 16) | 0x40);
+}
+
+// ---- arithmetic ----
+
+INLINE f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
+INLINE f32x16 abs16(f32x16 a) { return bit_cast<f32x16>(bit_cast<u32x16>(a) & 0x7fffffffu); }
+
+// A fixed tree, so that a sum does not depend on how the compiler unrolls.
+INLINE float sum16(f32x16 x) {
+    float v[LANES];
+    store_raw(v, x);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) v[i] += v[i + width];
+    return v[0];
+}
+
+INLINE float max_of16(f32x16 x) {
+    float v[LANES], best;
+    store_raw(v, x);
+    best = v[0];
+    for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+    return best;
+}
+
+// 2^x to about 2 units in the last place: round(x) goes into the exponent, six terms of the Taylor series take the rest,
+// which lies in [-1/2, 1/2]. Exactly 0 below -126, so that what is masked with a very negative score weighs nothing.
+INLINE f32x16 exp2_16(f32x16 x) {
+    f32x16 clamped = x < -126.0f ? splat(-126.0f) : (x > 126.0f ? splat(126.0f) : x);
+    f32x16 whole = (clamped + 12582912.0f) - 12582912.0f;
+    f32x16 rest = clamped - whole;
+    f32x16 p = 1.5403530e-4f + f32x16{};
+    p = p * rest + 1.3333558e-3f;
+    p = p * rest + 9.6181291e-3f;
+    p = p * rest + 5.5504109e-2f;
+    p = p * rest + 2.4022651e-1f;
+    p = p * rest + 6.9314718e-1f;
+    p = p * rest + 1.0f;
+    i32x16 exponent = __builtin_convertvector(whole, i32x16) << 23;
+    f32x16 power = bit_cast<f32x16>(bit_cast<i32x16>(p) + exponent);
+    return x < -126.0f ? splat(0.0f) : power;
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+INLINE f32x16 silu16(f32x16 x) { return x / (1.0f + exp2_16(x * -LOG2_E)); }
+
+// 16 x 16 words, rows to columns: blocks of 8, 4, 2 and 1 change places.
+INLINE void transpose16(u32x16 (&m)[LANES]) {
+#define CHAIRLIFT_EXCHANGE(width, low, high)                               \
+    for (int i = 0; i < LANES; i++) {                                      \
+        if (i & width) continue;                                           \
+        u32x16 a = m[i], b = m[i | width];                                 \
+        m[i] = __builtin_shuffle(a, b, low);                               \
+        m[i | width] = __builtin_shuffle(a, b, high);                      \
+    }
+    constexpr u32x16 low8{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+    constexpr u32x16 low4{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+    constexpr u32x16 low2{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+    constexpr u32x16 low1{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+    CHAIRLIFT_EXCHANGE(8, low8, low8 + 8)
+    CHAIRLIFT_EXCHANGE(4, low4, low4 + 4)
+    CHAIRLIFT_EXCHANGE(2, low2, low2 + 2)
+    CHAIRLIFT_EXCHANGE(1, low1, low1 + 1)
+#undef CHAIRLIFT_EXCHANGE
+}

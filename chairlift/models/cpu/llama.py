@@ -1,0 +1,149 @@
+"""A Llama that runs in the kernels."""
+
+import ctypes
+
+import torch
+from torch import nn
+
+from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.models.attention.batch import BatchMetadata
+from chairlift.models.config import ModelConfig
+from chairlift.models.cpu.bindings import BatchStruct, LayerStruct, MatrixStruct, ModelStruct, address, declare
+from chairlift.models.cpu.build import load_library
+from chairlift.models.cpu.packing import LANES, interleave, pack
+from chairlift.models.layers import rope_tables
+from chairlift.models.linear import Linear
+from chairlift.models.llama import Llama
+
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+_INT8_FORMATS = 2  # added to the above
+
+
+class CpuLlama:
+    """A forward pass (`engine.forward.Forward`): hidden states and logits of a batch, bit for bit the same whatever
+    else is in it.
+
+    Takes the weights of `model`, which is of no use afterwards: so there is never more than one matrix twice.
+    """
+
+    def __init__(self, model: Llama, max_seq_len: int, *, is_quantized: bool = False, isa: str | None = None) -> None:
+        self._library = declare(load_library(isa))
+        self._config = model.config
+        self._dtype = model.model.embed_tokens.weight.dtype
+        self._format = _FORMATS[self._dtype] + (_INT8_FORMATS if is_quantized else 0)
+        self._weights = _Weights(is_quantized)
+        self._model = self._weights.take(model, max_seq_len)
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
+        return self._weights.num_bytes
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """int64 `[T]` -> `[T, hidden]`; appends keys and values to the slots."""
+        blocks = cache.blocks
+        arguments = BatchStruct(
+            num_rows=len(batch.slots),
+            num_tokens=len(input_ids),
+            input_ids=address(input_ids),
+            row_offsets=address(batch.row_offsets),
+            slots=address(cache.lookup_table),
+            cache_lengths=address(cache.cache_lengths),
+            blocks=address(blocks),
+            slot_stride=blocks.stride(0),
+            value_offset=blocks.stride(1),
+            layer_stride=blocks.stride(2),
+            token_stride=blocks.stride(3),
+        )
+        hidden = torch.empty(len(input_ids), self._config.hidden_size, dtype=self._dtype)
+        self._call(self._library.chairlift_forward, arguments, self._format, hidden.data_ptr())
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[N, hidden]` -> float32 `[N, vocab]`."""
+        logits = torch.empty(len(hidden), self._config.vocab_size)
+        self._call(self._library.chairlift_logits, address(hidden), len(hidden), self._format, logits.data_ptr())
+        return logits
+
+    def _call(self, function: "ctypes._NamedFuncPointer", *arguments: object) -> None:
+        """First to learn how much workspace it takes, then in earnest."""
+        num_threads = torch.get_num_threads()
+        num_bytes = function(self._model, *arguments, None, num_threads)
+        if num_bytes > self._workspace.nbytes:
+            self._workspace = torch.empty(num_bytes, dtype=torch.uint8)
+        function(self._model, *arguments, self._workspace.data_ptr(), num_threads)
+
+
+class _Weights:
+    """Packs a model's weights, and keeps all that the kernels hold pointers to."""
+
+    def __init__(self, is_quantized: bool) -> None:
+        self._is_quantized = is_quantized
+        self._kept: list[object] = []
+        self.num_bytes = 0
+
+    def take(self, model: Llama, max_seq_len: int) -> ModelStruct:
+        config = model.config
+        layers = (LayerStruct * config.num_layers)()
+        self._kept.append(layers)
+        for index, layer in enumerate(model.layers):
+            layers[index] = LayerStruct(
+                self._matrix(layer.self_attn.qkv_proj),
+                self._matrix(layer.self_attn.o_proj),
+                self._matrix(layer.mlp.gate_up_proj, is_interleaved=True),
+                self._matrix(layer.mlp.down_proj),
+                self._vector(layer.input_layernorm.weight),
+                self._vector(layer.post_attention_layernorm.weight),
+            )
+        embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
+        tables = self._keep(_rope_table(config, max_seq_len))
+        return ModelStruct(
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            eps=config.rms_norm_eps,
+            layers=layers,
+            final_norm=self._vector(model.model.norm.weight),
+            embedding=embedding,
+            rope=tables,
+            head=self._head(model),
+        )
+
+    def _head(self, model: Llama) -> MatrixStruct:
+        head = self._matrix(model.lm_head)
+        del model.model.embed_tokens.weight  # a tied head has had the only other reference
+        return head
+
+    def _matrix(self, linear: Linear, *, is_interleaved: bool = False) -> MatrixStruct:
+        weight: torch.Tensor = linear.weight.detach()
+        bias: torch.Tensor | None = linear.bias
+        del linear.weight
+        if is_interleaved:
+            weight, bias = interleave(weight), None if bias is None else interleave(bias)
+        packed = pack(weight, bias, is_quantized=self._is_quantized)
+        self._kept.append(packed)
+        self.num_bytes += packed.num_bytes
+        return MatrixStruct.of(packed)
+
+    def _vector(self, weight: nn.Parameter) -> int | None:
+        """float32, padded with zeros to whole vectors."""
+        return self._keep(nn.functional.pad(weight.detach().float(), (0, -len(weight) % LANES)))
+
+    def _keep(self, tensor: torch.Tensor) -> int | None:
+        self._kept.append(tensor)
+        self.num_bytes += tensor.nbytes
+        return address(tensor)
+
+
+def _rope_table(config: ModelConfig, max_seq_len: int) -> torch.Tensor:
+    """float32 `[max_seq_len, head_dim]`: the cosines of half a head, then the sines; the other half has the same."""
+    half = config.head_dim // 2
+    cosines, sines = rope_tables(config.rope, config.head_dim, max_seq_len, torch.device("cpu"))
+    return torch.cat((cosines[:, :half], sines[:, :half]), dim=-1).contiguous()

@@ -167,9 +167,9 @@ struct Token {
     int64_t slot;  // offset of the slot in the blocks
 };
 
-// Some queries of one row and head, and some chunks of its keys.
+// Some queries of one row and some heads, and some chunks of their keys.
 struct Task {
-    int32_t row, head, first_query, num_queries, first_chunk, num_chunks;
+    int32_t row, head, num_heads, first_query, num_queries, first_chunk, num_chunks;
     int32_t group;  // several tasks share the chunks of these queries; -1: this one has them all
 };
 
@@ -187,7 +187,8 @@ template <class T, class W> struct Forward {
     Token* tokens;
     Task* tasks;
     int64_t num_tasks = 0;
-    float* partials;  // [group][chunk]: only of groups whose chunks several tasks share
+    bool is_dry_run = false;
+    float* partials;  // [group][chunk][head]: only of groups whose chunks several tasks share
     int64_t most_chunks = 0, num_groups = 0;
     std::atomic<int32_t>* chunks_done;  // [group]
     Counter* counters;
@@ -212,7 +213,7 @@ template <class T, class W> struct Forward {
         }
         tokens = arena.take<Token>(num_tokens);
         plan_tasks(arena);
-        partials = arena.take<float>(num_groups * most_chunks * partial_floats());
+        partials = arena.take<float>(num_groups * most_chunks * MOST_HEADS * partial_floats());
         chunks_done = arena.take<std::atomic<int32_t>>(num_groups);
         counters = arena.take<Counter>((8 + 12 * m.num_layers) * threads);
         scratch_bytes = take_scratch(nullptr);
@@ -227,51 +228,73 @@ template <class T, class W> struct Forward {
 
     // ---- before the threads start ----
 
-    // Few queries on few rows do not make enough tasks, so those share the chunks of their keys among several.
+    // A row of few queries is one task for all its heads (or MOST_HEADS of them). Where that does not make enough
+    // tasks for the threads, several share the chunks of a row's keys.
     void plan_tasks(Arena& arena) {
-        const int64_t group_size = heads_per_group;
-        int64_t num_small = 0, num_other = 0;
+        const int64_t heads = model.num_kv_heads, head_blocks = (heads + MOST_HEADS - 1) / MOST_HEADS;
+        int64_t num_small = 0, num_large = 0;
         for (int64_t row = 0; row < batch.num_rows; row++) {
-            const int64_t count = (batch.row_offsets[row + 1] - batch.row_offsets[row]) * group_size;
-            if (count <= LANES)
-                num_small++;
+            if (queries_of(row) <= LANES)
+                num_small += head_blocks;
             else
-                num_other += (count + MOST_QUERIES - 1) / MOST_QUERIES;
+                num_large += heads * ((queries_of(row) + MOST_QUERIES - 1) / MOST_QUERIES);
         }
         constexpr int64_t TASKS_PER_THREAD = 4;
-        const int64_t heads = model.num_kv_heads, wanted = TASKS_PER_THREAD * num_threads;
-        const int64_t parts =
-            num_small ? (wanted + heads * (num_small + num_other) - 1) / (heads * (num_small + num_other)) : 1;
-        tasks = arena.take<Task>(heads * (num_small * parts + num_other));
-        const bool is_dry_run = arena.base == nullptr;
-        for (int64_t row = 0; row < batch.num_rows; row++) {
-            const int32_t count = int32_t((batch.row_offsets[row + 1] - batch.row_offsets[row]) * group_size);
+        const int64_t shares = num_small ? (TASKS_PER_THREAD * num_threads - 1) / (num_small + num_large) + 1 : 1;
+        tasks = arena.take<Task>(num_small * shares + num_large);
+        is_dry_run = arena.base == nullptr;
+        for (int32_t row = 0; row < batch.num_rows; row++) {
             const int32_t chunks = (length_after(row) + CHUNK - 1) / CHUNK;
             if (chunks > most_chunks) most_chunks = chunks;
-            for (int32_t head = 0; head < heads; head++) {
-                const int32_t shares = count > LANES ? 1 : int32_t(parts < chunks ? parts : chunks);
-                const int32_t group = shares > 1 ? int32_t(num_groups++) : -1;
-                for (int32_t first = 0; first < count; first += MOST_QUERIES)
-                    for (int32_t s = 0; s < shares; s++) {
-                        const int32_t n = count - first < MOST_QUERIES ? count - first : MOST_QUERIES;
-                        const int32_t chunk = chunks * s / shares, end = chunks * (s + 1) / shares;
-                        if (!is_dry_run) tasks[num_tasks] = {int32_t(row), head, first, n, chunk, end - chunk, group};
-                        num_tasks++;
-                    }
+            if (queries_of(row) <= LANES)
+                plan_small(row, chunks, int32_t(shares < chunks ? shares : chunks));
+            else
+                plan_large(row, chunks);
+        }
+    }
+
+    int32_t queries_of(int64_t row) const {
+        return int32_t((batch.row_offsets[row + 1] - batch.row_offsets[row]) * heads_per_group);
+    }
+
+    void plan_small(int32_t row, int32_t chunks, int32_t shares) {
+        const int32_t heads = int32_t(model.num_kv_heads);
+        for (int32_t head = 0; head < heads; head += MOST_HEADS) {
+            const int32_t group = shares > 1 ? int32_t(num_groups++) : -1;
+            const int32_t num_heads = heads - head < MOST_HEADS ? heads - head : MOST_HEADS;
+            for (int32_t s = 0; s < shares; s++) {
+                const int32_t chunk = chunks * s / shares, end = chunks * (s + 1) / shares;
+                add_task({row, head, num_heads, 0, queries_of(row), chunk, end - chunk, group});
             }
         }
+    }
+
+    void plan_large(int32_t row, int32_t chunks) {
+        const int32_t count = queries_of(row);
+        for (int32_t head = 0; head < model.num_kv_heads; head++)
+            for (int32_t first = 0; first < count; first += MOST_QUERIES)
+                add_task({row, head, 1, first, count - first < MOST_QUERIES ? count - first : MOST_QUERIES, 0, chunks, -1});
+    }
+
+    void add_task(const Task& task) {
+        if (!is_dry_run) tasks[num_tasks] = task;
+        num_tasks++;
     }
 
     int64_t take_scratch(AttentionScratch<T>* into, char* base = nullptr) const {
         Arena arena{base};
         AttentionScratch<T> s;
-        const int64_t dim = model.head_dim;
-        s.queries = arena.take<T>(MOST_QUERIES * dim);
-        s.values = arena.take<T>(CHUNK * dim);
+        const int64_t dim = model.head_dim, heads = model.num_kv_heads < MOST_HEADS ? model.num_kv_heads : MOST_HEADS;
+        const int64_t most = heads * LANES > MOST_QUERIES ? heads * LANES : MOST_QUERIES;
+        s.queries = arena.take<T>(most * dim);
+        s.values = arena.take<T>(CHUNK * heads * dim);
         s.weights = arena.take<T>(MOST_QUERIES * CHUNK);
-        s.scores = arena.take<float>(CHUNK * MOST_QUERIES);
-        s.chunk = Partial::at(arena.take<float>(Partial::floats(MOST_QUERIES, dim)), MOST_QUERIES, dim);
-        s.merged = Partial::at(arena.take<float>(Partial::floats(MOST_QUERIES, dim)), MOST_QUERIES, dim);
+        s.scores = arena.take<float>(CHUNK * most);
+        for (int head = 0; head < heads; head++) {
+            const int64_t queries = head ? LANES : MOST_QUERIES;
+            s.chunk[head] = Partial::at(arena.take<float>(Partial::floats(queries, dim)), queries);
+            s.merged[head] = Partial::at(arena.take<float>(Partial::floats(queries, dim)), queries);
+        }
         if (into) *into = s;
         return arena.used;
     }
@@ -345,33 +368,43 @@ template <class T, class W> struct Forward {
     }
 
     void attend(int64_t layer, const Task& task, const AttentionScratch<T>& scratch) const {
-        const int64_t dim = model.head_dim, group_size = heads_per_group;
-        const int64_t first_token = batch.row_offsets[task.row];
-        const int32_t cached = batch.cache_lengths[task.row];
-        const T* keys = static_cast<const T*>(batch.blocks) + layer * batch.layer_stride +
-                        batch.slots[task.row] * batch.slot_stride + task.head * dim;
-        const T* own = queries + ((task.head * num_tokens + first_token) * group_size + task.first_query) * dim;
-        pack_queries(own, task.num_queries, int(dim), scratch.queries);
+        const int64_t dim = model.head_dim, first_token = batch.row_offsets[task.row];
+        const int width = int(pad(task.num_queries, LANES));
         int32_t limits[MOST_QUERIES];
         for (int q = 0; q < MOST_QUERIES; q++)
-            limits[q] = q < task.num_queries ? cached + int32_t((task.first_query + q) / group_size) + 1 : INT32_MAX;
-        const int32_t end = limits[task.num_queries - 1];
-        if (task.group < 0) start_merging(scratch.merged, task.num_queries, int(dim));
+            limits[q] = q < task.num_queries
+                            ? batch.cache_lengths[task.row] + int32_t((task.first_query + q) / heads_per_group) + 1
+                            : INT32_MAX;
+        for (int i = 0; i < task.num_heads; i++) {
+            const int64_t first = ((task.head + i) * num_tokens + first_token) * heads_per_group + task.first_query;
+            pack_queries(queries + first * dim, task.num_queries, int(dim), scratch.queries + i * width * dim);
+            if (task.group < 0) start_merging(scratch.merged[i], task.num_queries, int(dim));
+        }
+        const T* keys = static_cast<const T*>(batch.blocks) + layer * batch.layer_stride +
+                        batch.slots[task.row] * batch.slot_stride + task.head * dim;
+        const View<T> view{keys,           keys + batch.value_offset, batch.token_stride,
+                           task.num_heads, int(dim),                  task.num_queries,
+                           limits};
+        const int end = limits[task.num_queries - 1];
         for (int chunk = task.first_chunk; chunk < task.first_chunk + task.num_chunks; chunk++) {
             const int first = chunk * CHUNK, n = end - first < CHUNK ? end - first : CHUNK;
             if (n <= 0) break;
-            const T* from = keys + first * batch.token_stride;
-            const Partial result = task.group < 0 ? scratch.chunk : partial(task.group, chunk);
-            attend_chunk(scratch, from, from + batch.value_offset, batch.token_stride, first, n, limits,
-                         task.num_queries, int(dim), result);
-            if (task.group < 0) merge(scratch.merged, result, task.num_queries, int(dim));
+            if (task.group < 0) {
+                attend_chunk(scratch, view, first, n, scratch.chunk);
+                for (int i = 0; i < task.num_heads; i++)
+                    merge(scratch.merged[i], scratch.chunk[i], task.num_queries, int(dim));
+            } else {
+                Partial results[MOST_HEADS];
+                for (int i = 0; i < task.num_heads; i++) results[i] = partial(task.group, chunk, i);
+                attend_chunk(scratch, view, first, n, results);
+            }
         }
         if (task.group >= 0 && !merge_group(task, (end + CHUNK - 1) / CHUNK, scratch)) return;
-        finish(task, first_token, scratch.merged);
+        for (int i = 0; i < task.num_heads; i++) finish(task, task.head + i, first_token, scratch.merged[i]);
     }
 
-    Partial partial(int64_t group, int64_t chunk) const {
-        return Partial::at(partials + (group * most_chunks + chunk) * partial_floats(), LANES, model.head_dim);
+    Partial partial(int64_t group, int64_t chunk, int64_t head) const {
+        return Partial::at(partials + ((group * most_chunks + chunk) * MOST_HEADS + head) * partial_floats(), LANES);
     }
 
     // Who does the last of a group's chunks merges them all. False for the others.
@@ -379,21 +412,27 @@ template <class T, class W> struct Forward {
         const int done = chunks_done[task.group].fetch_add(task.num_chunks, std::memory_order_acq_rel) + task.num_chunks;
         if (done < num_chunks) return false;
         chunks_done[task.group].store(0, std::memory_order_relaxed);  // for the next layer
-        start_merging(scratch.merged, task.num_queries, int(model.head_dim));
-        for (int chunk = 0; chunk < num_chunks; chunk++)
-            merge(scratch.merged, partial(task.group, chunk), task.num_queries, int(model.head_dim));
+        for (int i = 0; i < task.num_heads; i++) {
+            start_merging(scratch.merged[i], task.num_queries, int(model.head_dim));
+            for (int chunk = 0; chunk < num_chunks; chunk++)
+                merge(scratch.merged[i], partial(task.group, chunk, i), task.num_queries, int(model.head_dim));
+        }
         return true;
     }
 
-    void finish(const Task& task, int64_t first_token, const Partial& merged) const {
+    void finish(const Task& task, int64_t kv_head, int64_t first_token, const Partial& merged) const {
         const int64_t dim = model.head_dim;
         for (int q = 0; q < task.num_queries; q++) {
             const int64_t index = task.first_query + q;
             const int64_t t = first_token + index / heads_per_group;
-            const int64_t head = task.head * heads_per_group + index % heads_per_group;
+            const int64_t head = kv_head * heads_per_group + index % heads_per_group;
             T* to = attended + t * attended_stride + head * dim;
             const float share = 1 / merged.sum[q];
-            for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(merged.output + q * dim + d) * share);
+            for (int64_t d = 0; d < dim; d += 2 * LANES) {
+                f32x16 low = load16(merged.output + q * dim + d), high = load16(merged.output + q * dim + d + LANES);
+                restore_order(T{}, low, high);
+                store32(to + d, low * share, high * share);
+            }
         }
     }
 

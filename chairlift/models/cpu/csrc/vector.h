@@ -58,7 +58,39 @@ INLINE u32x16 round_to_bf16(f32x16 x) {
 }
 
 INLINE void store16(float* p, f32x16 x) { store_raw(p, x); }
-INLINE void store16(bf16* p, f32x16 x) { store_raw(p, __builtin_convertvector(round_to_bf16(x), u16x16)); }
+INLINE void store16(bf16* p, f32x16 x) {
+#if defined(__AVX512BF16__)
+    store_raw(p, _mm512_cvtneps_pbh(bit_cast<__m512>(x)));
+#else
+    store_raw(p, __builtin_convertvector(round_to_bf16(x), u16x16));
+#endif
+}
+
+// Two vectors to neighbouring bfloat16 elements of 32-bit words: the first in the lower halves.
+INLINE u32x16 interleave_bf16(f32x16 low, f32x16 high) {
+#if defined(__AVX512BF16__)
+    constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low)));
+    return bit_cast<u32x16>(_mm512_permutexvar_epi16(load<__m512i>(order), both));
+#else
+    return round_to_bf16(low) | (round_to_bf16(high) << 16);
+#endif
+}
+
+// Two vectors one after the other.
+INLINE void store32(float* p, f32x16 first, f32x16 second) {
+    store16(p, first);
+    store16(p + LANES, second);
+}
+INLINE void store32(bf16* p, f32x16 first, f32x16 second) {
+#if defined(__AVX512BF16__)
+    store_raw(p, _mm512_cvtne2ps_pbh(bit_cast<__m512>(second), bit_cast<__m512>(first)));
+#else
+    store16(p, first);
+    store16(p + LANES, second);
+#endif
+}
 
 INLINE void store1(float* p, float x) { *p = x; }
 INLINE void store1(bf16* p, float x) {
@@ -68,7 +100,14 @@ INLINE void store1(bf16* p, float x) {
 
 // ---- arithmetic ----
 
-INLINE f32x16 max16(f32x16 a, f32x16 b) { return a > b ? a : b; }
+// Of something and what is not a number, `b`.
+INLINE f32x16 max16(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    return bit_cast<f32x16>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
+#else
+    return a > b ? a : b;
+#endif
+}
 INLINE f32x16 abs16(f32x16 a) { return bit_cast<f32x16>(bit_cast<u32x16>(a) & 0x7fffffffu); }
 
 // A fixed tree, so that a sum does not depend on how the compiler unrolls.
@@ -89,11 +128,15 @@ INLINE float max_of16(f32x16 x) {
 }
 
 // 2^x to about 2 units in the last place: round(x) goes into the exponent, six terms of the Taylor series take the rest,
-// which lies in [-1/2, 1/2]. Exactly 0 below -126, so that what is masked with a very negative score weighs nothing.
+// which lies in [-1/2, 1/2]. Exactly 0 far below, so that what is masked with a very negative score weighs nothing.
 INLINE f32x16 exp2_16(f32x16 x) {
-    f32x16 clamped = x < -126.0f ? splat(-126.0f) : (x > 126.0f ? splat(126.0f) : x);
-    f32x16 whole = (clamped + 12582912.0f) - 12582912.0f;
-    f32x16 rest = clamped - whole;
+#if defined(__AVX512F__)
+    f32x16 whole = bit_cast<f32x16>(_mm512_roundscale_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+    x = x < -127.0f ? splat(-127.0f) : (x > 126.0f ? splat(126.0f) : x);
+    f32x16 whole = (x + 12582912.0f) - 12582912.0f;
+#endif
+    f32x16 rest = x - whole;
     f32x16 p = 1.5403530e-4f + f32x16{};
     p = p * rest + 1.3333558e-3f;
     p = p * rest + 9.6181291e-3f;
@@ -101,9 +144,12 @@ INLINE f32x16 exp2_16(f32x16 x) {
     p = p * rest + 2.4022651e-1f;
     p = p * rest + 6.9314718e-1f;
     p = p * rest + 1.0f;
-    i32x16 exponent = __builtin_convertvector(whole, i32x16) << 23;
-    f32x16 power = bit_cast<f32x16>(bit_cast<i32x16>(p) + exponent);
+#if defined(__AVX512F__)
+    return bit_cast<f32x16>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(whole)));
+#else
+    f32x16 power = bit_cast<f32x16>(bit_cast<i32x16>(p) + (__builtin_convertvector(whole, i32x16) << 23));
     return x < -126.0f ? splat(0.0f) : power;
+#endif
 }
 
 constexpr float LOG2_E = 1.44269504f;

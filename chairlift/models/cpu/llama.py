@@ -74,7 +74,8 @@ class CpuLlama:
         num_bytes = function(self._model, *arguments, None, num_threads)
         if num_bytes > self._workspace.nbytes:
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8)
-        function(self._model, *arguments, self._workspace.data_ptr(), num_threads)
+        if function(self._model, *arguments, self._workspace.data_ptr(), num_threads) < 0:
+            raise IndexError(f"token ids must be below {self._config.vocab_size}, and not negative")
 
 
 class _Weights:

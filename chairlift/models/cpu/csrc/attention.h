@@ -26,8 +26,8 @@ struct Partial {
 template <class T> struct AttentionScratch {
     T* queries;     // by head, panels of 16 queries: [queries / 16][head_dim / Pack][16][Pack]
     T* values;      // panels of 16 elements: [heads * head_dim / 16][CHUNK / Pack][16][Pack]
-    T* weights;     // [MOST_QUERIES][CHUNK]
-    float* scores;  // by head, [CHUNK][queries]
+    T* weights;     // by head, [queries][CHUNK]
+    float* scores;  // by head, of one panel of queries: [CHUNK][16]
     Partial chunk[MOST_HEADS], merged[MOST_HEADS];
 };
 
@@ -57,16 +57,17 @@ INLINE void pack_values(const float* values, int64_t stride, int n, int depth, i
 // The quick way to interleave two rows leaves 32 elements as 0-3 8-11 16-19 24-27, then 4-7 12-15 20-23 28-31:
 // `restore_order` puts the output right, once for all keys.
 INLINE void pack_values(const bf16* values, int64_t stride, int n, int depth, int head_dim, bf16* panels) {
-    for (int key = 0; key < depth; key += 2) {
-        const bf16* even = values + key * stride;
-        for (int d = 0; d < head_dim; d += 2 * LANES) {
-            __m512i low = key < n ? load<__m512i>(even + d) : _mm512_setzero_si512();
-            __m512i high = key + 1 < n ? load<__m512i>(even + stride + d) : _mm512_setzero_si512();
-            bf16* to = panels + d * depth + key * LANES;
-            store_raw(to, _mm512_unpacklo_epi16(low, high));
-            store_raw(to + depth * LANES, _mm512_unpackhi_epi16(low, high));
-        }
-    }
+    constexpr int KEYS_AT_ONCE = 32;  // panels are 4 KB apart: few of them fit into the first-level cache at a time
+    for (int start = 0; start < depth; start += KEYS_AT_ONCE)
+        for (int d = 0; d < head_dim; d += 2 * LANES)
+            for (int key = start; key < start + KEYS_AT_ONCE; key += 2) {
+                const bf16* even = values + key * stride + d;
+                __m512i low = key < n ? load<__m512i>(even) : _mm512_setzero_si512();
+                __m512i high = key + 1 < n ? load<__m512i>(even + stride) : _mm512_setzero_si512();
+                bf16* to = panels + d * depth + key * LANES;
+                store_raw(to, _mm512_unpacklo_epi16(low, high));
+                store_raw(to + depth * LANES, _mm512_unpackhi_epi16(low, high));
+            }
 }
 
 INLINE void restore_order(bf16, f32x16& first, f32x16& second) {
@@ -101,19 +102,19 @@ INLINE u32x16 pack_weights(bf16, const f32x16* weights) { return interleave_bf16
 // Sums go by the key's number modulo 4, here as in `softmax_few`, so that both give the same bits.
 constexpr int SUMS = 4;
 
-// Scores [n keys][width] of one panel of queries -> weights [queries][CHUNK] and their maximum and sum.
+// Scores [n keys][16] of one panel of queries -> weights [queries][CHUNK] and their maximum and sum.
 // A query sees keys below its limit, counted from this chunk's first; all see those below `shortest`.
 template <class T>
-static void softmax(float* scores, int n, int width, i32x16 limits, int shortest, int num_queries, T* weights,
+static void softmax(float* scores, int n, i32x16 limits, int shortest, int num_queries, T* weights,
                     float* maximum, float* sum) {
     constexpr int PACK = Pack<T>, KEYS = LANES * PACK;
     for (int key = shortest > 0 ? shortest : 0; key < n; key++) {
-        float* at = scores + key * width;
+        float* at = scores + key * LANES;
         store16(at, key < limits ? load16(at) : splat(2 * LOWEST));
     }
     f32x16 best[SUMS], total[SUMS] = {};
     for (f32x16& b : best) b = splat(LOWEST);
-    for (int key = 0; key < n; key++) best[key % SUMS] = max16(load16(scores + key * width), best[key % SUMS]);
+    for (int key = 0; key < n; key++) best[key % SUMS] = max16(load16(scores + key * LANES), best[key % SUMS]);
     best[0] = max16(max16(best[0], best[1]), max16(best[2], best[3]));
     for (int first = 0; first < n; first += KEYS) {
         u32x16 words[LANES];
@@ -122,7 +123,7 @@ static void softmax(float* scores, int n, int width, i32x16 limits, int shortest
             f32x16 pair[PACK];
             for (int j = 0; j < PACK; j++) {
                 const int key = first + i * PACK + j;
-                pair[j] = key < n ? exp2_16(load16(scores + key * width) - best[0]) : f32x16{};
+                pair[j] = key < n ? exp2_16(load16(scores + key * LANES) - best[0]) : f32x16{};
                 total[(i * PACK + j) % SUMS] += pair[j];
             }
             words[i] = pack_weights(T{}, pair);
@@ -212,32 +213,31 @@ static void attend_chunk(const AttentionScratch<T>& scratch, const View<T>& view
                          const Partial* results) {
     constexpr int KEYS = LANES * Pack<T>, KEYS_AT_ONCE = 32;
     const int dim = view.head_dim, num_queries = view.num_queries;
-    const int panels = (num_queries + LANES - 1) / LANES, width = panels * LANES;
-    const int64_t scores_of_head = int64_t(CHUNK) * width;
-    for (int key = 0; key < n; key += KEYS_AT_ONCE)
-        for (int head = 0; head < view.num_heads; head++)
-            multiply<T>(view.keys + (first + key) * view.stride + head * dim, view.stride,
-                        n - key < KEYS_AT_ONCE ? n - key : KEYS_AT_ONCE, scratch.queries + head * width * dim, panels,
-                        dim, nullptr, scratch.scores + head * scores_of_head + key * width, width);
     const int depth = (n + KEYS - 1) / KEYS * KEYS;
     pack_values(view.values + first * view.stride, view.stride, n, depth, view.num_heads * dim, scratch.values);
-    for (int head = 0; head < view.num_heads; head++) {
-        float* scores = scratch.scores + head * scores_of_head;
-        const Partial& result = results[head];
-        for (int p = 0; p < num_queries; p += LANES) {
-            int shortest = n;
-            for (int q = p; q < p + LANES; q++)
-                shortest = view.limits[q] - first < shortest ? view.limits[q] - first : shortest;
+    for (int p = 0; p < num_queries; p += LANES) {
+        for (int key = 0; key < n; key += KEYS_AT_ONCE)
+            for (int head = 0; head < view.num_heads; head++)
+                multiply<T>(view.keys + (first + key) * view.stride + head * dim, view.stride,
+                            n - key < KEYS_AT_ONCE ? n - key : KEYS_AT_ONCE, scratch.queries + (head * LANES + p) * dim,
+                            1, dim, nullptr, scratch.scores + (head * CHUNK + key) * LANES, LANES);
+        int shortest = n;
+        for (int q = p; q < p + LANES; q++)
+            shortest = view.limits[q] - first < shortest ? view.limits[q] - first : shortest;
+        for (int head = 0; head < view.num_heads; head++) {
+            const Partial& result = results[head];
+            float* scores = scratch.scores + head * CHUNK * LANES;
+            T* weights = scratch.weights + (head * LANES + p) * CHUNK;
             if (num_queries <= FEW)
-                softmax_few(scores, n, view.limits, first, shortest, num_queries, scratch.weights, result.maximum,
-                            result.sum);
+                softmax_few(scores, n, view.limits, first, shortest, num_queries, weights, result.maximum, result.sum);
             else
-                softmax(scores + p, n, width, load<i32x16>(view.limits + p) - first, shortest, num_queries - p,
-                        scratch.weights + p * CHUNK, result.maximum + p, result.sum + p);
+                softmax(scores, n, load<i32x16>(view.limits + p) - first, shortest, num_queries - p, weights,
+                        result.maximum + p, result.sum + p);
         }
-        multiply<T>(scratch.weights, CHUNK, num_queries, scratch.values + head * dim * depth, dim / LANES, depth,
-                    nullptr, result.output, dim);
     }
+    for (int head = 0; head < view.num_heads; head++)
+        multiply<T>(scratch.weights + head * LANES * CHUNK, CHUNK, num_queries, scratch.values + head * dim * depth,
+                    dim / LANES, depth, nullptr, results[head].output, dim);
 }
 
 INLINE void start_merging(const Partial& merged, int num_queries, int head_dim) {

@@ -196,6 +196,11 @@ template <class T, class W> struct Forward {
     int64_t scratch_bytes;
     int num_threads;
 
+    static constexpr int64_t STAGES_PER_LAYER = 12;
+    static constexpr int64_t OTHER_STAGES = 8;
+
+    int64_t num_counters() const { return (OTHER_STAGES + STAGES_PER_LAYER * model.num_layers) * num_threads; }
+
     Forward(const Model& m, const Batch& b, Arena& arena, int threads)
         : model(m), batch(b), heads_per_group(m.num_heads / m.num_kv_heads), num_tokens(b.num_tokens),
           normed(arena, b.num_tokens, m.hidden), projected(arena, b.num_tokens, m.num_heads * m.head_dim),
@@ -215,7 +220,7 @@ template <class T, class W> struct Forward {
         plan_tasks(arena);
         partials = arena.take<float>(num_groups * most_chunks * MOST_HEADS * partial_floats());
         chunks_done = arena.take<std::atomic<int32_t>>(num_groups);
-        counters = arena.take<Counter>((8 + 12 * m.num_layers) * threads);
+        counters = arena.take<Counter>(num_counters());
         scratch_bytes = take_scratch(nullptr);
         scratch = arena.take<char>(scratch_bytes * threads);
     }
@@ -288,8 +293,8 @@ template <class T, class W> struct Forward {
         const int64_t most = heads * LANES > MOST_QUERIES ? heads * LANES : MOST_QUERIES;
         s.queries = arena.take<T>(most * dim);
         s.values = arena.take<T>(CHUNK * heads * dim);
-        s.weights = arena.take<T>(MOST_QUERIES * CHUNK);
-        s.scores = arena.take<float>(CHUNK * most);
+        s.weights = arena.take<T>(most * CHUNK);
+        s.scores = arena.take<float>(heads * CHUNK * LANES);
         for (int head = 0; head < heads; head++) {
             const int64_t queries = head ? LANES : MOST_QUERIES;
             s.chunk[head] = Partial::at(arena.take<float>(Partial::floats(queries, dim)), queries);
@@ -300,7 +305,7 @@ template <class T, class W> struct Forward {
     }
 
     void prepare() {
-        std::memset((void*)counters, 0, sizeof(Counter) * (8 + 12 * model.num_layers) * num_threads);
+        std::memset((void*)counters, 0, sizeof(Counter) * num_counters());
         for (int64_t group = 0; group < num_groups; group++) chunks_done[group] = 0;
         for (int64_t row = 0; row < batch.num_rows; row++)
             for (int32_t t = batch.row_offsets[row], i = 0; t < batch.row_offsets[row + 1]; t++, i++)
@@ -516,6 +521,8 @@ int64_t forward(const Model& model, const Batch& batch, void* hidden, void* work
     Arena arena{static_cast<char*>(workspace)};
     Forward<T, W> pass(model, batch, arena, num_threads);
     if (workspace) {
+        for (int64_t t = 0; t < batch.num_tokens; t++)
+            if (batch.input_ids[t] < 0 || batch.input_ids[t] >= model.vocab) return -1;
         pass.prepare();
         in_parallel(num_threads, pass.counters, [&](Team team) { pass.run(team, static_cast<T*>(hidden)); });
     }
@@ -566,7 +573,7 @@ extern "C" {
 // 0 if this machine lets the library run.
 int chairlift_start() { return enable_tiles() ? 0 : 1; }
 
-// Both return the bytes of workspace they need, and compute only if there is one.
+// Both return the bytes of workspace they need, and compute only if there is one; -1 if a token is not in the vocabulary.
 int64_t chairlift_forward(const Model* model, const Batch* batch, int format, void* hidden, void* workspace,
                           int num_threads) {
     CHAIRLIFT_FOR_FORMAT(format, forward, *model, *batch, hidden, workspace, num_threads)

@@ -127,25 +127,26 @@ INLINE float max_of16(f32x16 x) {
     return best;
 }
 
-// 2^x to about 2 units in the last place: round(x) goes into the exponent, six terms of the Taylor series take the rest,
-// which lies in [-1/2, 1/2]. Exactly 0 far below, so that what is masked with a very negative score weighs nothing.
+// 2^x to a relative error of 1e-7: floor(x) goes into the exponent, a polynomial takes the rest (a minimax fit of 2^r on
+// [0, 1)). Exactly 0 far below, so that what is masked with a very negative score weighs nothing.
 INLINE f32x16 exp2_16(f32x16 x) {
-#if defined(__AVX512F__)
-    f32x16 whole = bit_cast<f32x16>(_mm512_roundscale_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    constexpr int FRACTION = _MM_FROUND_TO_NEG_INF;  // x - floor(x)
+    f32x16 rest = bit_cast<f32x16>(_mm512_reduce_ps(bit_cast<__m512>(x), FRACTION));
 #else
     x = x < -127.0f ? splat(-127.0f) : (x > 126.0f ? splat(126.0f) : x);
-    f32x16 whole = (x + 12582912.0f) - 12582912.0f;
-#endif
+    f32x16 whole = __builtin_convertvector(__builtin_convertvector(x, i32x16), f32x16);
+    whole = whole > x ? whole - 1.0f : whole;
     f32x16 rest = x - whole;
-    f32x16 p = 1.5403530e-4f + f32x16{};
-    p = p * rest + 1.3333558e-3f;
-    p = p * rest + 9.6181291e-3f;
-    p = p * rest + 5.5504109e-2f;
-    p = p * rest + 2.4022651e-1f;
-    p = p * rest + 6.9314718e-1f;
-    p = p * rest + 1.0f;
-#if defined(__AVX512F__)
-    return bit_cast<f32x16>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(whole)));
+#endif
+    f32x16 p = 1.87757649e-3f + f32x16{};
+    p = p * rest + 8.98934054e-3f;
+    p = p * rest + 5.58263177e-2f;
+    p = p * rest + 2.40153617e-1f;
+    p = p * rest + 6.93153073e-1f;
+    p = p * rest + 9.99999925e-1f;
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    return bit_cast<f32x16>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(x)));  // p 2^floor(x)
 #else
     f32x16 power = bit_cast<f32x16>(bit_cast<i32x16>(p) + (__builtin_convertvector(whole, i32x16) << 23));
     return x < -126.0f ? splat(0.0f) : power;

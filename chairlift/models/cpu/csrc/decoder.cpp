@@ -508,10 +508,11 @@ template <class T, class W> struct Forward {
 
 // Runs `body(team)` on that many threads of the pool that torch has as well.
 template <class Body> void in_parallel(int num_threads, Counter* counters, Body body) {
+    Barrier barrier;
 #pragma omp parallel num_threads(num_threads)
     {
         forget_tiles();
-        body(Team{omp_get_thread_num(), omp_get_num_threads(), counters});
+        body(Team{omp_get_thread_num(), omp_get_num_threads(), counters, barrier});
         leave_tiles();
     }
 }

@@ -1,6 +1,8 @@
 // The threads of one parallel region, and how they share work.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <cstdint>
 
@@ -8,11 +10,38 @@ struct alignas(64) Counter {
     std::atomic<int64_t> taken;
 };
 
+// A pass has hundreds of these, so a thread that waits must not keep the core from the one that it waits for, as happens
+// when other programs run: it spins for some microseconds only, then gives way. (OpenMP's own barrier spins for long.)
+struct Barrier {
+    alignas(64) std::atomic<int> arrived{0};
+    alignas(64) std::atomic<int> generation{0};
+
+    void wait(int size) {
+        constexpr int SPINS = 400;
+        const int before = generation.load(std::memory_order_relaxed);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+            arrived.store(0, std::memory_order_relaxed);
+            generation.store(before + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; generation.load(std::memory_order_acquire) == before; spins++) {
+            if (spins >= SPINS) {
+                sched_yield();
+                continue;
+            }
+#if defined(__x86_64__)
+            __builtin_ia32_pause();
+#endif
+        }
+    }
+};
+
 // Each thread has a contiguous share of a stage's units, so that it reads memory in order; who is done early takes
 // units from the others' shares. Stages follow one another in the same order on every thread.
 struct Team {
     const int rank, size;
     Counter* counters;  // [stages][size], all 0 at first
+    Barrier& barrier;
 
     template <class Work> void share(int64_t num_units, Work work) {
         for (int i = 0; i < size; i++) {
@@ -38,7 +67,5 @@ struct Team {
     }
 
     // All threads have done what comes before.
-    void wait() {
-#pragma omp barrier
-    }
+    void wait() { barrier.wait(size); }
 };

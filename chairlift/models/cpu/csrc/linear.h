@@ -1,0 +1,49 @@
+// Products with weights, shared among threads.
+#pragma once
+
+#include "product.h"
+#include "rows.h"
+#include "team.h"
+
+constexpr int ROWS_AT_ONCE = 32;
+constexpr int UNIT_PANELS = 4;  // what a thread takes at a time: 64 columns
+constexpr int MOST_HEAD_DIM = 256;
+constexpr int64_t CACHE_BYTES = 1 << 20;  // of a thread's own cache, what rows may take while weights pass by
+
+// x W^T + b of all rows, unit by unit: `use(column, row, count, c, stride)` gets float32 tiles of the result.
+template <class W, class Use>
+void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows, int unit_panels, Use use) {
+    const int64_t depth = matrix.depth, panels = pad(matrix.columns, LANES) / LANES;
+    const int64_t units = (panels + unit_panels - 1) / unit_panels;
+    const int64_t fitting = pad(CACHE_BYTES / (depth * int64_t(sizeof(W))), ROWS_AT_ONCE);
+    const int64_t block_rows = num_rows < fitting ? num_rows : fitting;
+    const int64_t blocks = (num_rows + block_rows - 1) / block_rows;
+    const int stride = unit_panels * LANES;
+    team.share(blocks * units, [&](int64_t task) {
+        alignas(64) float c[ROWS_AT_ONCE * MOST_HEAD_DIM];
+        const int64_t unit = task % units, start = task / units * block_rows;
+        const int64_t end = start + block_rows < num_rows ? start + block_rows : num_rows;
+        const int64_t column = unit * stride;
+        const int width = unit_panels < panels - unit * unit_panels ? unit_panels : int(panels - unit * unit_panels);
+        const W* weights = static_cast<const W*>(matrix.panels) + column * depth;
+        const int64_t steps = (end - start + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+        const int64_t slice = pad(stride * depth * int64_t(sizeof(W)) / steps, 64);
+        const char* next = reinterpret_cast<const char*>(weights + stride * depth);
+        for (int64_t row = start; row < end; row += ROWS_AT_ONCE) {
+            const int count = end - row < ROWS_AT_ONCE ? int(end - row) : ROWS_AT_ONCE;
+            if (steps > 1)  // fetch the next unit's weights while this one's are multiplied
+                for (int64_t i = 0; i < slice; i += 64) __builtin_prefetch(next + i, 0, 2);
+            next += slice;
+            multiply<W>(x.values + row * x.stride, x.stride, count, weights, width, depth,
+                        matrix.sums ? matrix.sums + column : nullptr, c, stride, row == start);
+            for (int p = 0; p < width * LANES; p += LANES)
+                for (int r = 0; r < count; r++) {
+                    f32x16 value = load16(c + r * stride + p);
+                    if (sizeof(W) == 1) value *= x.scales[row + r] * load16(matrix.scales + column + p);
+                    if (matrix.bias) value += load16(matrix.bias + column + p);
+                    if (sizeof(W) == 1 || matrix.bias) store16(c + r * stride + p, value);
+                }
+            use(column, row, count, c, stride, width * LANES);
+        }
+    });
+}

@@ -1,0 +1,131 @@
+// Attention of a batch over its slots: what a thread does with a task.
+#pragma once
+
+#include <atomic>
+
+#include "tasks.h"
+
+template <class T> struct SlotAttention {
+    const Model& model;
+    const Batch& batch;
+    const TaskList tasks;
+    const int64_t num_tokens;
+    T* queries;   // [kv head][tokens * heads of its group][head_dim], scaled for exp2
+    T* attended;  // [tokens][stride]
+    int64_t attended_stride;
+
+    SlotAttention(const Model& m, const Batch& b, int num_threads, Arena& arena, T* output, int64_t stride)
+        : model(m), batch(b), tasks(m, b, num_threads, arena), num_tokens(b.num_tokens), attended(output),
+          attended_stride(stride) {
+        queries = arena.take<T>(num_tokens * m.num_heads * m.head_dim);
+        partials = arena.take<float>(tasks.num_groups * tasks.most_chunks * MOST_HEADS * partial_floats());
+        chunks_done = arena.take<std::atomic<int32_t>>(tasks.num_groups);
+        scratch_bytes = take_scratch(nullptr);
+        scratch = arena.take<char>(scratch_bytes * num_threads);
+    }
+
+    void prepare() const {
+        for (int64_t group = 0; group < tasks.num_groups; group++) chunks_done[group] = 0;
+    }
+
+    AttentionScratch<T> scratch_of(int rank) const {
+        AttentionScratch<T> own;
+        take_scratch(&own, scratch + rank * scratch_bytes);
+        return own;
+    }
+
+    void attend(int64_t layer, const Task& task, const AttentionScratch<T>& scratch) const {
+        const int64_t dim = model.head_dim, first_token = batch.row_offsets[task.row];
+        const int width = int(pad(task.num_queries, LANES));
+        int32_t limits[MOST_QUERIES];
+        for (int q = 0; q < MOST_QUERIES; q++)
+            limits[q] = q < task.num_queries
+                            ? batch.cache_lengths[task.row] + int32_t((task.first_query + q) / tasks.group_size) + 1
+                            : INT32_MAX;
+        for (int i = 0; i < task.num_heads; i++) {
+            const int64_t first = ((task.head + i) * num_tokens + first_token) * tasks.group_size + task.first_query;
+            pack_queries(queries + first * dim, task.num_queries, int(dim), scratch.queries + i * width * dim);
+            if (task.group < 0) start_merging(scratch.merged[i], task.num_queries, int(dim));
+        }
+        const T* keys = static_cast<const T*>(batch.blocks) + layer * batch.layer_stride +
+                        batch.slots[task.row] * batch.slot_stride + task.head * dim;
+        const View<T> view{keys,           keys + batch.value_offset, batch.token_stride,
+                           task.num_heads, int(dim),                  task.num_queries,
+                           limits};
+        const int end = limits[task.num_queries - 1];
+        for (int chunk = task.first_chunk; chunk < task.first_chunk + task.num_chunks; chunk++) {
+            const int first = chunk * CHUNK, n = end - first < CHUNK ? end - first : CHUNK;
+            if (n <= 0) break;
+            if (task.group < 0) {
+                attend_chunk(scratch, view, first, n, scratch.chunk);
+                for (int i = 0; i < task.num_heads; i++)
+                    merge(scratch.merged[i], scratch.chunk[i], task.num_queries, int(dim));
+            } else {
+                Partial results[MOST_HEADS];
+                for (int i = 0; i < task.num_heads; i++) results[i] = partial(task.group, chunk, i);
+                attend_chunk(scratch, view, first, n, results);
+            }
+        }
+        if (task.group >= 0 && !merge_group(task, (end + CHUNK - 1) / CHUNK, scratch)) return;
+        for (int i = 0; i < task.num_heads; i++) finish(task, task.head + i, first_token, scratch.merged[i]);
+    }
+
+  private:
+    float* partials;                    // [group][chunk][head]
+    std::atomic<int32_t>* chunks_done;  // [group]
+    char* scratch;                      // per thread
+    int64_t scratch_bytes;
+
+    int64_t partial_floats() const { return Partial::floats(LANES, model.head_dim); }
+
+    int64_t take_scratch(AttentionScratch<T>* into, char* base = nullptr) const {
+        Arena arena{base};
+        AttentionScratch<T> s;
+        const int64_t dim = model.head_dim, heads = model.num_kv_heads < MOST_HEADS ? model.num_kv_heads : MOST_HEADS;
+        const int64_t most = heads * LANES > MOST_QUERIES ? heads * LANES : MOST_QUERIES;
+        s.queries = arena.take<T>(most * dim);
+        s.values = arena.take<T>(CHUNK * heads * dim);
+        s.weights = arena.take<T>(most * CHUNK);
+        s.scores = arena.take<float>(heads * CHUNK * LANES);
+        for (int head = 0; head < heads; head++) {
+            const int64_t queries = head ? LANES : MOST_QUERIES;
+            s.chunk[head] = Partial::at(arena.take<float>(Partial::floats(queries, dim)), queries);
+            s.merged[head] = Partial::at(arena.take<float>(Partial::floats(queries, dim)), queries);
+        }
+        if (into) *into = s;
+        return arena.used;
+    }
+
+    Partial partial(int64_t group, int64_t chunk, int64_t head) const {
+        return Partial::at(partials + ((group * tasks.most_chunks + chunk) * MOST_HEADS + head) * partial_floats(), LANES);
+    }
+
+    // Who does the last of a group's chunks merges them all. False for the others.
+    bool merge_group(const Task& task, int num_chunks, const AttentionScratch<T>& scratch) const {
+        const int done = chunks_done[task.group].fetch_add(task.num_chunks, std::memory_order_acq_rel) + task.num_chunks;
+        if (done < num_chunks) return false;
+        chunks_done[task.group].store(0, std::memory_order_relaxed);  // for the next layer
+        for (int i = 0; i < task.num_heads; i++) {
+            start_merging(scratch.merged[i], task.num_queries, int(model.head_dim));
+            for (int chunk = 0; chunk < num_chunks; chunk++)
+                merge(scratch.merged[i], partial(task.group, chunk, i), task.num_queries, int(model.head_dim));
+        }
+        return true;
+    }
+
+    void finish(const Task& task, int64_t kv_head, int64_t first_token, const Partial& merged) const {
+        const int64_t dim = model.head_dim;
+        for (int q = 0; q < task.num_queries; q++) {
+            const int64_t index = task.first_query + q;
+            const int64_t t = first_token + index / tasks.group_size;
+            const int64_t head = kv_head * tasks.group_size + index % tasks.group_size;
+            T* to = attended + t * attended_stride + head * dim;
+            const float share = 1 / merged.sum[q];
+            for (int64_t d = 0; d < dim; d += 2 * LANES) {
+                f32x16 low = load16(merged.output + q * dim + d), high = load16(merged.output + q * dim + d + LANES);
+                restore_order(T{}, low, high);
+                store32(to + d, low * share, high * share);
+            }
+        }
+    }
+};

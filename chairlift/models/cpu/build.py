@@ -27,7 +27,7 @@ CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 COMPILER_VARIABLE = "CXX"
 
 _SOURCES = Path(__file__).parent / "csrc"
-_COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-Wno-psabi")
+_COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi")
 _COMPILE_TIMEOUT = 300.0
 
 

@@ -258,7 +258,7 @@ static void merge(const Partial& merged, const Partial& chunk, int num_queries, 
             float* output = merged.output + (p + q) * head_dim;
             const float* addend = chunk.output + (p + q) * head_dim;
             for (int d = 0; d < head_dim; d += LANES)
-                store16(output + d, load16(output + d) * old_share[q] + load16(addend + d) * new_share[q]);
+                store16(output + d, fma16(load16(output + d), splat(old_share[q]), load16(addend + d) * new_share[q]));
         }
     }
 }

@@ -36,7 +36,7 @@ constexpr int MOST_ROWS = 12, MOST_PANELS = 2, FEW_ROWS = 4, FEW_ROWS_PANELS = 4
 constexpr int MOST_ROWS = 4, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 4;
 #endif
 
-INLINE void multiply_add(f32x16& c, const float* a, f32x16 b) { c += *a * b; }
+INLINE void multiply_add(f32x16& c, const float* a, f32x16 b) { c = fma16(splat(*a), b, c); }
 
 #if defined(__AVX512BF16__)
 INLINE void multiply_add(f32x16& c, const bf16* a, u32x16 b) {
@@ -45,8 +45,8 @@ INLINE void multiply_add(f32x16& c, const bf16* a, u32x16 b) {
 }
 #else
 INLINE void multiply_add(f32x16& c, const bf16* a, u32x16 b) {
-    c += to_float(a[0]) * bit_cast<f32x16>(b << 16);
-    c += to_float(a[1]) * bit_cast<f32x16>(b & 0xffff0000u);
+    c = fma16(splat(to_float(a[0])), bit_cast<f32x16>(b << 16), c);
+    c = fma16(splat(to_float(a[1])), bit_cast<f32x16>(b & 0xffff0000u), c);
 }
 #endif
 

@@ -68,10 +68,13 @@ void normalize(const float* x, const float* weight, int64_t width, float eps, co
 
 // Rows of the model's format as rows of the next product; `padded` elements of each are numbers.
 template <class T, class W> void convert_row(const T* from, int64_t padded, const Rows<W>& rows, int64_t row) {
-    f32x16 largest{};
+    f32x16 largest{}, doubts{};
     if (sizeof(W) == 1)
-        for (int64_t k = 0; k < padded; k += LANES) largest = max16(abs16(load16(from + k)), largest);
-    const float inverse = choose_scale(rows, row, max_of16(largest));
+        for (int64_t k = 0; k < padded; k += LANES) {
+            largest = max16(abs16(load16(from + k)), largest);
+            doubts += load16(from + k) * 0.0f;  // not 0 if there is something that is no number, which no maximum shows
+        }
+    const float inverse = choose_scale(rows, row, max_of16(largest) + sum16(doubts));
     for (int64_t k = 0; k < padded; k += LANES) store_row(rows, row, k, load16(from + k), inverse);
     rows.clear_padding(row, padded);
 }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -100,6 +100,24 @@ INLINE void store1(bf16* p, float x) {
 
 // ---- arithmetic ----
 
+// a b + c, rounded once where the processor can. Said outright, and the compiler is told to fuse nothing else: what it
+// fuses may differ from one copy of a function to the next, and with it the last bit.
+INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    return bit_cast<f32x16>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+#elif defined(__FMA__)
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, sizeof a);
+    std::memcpy(y, &b, sizeof b);
+    std::memcpy(z, &c, sizeof c);
+    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    std::memcpy(&c, z, sizeof c);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 // Of something and what is not a number, `b`.
 INLINE f32x16 max16(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
@@ -128,7 +146,8 @@ INLINE float max_of16(f32x16 x) {
 }
 
 // 2^x to a relative error of 1e-7: floor(x) goes into the exponent, a polynomial takes the rest (a minimax fit of 2^r on
-// [0, 1)). Exactly 0 far below, so that what is masked with a very negative score weighs nothing.
+// [0, 1) that is exact at 0, so that what is not scaled stays as it is). Exactly 0 far below, so that what is masked with
+// a very negative score weighs nothing.
 INLINE f32x16 exp2_16(f32x16 x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     constexpr int FRACTION = _MM_FROUND_TO_NEG_INF;  // x - floor(x)
@@ -139,12 +158,12 @@ INLINE f32x16 exp2_16(f32x16 x) {
     whole = whole > x ? whole - 1.0f : whole;
     f32x16 rest = x - whole;
 #endif
-    f32x16 p = 1.87757649e-3f + f32x16{};
-    p = p * rest + 8.98934054e-3f;
-    p = p * rest + 5.58263177e-2f;
-    p = p * rest + 2.40153617e-1f;
-    p = p * rest + 6.93153073e-1f;
-    p = p * rest + 9.99999925e-1f;
+    f32x16 p = splat(1.86713013e-3f);
+    p = fma16(p, rest, splat(9.01703016e-3f));
+    p = fma16(p, rest, splat(5.57999133e-2f));
+    p = fma16(p, rest, splat(2.40164450e-1f));
+    p = fma16(p, rest, splat(6.93151312e-1f));
+    p = fma16(p, rest, splat(1.0f));
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     return bit_cast<f32x16>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(x)));  // p 2^floor(x)
 #else

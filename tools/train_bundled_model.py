@@ -11,9 +11,11 @@ nothing is trained: the model in DIR is measured and its accuracy printed.
 """
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from bundled_model.card import Run, model_card
@@ -49,6 +51,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="train half as fast again; needs a C++ compiler")
     parser.add_argument("--start-from", type=Path, metavar="DIR", help="go on from the model in DIR: the second stage")
     parser.add_argument("--eval-only", type=Path, metavar="DIR", help="measure the model in DIR and stop")
+    parser.add_argument(
+        "--engine",
+        type=json.loads,
+        metavar="JSON",
+        help='measure through Chairlift with these settings, such as \'{"quantization": "int8"}\'',
+    )
     return parser.parse_args()
 
 
@@ -57,9 +65,9 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def measure(directory: Path, questions: int) -> list[Result]:
+def measure(directory: Path, questions: int, settings: dict[str, Any] | None = None) -> list[Result]:
     """Evaluate a model directory and print the table with a few wrong answers."""
-    results = evaluate(directory, _EVALUATION_SEED, questions)
+    results = evaluate(directory, _EVALUATION_SEED, questions, settings)
     for result in [*results, overall(results)]:
         say(f"{result.skill:16} {result.right:5}/{result.total:<5} {result.accuracy:6.1f} %")
         for question, answer in result.misses[:_SHOWN_MISSES]:
@@ -98,7 +106,7 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     if arguments.eval_only is not None:
-        measure(arguments.eval_only, arguments.questions)
+        measure(arguments.eval_only, arguments.questions, arguments.engine)
     else:
         train_and_write(arguments)
 

@@ -1,7 +1,8 @@
 """Greedy exact-match accuracy of a saved model on held-out exchanges, skill by skill.
 
-The model is loaded through transformers in float32. An answer counts when it equals the expected one to
-the character; a story counts when it is a whole story of the grammar about the right subject.
+The model is loaded through transformers in float32, or through Chairlift with settings of its own. An answer counts
+when it equals the expected one to the character; a story counts when it is a whole story of the grammar about the
+right subject.
 """
 
 import random
@@ -20,6 +21,7 @@ from bundled_model.story_skills import is_story_like, stories, story_questions
 from bundled_model.tool_evaluation import TOOL_PROBES, ToolProbe
 from bundled_model.unknown_skills import SYSTEM_TEXTS
 from bundled_model.word_skills import word_document
+from chairlift import LLM, SamplingParams
 
 _BATCH = 50
 _MAX_NEW_TOKENS = 400
@@ -51,10 +53,11 @@ class Result:
 
 
 class Evaluator:
-    """A saved model ready to be asked."""
+    """A saved model ready to be asked: in float32 by transformers, or by Chairlift with some settings."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, settings: dict[str, Any] | None = None) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+        self.engine = None if settings is None else LLM(str(directory), **settings)
         self.model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
     def chat_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
@@ -73,6 +76,9 @@ class Evaluator:
 
     def complete_all(self, prompts: list[str]) -> list[str]:
         """Continuations of any number of prompts, those of similar length together."""
+        if self.engine is not None:
+            params = SamplingParams(temperature=0.0, max_tokens=_MAX_NEW_TOKENS)
+            return [output.outputs[0].text for output in self.engine.generate(prompts, params, use_tqdm=False)]
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         answers = [""] * len(prompts)
         for start in range(0, len(order), _BATCH):
@@ -135,9 +141,9 @@ def _all_probes(evaluator: Evaluator, seed: int, count: int) -> dict[str, list[P
     return {name.replace("_", " "): probes_of_skill for name, probes_of_skill in probes.items()}
 
 
-def evaluate(directory: Path, seed: int, count: int) -> list[Result]:
-    """Ask the model in a directory `count` held-out questions of every skill."""
-    evaluator = Evaluator(directory)
+def evaluate(directory: Path, seed: int, count: int, settings: dict[str, Any] | None = None) -> list[Result]:
+    """Ask the model in a directory `count` held-out questions of every skill, through Chairlift if it has settings."""
+    evaluator = Evaluator(directory, settings)
     return [
         _result(skill, probes, evaluator.complete_all([probe.prompt for probe in probes]))
         for skill, probes in _all_probes(evaluator, seed, count).items()

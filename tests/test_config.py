@@ -1,5 +1,6 @@
 """EngineConfig and its resolution: what "auto" becomes on which machine, and what is refused in what words."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from chairlift.config import (
     EngineConfig,
     MachineFacts,
     ModelFacts,
+    Quantization,
     ResolvedConfig,
+    find_cpu_obstacle,
     resolve,
 )
 from chairlift.errors import ChairliftError, ConfigurationError
@@ -21,10 +24,11 @@ ALL_DTYPES = frozenset(DType)
 
 # In bfloat16 0.5 GiB of weights, and 64 KiB of cache per token.
 MODEL = ModelFacts(
-    dtype=DType.BFLOAT16, max_position_embeddings=8192, num_parameters=2**28, kv_elements_per_token=2**15
+    dtype=DType.BFLOAT16, max_position_embeddings=8192, num_parameters=2**28, head_dim=64, kv_elements_per_token=2**15
 )
 CPU = MachineFacts("cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB, has_flash_attn=False)
 OLD_CPU = MachineFacts("cpu", frozenset({DType.FLOAT32}), free_bytes=64 * GIB, has_flash_attn=False)
+NO_COMPILER = replace(CPU, cpu_kernels_obstacle="there is no C++ compiler 'g++'")
 GPU = MachineFacts("cuda:0", ALL_DTYPES, free_bytes=128 * GIB, has_flash_attn=True)
 PLAIN_GPU = MachineFacts("cuda:1", ALL_DTYPES, free_bytes=128 * GIB, has_flash_attn=False)
 
@@ -33,9 +37,9 @@ def resolved(machine: MachineFacts = CPU, facts: ModelFacts = MODEL, **config: A
     return resolve(EngineConfig(**config), facts, machine)
 
 
-def refusal(machine: MachineFacts = CPU, **config: Any) -> str:
+def refusal(machine: MachineFacts = CPU, facts: ModelFacts = MODEL, **config: Any) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        resolved(machine, **config)
+        resolved(machine, facts, **config)
     assert isinstance(caught.value, ChairliftError)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -44,7 +48,7 @@ def refusal(machine: MachineFacts = CPU, **config: Any) -> str:
 def room_for(num_slots: int, machine: MachineFacts = CPU, short_by: int = 0) -> MachineFacts:
     """That machine with memory for the weights and so many slots of 4096 tokens, less some bytes."""
     free_bytes = GIB // 2 + num_slots * 4096 * 2**16 - short_by
-    return MachineFacts(machine.device, machine.fast_dtypes, free_bytes, machine.has_flash_attn)
+    return replace(machine, free_bytes=free_bytes)
 
 
 # What "auto" becomes
@@ -52,7 +56,7 @@ def room_for(num_slots: int, machine: MachineFacts = CPU, short_by: int = 0) -> 
 
 def test_on_a_cpu() -> None:
     config = resolved()
-    assert (config.device, config.dtype, config.attention_backend) == ("cpu", DType.BFLOAT16, AttentionBackend.TORCH)
+    assert (config.device, config.dtype, config.attention_backend) == ("cpu", DType.BFLOAT16, AttentionBackend.CPU)
     assert (config.max_batch_size, config.max_seq_len) == (32, 4096)
     assert (config.max_num_batched_tokens, config.max_steps_per_launch) == (512, 1)
 
@@ -78,7 +82,7 @@ def test_on_a_gpu() -> None:
 def test_the_number_format_is_the_checkpoints_where_the_machine_multiplies_it(
     machine: MachineFacts, model_dtype: DType, dtype: DType
 ) -> None:
-    facts = ModelFacts(model_dtype, 8192, 2**28, 2**15)
+    facts = replace(MODEL, dtype=model_dtype)
     assert resolved(machine, facts, max_seq_len=64).dtype is dtype
 
 
@@ -89,7 +93,7 @@ def test_the_number_format_is_the_checkpoints_where_the_machine_multiplies_it(
         (GPU, "float16", AttentionBackend.FLASH_ATTN),
         (GPU, "float32", AttentionBackend.TORCH),
         (PLAIN_GPU, "auto", AttentionBackend.TORCH),
-        (CPU, "auto", AttentionBackend.TORCH),
+        (CPU, "auto", AttentionBackend.CPU),
     ],
 )
 def test_flash_attention_is_chosen_where_it_can_work(
@@ -98,11 +102,43 @@ def test_flash_attention_is_chosen_where_it_can_work(
     assert resolved(machine, dtype=dtype, max_seq_len=64).attention_backend is backend
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_native_code_is_chosen_on_a_cpu_that_can_have_it(dtype: str, head_dim: int) -> None:
+    facts = replace(MODEL, head_dim=head_dim)
+    assert find_cpu_obstacle(facts, CPU, DType(dtype)) is None
+    assert resolved(facts=facts, dtype=dtype).attention_backend is AttentionBackend.CPU
+
+
+OBSTACLES = [
+    (NO_COMPILER, {}, {}, "there is no C++ compiler 'g++'"),
+    (CPU, {"head_dim": 24}, {}, "it takes a head_dim up to 256 that 32 divides, not 24"),
+    (CPU, {"head_dim": 16}, {}, "it takes a head_dim up to 256 that 32 divides, not 16"),
+    (CPU, {"head_dim": 288}, {}, "it takes a head_dim up to 256 that 32 divides, not 288"),
+    (CPU, {}, {"dtype": "float16"}, "it computes in float32 or bfloat16, not float16"),
+    (PLAIN_GPU, {}, {}, "it runs on a CPU, and the device is cuda:1"),
+]
+
+
+@pytest.mark.parametrize(("machine", "model", "config", "obstacle"), OBSTACLES)
+def test_torch_is_chosen_where_native_code_cannot_be_had(
+    machine: MachineFacts, model: dict[str, Any], config: dict[str, Any], obstacle: str
+) -> None:
+    facts = replace(MODEL, **model)
+    resolved_config = resolved(machine, facts, max_seq_len=64, **config)
+    assert resolved_config.attention_backend is AttentionBackend.TORCH
+    assert find_cpu_obstacle(facts, machine, resolved_config.dtype) == obstacle
+
+
+def test_torch_is_taken_where_it_was_asked_for_although_native_code_could_be_had() -> None:
+    assert resolved(attention_backend="torch").attention_backend is AttentionBackend.TORCH
+
+
 @pytest.mark.parametrize(("max_position_embeddings", "max_seq_len"), [(2048, 2048), (4096, 4096), (131072, 4096)])
 def test_a_slot_holds_what_the_model_can_read_up_to_a_usual_length(
     max_position_embeddings: int, max_seq_len: int
 ) -> None:
-    facts = ModelFacts(DType.BFLOAT16, max_position_embeddings, 2**28, 2**15)
+    facts = replace(MODEL, max_position_embeddings=max_position_embeddings)
     assert resolved(facts=facts).max_seq_len == max_seq_len
 
 
@@ -127,6 +163,12 @@ def test_wider_numbers_leave_room_for_fewer_slots() -> None:
     assert resolved(machine, memory_fraction=1.0, dtype="float32").max_batch_size == 2
 
 
+def test_weights_in_8_bits_leave_room_for_more_slots() -> None:
+    # 2 GiB free: 6 slots of 0.25 GiB beside 0.5 GiB of weights; with 0.25 GiB of weights one more
+    machine = room_for(6)
+    assert resolved(machine, memory_fraction=1.0, quantization="int8").max_batch_size == 7
+
+
 def test_the_token_budget_is_at_least_the_number_of_slots() -> None:
     assert resolved(max_batch_size=600, max_seq_len=64).max_num_batched_tokens == 600
 
@@ -140,7 +182,8 @@ def test_what_is_given_is_kept() -> None:
         "tokenizer": "some/tokenizer",
         "chat_template": "template.jinja",
         "dtype": DType.FLOAT32,
-        "attention_backend": AttentionBackend.TORCH,
+        "attention_backend": AttentionBackend.CPU,
+        "quantization": Quantization.INT8,
         "max_batch_size": 3,
         "max_seq_len": 100,
         "max_num_batched_tokens": 7,
@@ -232,11 +275,39 @@ def test_flash_attention_where_it_cannot_work_is_refused_with_the_facts(
     assert "choose attention_backend torch" in message
 
 
+@pytest.mark.parametrize(("machine", "model", "config", "obstacle"), OBSTACLES)
+def test_native_code_asked_for_by_name_where_it_cannot_be_had_is_refused_with_the_reason(
+    machine: MachineFacts, model: dict[str, Any], config: dict[str, Any], obstacle: str
+) -> None:
+    facts = replace(MODEL, **model)
+    message = refusal(machine, facts, attention_backend="cpu", max_seq_len=64, **config)
+    assert message == f"attention_backend cpu cannot be had: {obstacle}; choose torch, or mend that"
+
+
+@pytest.mark.parametrize(("machine", "model", "config", "obstacle"), OBSTACLES)
+def test_quantization_where_native_code_cannot_be_had_is_refused_with_the_reason(
+    machine: MachineFacts, model: dict[str, Any], config: dict[str, Any], obstacle: str
+) -> None:
+    message = refusal(machine, replace(MODEL, **model), quantization="int8", max_seq_len=64, **config)
+    assert message == (f"quantization int8 works with attention_backend cpu only, and here it is torch: {obstacle}")
+
+
+def test_quantization_with_another_backend_asked_for_by_name_is_refused() -> None:
+    message = refusal(quantization="int8", attention_backend="torch")
+    assert message == "quantization int8 works with attention_backend cpu only, and here it is torch"
+
+
+def test_batch_invariance_is_refused_on_a_gpu() -> None:
+    assert refusal(GPU, batch_invariant=True) == "batch_invariant works on a CPU only, and the device is cuda:0"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("dtype", "float8"),
         ("attention_backend", "paged"),
+        ("quantization", "int4"),
+        ("quantization", "auto"),
         ("max_batch_size", 0),
         ("max_seq_len", 0),
         ("max_seq_len", "long"),

@@ -1,7 +1,11 @@
-"""`batch_invariant`: a request's logits are the same, bit for bit, whatever else is in the batch."""
+"""`batch_invariant`: a request's logits are the same, bit for bit, whatever else is in the batch.
+
+The cpu backend has that property anyway; the torch backend has it on demand.
+"""
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +14,10 @@ from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
 from chairlift.engine.forward import InvariantForward
 from chairlift.engine.sampling import Sampled, SamplingBatch
+from chairlift.models.cpu import CpuLlama
 from chairlift.scheduler import Request
 from tests.support.checkpoints import make_checkpoint
+from tests.support.kernels import needs_kernels
 
 NUM_TOKENS = 8
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -30,6 +36,7 @@ class Recorder:
             "max_seq_len": 192,
             "device": "cpu",
             "batch_invariant": True,
+            "attention_backend": "torch",
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_steps_per_launch": max_steps_per_launch,
         }
@@ -75,38 +82,57 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     return [[rng.randrange(250) for _ in range(rng.randrange(1, 120))] for _ in range(count)]
 
 
-def variations(model: str, dtype: str, is_invariant: bool) -> list[torch.Tensor]:
+def variations(model: str, **config: Any) -> list[torch.Tensor]:
     """Logits of one prompt in many circumstances; the first: alone, computed at once."""
     rng = random.Random(7)
     prompt = [rng.randrange(250) for _ in range(90)]
     found = []
     for budget in CHUNKINGS:
-        recorder = Recorder(model, budget, dtype=dtype, batch_invariant=is_invariant)
+        recorder = Recorder(model, budget, **config)
         for num_others, place in ((0, 0), (1, 1), (3, 0), (6, 4)):
             found.append(recorder.logits(prompt, prompts(rng, num_others), place))
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_do_not_depend_on_the_batch_the_slot_or_the_chunks(dtype: str) -> None:
-    alone, *others = variations("bundled", dtype, is_invariant=True)
+def native(**config: object) -> Any:
+    return pytest.param({"attention_backend": "cpu", **config}, marks=needs_kernels)
+
+
+BACKENDS = [pytest.param("cpu", marks=needs_kernels), "torch"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        native(dtype="float32"),
+        native(dtype="bfloat16"),
+        native(dtype="float32", quantization="int8"),
+        native(dtype="bfloat16", quantization="int8"),
+        native(dtype="bfloat16", batch_invariant=False),
+    ],
+)
+def test_logits_do_not_depend_on_the_batch_the_slot_or_the_chunks(config: dict[str, object]) -> None:
+    alone, *others = variations("bundled", **config)
     assert all(torch.equal(alone, other) for other in others)
 
 
 def test_sizes_that_no_vector_width_divides_are_no_exception(odd: str) -> None:
-    alone, *others = variations(odd, "float32", is_invariant=True)
+    alone, *others = variations(odd, dtype="float32")
     assert all(torch.equal(alone, other) for other in others)
 
 
 def test_without_it_they_do_depend() -> None:
     """So that the tests above can fail: on every machine seen so far some of these differ in their last bits."""
-    alone, *others = variations("bundled", "float32", is_invariant=False)
+    alone, *others = variations("bundled", dtype="float32", batch_invariant=False)
     assert not all(torch.equal(alone, other) for other in others)
     assert all(torch.allclose(alone, other, atol=1e-3) for other in others)
 
 
-def test_a_token_gets_the_same_bits_prefilled_and_decoded() -> None:
-    recorder = Recorder("bundled", dtype="float32")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_gets_the_same_bits_prefilled_and_decoded(backend: str) -> None:
+    recorder = Recorder("bundled", dtype="float32", attention_backend=backend)
     rng = random.Random(3)
     prompt = [rng.randrange(250) for _ in range(40)]
     decoded = recorder.logits(prompt, [])
@@ -114,18 +140,29 @@ def test_a_token_gets_the_same_bits_prefilled_and_decoded() -> None:
     assert torch.equal(recorder.logits(longer, [])[0], decoded[5])
 
 
-def test_several_steps_in_a_launch_give_the_same_bits() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_steps_in_a_launch_give_the_same_bits(backend: str) -> None:
     rng = random.Random(5)
     prompt = [rng.randrange(250) for _ in range(20)]
-    single, several = (Recorder("bundled", max_steps_per_launch=steps, dtype="float32") for steps in (1, 4))
+    single, several = (
+        Recorder("bundled", max_steps_per_launch=steps, dtype="float32", attention_backend=backend) for steps in (1, 4)
+    )
     assert torch.equal(single.logits(prompt, []), several.logits(prompt, prompts(rng, 2)))
 
 
-def test_both_ways_agree_but_for_rounding() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_ways_agree_but_for_rounding(backend: str) -> None:
     rng = random.Random(9)
     prompt = [rng.randrange(250) for _ in range(60)]
     plain = Recorder("bundled", dtype="float32", batch_invariant=False).logits(prompt, [])
-    assert torch.allclose(Recorder("bundled", dtype="float32").logits(prompt, []), plain, atol=1e-3)
+    invariant = Recorder("bundled", dtype="float32", attention_backend=backend).logits(prompt, [])
+    assert torch.allclose(invariant, plain, atol=1e-3)
+
+
+@needs_kernels
+def test_the_cpu_backend_is_what_runs_where_it_can() -> None:
+    assert isinstance(Recorder("bundled", attention_backend="auto").core._runner._forward, CpuLlama)
+    assert isinstance(Recorder("bundled", attention_backend="torch").core._runner._forward, InvariantForward)
 
 
 def test_a_tile_size_whose_places_differ_is_not_used(

@@ -1,11 +1,17 @@
 """Facts about the machine, and devices that it does not have."""
 
+import os
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
 
 from chairlift.config import DType
-from chairlift.engine.machine import inspect_machine
+from chairlift.engine import machine
+from chairlift.engine.machine import choose_num_threads, inspect_machine
 from chairlift.errors import ConfigurationError
+from chairlift.models.cpu import load_library
 
 
 def test_a_cpu_has_float32_and_free_memory_and_no_flash_attention() -> None:
@@ -38,3 +44,45 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_number_of_those_that_are(in
 def test_a_gpu_number_that_torch_itself_cannot_hold_is_refused_too(index: int) -> None:
     with pytest.raises(ConfigurationError, match=f"cuda:{index}"):
         inspect_machine(f"cuda:{index}")
+
+
+@pytest.fixture
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A process that has not loaded the cpu backend's kernels, and cannot compile them; the cache, which is empty."""
+    monkeypatch.setattr(machine, "load_library", load_library.__wrapped__)
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    return tmp_path / "cache"
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_why_the_cpu_backend_cannot_be_had_is_a_fact() -> None:
+    said = "there is no C++ compiler 'no-such-compiler'; install g++, or name one in $CXX"
+    assert inspect_machine("cpu").cpu_kernels_obstacle == said
+
+
+def test_kernels_that_nobody_wants_are_not_compiled(no_compiler: Path) -> None:
+    assert inspect_machine("cpu", wants_cpu_kernels=False).cpu_kernels_obstacle == "it was not asked for"
+    assert not no_compiler.exists()
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_usable", "num_threads"), [(4, 8, 4), (4, 2, 2), (1, 2, 1), (64, 64, 64), (None, 3, 3)]
+)
+def test_as_many_threads_as_physical_cores_that_may_be_used(
+    num_cores: int | None, num_usable: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(logical: bool) -> int | None:
+        assert not logical
+        return num_cores
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", count)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_usable)))
+    assert choose_num_threads() == num_threads
+
+
+def test_as_many_threads_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torch has read it long ago
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert choose_num_threads() == 5

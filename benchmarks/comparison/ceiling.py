@@ -1,0 +1,113 @@
+"""The most tokens per second that a machine allows, counted: a step reads each weight once, multiplies it per token.
+
+Prompts are one pass: their FLOPs without the head, but for each prompt's last token. Every further token is one pass
+over all requests. A pass takes the larger of its FLOPs over the matrix rate and its bytes (weights and cached keys and
+values) over the memory bandwidth. Norms, rope, sampling and activations count as nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from comparison.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the machine does, as measured."""
+
+    bytes_per_second: float  # reading memory
+    flops_per_second: float  # products of matrices, in the number format of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One run through the layers."""
+
+    num_flops: int
+    num_bytes: int
+
+    def seconds(self, rates: Rates) -> float:
+        return max(self.num_flops / rates.flops_per_second, self.num_bytes / rates.bytes_per_second)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a Llama, and the bytes of one weight and of one cached number."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    weight_bytes: int
+    cache_bytes: int
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], weight_bytes: int, cache_bytes: int) -> Self:
+        """`fields`: a checkpoint's config.json."""
+        num_heads = fields["num_attention_heads"]
+        return cls(
+            hidden_size=fields["hidden_size"],
+            num_layers=fields["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=fields.get("num_key_value_heads") or num_heads,
+            head_dim=fields.get("head_dim") or fields["hidden_size"] // num_heads,
+            intermediate_size=fields["intermediate_size"],
+            vocab_size=fields["vocab_size"],
+            weight_bytes=weight_bytes,
+            cache_bytes=cache_bytes,
+        )
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Of all layers' matrices."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def num_head_weights(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    def attention_flops(self, num_pairs: int) -> int:
+        """Of that many pairs of a query and a key: a product and a sum for each number, for the keys and the values."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim * num_pairs
+
+    def cached_bytes(self, num_tokens: int) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.cache_bytes * num_tokens
+
+    @property
+    def read_bytes(self) -> int:
+        """What every pass reads of the weights."""
+        return self.weight_bytes * (self.num_layer_weights + self.num_head_weights)
+
+
+def prefill(shape: ModelShape, workload: Workload) -> Pass:
+    """All prompts, and each one's first token."""
+    length = workload.prompt_tokens
+    layers = 2 * shape.num_layer_weights * length + shape.attention_flops(length * (length + 1) // 2)
+    return Pass(workload.num_requests * (layers + 2 * shape.num_head_weights), shape.read_bytes)
+
+
+def decode_step(shape: ModelShape, workload: Workload, num_generated: int) -> Pass:
+    """One more token for each request, each of which has that many already, the last of them not in the cache yet."""
+    num_cached = workload.prompt_tokens + num_generated - 1
+    weights = shape.num_layer_weights + shape.num_head_weights
+    return Pass(
+        workload.num_requests * (2 * weights + shape.attention_flops(num_cached + 1)),
+        shape.read_bytes + workload.num_requests * shape.cached_bytes(num_cached),
+    )
+
+
+def least_seconds(shape: ModelShape, workload: Workload, rates: Rates) -> float:
+    """For the whole workload."""
+    steps = [decode_step(shape, workload, count) for count in range(1, workload.output_tokens)]
+    return sum(each.seconds(rates) for each in [prefill(shape, workload), *steps])
+
+
+def most_tokens_per_second(shape: ModelShape, workload: Workload, rates: Rates) -> float:
+    """In the workload's unit."""
+    return workload.num_counted_tokens / least_seconds(shape, workload, rates)

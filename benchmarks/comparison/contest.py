@@ -1,0 +1,152 @@
+"""Engines taking turns: one workload after another, round by round, one worker running at a time."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from comparison.ceiling import Rates
+from comparison.engines import Engine
+from comparison.results import Score, Standing, Trial
+from comparison.worker import Worker, WorkerDied, WorkerError
+from comparison.workers.protocol import Settings
+from comparison.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a worker may take, in seconds."""
+
+    start_up: float
+    answer: float
+
+
+class Entrant:
+    """An engine with its worker, which is started again for the next workload if it died at one."""
+
+    def __init__(self, engine: Engine, settings: Settings, log: Path, limits: Limits) -> None:
+        self.name = engine.name
+        self.standing = Standing(engine.kind, options=dict(engine.options))
+        self._engine, self._settings, self._log, self._limits = engine, settings, log, limits
+        self._worker: Worker | None = None
+
+    def start(self, prompt: list[int]) -> None:
+        """Up to its first token; how long that took is kept of the first start. Raises `WorkerError`."""
+        worker = Worker(self._engine.command(), self._engine.environment(self._settings), self._log)
+        try:
+            with worker.turn():
+                settings = asdict(self._settings) | {"options": self._engine.options}
+                answer = worker.ask({"settings": settings, "prompt": prompt}, self._limits.start_up)
+        except BaseException:
+            worker.kill()
+            raise
+        self._worker = worker
+        if not self.standing.marks:
+            self.standing.marks = {name: at - worker.started_at for name, at in answer["marks"].items()}
+            self.standing.about = answer["about"]
+
+    def ask(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+        """Its answer to a batch, starting it first if need be. Raises `WorkerError`."""
+        if self._worker is None:
+            self.start(prompts[0])
+        assert self._worker is not None, "started"
+        try:
+            with self._worker.turn():
+                return self._worker.ask({"prompts": prompts, "output_tokens": num_tokens}, self._limits.answer)
+        except WorkerDied:
+            self._worker = None
+            raise
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> float:
+        """Seconds for a batch. Raises `WorkerError`, also if any prompt got more or fewer tokens than asked for."""
+        answer = self.ask(prompts, num_tokens)
+        if answer["counts"] != [num_tokens] * len(prompts):
+            raise WorkerError(f"{len(prompts)} prompts were to get {num_tokens} tokens each, got {answer['counts']}")
+        return float(answer["seconds"])
+
+    def log_tail(self) -> str:
+        return Worker.tail_of(self._log)
+
+    def note_peak(self) -> None:
+        if self._worker is not None:
+            self.standing.peak_bytes = max(self.standing.peak_bytes, self._worker.peak_bytes())
+
+    def close(self) -> None:
+        """Ends its processes."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+
+class Contest:
+    """As a context manager it ends every process it started, whatever happens. `gauge` measures the machine."""
+
+    def __init__(self, entrants: Sequence[Entrant], gauge: Entrant | None, vocab_size: int) -> None:
+        self._entrants, self._gauge, self._vocab_size = list(entrants), gauge, vocab_size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for entrant in [*self._entrants, *([self._gauge] if self._gauge else [])]:
+            entrant.close()
+
+    @property
+    def standings(self) -> dict[str, Standing]:
+        return {entrant.name: entrant.standing for entrant in self._entrants}
+
+    def start(self, prompt: list[int]) -> None:
+        """Every engine, one after the other. One that does not start stays out of everything."""
+        for entrant in self._entrants:
+            try:
+                entrant.start(prompt)
+            except WorkerError as error:
+                entrant.standing.failure = f"did not start: {error}"
+                _tell(f"{entrant.name} {entrant.standing.failure}\n{entrant.log_tail()}")
+            else:
+                _tell(f"{entrant.name}: first token after {entrant.standing.marks['first_token']:.1f} s")
+
+    def run(self, workload: Workload, num_rounds: int) -> Trial:
+        """Everyone warms up on the workload, which is not counted; then rounds, the order rotating."""
+        trial = Trial(workload, {entrant.name: Score(failure=entrant.standing.failure) for entrant in self._entrants})
+        for entrant in self._entrants:
+            self._take_turn(trial, entrant, None)
+        for number in range(num_rounds):
+            self._measure_rates(trial)
+            first = number % len(self._entrants)
+            for entrant in self._entrants[first:] + self._entrants[:first]:
+                self._take_turn(trial, entrant, number)
+        self._measure_rates(trial)
+        return trial
+
+    def _take_turn(self, trial: Trial, entrant: Entrant, number: int | None) -> None:
+        score, workload = trial.scores[entrant.name], trial.workload
+        if score.failure is not None:
+            return
+        turn = "warm-up" if number is None else f"round {number + 1}"
+        try:
+            seconds = entrant.generate(workload.prompts(turn, self._vocab_size), workload.output_tokens)
+        except WorkerError as error:
+            score.failure = f"{turn}: {error}"
+            _tell(f"{workload.name}, {entrant.name}, {score.failure}\n{entrant.log_tail()}")
+            return
+        entrant.note_peak()
+        rate = workload.num_counted_tokens / seconds
+        _tell(f"{workload.name}, {turn}, {entrant.name}: {rate:.1f} {workload.unit}")
+        if number is not None:
+            score.seconds.append(seconds)
+
+    def _measure_rates(self, trial: Trial) -> None:
+        if self._gauge is None:
+            return
+        bandwidth, flops = self._gauge.ask([[0]], 1)["counts"]
+        trial.rates.append(Rates(float(bandwidth), float(flops)))
+        _tell(f"{trial.workload.name}, this machine: {bandwidth / 1e9:.1f} GB/s, {flops / 1e9:.0f} GFLOP/s")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

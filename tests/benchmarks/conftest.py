@@ -1,0 +1,6 @@
+"""Puts benchmarks/ on the path: its scripts are not installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

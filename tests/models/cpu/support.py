@@ -1,0 +1,172 @@
+"""Random models of odd shapes, the same in torch, and what int8 makes of them."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from chairlift.config import AttentionBackend, DType
+from chairlift.engine.forward import PlainForward
+from chairlift.models.attention import load_backend
+from chairlift.models.config import ModelConfig, RopeConfig
+from chairlift.models.cpu import CpuLlama
+from chairlift.models.cpu.packing import quantize
+from chairlift.models.linear import Linear
+from chairlift.models.llama import Llama
+from tests.support.forward_bench import SLOT_LEN, Bench
+
+_LLAMA3 = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 64)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a model computes in, and whether its weights are int8."""
+
+    dtype: torch.dtype
+    is_quantized: bool
+
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.") + ("-int8" if self.is_quantized else "")
+
+
+FLOAT32, BFLOAT16 = Format(torch.float32, False), Format(torch.bfloat16, False)
+FLOAT32_INT8, BFLOAT16_INT8 = Format(torch.float32, True), Format(torch.bfloat16, True)
+FORMATS = (FLOAT32, BFLOAT16, FLOAT32_INT8, BFLOAT16_INT8)
+
+BASE = ModelConfig(
+    vocab_size=261,
+    hidden_size=104,
+    intermediate_size=150,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=1,
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(10_000.0),
+    max_position_embeddings=SLOT_LEN,
+    is_tied=True,
+    has_attention_bias=False,
+    has_mlp_bias=False,
+    dtype=DType.FLOAT32,
+)
+
+# Neither 16 nor 64 divides most of these sizes.
+SHAPES = {
+    "eight heads to one": BASE,
+    "one head to one": replace(
+        BASE,
+        hidden_size=75,
+        intermediate_size=201,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=64,
+        vocab_size=333,
+        is_tied=False,
+        has_attention_bias=True,
+        rope=_LLAMA3,
+    ),
+    "three heads to one": replace(
+        BASE, hidden_size=126, intermediate_size=66, num_heads=6, num_kv_heads=2, head_dim=96, has_mlp_bias=True
+    ),
+    "five heads to one": replace(
+        BASE,
+        hidden_size=90,
+        intermediate_size=112,
+        num_heads=10,
+        num_kv_heads=2,
+        head_dim=128,
+        is_tied=False,
+        has_attention_bias=True,
+        has_mlp_bias=True,
+        rope=_LLAMA3,
+    ),
+    "wide heads": replace(BASE, hidden_size=44, intermediate_size=33, num_heads=4, num_kv_heads=2, head_dim=256),
+    "many heads": replace(BASE, hidden_size=90, intermediate_size=250, num_heads=18, num_kv_heads=9),
+    "twenty heads to one": replace(BASE, hidden_size=100, num_heads=20, is_tied=False, vocab_size=256),
+    "deep products": replace(BASE, hidden_size=70, intermediate_size=4100, num_layers=1, num_heads=7),
+}
+
+
+def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Llama:
+    """Random weights, the same for every number format but for its rounding; no bias is zero, no norm one."""
+    model = Llama(config).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            parameter.copy_(1 + 0.2 * noise)
+        elif name.endswith("bias"):
+            parameter.copy_(0.2 * noise)
+        else:
+            parameter.copy_(1.5 * noise / parameter.shape[1] ** 0.5)
+    model = model.to(dtype)
+    model.finalize(SLOT_LEN)
+    return model
+
+
+def cpu_bench(config: ModelConfig, number_format: Format, isa: str | None = None) -> Bench:
+    """The model in the kernels."""
+    model = make_model(config, number_format.dtype)
+    return Bench(model, CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa))
+
+
+def cpu_forward(config: ModelConfig, number_format: Format, isa: str | None = None) -> CpuLlama:
+    return CpuLlama(make_model(config, number_format.dtype), SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+
+
+def torch_bench(model: Llama) -> Bench:
+    """The model in torch."""
+    attention = load_backend(AttentionBackend.TORCH, model.config.head_dim, model.rope.dtype)
+    return Bench(model, PlainForward(model, attention))
+
+
+def in_float32(model: Llama) -> Llama:
+    """The same weights, computed with in float32."""
+    wide = copy.deepcopy(model).float()
+    wide.finalize(SLOT_LEN)
+    return wide
+
+
+class QuantizedLinear(nn.Module):
+    """What an int8 product is to give: weights and inputs to 8 bits by row, an exact sum, scales, bias."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.values, self.scales = quantize(linear.weight)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, in] -> [T, out]`"""
+        largest = x.abs().amax(dim=-1, keepdim=True)
+        rounded = (x.double() * 127 / largest).round()
+        product = (rounded @ self.values.double().T).float() * (largest / 127 * self.scales)
+        return product if self.bias is None else product + self.bias
+
+
+def quantized(model: Llama) -> Llama:
+    """That model with int8 products."""
+    embedding = model.model.embed_tokens.weight
+    if model.config.is_tied:
+        values, scales = quantize(embedding)
+        dequantized = nn.Parameter(values * scales[:, None], requires_grad=False)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear):
+                setattr(parent, name, QuantizedLinear(child))
+    if model.config.is_tied:
+        model.model.embed_tokens.weight = dequantized
+    return model
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Meanwhile so many threads compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

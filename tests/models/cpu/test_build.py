@@ -1,0 +1,257 @@
+"""Compiling the kernels: what is kept where, and in what words it fails."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library
+from chairlift.models.cpu.build import usable_instruction_sets
+from tests.support.kernels import needs_kernels
+
+# A compiler that counts its calls, and whose library is one that was compiled before.
+COPYING = """#!/bin/sh
+echo "$*" >> {calls}
+for last; do :; done
+if [ "$1" = -shared ]; then cp {library} "$last"; else : > "$last"; fi
+"""
+
+
+@pytest.fixture(scope="session")
+def library() -> str:
+    """The file of one that was compiled before."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    return load_library()._name
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory that does not exist yet. No library counts as loaded in this process."""
+    directory = tmp_path / "cache" / "kernels"
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(directory))
+    monkeypatch.delenv("CHAIRLIFT_CPU_ISA", raising=False)
+    monkeypatch.setattr(build, "load_library", build.load_library.__wrapped__)
+    return directory
+
+
+def load(isa: str | None = None) -> ctypes.CDLL:
+    """Past what this process has loaded already."""
+    return build.load_library(isa)
+
+
+def make_compiler(path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text(script)
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+
+
+@pytest.fixture
+def copying(library: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Such a compiler; the file that it notes its calls in."""
+    calls = tmp_path / "calls"
+    assert not cache.exists()
+    make_compiler(tmp_path / "compiler", COPYING.format(calls=calls, library=library), monkeypatch)
+    return calls
+
+
+def refusal(isa: str | None = None) -> str:
+    with pytest.raises(CpuKernelsUnavailable) as caught:
+        load(isa)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_library_is_compiled_once_and_kept_under_its_instruction_set(cache: Path, copying: Path) -> None:
+    load()
+    assert len(copying.read_text().splitlines()) == 2  # compile, link
+    (name,) = names(cache)
+    assert name.startswith(f"kernels-{usable_instruction_sets()[0]}-")
+    load()
+    assert len(copying.read_text().splitlines()) == 2
+
+
+def test_a_library_that_is_kept_needs_no_compiler(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    load()
+    assert copying.exists()
+    assert len(names(cache)) == 1
+
+
+def test_every_instruction_set_has_a_library_of_its_own(cache: Path, copying: Path) -> None:
+    usable = usable_instruction_sets()
+    for isa in usable:
+        load(isa)
+    assert len(names(cache)) == len(usable)
+    assert "-shared" in copying.read_text()
+
+
+def test_other_sources_make_another_library(
+    cache: Path, copying: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load()
+    (before,) = names(cache)
+    sources = tmp_path / "csrc"
+    shutil.copytree(build._SOURCES, sources)
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    load()
+    assert names(cache) == [before]
+    with (sources / "team.h").open("a") as header:
+        header.write("// changed\n")
+    load()
+    assert len(names(cache)) == 2
+    assert before in names(cache)
+    assert len(copying.read_text().splitlines()) == 4
+
+
+def test_other_flags_make_another_library(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    monkeypatch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
+    load()
+    assert len(names(cache)) == 2
+    assert copying.read_text().count("-DX") == 1
+
+
+@pytest.mark.parametrize("compiler", [None, "no-such-compiler", "/no/such/compiler -O3", ""])
+def test_without_a_compiler_the_message_says_what_to_install_or_to_set(
+    cache: Path, compiler: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if compiler is not None:
+        monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("PATH", "")
+    wanted = "g++" if compiler is None else compiler
+    assert refusal() == f"there is no C++ compiler {wanted!r}; install g++, or name one in $CXX"
+    assert not cache.exists()
+
+
+def test_what_a_failing_compiler_says_first_is_in_the_message(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = '#!/bin/sh\nfor i in 1 2 3 4 5; do echo "complaint $i" >&2; done\nexit 1\n'
+    make_compiler(tmp_path / "compiler", script, monkeypatch)
+    assert refusal() == "compiling CPU kernels failed: complaint 1 / complaint 2 / complaint 3"
+    assert names(cache) == []
+
+
+def test_a_compiler_that_fails_without_a_word_is_named_by_its_status(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_compiler(tmp_path / "compiler", "#!/bin/sh\nexit 3\n", monkeypatch)
+    assert refusal() == "compiling CPU kernels failed: exit status 3"
+    assert names(cache) == []
+
+
+def test_a_compiler_that_cannot_be_run_is_an_error_of_ours(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_compiler(tmp_path / "compiler", "no program at all", monkeypatch)
+    assert refusal().startswith("compiling CPU kernels failed: ")
+    assert names(cache) == []
+
+
+def test_a_compiler_that_hangs_is_given_up(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_compiler(tmp_path / "compiler", "#!/bin/sh\nexec sleep 60\n", monkeypatch)
+    monkeypatch.setattr(build, "_COMPILE_TIMEOUT", 0.1)
+    assert refusal() == "compiling CPU kernels took more than 0 s"
+    assert names(cache) == []
+
+
+def test_a_cache_directory_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_compiler(tmp_path / "compiler", "#!/bin/sh\n", monkeypatch)
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(CpuKernelsUnavailable, match=r"compiling CPU kernels failed: .*file/cache"):
+        build.load_library.__wrapped__()
+
+
+def test_a_library_that_is_broken_is_named_with_what_to_do(
+    cache: Path, copying: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load()
+    (name,) = names(cache)
+    broken = tmp_path / "other" / name  # what was loaded from a place is not loaded from there again
+    broken.parent.mkdir()
+    broken.write_bytes(b"broken")
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(broken.parent))
+    message = refusal()
+    assert message.startswith(f"{broken} cannot be loaded")
+    assert message.endswith("delete it to have it compiled anew")
+    assert len(copying.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(
+    cache: Path, is_parameter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_parameter:
+        monkeypatch.setenv("CHAIRLIFT_CPU_ISA", "avx9")
+    message = refusal("avx9" if is_parameter else None)
+    assert message == (
+        f"CHAIRLIFT_CPU_ISA 'avx9' is not one that this processor has: {', '.join(usable_instruction_sets())}"
+    )
+    assert not cache.exists()
+
+
+def test_the_environment_names_the_instruction_set(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAIRLIFT_CPU_ISA", "plain")
+    load()
+    assert copying.exists()
+    assert [name.split("-")[1] for name in names(cache)] == ["plain"]
+
+
+def test_the_users_cache_directory_is_taken_if_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHAIRLIFT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert build.cache_directory() == Path("/somewhere/chairlift")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert build.cache_directory() == Path("/home/someone/.cache/chairlift")
+
+
+# Waits until both processes compile, then compiles quickly.
+MEETING = """#!/bin/sh
+if [ "$1" = -shared ]; then exec g++ "$@"; fi
+: > {meeting}/$$
+n=0
+while [ $(ls {meeting} | wc -l) -lt 2 ] && [ $n -lt 600 ]; do sleep 0.05; n=$((n + 1)); done
+exec g++ "$@" -O0
+"""
+LOADING = """
+from chairlift.models.cpu import load_library
+load_library("plain")
+with open("/proc/self/maps") as maps:
+    print(*sorted({line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line}))
+"""
+
+
+@needs_kernels
+def test_two_processes_may_compile_at_the_same_time_and_each_has_one_openmp_runtime(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime is torch's: two would take the cores from each other."""
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    make_compiler(tmp_path / "compiler", MEETING.format(meeting=meeting), monkeypatch)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    results = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    assert len(os.listdir(meeting)) == 2
+    (name,) = names(cache)
+    assert name.startswith("kernels-plain-")
+    for out, _ in results:
+        (runtime,) = out.split()
+        assert "/torch/lib/" in runtime

@@ -1,0 +1,276 @@
+"""The native forward pass against torch: the same numbers but for rounding, for every instruction set of this machine.
+
+What it writes, what it reads and what it keeps. That bits do not depend on the batch: see `test_bits.py`.
+"""
+
+import functools
+import gc
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from chairlift.models.cpu import CpuLlama
+from chairlift.models.llama import Llama
+from tests.models.cpu.support import (
+    BASE,
+    BFLOAT16,
+    BFLOAT16_INT8,
+    FLOAT32,
+    FLOAT32_INT8,
+    FORMATS,
+    SHAPES,
+    Format,
+    cpu_bench,
+    cpu_forward,
+    in_float32,
+    make_model,
+    quantized,
+    torch_bench,
+)
+from tests.support.forward_bench import NUM_SLOTS, SLOT_LEN, Bench, Row, random_tokens
+from tests.support.kernels import needs_kernels
+
+pytestmark = needs_kernels
+
+# Slots and numbers of new tokens. Contexts end at, before and behind the borders between chunks of 128 keys; rows are
+# of one token (decoding), of few and of many, which the kernels treat differently.
+RAGGED = (
+    ((7, 1), (3, 127), (0, 128), (5, 129)),
+    ((7, 1), (0, 1), (3, 1), (8, 300)),
+    ((8, 1), (0, 1), (5, 1), (7, 1), (3, 2), (1, 40), (2, 13)),
+    ((5, 1), (2, 1), (8, 1), (6, 1), (1, 90), (3, 5)),
+    ((8, 1), (0, 1), (3, 1), (1, 1), (5, 1), (7, 1), (2, 1), (6, 1)),
+    ((3, 240), (0, 17)),
+)
+UNTIED = replace(BASE, is_tied=False, num_kv_heads=2)
+
+
+def ragged_logits(bench: Bench) -> torch.Tensor:
+    """`[tokens, vocab]` of all those steps."""
+    rng = random.Random(0)
+    steps = [[Row(slot, random_tokens(rng, count)) for slot, count in step] for step in RAGGED]
+    return torch.cat([logits for rows in steps for logits in bench.run(rows)])
+
+
+def largest_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """As a share of the largest logit. NaN if there is one in either."""
+    return float((ours - theirs).abs().amax() / theirs.abs().amax())
+
+
+def typical_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Root of the mean square, as a share of the logits' own."""
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def assert_equal_but_for_rounded_factors(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal, but in rows where a factor lies so near the middle of two 8-bit numbers that it became the other one."""
+    errors = (ours - theirs).abs().amax(dim=1) / theirs.abs().amax()
+    assert errors.amax() < 0.05
+    assert errors.quantile(0.6) < 1e-6
+
+
+@functools.cache
+def truth(shape: str, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of that model's weights, rounded to `dtype`, computed with in float32 by torch."""
+    return ragged_logits(torch_bench(in_float32(make_model(SHAPES[shape], dtype))))
+
+
+@functools.cache
+def torch_error(shape: str, number_format: Format) -> float:
+    """How far from that torch is in the format; for int8, the same with factors of 8 bits and all else in float32."""
+    model = make_model(SHAPES[shape], number_format.dtype)
+    logits = ragged_logits(torch_bench(quantized(in_float32(model)) if number_format.is_quantized else model))
+    return typical_error(logits, truth(shape, number_format.dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float32_equals_torch_but_for_rounding(shape: str, isa: str) -> None:
+    exact = truth(shape, torch.float32)
+    ours = ragged_logits(cpu_bench(SHAPES[shape], FLOAT32, isa))
+    assert ours.dtype == torch.float32
+    assert ours.shape == exact.shape
+    assert largest_error(ours, exact) < 2e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_is_no_further_from_the_truth_than_torch_in_bfloat16(shape: str, isa: str) -> None:
+    ours, exact = ragged_logits(cpu_bench(SHAPES[shape], BFLOAT16, isa)), truth(shape, torch.bfloat16)
+    assert typical_error(ours, exact) < 0.9 * torch_error(shape, BFLOAT16)
+    assert largest_error(ours, exact) < 0.06
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_products_are_exact_sums_of_rounded_factors(shape: str, isa: str) -> None:
+    ours, theirs = cpu_bench(SHAPES[shape], FLOAT32_INT8, isa), torch_bench(quantized(make_model(SHAPES[shape])))
+    rng = random.Random(0)
+    for count in (5, 1, 3):
+        rows = [Row(slot, random_tokens(rng, count)) for slot in range(NUM_SLOTS)]
+        assert_equal_but_for_rounded_factors(torch.cat(ours.run(rows)), torch.cat(theirs.run(rows)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_with_int8_products_is_as_near_the_truth_as_8_bits_allow(shape: str, isa: str) -> None:
+    ours, exact = ragged_logits(cpu_bench(SHAPES[shape], BFLOAT16_INT8, isa)), truth(shape, torch.bfloat16)
+    assert typical_error(ours, exact) < 1.1 * torch_error(shape, BFLOAT16_INT8)
+    assert largest_error(ours, exact) < 0.25
+
+
+def test_any_number_of_rows_of_the_head_is_multiplied(number_format: Format, isa: str) -> None:
+    reference = in_float32(make_model(UNTIED, number_format.dtype))
+    if number_format.is_quantized:
+        reference = quantized(reference)
+    forward = cpu_forward(UNTIED, number_format, isa)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(100, UNTIED.hidden_size, generator=generator).to(number_format.dtype)
+    ours = forward.logits(hidden)
+    with torch.inference_mode():
+        assert_equal_but_for_rounded_factors(ours, reference.logits(hidden.float()))
+    for count in (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 31, 32, 33, 64, 65):
+        assert torch.equal(forward.logits(hidden[:count]), ours[:count])
+
+
+# What it writes and reads
+
+
+def bits(bench: Bench) -> torch.Tensor:
+    """Of what lies in the slots, as integers: what is no number equals itself."""
+    blocks = bench.blocks
+    return blocks.view(torch.int32 if blocks.dtype == torch.float32 else torch.int16)
+
+
+def by_position(bench: Bench) -> torch.Tensor:
+    """`[slots, slot_len, 2, layers, heads, head_dim]`"""
+    return bits(bench).permute(0, 3, 1, 2, 4, 5)
+
+
+def test_stale_values_are_neither_read_nor_written(isa: str, number_format: Format) -> None:
+    """Beyond a row's length, in other slots, and in layers that are yet to come."""
+    clean, stale = (cpu_bench(SHAPES["many heads"], number_format, isa) for _ in range(2))
+    stale.blocks.fill_(torch.nan)
+    untouched = bits(stale)[0, 0, 0, 0, 0, 0].clone()
+    logits = ragged_logits(clean)
+    assert logits.isfinite().all()
+    assert torch.equal(ragged_logits(stale), logits)
+    lengths = torch.zeros(NUM_SLOTS, dtype=torch.int64)
+    for slot, count in itertools.chain(*RAGGED):
+        lengths[slot] += count
+    is_held = torch.arange(SLOT_LEN) < lengths[:, None]  # [slot, position]
+    assert (by_position(stale)[~is_held] == untouched).all()
+    assert torch.equal(by_position(stale)[is_held], by_position(clean)[is_held])
+
+
+@pytest.mark.parametrize("token", [-1, UNTIED.vocab_size, 2**40])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_token_outside_the_vocabulary_is_refused_before_anything_is_written(token: int, is_tied: bool) -> None:
+    bench = cpu_bench(replace(UNTIED, is_tied=is_tied), FLOAT32)
+    bench.blocks.fill_(1.0)
+    with pytest.raises(IndexError, match="token ids must be below 261, and not negative"):
+        bench.run([Row(0, [1, 2]), Row(1, [3, token])])
+    assert (bench.blocks == 1.0).all()
+
+
+@pytest.mark.parametrize(("kv", "position"), [(0, 0), (1, 127), (0, 128), (1, 140)])
+def test_a_cached_value_that_is_no_number_spoils_its_own_row_only(
+    kv: int, position: int, isa: str, number_format: Format
+) -> None:
+    rng = random.Random(1)
+    first = [Row(slot, random_tokens(rng, count)) for slot, count in ((4, 141), (2, 141), (7, 3))]
+    second = [Row(4, [5]), Row(2, [6]), Row(7, [8, 9, 10])]
+    sound, poisoned = (cpu_bench(UNTIED, number_format, isa) for _ in range(2))
+    for bench in (sound, poisoned):
+        bench.run(first)
+    poisoned.blocks[2, kv, 1, position, 1, 3] = torch.nan
+    expected, found = sound.run(second), poisoned.run(second)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[2], expected[2])
+    assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_embedding_that_is_no_number_spoils_its_own_row_only(value: float, isa: str, number_format: Format) -> None:
+    model = make_model(UNTIED, number_format.dtype)
+    model.model.embed_tokens.weight[7, 3] = value
+    forward = CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    rows = [Row(1, [5]), Row(2, [7]), Row(0, [1, 2, 7, 3]), Row(3, [4, 6, 8])]
+    sound = cpu_bench(UNTIED, number_format, isa).run(rows)
+    found = Bench(model, forward).run(rows)
+    assert torch.equal(found[0], sound[0])
+    assert torch.equal(found[3], sound[3])
+    assert found[1].isnan().all()
+    assert found[2][2:].isnan().all()
+
+
+MATRICES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_weight_that_is_no_number_shows_in_the_logits(name: str, isa: str, number_format: Format) -> None:
+    model = make_model(UNTIED, number_format.dtype)
+    linear = {**dict(model.layers[0].self_attn.named_children()), **dict(model.layers[0].mlp.named_children())}[name]
+    linear.weight[-1, 9] = torch.nan  # type: ignore[operator]
+    forward = CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    for logits in Bench(model, forward).run([Row(1, [5]), Row(0, [1, 2])]):
+        assert logits.isnan().all()
+
+
+# What it keeps
+
+
+def storages(model: Llama) -> dict[str, StorageWeakRef]:
+    return {
+        name: StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("shape", ["one head to one", "three heads to one"])
+def test_the_torch_models_matrices_are_let_go_of(shape: str, number_format: Format) -> None:
+    """All but an embedding that is not the head too: that is kept as it is, and so is what is no matrix."""
+    config = SHAPES[shape]
+    model = make_model(config, number_format.dtype)
+    before = storages(model)
+    forward = CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized)
+    gc.collect()
+    alive = {name for name, storage in before.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+    matrices = {name for name in before if "_proj.weight" in name or "embed" in name or "lm_head" in name}
+    assert matrices & alive == (set() if config.is_tied else {"model.embed_tokens.weight"})
+    assert matrices & {name for name, _ in model.named_parameters()} == set()
+    assert forward.weight_bytes > 0
+
+
+def expected_bytes(is_tied: bool, number_format: Format) -> int:
+    """Of a model without padding: vocab 128, hidden 64, intermediate 192, two layers, 2 heads of 32, both with keys."""
+    matrices = [(192, 64), (64, 64), (384, 64), (64, 192)] * 2 + [(128, 64)]
+    size = 1 if number_format.is_quantized else number_format.dtype.itemsize
+    scales_and_sums = 8 if number_format.is_quantized else 0
+    num_bytes = sum(outputs * (inputs * size + scales_and_sums) for outputs, inputs in matrices)
+    num_bytes += (2 * 2 + 1) * 64 * 4  # norms, in float32
+    num_bytes += SLOT_LEN * 32 * 4  # rotary tables
+    return num_bytes + (0 if is_tied else 128 * 64 * number_format.dtype.itemsize)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_weights_take_the_parameters_bytes_and_a_tied_head_counts_once(is_tied: bool, number_format: Format) -> None:
+    config = replace(
+        BASE, vocab_size=128, hidden_size=64, intermediate_size=192, num_heads=2, num_kv_heads=2, is_tied=is_tied
+    )
+    model = make_model(config, number_format.dtype)
+    forward = CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized)
+    assert forward.weight_bytes == expected_bytes(is_tied, number_format)
+
+
+def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
+    """What the kernels hold pointers to is kept by the forward pass itself."""
+    for number_format in FORMATS:
+        expected = cpu_bench(UNTIED, number_format).run([Row(0, [1, 2, 3])])
+        model = make_model(UNTIED, number_format.dtype)
+        bench = Bench(model, CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized))
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+        del model
+        gc.collect()
+        assert torch.equal(bench.run([Row(0, [1, 2, 3])])[0], expected[0])

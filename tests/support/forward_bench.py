@@ -1,0 +1,119 @@
+"""A forward pass called as the runner calls it: one ragged batch at a time, over the slots of a cache."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager, KVCacheParams
+from chairlift.engine.forward import Forward
+from chairlift.models.attention import BatchMetadata
+from chairlift.models.llama import Llama
+
+NUM_SLOTS = 9
+SLOT_LEN = 391
+
+
+@dataclass(frozen=True)
+class Row:
+    """The next tokens of the sequence in a slot."""
+
+    slot: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows that run together, decode rows first; `place` is the index of the row that a test looks at."""
+
+    rows: list[Row]
+    place: int = 0
+
+
+class Bench:
+    """A forward pass and a cache of its own."""
+
+    def __init__(self, model: Llama, forward: Forward) -> None:
+        """`model` gives its shape and number format only; its weights may be gone."""
+        shape = model.config
+        params = KVCacheParams(model.rope.dtype, shape.num_kv_heads, shape.head_dim)
+        self.cache = ContinuousBatchingKVCacheManager(params, NUM_SLOTS, SLOT_LEN, shape.num_layers, ["cpu"])
+        self.cache.claim(NUM_SLOTS)
+        self._forward = forward
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """`[slots, 2, layers, slot_len, heads, head_dim]`"""
+        return self.cache.blocks[0]
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """One step: the logits of all its tokens, by row `[tokens, vocab]`. Rows of one token come first."""
+        counts = [len(row.token_ids) for row in rows]
+        inputs = self.cache.fetch([row.slot for row in rows], counts)
+        logits = self._pass(rows, inputs[0].cache_lengths.tolist(), inputs)
+        self.cache.step(counts, inputs)
+        return list(torch.split(logits, counts))
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """As many steps in one launch as rows have tokens, which is the same for all; each row decodes."""
+        num_steps = len(rows[0].token_ids)
+        inputs = self.cache.fetch([row.slot for row in rows], None, num_steps)
+        offsets = torch.arange(len(rows) + 1, dtype=torch.int32)
+        steps = []
+        for step in range(num_steps):
+            if step:
+                inputs = self.cache.increment_cache_lengths(inputs, offsets)
+            rows_of_step = [Row(row.slot, [row.token_ids[step]]) for row in rows]
+            steps.append(self._pass(rows_of_step, inputs[0].cache_lengths.tolist(), inputs))
+        self.cache.step([num_steps] * len(rows), inputs)
+        return list(torch.stack(steps, dim=1))
+
+    def _pass(
+        self, rows: Sequence[Row], held: list[int], inputs: Sequence[ContinuousBatchingKVCacheCollection]
+    ) -> torch.Tensor:
+        counts = [len(row.token_ids) for row in rows]
+        batch = BatchMetadata(
+            row_offsets=torch.tensor([0, *accumulate(counts)], dtype=torch.int32),
+            positions=torch.cat([torch.arange(n, n + count) for n, count in zip(held, counts, strict=True)]),
+            slots=tuple(row.slot for row in rows),
+            num_new_tokens=tuple(counts),
+            num_cached_tokens=tuple(held),
+            num_decode_rows=next((i for i, count in enumerate(counts) if count > 1), len(counts)),
+        )
+        input_ids = torch.tensor([token for row in rows for token in row.token_ids])
+        return self._forward.logits(self._forward.hidden(batch, input_ids, inputs[0]))
+
+
+def logits_of(bench: Bench, steps: Sequence[Step]) -> torch.Tensor:
+    """`[tokens, vocab]` of the one sequence whose rows are pointed at."""
+    return torch.cat([bench.run(step.rows)[step.place] for step in steps])
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    """Ids that every vocabulary of these tests has."""
+    return [rng.randrange(250) for _ in range(count)]
+
+
+def steps_around(rng: random.Random, slot: int, sequence: list[int], cuts: Sequence[int]) -> list[Step]:
+    """Steps that run a sequence in chunks, each among other rows in random order.
+
+    Others decode or are prefilled beside it, in other slots that they share from step to step.
+    """
+    steps = []
+    room = {other: SLOT_LEN for other in range(NUM_SLOTS) if other != slot}
+    for start, stop in zip([0, *cuts], [*cuts, len(sequence)], strict=True):
+        own = Row(slot, sequence[start:stop])
+        rows = [own]
+        for other in rng.sample(list(room), rng.randrange(len(room))):
+            count = min(rng.choice((1, 1, 1, 2, 9)), room[other])
+            if count:
+                rows.append(Row(other, random_tokens(rng, count)))
+                room[other] -= count
+        rng.shuffle(rows)
+        rows.sort(key=lambda row: len(row.token_ids) > 1)  # decode rows first; otherwise the order stays
+        steps.append(Step(rows, rows.index(own)))
+    return steps

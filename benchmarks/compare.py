@@ -1,16 +1,16 @@
 """Chairlift beside other engines: the same workloads, each engine in a process of its own, taking turns.
 
     python benchmarks/compare.py --shape 135m --peer transformers --peer transformers-batch \\
-        --peer vllm=/work/peers/vllm/bin/python \\
-        --peer openvino=/work/peers/openvino/bin/python,model=/work/peers/models/135m-openvino-bf16 \\
-        --peer llama.cpp=/work/peers/llama.cpp/bin/llama-server,gguf=/work/peers/models/135m-bf16.gguf
+        --peer vllm=vllm/bin/python \\
+        --peer openvino=openvino/bin/python,model=models/135m-openvino-bf16 \\
+        --peer llama.cpp=llama.cpp/bin/llama-server,gguf=models/135m-bf16.gguf
 
 A peer is KIND[=PATH][,key=value...]: PATH is its Python (llama.cpp: its llama-server), the rest are options of its
-worker in benchmarks/comparison/workers, and `as=NAME` lets one kind take part twice. CONTRIBUTING says how to make
-their environments. Workloads are REQUESTSxPROMPT+OUTPUT tokens, all requests sent at once, decoded greedily past any
-end of text; the clock runs over prefill and decode, and a workload of one output token counts prompt tokens. Prompts
-are random, the same for all engines, new in each round. Who is not at turn is stopped. An engine that gives too few
-tokens has failed.
+worker in benchmarks/comparison/workers, and `as=NAME` lets one kind take part twice, ourselves as well
+(`chairlift,as=int8,quantization=int8`). CONTRIBUTING says how to make their environments. Workloads are
+REQUESTSxPROMPT+OUTPUT tokens, all requests sent at once, decoded greedily past any end of text; the clock runs over
+prefill and decode, and a workload of one output token counts prompt tokens. Prompts are random, the same for all
+engines, new in each round. Who is not at turn is stopped. An engine that gives too few tokens has failed.
 
 Figures are medians over rounds, ratios medians of the rounds' ratios (how many times as fast Chairlift is), the ceiling
 what the machine's memory and matrix products allow, as measured in between (comparison/ceiling.py). "Best peer" is

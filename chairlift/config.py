@@ -132,6 +132,7 @@ class MachineFacts:
     free_bytes: int
     has_flash_attn: bool
     cpu_kernels_obstacle: str | None = None  # why the cpu backend cannot be had here
+    are_cpu_kernels_fast: bool = True  # faster than torch's own
 
     @property
     def is_gpu(self) -> bool:
@@ -209,7 +210,7 @@ def _resolve_attention(
     is_possible = machine.is_gpu and machine.has_flash_attn and dtype is not DType.FLOAT32
     obstacle = find_cpu_obstacle(model, machine, dtype)
     if config.attention_backend == "auto":
-        if obstacle is None:
+        if obstacle is None and machine.are_cpu_kernels_fast:
             return AttentionBackend.CPU
         return AttentionBackend.FLASH_ATTN if is_possible else AttentionBackend.TORCH
     if config.attention_backend is AttentionBackend.CPU and obstacle is not None:

@@ -24,7 +24,7 @@ _NEEDED_PATHS = {"vllm": "its Python", "openvino": "its Python", "llama.cpp": "i
 _NEEDED_OPTIONS = {"llama.cpp": "gguf", "openvino": "model"}
 _FILE_OPTIONS = ("gguf", "model", "preload")  # options that name files or folders, with ":" between them
 
-PEERS = tuple(name for name in _WORKERS if name not in ("chairlift", "rates"))
+PEERS = tuple(name for name in _WORKERS if name != "rates")
 
 
 class UsageError(Exception):
@@ -52,6 +52,10 @@ class Engine:
             raise UsageError(f"--peer {kind}: name {_NEEDED_PATHS[kind]}, as {kind}=/path/to/it")
         found = _executable(kind, path) if path else sys.executable
         name, needed = options.pop("as", kind), _NEEDED_OPTIONS.get(kind)
+        if name == "chairlift":
+            raise UsageError(
+                "--peer chairlift: give it a name, as chairlift,as=NAME,SETTING=VALUE: one takes part anyway"
+            )
         if needed and needed not in options:
             raise UsageError(f"--peer {kind}: name its {needed}, as {kind}={path},{needed}=PATH")
         if kind == "transformers-batch":

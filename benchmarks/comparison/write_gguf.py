@@ -1,6 +1,6 @@
 """Writes a checkpoint of benchmarks/shapes.py as GGUF, which llama.cpp and OpenVINO GenAI read.
 
-    /work/peers/convert/bin/python benchmarks/comparison/write_gguf.py CHECKPOINT FILE.gguf --type q8_0
+    convert/bin/python benchmarks/comparison/write_gguf.py CHECKPOINT FILE.gguf --type q8_0
 
 Needs the packages gguf, safetensors and torch. llama.cpp's own converter knows tokenizers by their vocabulary, and not
 the byte tokenizer of these checkpoints; what is written here is what it would write for a Llama with tied embeddings.

@@ -39,8 +39,8 @@ class EngineCore:
         machine = inspect_machine(config.device, wants_cpu_kernels=is_native)
         self.config = resolve(config, facts, machine)
         if is_native and not machine.is_gpu and self.config.attention_backend is AttentionBackend.TORCH:
-            obstacle = find_cpu_obstacle(facts, machine, self.config.dtype)
-            logger.warning("attention backend torch, which is slower than cpu: %s", obstacle)
+            obstacle = find_cpu_obstacle(facts, machine, self.config.dtype) or "this processor has no AVX-512"
+            logger.warning("attention backend torch rather than cpu: %s", obstacle)
         self.vocab_size = shape.vocab_size
         dtype = TORCH_DTYPES[self.config.dtype]
         slot_len = self.config.slot_len

@@ -9,7 +9,7 @@ import torch
 
 from chairlift.config import DType, MachineFacts
 from chairlift.errors import ConfigurationError
-from chairlift.models.cpu import CpuKernelsUnavailable, load_library
+from chairlift.models.cpu import CpuKernelsUnavailable, are_kernels_fast, load_library
 
 
 def inspect_machine(device: str, *, wants_cpu_kernels: bool = True) -> MachineFacts:
@@ -26,6 +26,7 @@ def inspect_machine(device: str, *, wants_cpu_kernels: bool = True) -> MachineFa
             free_bytes=psutil.virtual_memory().available,
             has_flash_attn=False,
             cpu_kernels_obstacle=_cpu_kernels_obstacle() if wants_cpu_kernels else "it was not asked for",
+            are_cpu_kernels_fast=are_kernels_fast(),
         )
     match = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if match is None:
@@ -35,8 +36,9 @@ def inspect_machine(device: str, *, wants_cpu_kernels: bool = True) -> MachineFa
 
 def choose_num_threads() -> int:
     """One thread per physical core that this process may use, unless OMP_NUM_THREADS says otherwise."""
-    if os.environ.get("OMP_NUM_THREADS"):
-        return torch.get_num_threads()
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if wanted.isdecimal() and int(wanted):  # torch's own count may be what an earlier engine set
+        return int(wanted)
     num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(psutil.cpu_count(logical=False) or num_usable, num_usable))
 

@@ -15,11 +15,10 @@ def load(session: Session) -> Generate:
         settings.model,
         device="cpu",
         dtype=settings.dtype,
-        quantization=settings.quantization,
         num_threads=settings.num_threads,
         max_batch_size=settings.max_requests,
         max_seq_len=settings.max_tokens,
-        **settings.options,
+        **{"quantization": settings.quantization, **settings.options},
     )
     session.about["attention_backend"] = str(llm.config.attention_backend)
 

@@ -4,7 +4,7 @@
 runs it. The torch model is the reference that tests hold it to.
 """
 
-from chairlift.models.cpu.build import CpuKernelsUnavailable, load_library
+from chairlift.models.cpu.build import CpuKernelsUnavailable, are_kernels_fast, load_library
 from chairlift.models.cpu.llama import CpuLlama
 
-__all__ = ["CpuKernelsUnavailable", "CpuLlama", "load_library"]
+__all__ = ["CpuKernelsUnavailable", "CpuLlama", "are_kernels_fast", "load_library"]

@@ -49,16 +49,13 @@ _AMX = ("amx_tile", "amx_bf16", "amx_int8")
 _AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 
 INSTRUCTION_SETS = (  # the best first
-    InstructionSet(
-        "amx",
-        (*_AVX512, "amx_tile", "amx_bf16", "amx_int8"),
-        (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-    ),
+    InstructionSet("amx", (*_AVX512, *_AMX), (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
     InstructionSet("avx512_bf16", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx512", _AVX512[:4], ("-march=x86-64-v4",)),
     InstructionSet("avx2", ("avx2", "fma3", "f16c"), ("-march=x86-64-v3",)),
     InstructionSet("plain", (), ()),
 )
+_FAST = ("amx", "avx512_bf16", "avx512")
 
 
 @functools.cache
@@ -69,10 +66,11 @@ def load_library(isa: str | None = None) -> ctypes.CDLL:
     """
     wanted = isa or os.environ.get(ISA_VARIABLE)
     usable = usable_instruction_sets()
+    if not usable:
+        raise CpuKernelsUnavailable(f"the kernels are made for Linux, not {platform.system()}")
     if wanted is not None and wanted not in usable:
-        raise CpuKernelsUnavailable(
-            f"{ISA_VARIABLE} {wanted!r} is not one that this processor has: {', '.join(usable)}"
-        )
+        source = "" if isa else f"{ISA_VARIABLE} "
+        raise CpuKernelsUnavailable(f"{source}{wanted!r} is not one that this processor has: {', '.join(usable)}")
     for instruction_set in INSTRUCTION_SETS:
         if instruction_set.name == wanted or (wanted is None and instruction_set.name in usable):
             library = _open(instruction_set)
@@ -91,6 +89,11 @@ def usable_instruction_sets() -> list[str]:
     return [s.name for s in INSTRUCTION_SETS if all(features.get(feature) for feature in s.features)]
 
 
+def are_kernels_fast() -> bool:
+    """True if this processor has AVX-512: without it, compilers make less of the kernels than torch has at hand."""
+    return any(name in _FAST for name in usable_instruction_sets())
+
+
 def cache_directory() -> Path:
     """Where compiled libraries are kept: $CHAIRLIFT_CACHE_DIR, or `chairlift` in the user's cache directory."""
     if own := os.environ.get(CACHE_VARIABLE):
@@ -99,8 +102,14 @@ def cache_directory() -> Path:
 
 
 def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
-    path = cache_directory() / f"kernels-{instruction_set.name}-{_fingerprint(instruction_set)}.so"
-    if not path.is_file():
+    try:
+        path = cache_directory() / f"kernels-{instruction_set.name}-{_fingerprint(instruction_set)}.so"
+        is_cached = path.is_file()
+    except (OSError, RuntimeError) as error:  # it cannot be looked into, or there is no home directory
+        raise CpuKernelsUnavailable(
+            f"there is no place for compiled kernels ({error}); set ${CACHE_VARIABLE}"
+        ) from error
+    if not is_cached:
         _compile(instruction_set, path)
     try:
         return ctypes.CDLL(str(path))
@@ -134,7 +143,10 @@ def _compile(instruction_set: InstructionSet, path: Path) -> None:
 
 
 def _find_compiler() -> list[str]:
-    command = shlex.split(os.environ.get(COMPILER_VARIABLE, "g++"))
+    try:
+        command = shlex.split(os.environ.get(COMPILER_VARIABLE, "g++"))
+    except ValueError as error:
+        raise CpuKernelsUnavailable(f"${COMPILER_VARIABLE} is not a command: {error}") from error
     if not command or shutil.which(command[0]) is None:
         raise CpuKernelsUnavailable(
             f"there is no C++ compiler {' '.join(command)!r}; install g++, or name one in ${COMPILER_VARIABLE}"

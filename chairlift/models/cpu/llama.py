@@ -65,6 +65,8 @@ class CpuLlama:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, hidden]` -> float32 `[N, vocab]`."""
         logits = torch.empty(len(hidden), self._config.vocab_size)
+        if not len(hidden):
+            return logits
         self._call(self._library.chairlift_logits, address(hidden), len(hidden), self._format, logits.data_ptr())
         return logits
 

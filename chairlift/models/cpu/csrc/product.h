@@ -26,7 +26,8 @@ struct Matrix {
     int64_t depth;  // a multiple of 64
 };
 
-constexpr int64_t PREFETCH_BYTES = 1024;
+// How far ahead of use weights are fetched: a few rows wait for memory alone, more rows must not wait for it in between.
+constexpr int64_t PREFETCH_BYTES = 1024, FAR_PREFETCH_BYTES = 4096;
 
 // ---- any machine: registers of ROWS x PANELS accumulators ----
 
@@ -184,8 +185,10 @@ INLINE void multiply_tiles(const T* a, int64_t lda, const T* b, int64_t depth, f
         if (is_first)  // the others find it in the cache
 #pragma GCC unroll 16
             for (int line = 0; line < 16; line++) {
-                __builtin_prefetch((const char*)b + PREFETCH_BYTES + line * 64);
-                if (TWO_PANELS) __builtin_prefetch((const char*)(b + panel) + PREFETCH_BYTES + line * 64);
+                constexpr int64_t AHEAD = TWO_ROW_TILES ? FAR_PREFETCH_BYTES : PREFETCH_BYTES;
+                constexpr int LEVEL = TWO_ROW_TILES ? 2 : 3;  // the first-level cache has no room so far ahead
+                __builtin_prefetch((const char*)b + AHEAD + line * 64, 0, LEVEL);
+                if (TWO_PANELS) __builtin_prefetch((const char*)(b + panel) + AHEAD + line * 64, 0, LEVEL);
             }
         _tile_loadd(6, b, 64);
         if (TWO_PANELS) _tile_loadd(7, b + panel, 64);

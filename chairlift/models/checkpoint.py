@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import torch
 from huggingface_hub import snapshot_download
@@ -43,8 +41,8 @@ class Checkpoint:
     @property
     def num_parameters(self) -> int:
         """Counted in the files' headers."""
-        with WeightReader(self.weight_files) as reader:
-            return sum(math.prod(reader.shape(name)) for name in reader.names)
+        reader = WeightReader(self.weight_files)
+        return sum(math.prod(reader.shape(name)) for name in reader.names)
 
 
 def open_checkpoint(model: str) -> Checkpoint:
@@ -83,28 +81,21 @@ def _download(hub_id: str) -> Path:
 
 
 class WeightReader:
-    """Opens all weight files of a checkpoint and reads single tensors, without loading the rest. A context manager."""
+    """Looks into all weight files of a checkpoint and reads single tensors, without loading the rest.
+
+    A file is mapped anew for each tensor: an open mapping keeps every page that was read, so that a model would be in
+    memory twice while it is loaded.
+    """
 
     def __init__(self, files: list[Path]) -> None:
-        self._handles: list[Any] = []
-        self._home: dict[str, Any] = {}  # tensor name -> handle of its file
+        self._home: dict[str, Path] = {}  # tensor name -> its file
         for path in files:
             try:
-                handle = safe_open(path, framework="pt")
+                with safe_open(path, framework="pt") as handle:
+                    names: list[str] = list(handle.keys())
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
-            self._handles.append(handle)
-            names: list[str] = list(handle.keys())  # type: ignore[no-untyped-call]
-            self._home.update(dict.fromkeys(names, handle))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._home.clear()
-        self._handles.clear()
+            self._home.update(dict.fromkeys(names, path))
 
     @property
     def names(self) -> set[str]:
@@ -112,10 +103,12 @@ class WeightReader:
 
     def shape(self, name: str) -> list[int]:
         """From the header, without reading the tensor."""
-        shape: list[int] = self._home[name].get_slice(name).get_shape()
+        with safe_open(self._home[name], framework="pt") as handle:
+            shape: list[int] = handle.get_slice(name).get_shape()
         return shape
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU. KeyError if there is none of that name."""
-        tensor: torch.Tensor = self._home[name].get_tensor(name)
+        with safe_open(self._home[name], framework="pt") as handle:
+            tensor: torch.Tensor = handle.get_tensor(name)
         return tensor

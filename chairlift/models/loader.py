@@ -26,8 +26,7 @@ def load_model(checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: i
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     model = model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
-    with WeightReader(checkpoint.weight_files) as reader:
-        load_weights(model, reader)
+    load_weights(model, WeightReader(checkpoint.weight_files))
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.finalize(max_seq_len)
     seconds = time.perf_counter() - start

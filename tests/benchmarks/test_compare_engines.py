@@ -32,8 +32,8 @@ def test_llama_cpp_s_server_is_driven_by_our_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("vlm=/bin/sh", "--peer vlm: no such peer; there are transformers, transformers-batch, vllm"),
-        ("chairlift", "--peer chairlift: no such peer"),
+        ("vlm=/bin/sh", "--peer vlm: no such peer; there are chairlift, transformers, transformers-batch, vllm"),
+        ("chairlift", "--peer chairlift: give it a name, as chairlift,as=NAME,SETTING=VALUE"),
         ("vllm", "--peer vllm: name its Python, as vllm=/path/to/it"),
         ("vllm=/no/python", "--peer vllm: no executable file at /no/python"),
         ("llama.cpp=/bin/sh", "--peer llama.cpp: name its gguf, as llama.cpp=/bin/sh,gguf=PATH"),

@@ -39,7 +39,8 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_quantized
         weight, scales = quantize(weight)
         sums = _pad_outputs(weight.sum(dim=1, dtype=torch.int32))
         scales = _pad_outputs(scales)
-    padded = pad(weight, (0, -num_inputs % DEPTH_ALIGNMENT, 0, -num_outputs % LANES))
+    missing = (0, -num_inputs % DEPTH_ALIGNMENT, 0, -num_outputs % LANES)
+    padded = pad(weight, missing) if any(missing) else weight  # it would copy, and a head is large
     words = padded.contiguous().view(torch.int32)
     panels = words.view(len(words) // LANES, LANES, -1).transpose(1, 2).contiguous()
     padded_bias = None if bias is None else _pad_outputs(bias.float())

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.config import CPU_HEAD_DIM_ALIGNMENT, CPU_MAX_HEAD_DIM
 from chairlift.models.attention.batch import BatchMetadata
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu.bindings import BatchStruct, LayerStruct, MatrixStruct, ModelStruct, address, declare
@@ -24,9 +25,12 @@ class CpuLlama:
     else is in it.
 
     Takes the weights of `model`, which is of no use afterwards: so there is never more than one matrix twice.
+    ValueError for heads that the kernels do not take.
     """
 
     def __init__(self, model: Llama, max_seq_len: int, *, is_quantized: bool = False, isa: str | None = None) -> None:
+        if model.config.head_dim % CPU_HEAD_DIM_ALIGNMENT or model.config.head_dim > CPU_MAX_HEAD_DIM:
+            raise ValueError(f"the kernels take no head_dim of {model.config.head_dim}")
         self._library = declare(load_library(isa))
         self._config = model.config
         self._dtype = model.model.embed_tokens.weight.dtype

@@ -71,6 +71,16 @@ def test_more_rows_than_go_through_a_product_at_once_get_the_same_bits(isa: str,
         assert outcome(cpu_bench(config, number_format, isa), 0, steps) == expected
 
 
+def test_threads_with_rows_of_their_own_give_the_bits_of_one(isa: str, number_format: Format) -> None:
+    """So many rows that each thread takes some through all products, rather than all of them through some columns."""
+    rng = random.Random(6)
+    sequence = random_tokens(rng, 2 * 192 + 3)
+    config = SHAPES["three heads to one"]
+    expected = outcome(cpu_bench(config, number_format, isa), SLOT, steps_around(rng, SLOT, sequence, [150, 300]))
+    with threads(2):
+        assert outcome(cpu_bench(config, number_format, isa), SLOT, [Step([Row(SLOT, sequence)])]) == expected
+
+
 @pytest.mark.parametrize("shape", SOME_SHAPES[:2])
 def test_a_row_that_decodes_alone_on_several_threads_gets_the_bits_of_one_among_many(
     shape: str, isa: str, number_format: Format

@@ -274,3 +274,9 @@ def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
         del model
         gc.collect()
         assert torch.equal(bench.run([Row(0, [1, 2, 3])])[0], expected[0])
+
+
+@pytest.mark.parametrize("head_dim", [48, 288])
+def test_heads_that_the_kernels_do_not_take_are_refused(head_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"head_dim of {head_dim}"):
+        CpuLlama(make_model(replace(BASE, head_dim=head_dim), torch.float32), SLOT_LEN)

@@ -7,13 +7,16 @@
 #pragma once
 
 #include "product.h"
+#include "rows.h"
 
 constexpr int CHUNK = 128;
-constexpr int MOST_QUERIES = 64;  // queries of a task: tokens times heads of a group
-constexpr int MOST_HEADS = 8;     // key/value heads of a task; more than one only with at most 16 queries
-constexpr float LOWEST = -1e30f;  // the maximum over no keys at all: finite, so that differences are numbers
+constexpr int MOST_QUERIES = 512;    // queries of a task: tokens times heads of a group
+constexpr int QUERIES_AT_ONCE = 32;  // of many
+constexpr int MOST_HEADS = 8;        // key/value heads of a task; more than one only with at most 16 queries
+constexpr int KEYS_PADDING = 32;     // what a step of a product takes
+constexpr float LOWEST = -1e30f;     // the maximum over no keys at all: finite, so that differences are numbers
 
-// The softmax so far of `MOST_QUERIES` queries: output [queries, head_dim] not yet divided by the sum.
+// The softmax so far of some queries: output [queries, head_dim] not yet divided by the sum.
 struct Partial {
     float* maximum;
     float* sum;
@@ -21,26 +24,31 @@ struct Partial {
 
     static int64_t floats(int64_t queries, int64_t head_dim) { return queries * (2 + head_dim); }
     static Partial at(float* from, int64_t queries) { return {from, from + queries, from + 2 * queries}; }
+    Partial from_query(int q, int head_dim) const { return {maximum + q, sum + q, output + q * head_dim}; }
 };
 
 template <class T> struct AttentionScratch {
-    T* queries;     // by head, panels of 16 queries: [queries / 16][head_dim / Pack][16][Pack]
+    T* queries;     // by head, if there are few: one panel of queries, [head_dim / Pack][16][Pack]
+    T* keys;        // if there are many queries: panels of 16 keys, [CHUNK / 16][head_dim / Pack][16][Pack]
     T* values;      // panels of 16 elements: [heads * head_dim / 16][CHUNK / Pack][16][Pack]
-    T* weights;     // by head, [queries][CHUNK]
-    float* scores;  // by head, of one panel of queries: [CHUNK][16]
-    Partial chunk[MOST_HEADS], merged[MOST_HEADS];
+    T* weights;     // few queries: by head, [16][CHUNK]; many: [QUERIES_AT_ONCE][CHUNK]
+    float* scores;  // few queries: by head, [CHUNK][16]; many: [QUERIES_AT_ONCE][CHUNK]
+    Partial chunk[MOST_HEADS];   // of at most QUERIES_AT_ONCE
+    Partial merged[MOST_HEADS];  // of all queries of the task
 };
 
-// Queries [n, head_dim] -> panels.
-template <class T> static void pack_queries(const T* queries, int n, int head_dim, T* panels) {
+// `n` rows [head_dim], `stride` elements apart -> panels of `padded` columns, the rest zeros.
+template <class T> static void pack_columns(const T* rows, int64_t stride, int n, int padded, int head_dim, T* panels) {
     constexpr int PACK = Pack<T>;
-    for (int first = 0; first < n; first += LANES) {
+    for (int first = 0; first < padded; first += LANES) {
         T* panel = panels + first * head_dim;
         for (int k = 0; k < head_dim; k += LANES * PACK) {
             u32x16 words[LANES];
-            for (int q = 0; q < LANES; q++)
-                words[q] = first + q < n ? load<u32x16>(queries + (first + q) * head_dim + k) : u32x16{};
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+                words[i] = first + i < n ? load<u32x16>(rows + (first + i) * stride + k) : u32x16{};
             transpose16(words);
+#pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) store_raw(panel + (k / PACK + i) * LANES * PACK, words[i]);
         }
     }
@@ -95,44 +103,45 @@ INLINE void restore_order(bf16, f32x16&, f32x16&) {}
 
 INLINE void restore_order(float, f32x16&, f32x16&) {}
 
-// Weights of Pack keys for 16 queries, as the words that are to be transposed.
-INLINE u32x16 pack_weights(float, const f32x16* weights) { return bit_cast<u32x16>(weights[0]); }
-INLINE u32x16 pack_weights(bf16, const f32x16* weights) { return interleave_bf16(weights[0], weights[1]); }
+// The weights of one query are summed by the key's number modulo 16, and those sums in the order of `fold16`: here and
+// in `softmax_few`, so that both give the same bits.
 
-// Sums go by the key's number modulo 4, here as in `softmax_few`, so that both give the same bits.
-constexpr int SUMS = 4;
-
-// Scores [n keys][16] of one panel of queries -> weights [queries][CHUNK] and their maximum and sum.
-// A query sees keys below its limit, counted from this chunk's first; all see those below `shortest`.
+// Scores [queries][CHUNK] of at most 16 queries and `n` keys -> weights [queries][CHUNK], their maximum and sum.
+// A query sees keys below its limit; `first_key` is the number of this chunk's first.
 template <class T>
-static void softmax(float* scores, int n, i32x16 limits, int shortest, int num_queries, T* weights,
+static void softmax(float* scores, int n, const int32_t* limits, int first_key, int num_queries, T* weights,
                     float* maximum, float* sum) {
-    constexpr int PACK = Pack<T>, KEYS = LANES * PACK;
-    for (int key = shortest > 0 ? shortest : 0; key < n; key++) {
-        float* at = scores + key * LANES;
-        store16(at, key < limits ? load16(at) : splat(2 * LOWEST));
-    }
-    f32x16 best[SUMS], total[SUMS] = {};
-    for (f32x16& b : best) b = splat(LOWEST);
-    for (int key = 0; key < n; key++) best[key % SUMS] = max16(load16(scores + key * LANES), best[key % SUMS]);
-    best[0] = max16(max16(best[0], best[1]), max16(best[2], best[3]));
-    for (int first = 0; first < n; first += KEYS) {
-        u32x16 words[LANES];
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            f32x16 pair[PACK];
-            for (int j = 0; j < PACK; j++) {
-                const int key = first + i * PACK + j;
-                pair[j] = key < n ? exp2_16(load16(scores + key * LANES) - best[0]) : f32x16{};
-                total[(i * PACK + j) % SUMS] += pair[j];
-            }
-            words[i] = pack_weights(T{}, pair);
+    constexpr i32x16 lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int padded = int(pad(n, KEYS_PADDING));
+    f32x16 best[LANES], total[LANES];
+    for (int q = 0; q < LANES; q++) best[q] = splat(LOWEST), total[q] = f32x16{};
+    for (int q = 0; q < num_queries; q++) {
+        float* row = scores + q * CHUNK;
+        const int limit = limits[q] - first_key < n ? limits[q] - first_key : n;
+        for (int key = limit > 0 ? limit / LANES * LANES : 0; key < padded; key += LANES)
+            store16(row + key, key + lane < limit ? load16(row + key) : splat(2 * LOWEST));
+        f32x16 even = splat(LOWEST), odd = even;
+        for (int key = 0; key < padded; key += 2 * LANES) {
+            even = max16(load16(row + key), even);
+            odd = max16(load16(row + key + LANES), odd);
         }
-        transpose16(words);
-        for (int q = 0; q < num_queries && q < LANES; q++) store_raw(weights + q * CHUNK + first, words[q]);
+        best[q] = max16(even, odd);
     }
-    store16(maximum, best[0]);
-    store16(sum, (total[0] + total[2]) + (total[1] + total[3]));
+    store16(maximum, fold16(best, [](f32x16 a, f32x16 b) { return max16(a, b); }));
+    for (int q = 0; q < num_queries; q++) {
+        const float* row = scores + q * CHUNK;
+        const f32x16 peak = splat(maximum[q]);
+        f32x16 all{};
+        for (int key = 0; key < padded; key += 2 * LANES) {
+            const f32x16 low = exp2_16<T>(load16(row + key) - peak);
+            const f32x16 high = exp2_16<T>(load16(row + key + LANES) - peak);
+            all += low;
+            all += high;
+            store32(weights + q * CHUNK + key, low, high);
+        }
+        total[q] = all;
+    }
+    store16(sum, fold16(total, [](f32x16 a, f32x16 b) { return a + b; }));
 }
 
 // The first four scores of four keys.
@@ -151,8 +160,8 @@ INLINE f32x16 load_few(const float* scores) {
 
 constexpr int FEW = 4;
 
-// As `softmax`, for at most four queries in one panel, which is what a decode step of most models has: a vector holds
-// four keys' scores instead of one's.
+// As `softmax`, for at most four queries in one panel and scores [keys][16], which is what a decode step of most models
+// has: a vector holds the scores of four keys.
 template <class T>
 static void softmax_few(const float* scores, int n, const int32_t* limits, int first_key, int shortest, int num_queries,
                         T* weights, float* maximum, float* sum) {
@@ -163,7 +172,7 @@ static void softmax_few(const float* scores, int n, const int32_t* limits, int f
         const int limit = limits[i % FEW] - first_key;
         ends[i] = limit < n ? limit : n;
     }
-    f32x16 blocks[CHUNK / FEW], best = splat(LOWEST), total{};
+    f32x16 blocks[CHUNK / FEW], best = splat(LOWEST), total[FEW] = {};
     const int num_blocks = (n + KEYS - 1) / KEYS * (KEYS / FEW);
     for (int b = 0; b < num_blocks; b++) {
         blocks[b] = load_few(scores + b * FEW * LANES);
@@ -179,23 +188,25 @@ static void softmax_few(const float* scores, int n, const int32_t* limits, int f
         for (int half = 0; half < 2; half++) {
             f32x16 v[FEW];
             for (int i = 0; i < FEW; i++) {
-                v[i] = exp2_16(blocks[first / FEW + half * FEW + i] - best);
-                total += v[i];
+                v[i] = exp2_16<T>(blocks[first / FEW + half * FEW + i] - best);
+                total[i] += v[i];
             }
             constexpr i32x16 low{0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29};
             constexpr i32x16 ends_low{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
             for (int pair = 0; pair < 2; pair++) {  // queries 0 and 1, then 2 and 3
-                f32x16 a = __builtin_shuffle(v[0], v[1], low + 2 * pair), b = __builtin_shuffle(v[2], v[3], low + 2 * pair);
+                const f32x16 a = __builtin_shuffle(v[0], v[1], low + 2 * pair);
+                const f32x16 b = __builtin_shuffle(v[2], v[3], low + 2 * pair);
                 rows[half][2 * pair] = __builtin_shuffle(a, b, ends_low);
                 rows[half][2 * pair + 1] = __builtin_shuffle(a, b, ends_low + 8);
             }
         }
         for (int q = 0; q < num_queries; q++) store32(weights + q * CHUNK + first, rows[0][q], rows[1][q]);
     }
-    total += __builtin_shuffle(total, swap_halves);
-    total += __builtin_shuffle(total, swap_quarters);
+    f32x16 all = (total[0] + total[2]) + (total[1] + total[3]);
+    all += __builtin_shuffle(all, swap_halves);
+    all += __builtin_shuffle(all, swap_quarters);
     store16(maximum, best);
-    store16(sum, total);
+    store16(sum, all);
 }
 
 // What a task is about: some queries of some neighbouring key/value heads, and the slot they look into.
@@ -203,42 +214,10 @@ template <class T> struct View {
     const T *keys, *values;  // of the first head
     int64_t stride;          // from token to token
     int num_heads, head_dim, num_queries;
-    const int32_t* limits;  // [MOST_QUERIES]: a query sees keys below
+    const T* queries;     // of the first head: [num_queries][head_dim]
+    int64_t head_stride;  // from one head's queries to the next's
+    const int32_t* limits;  // [num_queries, padded to 16]: a query sees keys below; they ascend
 };
-
-// One chunk of `n` keys, the first of which is key number `first` of its sequence: queries (packed) -> partial results,
-// one per head. Keys and values are read token by token, all heads of each, as they lie in memory.
-template <class T>
-static void attend_chunk(const AttentionScratch<T>& scratch, const View<T>& view, int first, int n,
-                         const Partial* results) {
-    constexpr int KEYS = LANES * Pack<T>, KEYS_AT_ONCE = 32;
-    const int dim = view.head_dim, num_queries = view.num_queries;
-    const int depth = (n + KEYS - 1) / KEYS * KEYS;
-    pack_values(view.values + first * view.stride, view.stride, n, depth, view.num_heads * dim, scratch.values);
-    for (int p = 0; p < num_queries; p += LANES) {
-        for (int key = 0; key < n; key += KEYS_AT_ONCE)
-            for (int head = 0; head < view.num_heads; head++)
-                multiply<T>(view.keys + (first + key) * view.stride + head * dim, view.stride,
-                            n - key < KEYS_AT_ONCE ? n - key : KEYS_AT_ONCE, scratch.queries + (head * LANES + p) * dim,
-                            1, dim, nullptr, scratch.scores + (head * CHUNK + key) * LANES, LANES);
-        int shortest = n;
-        for (int q = p; q < p + LANES; q++)
-            shortest = view.limits[q] - first < shortest ? view.limits[q] - first : shortest;
-        for (int head = 0; head < view.num_heads; head++) {
-            const Partial& result = results[head];
-            float* scores = scratch.scores + head * CHUNK * LANES;
-            T* weights = scratch.weights + (head * LANES + p) * CHUNK;
-            if (num_queries <= FEW)
-                softmax_few(scores, n, view.limits, first, shortest, num_queries, weights, result.maximum, result.sum);
-            else
-                softmax(scores, n, load<i32x16>(view.limits + p) - first, shortest, num_queries - p, weights,
-                        result.maximum + p, result.sum + p);
-        }
-    }
-    for (int head = 0; head < view.num_heads; head++)
-        multiply<T>(scratch.weights + head * LANES * CHUNK, CHUNK, num_queries, scratch.values + head * dim * depth,
-                    dim / LANES, depth, nullptr, results[head].output, dim);
-}
 
 INLINE void start_merging(const Partial& merged, int num_queries, int head_dim) {
     const int width = (num_queries + LANES - 1) / LANES * LANES;
@@ -259,6 +238,71 @@ static void merge(const Partial& merged, const Partial& chunk, int num_queries, 
             const float* addend = chunk.output + (p + q) * head_dim;
             for (int d = 0; d < head_dim; d += LANES)
                 store16(output + d, fma16(load16(output + d), splat(old_share[q]), load16(addend + d) * new_share[q]));
+        }
+    }
+}
+
+// Attention to the chunk in hand, its values packed to `depth`, of few queries of each head. Keys are read token by
+// token, all heads of each, as they lie in memory, and multiplied as they are.
+template <class T>
+static void attend_few(const AttentionScratch<T>& scratch, const View<T>& view, int first, int n, int depth,
+                       const Partial* results) {
+    constexpr int KEYS_AT_ONCE = 32;
+    const int dim = view.head_dim;
+    for (int key = 0; key < n; key += KEYS_AT_ONCE)
+        for (int head = 0; head < view.num_heads; head++)
+            multiply<T>(view.keys + (first + key) * view.stride + head * dim, view.stride,
+                        n - key < KEYS_AT_ONCE ? n - key : KEYS_AT_ONCE, scratch.queries + head * LANES * dim, 1, dim,
+                        nullptr, scratch.scores + (head * CHUNK + key) * LANES, LANES);
+    int shortest = n;
+    for (int q = 0; q < view.num_queries; q++)
+        shortest = view.limits[q] - first < shortest ? view.limits[q] - first : shortest;
+    for (int head = 0; head < view.num_heads; head++) {
+        const Partial& result = results[head];
+        T* weights = scratch.weights + head * LANES * CHUNK;
+        softmax_few(scratch.scores + head * CHUNK * LANES, n, view.limits, first, shortest, view.num_queries, weights,
+                    result.maximum, result.sum);
+        multiply<T>(weights, CHUNK, view.num_queries, scratch.values + head * dim * depth, dim / LANES, depth, nullptr,
+                    result.output, dim);
+    }
+}
+
+// Of many queries of one head, some of which pay for packing the keys: those from `q` on, `count` of them.
+template <class T>
+static void attend_many(const AttentionScratch<T>& scratch, const View<T>& view, int head, int q, int count, int first,
+                        int n, int depth, const Partial& result) {
+    const int dim = view.head_dim;
+    const int longest = view.limits[q + count - 1] - first, visible = longest < n ? longest : n;  // limits ascend
+    const int padded = int(pad(visible, KEYS_PADDING));
+    const T* queries = view.queries + head * view.head_stride + q * dim;
+    multiply<T>(queries, dim, count, scratch.keys, padded / LANES, dim, nullptr, scratch.scores, CHUNK);
+    for (int r = 0; r < count; r += LANES)
+        softmax(scratch.scores + r * CHUNK, visible, view.limits + q + r, first, count - r < LANES ? count - r : LANES,
+                scratch.weights + r * CHUNK, result.maximum + r, result.sum + r);
+    if (padded < depth)
+        for (int r = 0; r < count; r++)
+            std::memset((void*)(scratch.weights + r * CHUNK + padded), 0, (depth - padded) * sizeof(T));
+    multiply<T>(scratch.weights, CHUNK, count, scratch.values + head * dim * depth, dim / LANES, depth, nullptr,
+                result.output, dim);
+}
+
+// One chunk of `n` keys, the first of which is key number `first` of its sequence, for all heads. Its partial results
+// are merged into the scratch's, or else left in `results`, one per head; then there are at most 16 queries.
+template <class T>
+static void attend_chunk(const AttentionScratch<T>& scratch, const View<T>& view, int first, int n,
+                         const Partial* results) {
+    const int dim = view.head_dim, depth = int(pad(n, KEYS_PADDING));
+    const Partial* parts = results ? results : scratch.chunk;
+    pack_values(view.values + first * view.stride, view.stride, n, depth, view.num_heads * dim, scratch.values);
+    if (view.num_queries <= FEW) attend_few(scratch, view, first, n, depth, parts);
+    for (int head = 0; head < view.num_heads; head++) {
+        if (view.num_queries > FEW)
+            pack_columns(view.keys + first * view.stride + head * dim, view.stride, n, depth, dim, scratch.keys);
+        for (int q = 0; q < view.num_queries; q += QUERIES_AT_ONCE) {
+            const int left = view.num_queries - q, count = left < QUERIES_AT_ONCE ? left : QUERIES_AT_ONCE;
+            if (view.limits[q + count - 1] <= first) continue;  // they see nothing of it
+            if (view.num_queries > FEW) attend_many(scratch, view, head, q, count, first, n, depth, parts[head]);
+            if (!results) merge(scratch.merged[head].from_query(q, dim), parts[head], count, dim);
         }
     }
 }

@@ -74,7 +74,7 @@ extern "C" {
 // 0 if this machine lets the library run.
 int chairlift_start() { return enable_tiles() ? 0 : 1; }
 
-// Both return the bytes of workspace they need, and compute only if there is one; -1 if a token is not in the vocabulary.
+// Both return the bytes of workspace they need, and compute only if there is one; -1 if the vocabulary lacks a token.
 int64_t chairlift_forward(const Model* model, const Batch* batch, int format, void* hidden, void* workspace,
                           int num_threads) {
     CHAIRLIFT_FOR_FORMAT(format, forward, *model, *batch, hidden, workspace, num_threads)

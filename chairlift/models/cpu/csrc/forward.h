@@ -123,7 +123,8 @@ template <class T, class W> struct Forward {
 
     void run_layer(Team& team, int64_t index, const AttentionScratch<T>& scratch) const {
         const Layer& layer = model.layers[index];
-        const auto add_to_residual = [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
+        const auto add_to_residual = [&](int64_t column, int64_t row, int count, const float* c, int stride,
+                                         int width) {
             for (int r = 0; r < count; r++)
                 for (int k = 0; k < width; k += LANES) {
                     float* to = x + (row + r) * x_stride + column + k;
@@ -136,7 +137,8 @@ template <class T, class W> struct Forward {
                    place_head(index, column / model.head_dim, row, count, c, stride);
                });
         team.wait();
-        team.share(attention.tasks.count, [&](int64_t i) { attention.attend(index, attention.tasks.tasks[i], scratch); });
+        const TaskList& list = attention.tasks;
+        team.share(list.count, [&](int64_t i) { attention.attend(index, list.tasks[i], scratch); });
         team.wait();
         convert_all(team, attended, attended_stride, model.num_heads * model.head_dim, projected);
         linear(team, layer.out, projected, num_tokens, UNIT_PANELS, add_to_residual);
@@ -180,7 +182,8 @@ template <class T, class W> struct Forward {
             f32x16 squares{};
             for (int64_t k = 0; k < x_stride; k += LANES) squares += load16(from + k) * load16(from + k);
             const float scale = 1 / __builtin_sqrtf(sum16(squares) / model.hidden + float(model.eps));
-            for (int64_t k = 0; k < model.hidden; k++) store1(hidden + t * model.hidden + k, from[k] * scale * weight[k]);
+            T* to = hidden + t * model.hidden;
+            for (int64_t k = 0; k < model.hidden; k++) store1(to + k, from[k] * scale * weight[k]);
         });
     }
 };

@@ -6,9 +6,14 @@
 #include "team.h"
 
 constexpr int ROWS_AT_ONCE = 32;
+constexpr int TWO_TILES_LINES = 32;  // what a step of a product takes of the weights
 constexpr int UNIT_PANELS = 4;  // what a thread takes at a time: 64 columns
 constexpr int MOST_HEAD_DIM = 256;
 constexpr int64_t CACHE_BYTES = 1 << 20;  // of a thread's own cache, what rows may take while weights pass by
+
+// Rows of a thread from which each thread had better have rows of its own, which stay in its cache from one product to
+// the next, and read all weights for them; with fewer, reading the weights twice takes longer than fetching rows.
+constexpr int64_t MANY_ROWS = 192;
 
 // x W^T + b of all rows, unit by unit: `use(column, row, count, c, stride)` gets float32 tiles of the result.
 template <class W, class Use>
@@ -16,7 +21,9 @@ void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows
     const int64_t depth = matrix.depth, panels = pad(matrix.columns, LANES) / LANES;
     const int64_t units = (panels + unit_panels - 1) / unit_panels;
     const int64_t fitting = pad(CACHE_BYTES / (depth * int64_t(sizeof(W))), ROWS_AT_ONCE);
-    const int64_t block_rows = num_rows < fitting ? num_rows : fitting;
+    const bool is_by_rows = num_rows >= MANY_ROWS * team.size;
+    const int64_t share = is_by_rows ? pad((num_rows + team.size - 1) / team.size, ROWS_AT_ONCE) : num_rows;
+    const int64_t block_rows = share < fitting ? share : fitting;
     const int64_t blocks = (num_rows + block_rows - 1) / block_rows;
     const int stride = unit_panels * LANES;
     team.share(blocks * units, [&](int64_t task) {
@@ -26,16 +33,16 @@ void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows
         const int64_t column = unit * stride;
         const int width = unit_panels < panels - unit * unit_panels ? unit_panels : int(panels - unit * unit_panels);
         const W* weights = static_cast<const W*>(matrix.panels) + column * depth;
+        // The next unit's weights are fetched while this one's are multiplied, a share with each block of rows.
         const int64_t steps = (end - start + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
         const int64_t slice = pad(stride * depth * int64_t(sizeof(W)) / steps, 64);
+        const int lines_per_step = steps > 1 ? int((TWO_TILES_LINES + steps - 1) / steps) : 0;
         const char* next = reinterpret_cast<const char*>(weights + stride * depth);
         for (int64_t row = start; row < end; row += ROWS_AT_ONCE) {
             const int count = end - row < ROWS_AT_ONCE ? int(end - row) : ROWS_AT_ONCE;
-            if (steps > 1)  // fetch the next unit's weights while this one's are multiplied
-                for (int64_t i = 0; i < slice; i += 64) __builtin_prefetch(next + i, 0, 2);
-            next += slice;
             multiply<W>(x.values + row * x.stride, x.stride, count, weights, width, depth,
-                        matrix.sums ? matrix.sums + column : nullptr, c, stride, row == start);
+                        matrix.sums ? matrix.sums + column : nullptr, c, stride, {row == start, next, lines_per_step});
+            next += slice;
             for (int p = 0; p < width * LANES; p += LANES)
                 for (int r = 0; r < count; r++) {
                     f32x16 value = load16(c + r * stride + p);

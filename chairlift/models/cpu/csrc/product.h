@@ -26,8 +26,16 @@ struct Matrix {
     int64_t depth;  // a multiple of 64
 };
 
-// How far ahead of use weights are fetched: a few rows wait for memory alone, more rows must not wait for it in between.
+// How far ahead of use weights are fetched: few rows wait for memory alone, more rows must not wait in between.
 constexpr int64_t PREFETCH_BYTES = 1024, FAR_PREFETCH_BYTES = 4096;
+
+// What to fetch from memory while a product is computed. Only so many lines can be on their way at a time, and whoever
+// asks for more waits: so they are asked for a few at a time, between multiplications.
+struct Fetch {
+    bool is_first = false;       // B itself was not used before
+    const char* next = nullptr;  // lines of what will be multiplied afterwards
+    int lines_per_step = 0;
+};
 
 // ---- any machine: registers of ROWS x PANELS accumulators ----
 
@@ -174,7 +182,8 @@ INLINE void leave_tiles() { _tile_release(); }
     } while (0)
 
 template <class T, bool TWO_ROW_TILES, bool TWO_PANELS>
-INLINE void multiply_tiles(const T* a, int64_t lda, const T* b, int64_t depth, float* c, int64_t ldc, bool is_first) {
+INLINE void multiply_tiles(const T* a, int64_t lda, const T* b, int64_t depth, float* c, int64_t ldc, bool is_first,
+                           Fetch& fetch) {
     constexpr int64_t STEP = 64 / sizeof(T), TILE = 1024 / sizeof(T);
     const int64_t panel = depth * LANES, stride = lda * sizeof(T), c_stride = ldc * 4;
     _tile_zero(0);
@@ -190,8 +199,9 @@ INLINE void multiply_tiles(const T* a, int64_t lda, const T* b, int64_t depth, f
                 __builtin_prefetch((const char*)b + AHEAD + line * 64, 0, LEVEL);
                 if (TWO_PANELS) __builtin_prefetch((const char*)(b + panel) + AHEAD + line * 64, 0, LEVEL);
             }
-        _tile_loadd(6, b, 64);
-        if (TWO_PANELS) _tile_loadd(7, b + panel, 64);
+        for (int i = 0; i < fetch.lines_per_step; i++, fetch.next += 64) __builtin_prefetch(fetch.next, 0, 2);
+        _tile_stream_loadd(6, b, 64);  // the first-level cache is kept for A
+        if (TWO_PANELS) _tile_stream_loadd(7, b + panel, 64);
         _tile_loadd(4, a + k, stride);
         CHAIRLIFT_DOT(0, 4, 6);
         if (TWO_PANELS) CHAIRLIFT_DOT(1, 4, 7);
@@ -209,7 +219,7 @@ INLINE void multiply_tiles(const T* a, int64_t lda, const T* b, int64_t depth, f
 
 template <class T>
 static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, const int32_t*,
-                     float* c, int64_t ldc, bool is_first = false) {
+                     float* c, int64_t ldc, Fetch fetch = {}) {
     for (int r = 0; r < rows; r += 32) {
         const int left = rows - r < 32 ? rows - r : 32;
         shape_tiles(left < 16 ? left : 16, left > 16 ? left - 16 : 16);
@@ -217,15 +227,15 @@ static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, 
             const T* part = b + p * depth * LANES;
             const T* from = a + r * lda;
             float* to = c + r * ldc + p * LANES;
-            const bool is_cold = is_first && r == 0;
+            const bool is_first = fetch.is_first && r == 0;
             if (left > 16 && panels - p > 1)
-                multiply_tiles<T, true, true>(from, lda, part, depth, to, ldc, is_cold);
+                multiply_tiles<T, true, true>(from, lda, part, depth, to, ldc, is_first, fetch);
             else if (left > 16)
-                multiply_tiles<T, true, false>(from, lda, part, depth, to, ldc, is_cold);
+                multiply_tiles<T, true, false>(from, lda, part, depth, to, ldc, is_first, fetch);
             else if (panels - p > 1)
-                multiply_tiles<T, false, true>(from, lda, part, depth, to, ldc, is_cold);
+                multiply_tiles<T, false, true>(from, lda, part, depth, to, ldc, is_first, fetch);
             else
-                multiply_tiles<T, false, false>(from, lda, part, depth, to, ldc, is_cold);
+                multiply_tiles<T, false, false>(from, lda, part, depth, to, ldc, is_first, fetch);
         }
         if constexpr (sizeof(T) == 1)
             for (int i = r; i < r + left; i++)
@@ -238,7 +248,7 @@ static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, 
 
 template <>
 void multiply<float>(const float* a, int64_t lda, int rows, const float* b, int panels, int64_t depth,
-                     const int32_t* sums, float* c, int64_t ldc, bool) {
+                     const int32_t* sums, float* c, int64_t ldc, Fetch) {
     multiply_vectors(a, lda, rows, b, panels, depth, sums, c, ldc);
 }
 
@@ -255,7 +265,7 @@ INLINE void leave_tiles() {}
 
 template <class T>
 static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, const int32_t* sums,
-                     float* c, int64_t ldc, bool = false) {
+                     float* c, int64_t ldc, Fetch = {}) {
     multiply_vectors(a, lda, rows, b, panels, depth, sums, c, ldc);
 }
 

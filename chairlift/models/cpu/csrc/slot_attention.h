@@ -36,30 +36,31 @@ template <class T> struct SlotAttention {
 
     void attend(int64_t layer, const Task& task, const AttentionScratch<T>& scratch) const {
         const int64_t dim = model.head_dim, first_token = batch.row_offsets[task.row];
-        const int width = int(pad(task.num_queries, LANES));
         int32_t limits[MOST_QUERIES];
-        for (int q = 0; q < MOST_QUERIES; q++)
+        for (int q = 0; q < pad(task.num_queries, LANES); q++)
             limits[q] = q < task.num_queries
                             ? batch.cache_lengths[task.row] + int32_t((task.first_query + q) / tasks.group_size) + 1
                             : INT32_MAX;
+        const int64_t head_stride = num_tokens * tasks.group_size * dim;
+        const int64_t first_query = first_token * tasks.group_size + task.first_query;
+        const T* own_queries = queries + task.head * head_stride + first_query * dim;
         for (int i = 0; i < task.num_heads; i++) {
-            const int64_t first = ((task.head + i) * num_tokens + first_token) * tasks.group_size + task.first_query;
-            pack_queries(queries + first * dim, task.num_queries, int(dim), scratch.queries + i * width * dim);
+            if (task.num_queries <= FEW)
+                pack_columns(own_queries + i * head_stride, dim, task.num_queries, LANES, int(dim),
+                             scratch.queries + i * LANES * dim);
             if (task.group < 0) start_merging(scratch.merged[i], task.num_queries, int(dim));
         }
         const T* keys = static_cast<const T*>(batch.blocks) + layer * batch.layer_stride +
                         batch.slots[task.row] * batch.slot_stride + task.head * dim;
         const View<T> view{keys,           keys + batch.value_offset, batch.token_stride,
                            task.num_heads, int(dim),                  task.num_queries,
-                           limits};
+                           own_queries,    head_stride,               limits};
         const int end = limits[task.num_queries - 1];
         for (int chunk = task.first_chunk; chunk < task.first_chunk + task.num_chunks; chunk++) {
             const int first = chunk * CHUNK, n = end - first < CHUNK ? end - first : CHUNK;
             if (n <= 0) break;
             if (task.group < 0) {
-                attend_chunk(scratch, view, first, n, scratch.chunk);
-                for (int i = 0; i < task.num_heads; i++)
-                    merge(scratch.merged[i], scratch.chunk[i], task.num_queries, int(dim));
+                attend_chunk<T>(scratch, view, first, n, nullptr);
             } else {
                 Partial results[MOST_HEADS];
                 for (int i = 0; i < task.num_heads; i++) results[i] = partial(task.group, chunk, i);
@@ -82,28 +83,32 @@ template <class T> struct SlotAttention {
         Arena arena{base};
         AttentionScratch<T> s;
         const int64_t dim = model.head_dim, heads = model.num_kv_heads < MOST_HEADS ? model.num_kv_heads : MOST_HEADS;
-        const int64_t most = heads * LANES > MOST_QUERIES ? heads * LANES : MOST_QUERIES;
-        s.queries = arena.take<T>(most * dim);
+        const int64_t rows = heads * LANES > QUERIES_AT_ONCE ? heads * LANES : QUERIES_AT_ONCE;
+        s.queries = arena.take<T>(heads * LANES * dim);
+        s.keys = arena.take<T>(CHUNK * dim);
         s.values = arena.take<T>(CHUNK * heads * dim);
-        s.weights = arena.take<T>(most * CHUNK);
-        s.scores = arena.take<float>(heads * CHUNK * LANES);
+        s.weights = arena.take<T>(rows * CHUNK);
+        s.scores = arena.take<float>(rows * CHUNK);
+        const auto take_partial = [&](int64_t queries) {
+            return Partial::at(arena.take<float>(Partial::floats(queries, dim)), queries);
+        };
         for (int head = 0; head < heads; head++) {
-            const int64_t queries = head ? LANES : MOST_QUERIES;
-            s.chunk[head] = Partial::at(arena.take<float>(Partial::floats(queries, dim)), queries);
-            s.merged[head] = Partial::at(arena.take<float>(Partial::floats(queries, dim)), queries);
+            s.chunk[head] = take_partial(QUERIES_AT_ONCE);
+            s.merged[head] = take_partial(head ? LANES : MOST_QUERIES);
         }
         if (into) *into = s;
         return arena.used;
     }
 
     Partial partial(int64_t group, int64_t chunk, int64_t head) const {
-        return Partial::at(partials + ((group * tasks.most_chunks + chunk) * MOST_HEADS + head) * partial_floats(), LANES);
+        const int64_t index = (group * tasks.most_chunks + chunk) * MOST_HEADS + head;
+        return Partial::at(partials + index * partial_floats(), LANES);
     }
 
     // Who does the last of a group's chunks merges them all. False for the others.
     bool merge_group(const Task& task, int num_chunks, const AttentionScratch<T>& scratch) const {
-        const int done = chunks_done[task.group].fetch_add(task.num_chunks, std::memory_order_acq_rel) + task.num_chunks;
-        if (done < num_chunks) return false;
+        const int before = chunks_done[task.group].fetch_add(task.num_chunks, std::memory_order_acq_rel);
+        if (before + task.num_chunks < num_chunks) return false;
         chunks_done[task.group].store(0, std::memory_order_relaxed);  // for the next layer
         for (int i = 0; i < task.num_heads; i++) {
             start_merging(scratch.merged[i], task.num_queries, int(model.head_dim));

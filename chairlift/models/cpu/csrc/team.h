@@ -10,8 +10,8 @@ struct alignas(64) Counter {
     std::atomic<int64_t> taken;
 };
 
-// A pass has hundreds of these, so a thread that waits must not keep the core from the one that it waits for, as happens
-// when other programs run: it spins for some microseconds only, then gives way. (OpenMP's own barrier spins for long.)
+// A pass has hundreds of these, so a thread that waits must not keep the core from the one that it waits for, as
+// happens when other programs run: it spins for some microseconds only, then gives way. (OpenMP's own spins for long.)
 struct Barrier {
     alignas(64) std::atomic<int> arrived{0};
     alignas(64) std::atomic<int> generation{0};

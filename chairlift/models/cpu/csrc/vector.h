@@ -145,10 +145,10 @@ INLINE float max_of16(f32x16 x) {
     return best;
 }
 
-// 2^x to a relative error of 1e-7: floor(x) goes into the exponent, a polynomial takes the rest (a minimax fit of 2^r on
-// [0, 1) that is exact at 0, so that what is not scaled stays as it is). Exactly 0 far below, so that what is masked with
-// a very negative score weighs nothing.
-INLINE f32x16 exp2_16(f32x16 x) {
+// 2^x: floor(x) goes into the exponent, a polynomial takes the rest (a minimax fit of 2^r on [0, 1) that is exact at 0,
+// so that what is not scaled stays as it is) to a relative error of 1e-7, or of 9e-5 for what becomes a bfloat16, whose
+// own is 4e-3. Exactly 0 far below, so that what is masked with a very negative score weighs nothing.
+template <class T = float> INLINE f32x16 exp2_16(f32x16 x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     constexpr int FRACTION = _MM_FROUND_TO_NEG_INF;  // x - floor(x)
     f32x16 rest = bit_cast<f32x16>(_mm512_reduce_ps(bit_cast<__m512>(x), FRACTION));
@@ -158,12 +158,12 @@ INLINE f32x16 exp2_16(f32x16 x) {
     whole = whole > x ? whole - 1.0f : whole;
     f32x16 rest = x - whole;
 #endif
-    f32x16 p = splat(1.86713013e-3f);
-    p = fma16(p, rest, splat(9.01703016e-3f));
-    p = fma16(p, rest, splat(5.57999133e-2f));
-    p = fma16(p, rest, splat(2.40164450e-1f));
-    p = fma16(p, rest, splat(6.93151312e-1f));
-    p = fma16(p, rest, splat(1.0f));
+    constexpr float fine[]{1.86713013e-3f, 9.01703016e-3f, 5.57999133e-2f, 2.40164450e-1f, 6.93151312e-1f, 1.0f};
+    constexpr float coarse[]{7.7067040e-2f, 2.2764500e-1f, 6.9511679e-1f, 1.0f};
+    constexpr bool IS_COARSE = sizeof(T) == 2;
+    f32x16 p = splat(IS_COARSE ? coarse[0] : fine[0]);
+#pragma GCC unroll 5
+    for (int i = 1; i < (IS_COARSE ? 4 : 6); i++) p = fma16(p, rest, splat(IS_COARSE ? coarse[i] : fine[i]));
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     return bit_cast<f32x16>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(x)));  // p 2^floor(x)
 #else
@@ -176,22 +176,41 @@ constexpr float LOG2_E = 1.44269504f;
 
 INLINE f32x16 silu16(f32x16 x) { return x / (1.0f + exp2_16(x * -LOG2_E)); }
 
+// Of two vectors, the lanes whose number lacks the bit `WIDTH`, those of the second moved up by it; then those with it.
+template <int WIDTH> struct Exchange;
+template <> struct Exchange<8> {
+    static constexpr u32x16 low{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+};
+template <> struct Exchange<4> {
+    static constexpr u32x16 low{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+};
+template <> struct Exchange<2> {
+    static constexpr u32x16 low{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+};
+template <> struct Exchange<1> {
+    static constexpr u32x16 low{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+};
+
 // 16 x 16 words, rows to columns: blocks of 8, 4, 2 and 1 change places.
-INLINE void transpose16(u32x16 (&m)[LANES]) {
-#define CHAIRLIFT_EXCHANGE(width, low, high)                               \
-    for (int i = 0; i < LANES; i++) {                                      \
-        if (i & width) continue;                                           \
-        u32x16 a = m[i], b = m[i | width];                                 \
-        m[i] = __builtin_shuffle(a, b, low);                               \
-        m[i | width] = __builtin_shuffle(a, b, high);                      \
+template <int WIDTH = LANES / 2> INLINE void transpose16(u32x16 (&m)[LANES]) {
+    for (int i = 0; i < LANES; i++) {
+        if (i & WIDTH) continue;
+        const u32x16 a = m[i], b = m[i | WIDTH];
+        m[i] = __builtin_shuffle(a, b, Exchange<WIDTH>::low);
+        m[i | WIDTH] = __builtin_shuffle(a, b, Exchange<WIDTH>::low + WIDTH);
     }
-    constexpr u32x16 low8{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-    constexpr u32x16 low4{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-    constexpr u32x16 low2{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-    constexpr u32x16 low1{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-    CHAIRLIFT_EXCHANGE(8, low8, low8 + 8)
-    CHAIRLIFT_EXCHANGE(4, low4, low4 + 4)
-    CHAIRLIFT_EXCHANGE(2, low2, low2 + 2)
-    CHAIRLIFT_EXCHANGE(1, low1, low1 + 1)
-#undef CHAIRLIFT_EXCHANGE
+    if constexpr (WIDTH > 1) transpose16<WIDTH / 2>(m);
+}
+
+// 16 vectors -> lane i is all of vector i's lanes, combined two by two: those 8 apart, then 4, 2 and 1.
+template <int WIDTH = LANES / 2, class Combine> INLINE f32x16 fold16(f32x16 (&m)[LANES], Combine combine) {
+    for (int i = 0; i < WIDTH; i++) {
+        const f32x16 a = m[i], b = m[i + WIDTH];
+        m[i] = combine(__builtin_shuffle(a, b, Exchange<WIDTH>::low),
+                       __builtin_shuffle(a, b, Exchange<WIDTH>::low + WIDTH));
+    }
+    if constexpr (WIDTH > 1)
+        return fold16<WIDTH / 2>(m, combine);
+    else
+        return m[0];
 }

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint bench clean
+.PHONY: help setup serve test lint bench gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ lint: setup ## ruff, mypy strict, import-linter
 
 bench: setup ## offline throughput of a random 135 M model beside transformers (ARGS="--requests 1 8 32 ...")
 	$(BIN)/python benchmarks/offline_throughput.py --peer transformers $(ARGS)
+
+# Where a GPU is there may be no network: then the environment is the one of $(PYTHON), as it is.
+gpu: ## on a CUDA GPU: every GPU test, and the benchmark beside the device's ceilings (ARGS="--parts large ...")
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(ARGS)
 
 clean: ## remove the virtual environment and everything generated
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

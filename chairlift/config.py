@@ -21,9 +21,11 @@ MAX_AUTO_SLOTS_GPU = 256
 AUTO_STEPS_PER_LAUNCH_CPU = 1  # more gain 2 % on a 135 M model, and make newcomers and streams wait
 AUTO_STEPS_PER_LAUNCH_GPU = 4
 AUTO_BATCHED_TOKENS_CPU = 1024
+AUTO_BATCHED_TOKENS_GPU = 8192
 CPU_HEAD_DIM_ALIGNMENT = 32  # what the cpu backend's kernels take
 CPU_MAX_HEAD_DIM = 256
-AUTO_BATCHED_TOKENS_GPU = 8192
+FLASH_HEAD_DIM_ALIGNMENT = 8  # what the kernels of flash-attn take
+FLASH_MAX_HEAD_DIM = 256
 
 
 class DType(StrEnum):
@@ -52,6 +54,13 @@ class Quantization(StrEnum):
     INT8 = "int8"
 
 
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    SAFETENSORS = "safetensors"
+    DUMMY = "dummy"
+
+
 SLOT_ALIGNMENT = {
     AttentionBackend.CPU: 1,
     AttentionBackend.TORCH: 1,
@@ -67,6 +76,10 @@ class EngineConfig(BaseModel):
     model: str = Field("bundled", description="checkpoint directory, hub id, or 'bundled' for the model in the package")
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer, if not beside the model")
     chat_template: str | None = Field(None, description="file with a Jinja chat template to use instead of the model's")
+    load_format: LoadFormat = Field(
+        LoadFormat.SAFETENSORS,
+        description="dummy: random weights from config.json alone, to measure speed where there is no checkpoint",
+    )
     device: str = Field("auto", description="'cpu', 'cuda', 'cuda:1', ...; auto: the first GPU if there is one")
     dtype: DType | Auto = Field("auto", description="auto: the checkpoint's, or float32 where the CPU lacks it")
     attention_backend: AttentionBackend | Auto = Field(
@@ -81,7 +94,13 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: Count | Auto = Field("auto", description="token budget of one step")
     max_steps_per_launch: Count | Auto = Field("auto", description="decode steps between two looks of the host")
     max_queue_size: int = Field(1024, ge=0, description="requests that may wait for a slot; more are refused")
-    memory_fraction: float = Field(0.8, gt=0.0, le=1.0, description="share of free memory that the cache may take")
+    memory_fraction: float = Field(
+        0.8,
+        gt=0.0,
+        le=1.0,
+        description="share that the cache may take of the memory that is free beside the weights (on a GPU: beside the"
+        " weights and what the largest step needs; CUDA graphs live in the rest)",
+    )
     num_threads: Count | Auto = Field(
         "auto", description="CPU threads for the model; auto: physical cores, or OMP_NUM_THREADS"
     )
@@ -130,7 +149,7 @@ class MachineFacts:
     device: str
     fast_dtypes: frozenset[DType]  # formats that the device multiplies natively
     free_bytes: int
-    has_flash_attn: bool
+    flash_attn_obstacle: str | None = None  # why flash-attn cannot be had here
     cpu_kernels_obstacle: str | None = None  # why the cpu backend cannot be had here
     are_cpu_kernels_fast: bool = True  # faster than torch's own
 
@@ -204,22 +223,36 @@ def find_cpu_obstacle(model: ModelFacts, machine: MachineFacts, dtype: DType) ->
     return machine.cpu_kernels_obstacle
 
 
+def find_flash_attn_obstacle(model: ModelFacts, machine: MachineFacts, dtype: DType) -> str | None:
+    """Why the flash_attn backend cannot run that model on that machine in that format; None if it can."""
+    if not machine.is_gpu:
+        return f"it runs on a CUDA device, and the device is {machine.device}"
+    if dtype is DType.FLOAT32:
+        return f"it computes in bfloat16 or float16, not {dtype}"
+    if model.head_dim % FLASH_HEAD_DIM_ALIGNMENT or model.head_dim > FLASH_MAX_HEAD_DIM:
+        return (
+            f"it takes a head_dim up to {FLASH_MAX_HEAD_DIM} that {FLASH_HEAD_DIM_ALIGNMENT} divides,"
+            f" not {model.head_dim}"
+        )
+    return machine.flash_attn_obstacle
+
+
 def _resolve_attention(
     config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType
 ) -> AttentionBackend:
-    is_possible = machine.is_gpu and machine.has_flash_attn and dtype is not DType.FLOAT32
-    obstacle = find_cpu_obstacle(model, machine, dtype)
+    obstacles = {
+        AttentionBackend.CPU: find_cpu_obstacle(model, machine, dtype),
+        AttentionBackend.FLASH_ATTN: find_flash_attn_obstacle(model, machine, dtype),
+        AttentionBackend.TORCH: None,
+    }
     if config.attention_backend == "auto":
-        if obstacle is None and machine.are_cpu_kernels_fast:
+        if obstacles[AttentionBackend.CPU] is None and machine.are_cpu_kernels_fast:
             return AttentionBackend.CPU
-        return AttentionBackend.FLASH_ATTN if is_possible else AttentionBackend.TORCH
-    if config.attention_backend is AttentionBackend.CPU and obstacle is not None:
-        raise ConfigurationError(f"attention_backend cpu cannot be had: {obstacle}; choose torch, or mend that")
-    if config.attention_backend is AttentionBackend.FLASH_ATTN and not is_possible:
+        has_flash_attn = obstacles[AttentionBackend.FLASH_ATTN] is None
+        return AttentionBackend.FLASH_ATTN if has_flash_attn else AttentionBackend.TORCH
+    if obstacle := obstacles[config.attention_backend]:
         raise ConfigurationError(
-            "attention_backend flash_attn needs a CUDA device, the package flash-attn and bfloat16 or float16;"
-            f" here: device {machine.device}, flash-attn {'found' if machine.has_flash_attn else 'not installed'},"
-            f" dtype {dtype}; choose attention_backend torch, or mend that"
+            f"attention_backend {config.attention_backend} cannot be had: {obstacle}; choose torch, or mend that"
         )
     return config.attention_backend
 
@@ -236,26 +269,57 @@ def _resolve_seq_len(config: EngineConfig, model: ModelFacts) -> int:
 
 def _resolve_slots(config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType, slot_len: int) -> int:
     """Slots that were asked for, if they fit; with "auto" as many as fit, up to the device's usual number."""
-    slot_bytes = slot_len * model.kv_elements_per_token * dtype.num_bytes
     weight_bytes = model.num_parameters * (1 if config.quantization is Quantization.INT8 else dtype.num_bytes)
     if weight_bytes >= machine.free_bytes:
         raise ConfigurationError(
             f"the weights do not fit: they need {_gib(weight_bytes)} as {dtype},"
             f" and {_gib(machine.free_bytes)} are free"
         )
-    cache_bytes = int((machine.free_bytes - weight_bytes) * config.memory_fraction)
-    num_fitting = cache_bytes // slot_bytes
     ceiling = MAX_AUTO_SLOTS_GPU if machine.is_gpu else MAX_AUTO_SLOTS_CPU
     if config.max_num_batched_tokens != "auto":
         ceiling = min(ceiling, config.max_num_batched_tokens)  # a step must have a token for every slot
-    num_slots = _or_default(config.max_batch_size, max(1, min(num_fitting, ceiling)))
-    if num_slots > num_fitting:
+    return _fit_slots(
+        num_slots=config.max_batch_size,
+        ceiling=ceiling,
+        slot_len=slot_len,
+        slot_bytes=slot_len * model.kv_elements_per_token * dtype.num_bytes,
+        free_bytes=machine.free_bytes - weight_bytes,
+        memory_fraction=config.memory_fraction,
+    )
+
+
+def refit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelFacts, free_bytes: int) -> ResolvedConfig:
+    """The number of slots, decided anew once the weights are loaded and it is known what they left.
+
+    `config` is what the caller asked for, `resolved` what came of it, `free_bytes` what is free beside the weights
+    and what a step needs. `ConfigurationError` if the slots that were asked for, or a single one, do not fit.
+    """
+    num_slots = _fit_slots(
+        num_slots=config.max_batch_size,
+        ceiling=resolved.max_batch_size,
+        slot_len=resolved.slot_len,
+        slot_bytes=resolved.slot_len * model.kv_elements_per_token * resolved.dtype.num_bytes,
+        free_bytes=free_bytes,
+        memory_fraction=config.memory_fraction,
+    )
+    return resolved.model_copy(update={"max_batch_size": num_slots})
+
+
+def _fit_slots(
+    *, num_slots: int | Auto, ceiling: int, slot_len: int, slot_bytes: int, free_bytes: int, memory_fraction: float
+) -> int:
+    """`num_slots`, or with "auto" as many as fit up to `ceiling`, in the cache's share of `free_bytes`."""
+    cache_bytes = int(max(0, free_bytes) * memory_fraction)
+    num_fitting = cache_bytes // slot_bytes
+    wanted = _or_default(num_slots, max(1, min(num_fitting, ceiling)))
+    if wanted > num_fitting:
         raise ConfigurationError(
-            f"the cache does not fit: {num_slots} slots of {slot_len} tokens need {_gib(num_slots * slot_bytes)},"
-            f" and {_gib(cache_bytes)} may be used ({config.memory_fraction:.0%} of what {_gib(machine.free_bytes)}"
-            f" free leave beside {_gib(weight_bytes)} of weights); lower max_batch_size or max_seq_len"
+            f"there is no room for {wanted} {'slot' if wanted == 1 else 'slots'} of {slot_len} tokens: that is"
+            f" {_gib(wanted * slot_bytes)}, and {_gib(cache_bytes)} may be used ({memory_fraction:.0%} of the"
+            f" {_gib(free_bytes)} that are free beside the weights);"
+            f" lower {'max_seq_len' if wanted == 1 else 'max_batch_size or max_seq_len'}"
         )
-    return num_slots
+    return wanted
 
 
 def _resolve_token_budget(config: EngineConfig, machine: MachineFacts, num_slots: int) -> int:

@@ -10,11 +10,14 @@ from chairlift.config import (
     AttentionBackend,
     DType,
     EngineConfig,
+    LoadFormat,
     MachineFacts,
     ModelFacts,
     Quantization,
     ResolvedConfig,
     find_cpu_obstacle,
+    find_flash_attn_obstacle,
+    refit_slots,
     resolve,
 )
 from chairlift.errors import ChairliftError, ConfigurationError
@@ -26,11 +29,12 @@ ALL_DTYPES = frozenset(DType)
 MODEL = ModelFacts(
     dtype=DType.BFLOAT16, max_position_embeddings=8192, num_parameters=2**28, head_dim=64, kv_elements_per_token=2**15
 )
-CPU = MachineFacts("cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB, has_flash_attn=False)
-OLD_CPU = MachineFacts("cpu", frozenset({DType.FLOAT32}), free_bytes=64 * GIB, has_flash_attn=False)
+CPU = MachineFacts("cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB)
+OLD_CPU = MachineFacts("cpu", frozenset({DType.FLOAT32}), free_bytes=64 * GIB)
 NO_COMPILER = replace(CPU, cpu_kernels_obstacle="there is no C++ compiler 'g++'")
-GPU = MachineFacts("cuda:0", ALL_DTYPES, free_bytes=128 * GIB, has_flash_attn=True)
-PLAIN_GPU = MachineFacts("cuda:1", ALL_DTYPES, free_bytes=128 * GIB, has_flash_attn=False)
+GPU = MachineFacts("cuda:0", ALL_DTYPES, free_bytes=128 * GIB)
+NOT_INSTALLED = "the package flash-attn is not installed"
+PLAIN_GPU = MachineFacts("cuda:1", ALL_DTYPES, free_bytes=128 * GIB, flash_attn_obstacle=NOT_INSTALLED)
 
 
 def resolved(machine: MachineFacts = CPU, facts: ModelFacts = MODEL, **config: Any) -> ResolvedConfig:
@@ -58,7 +62,7 @@ def test_on_a_cpu() -> None:
     config = resolved()
     assert (config.device, config.dtype, config.attention_backend) == ("cpu", DType.BFLOAT16, AttentionBackend.CPU)
     assert (config.max_batch_size, config.max_seq_len) == (32, 4096)
-    assert (config.max_num_batched_tokens, config.max_steps_per_launch) == (512, 1)
+    assert (config.max_num_batched_tokens, config.max_steps_per_launch) == (1024, 1)
 
 
 def test_on_a_gpu() -> None:
@@ -170,7 +174,7 @@ def test_weights_in_8_bits_leave_room_for_more_slots() -> None:
 
 
 def test_the_token_budget_is_at_least_the_number_of_slots() -> None:
-    assert resolved(max_batch_size=600, max_seq_len=64).max_num_batched_tokens == 600
+    assert resolved(max_batch_size=1500, max_seq_len=64).max_num_batched_tokens == 1500
 
 
 # What is given stays
@@ -181,6 +185,7 @@ def test_what_is_given_is_kept() -> None:
         "model": "some/model",
         "tokenizer": "some/tokenizer",
         "chat_template": "template.jinja",
+        "load_format": LoadFormat.DUMMY,
         "dtype": DType.FLOAT32,
         "attention_backend": AttentionBackend.CPU,
         "quantization": Quantization.INT8,
@@ -218,18 +223,20 @@ def test_resolving_changes_nothing_that_was_put_in() -> None:
 
 def test_more_slots_than_fit_are_refused_with_all_the_numbers() -> None:
     message = refusal(room_for(39), memory_fraction=1.0, max_batch_size=40)
-    assert "40 slots of 4096 tokens need 10.00 GiB" in message
+    assert "no room for 40 slots of 4096 tokens: that is 10.00 GiB" in message
     assert "9.75 GiB may be used" in message
-    assert "100% of what 10.25 GiB free leave beside 0.50 GiB of weights" in message
+    assert "100% of the 9.75 GiB that are free beside the weights" in message
     assert "lower max_batch_size or max_seq_len" in message
 
 
 def test_a_machine_without_room_for_one_slot_is_refused() -> None:
-    assert "1 slots of 4096 tokens need 0.25 GiB" in refusal(room_for(1, short_by=1), memory_fraction=1.0)
+    message = refusal(room_for(1, short_by=1), memory_fraction=1.0)
+    assert "no room for 1 slot of 4096 tokens: that is 0.25 GiB" in message
+    assert message.endswith("lower max_seq_len")
 
 
 def test_a_machine_that_cannot_hold_the_weights_is_refused() -> None:
-    tiny = MachineFacts("cpu", frozenset({DType.BFLOAT16}), free_bytes=GIB // 4, has_flash_attn=False)
+    tiny = MachineFacts("cpu", frozenset({DType.BFLOAT16}), free_bytes=GIB // 4)
     message = refusal(tiny)
     assert message == "the weights do not fit: they need 0.50 GiB as bfloat16, and 0.25 GiB are free"
 
@@ -259,20 +266,70 @@ def test_a_token_budget_below_the_slots_is_refused_with_both_numbers() -> None:
     assert resolved(max_batch_size=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
 
 
-@pytest.mark.parametrize(
-    ("machine", "config", "said"),
-    [
-        (CPU, {}, "device cpu, flash-attn not installed, dtype bfloat16"),
-        (PLAIN_GPU, {}, "device cuda:1, flash-attn not installed, dtype bfloat16"),
-        (GPU, {"dtype": "float32"}, "device cuda:0, flash-attn found, dtype float32"),
-    ],
-)
-def test_flash_attention_where_it_cannot_work_is_refused_with_the_facts(
-    machine: MachineFacts, config: dict[str, Any], said: str
+FLASH_OBSTACLES = [
+    (CPU, {}, {}, "it runs on a CUDA device, and the device is cpu"),
+    (PLAIN_GPU, {}, {}, NOT_INSTALLED),
+    (GPU, {}, {"dtype": "float32"}, "it computes in bfloat16 or float16, not float32"),
+    (GPU, {"head_dim": 264}, {}, "it takes a head_dim up to 256 that 8 divides, not 264"),
+    (GPU, {"head_dim": 60}, {}, "it takes a head_dim up to 256 that 8 divides, not 60"),
+]
+
+
+@pytest.mark.parametrize(("machine", "model", "config", "obstacle"), FLASH_OBSTACLES)
+def test_flash_attention_asked_for_by_name_where_it_cannot_be_had_is_refused_with_the_reason(
+    machine: MachineFacts, model: dict[str, Any], config: dict[str, Any], obstacle: str
 ) -> None:
-    message = refusal(machine, attention_backend="flash_attn", max_seq_len=64, **config)
-    assert said in message
-    assert "choose attention_backend torch" in message
+    message = refusal(machine, replace(MODEL, **model), attention_backend="flash_attn", max_seq_len=64, **config)
+    assert message == f"attention_backend flash_attn cannot be had: {obstacle}; choose torch, or mend that"
+
+
+@pytest.mark.parametrize(("machine", "model", "config", "obstacle"), FLASH_OBSTACLES[1:])
+def test_torch_is_chosen_on_a_gpu_where_flash_attention_cannot_be_had(
+    machine: MachineFacts, model: dict[str, Any], config: dict[str, Any], obstacle: str
+) -> None:
+    facts = replace(MODEL, **model)
+    resolved_config = resolved(machine, facts, max_seq_len=64, **config)
+    assert resolved_config.attention_backend is AttentionBackend.TORCH
+    assert find_flash_attn_obstacle(facts, machine, resolved_config.dtype) == obstacle
+
+
+# What the weights left
+
+
+def refitted(free_bytes: int, **config: Any) -> ResolvedConfig:
+    """On a GPU, in slots of 4096 tokens and 256 MiB, when so much is free beside weights and activations."""
+    asked = EngineConfig(**config)
+    return refit_slots(asked, resolve(asked, MODEL, GPU), MODEL, free_bytes)
+
+
+@pytest.mark.parametrize(("free_bytes", "num_slots"), [(10 * GIB, 32), (10 * GIB - 1, 31), (500 * GIB, 256)])
+def test_as_many_slots_as_fit_into_what_the_weights_left(free_bytes: int, num_slots: int) -> None:
+    assert refitted(free_bytes).max_batch_size == num_slots  # the default share is 0.8
+
+
+def test_a_small_token_budget_still_bounds_the_slots() -> None:
+    assert refitted(500 * GIB, max_num_batched_tokens=16).max_batch_size == 16
+
+
+def test_nothing_but_the_number_of_slots_changes() -> None:
+    before = resolve(EngineConfig(), MODEL, GPU)
+    assert refitted(10 * GIB) == before.model_copy(update={"max_batch_size": 32})
+
+
+def test_slots_that_were_asked_for_and_fit_no_more_are_refused() -> None:
+    assert refitted(10 * GIB, max_batch_size=32).max_batch_size == 32
+    with pytest.raises(ConfigurationError) as caught:
+        refitted(10 * GIB, max_batch_size=33)
+    assert str(caught.value) == (
+        "there is no room for 33 slots of 4096 tokens: that is 8.25 GiB, and 8.00 GiB may be used (80% of the 10.00 GiB"
+        " that are free beside the weights); lower max_batch_size or max_seq_len"
+    )
+
+
+@pytest.mark.parametrize("free_bytes", [GIB // 4, 0, -GIB])
+def test_a_gpu_without_room_for_one_slot_is_refused(free_bytes: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"1 slot of 4096 tokens: that is 0\.25 GiB.*; lower max_seq_len$"):
+        refitted(free_bytes)
 
 
 @pytest.mark.parametrize(("machine", "model", "config", "obstacle"), OBSTACLES)
@@ -308,6 +365,7 @@ def test_batch_invariance_is_refused_on_a_gpu() -> None:
         ("attention_backend", "paged"),
         ("quantization", "int4"),
         ("quantization", "auto"),
+        ("load_format", "pickle"),
         ("max_batch_size", 0),
         ("max_seq_len", 0),
         ("max_seq_len", "long"),

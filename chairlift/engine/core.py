@@ -1,17 +1,26 @@
-"""The engine without its thread: `step` is schedule, execute, update.
+"""The engine without its thread: `step` is schedule, launch, update.
+
+Where the device works beside the host, a launch is begun before the tokens of the one before it are taken: the device
+always has its next work, and whatever the host does meanwhile costs no time. The device works in the order in which
+it is told, so that what is launched, copied or overwritten now happens after all that was launched before.
 
 Knows token ids only. Whoever calls its methods owns it; the methods must not be called from two threads at once.
 """
 
 import logging
+from collections import deque
+from dataclasses import dataclass
 
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.config import AttentionBackend, EngineConfig, ModelFacts, find_cpu_obstacle, resolve
-from chairlift.engine.forward import load_forward
+from chairlift.engine.forward import Forward, load_forward
+from chairlift.engine.graphs import CudaRecorder, DecodeGraphs, GraphRecorder
 from chairlift.engine.machine import choose_num_threads, inspect_machine
-from chairlift.engine.runner import ModelRunner
+from chairlift.engine.memory import fit_cache
+from chairlift.engine.newest import NewestTokens
+from chairlift.engine.runner import Launch, ModelRunner
 from chairlift.engine.sampling import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
@@ -21,10 +30,24 @@ from chairlift.scheduler import Request, Scheduler, StepPlan, TokenEvent
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """How the host keeps ahead of the device."""
+
+    num_launches_ahead: int = 0  # begun before the tokens of an earlier one are taken
+    recorder: GraphRecorder | None = None  # of graphs of decode steps; None: they are launched operator by operator
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Pacing":
+        """A CPU computes while it launches, so that there is nothing to keep ahead of."""
+        return cls() if device.type == "cpu" else cls(1, CudaRecorder(device))
+
+
 class EngineCore:
     """Scheduler, cache and model of one checkpoint. ConfigurationError if it cannot be set up."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, pacing: Pacing | None = None) -> None:
+        """`pacing` None: what suits the device."""
         torch.set_num_threads(choose_num_threads() if config.num_threads == "auto" else config.num_threads)
         checkpoint = open_checkpoint(config.model)
         shape = checkpoint.config
@@ -45,10 +68,17 @@ class EngineCore:
         dtype = TORCH_DTYPES[self.config.dtype]
         slot_len = self.config.slot_len
         forward = load_forward(checkpoint, self.config)
+        self.config = fit_cache(config, self.config, facts, forward)
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
-        self.cache = _allocate(params, self.config.max_batch_size, slot_len, shape.num_layers, self.config.device)
-        sampler = Sampler(shape.vocab_size, self.config.max_batch_size, self.cache.devices[0])
-        self._runner = ModelRunner(forward, self.cache, sampler)
+        device = torch.device(self.config.device)
+        self._pacing = pacing or Pacing.of(device)
+        self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
+        num_slots = self.config.max_batch_size + (self._pacing.recorder is not None)
+        self.cache = _allocate(params, num_slots, slot_len, shape.num_layers, self.config.device)
+        newest = NewestTokens(num_slots, device)
+        graphs = self._make_graphs(self._pacing.recorder, forward, newest) if self._pacing.recorder else None
+        sampler = Sampler(shape.vocab_size, num_slots, device)
+        self._runner = ModelRunner(forward, self.cache, sampler, newest, graphs)
         self._scheduler = Scheduler(
             self.cache.ledger,
             self.config.max_num_batched_tokens,
@@ -68,7 +98,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or bool(self._launches)
 
     @property
     def num_acceptable(self) -> int:
@@ -88,25 +118,62 @@ class EngineCore:
         return event
 
     def step(self) -> list[TokenEvent]:
-        """One launch. Must only be called while there is work."""
-        plan = self._scheduler.schedule()
+        """Begins a launch, and takes the tokens of the oldest one if it need not, or cannot, run ahead any further.
+
+        Must only be called while there is work. If it raises, the requests of all launches in flight are gone.
+        """
         try:
-            result = self._runner.execute(plan)
-            events = self._scheduler.update(plan, result.rows, result.reservation)
+            if self._launch_next() and len(self._launches) <= self._pacing.num_launches_ahead:
+                return []
+            return self._finish(self._launches[0])
         except BaseException:  # also an interrupt
-            self._scheduler.abandon(plan)
-            self._scrub_uncommitted(plan)
+            self._abandon(*(launch.plan for launch in self._launches))
+            self._launches.clear()
             raise
-        for row, slot, row_result in zip(plan.rows, result.reservation.seq_ids, result.rows, strict=True):
-            if row_result.error is not None and row.request.finish_reason is not None:
+
+    def _launch_next(self) -> bool:
+        """False if nothing can be planned before the tokens of a launch in flight are known."""
+        plan = self._scheduler.schedule()
+        if not plan.rows:
+            return False
+        try:
+            launch = self._runner.launch(plan)
+            self._scheduler.advance(plan, launch.reservation)
+        except BaseException:
+            self._abandon(plan)
+            raise
+        self._launches.append(launch)
+        return True
+
+    def _finish(self, launch: Launch) -> list[TokenEvent]:
+        results = launch.wait()
+        events = self._scheduler.update(launch.plan, results)
+        self._launches.popleft()
+        for row, slot, result in zip(launch.plan.rows, launch.reservation.seq_ids, results, strict=True):
+            if result.error is not None and row.request.finish_reason is not None:
                 self.cache.scrub(slot)  # what is not a number in it would spoil its next owner
         return events
 
-    def _scrub_uncommitted(self, plan: StepPlan) -> None:
-        """Of a step that did not come to its end nobody knows whether what it wrote are numbers."""
-        for row in plan.rows:
-            if row.request.slot is not None:
-                self.cache.scrub(row.request.slot, row.request.num_computed)
+    def _abandon(self, *plans: StepPlan) -> None:
+        """Of launches that did not come to their end nobody knows whether what they wrote are numbers."""
+        requests = [row.request for plan in plans for row in plan.rows]
+        slots = {request.slot for request in requests if request.slot is not None}
+        for plan in plans:
+            self._scheduler.abandon(plan)
+        for slot in slots:
+            self.cache.scrub(slot)
+
+    def _make_graphs(self, recorder: GraphRecorder, forward: Forward, newest: NewestTokens) -> DecodeGraphs:
+        self.cache.claim_slot(self.cache.max_cache_batch_size - 1)  # what pads a batch has to work on something
+        max_steps = self.config.max_steps_per_launch
+        try:
+            graphs = DecodeGraphs(forward, self.cache.blocks[0], newest, recorder, self.vocab_size, max_steps)
+            graphs.record_common()
+        except torch.OutOfMemoryError as error:
+            raise ConfigurationError(
+                "there is no memory left for CUDA graphs; lower memory_fraction, max_batch_size or max_seq_len"
+            ) from error
+        return graphs
 
     def check(self) -> None:
         """Asserts that requests, slots and lengths agree."""

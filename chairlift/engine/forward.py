@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.config import AttentionBackend, ResolvedConfig
-from chairlift.models import Checkpoint, load_model
+from chairlift.config import AttentionBackend, LoadFormat, ResolvedConfig
+from chairlift.models import Checkpoint, load_model, make_dummy_model
 from chairlift.models.attention import Backend, BatchMetadata, load_backend
 from chairlift.models.attention.batch import token_slots
 from chairlift.models.attention.per_token import attend_alone
@@ -43,13 +43,29 @@ class Forward(Protocol):
 
 def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
     """Loads a checkpoint's weights for the way to run them that the configuration names."""
-    model = load_model(checkpoint, config.dtype, config.device, config.slot_len)
+    if config.slot_len != config.max_seq_len:
+        logger.info(
+            "max_seq_len %d: slots have memory for %d tokens, since %s reads them in pages",
+            config.max_seq_len,
+            config.slot_len,
+            config.attention_backend,
+        )
+    model = _load_model(checkpoint, config)
     if config.attention_backend is AttentionBackend.CPU:
         return CpuLlama(model, config.slot_len, is_quantized=config.quantization is not None)
     model.pack()
     if config.batch_invariant:
         return InvariantForward(model)
-    return PlainForward(model, load_backend(config.attention_backend, model.config.head_dim, model.rope.dtype))
+    device = model.rope.device
+    attention = load_backend(config.attention_backend, model.config.head_dim, model.rope.dtype, device)
+    logger.info("attention: %s on %s", type(attention).__name__, device)
+    return PlainForward(model, attention)
+
+
+def _load_model(checkpoint: Checkpoint, config: ResolvedConfig) -> Llama:
+    if config.load_format is LoadFormat.DUMMY:
+        return make_dummy_model(checkpoint, config.dtype, config.device, config.slot_len, config.seed)
+    return load_model(checkpoint, config.dtype, config.device, config.slot_len)
 
 
 class PlainForward:
@@ -69,6 +85,16 @@ class PlainForward:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward`."""
         return self._model.logits(hidden)
+
+    @torch.inference_mode()
+    def rehearse(self, num_tokens: int, num_rows: int) -> None:
+        """Runs a step of that many tokens without a cache, so that what it allocates can be measured.
+
+        Attention is left out: beside its result, which is as large as the queries, it needs next to nothing.
+        """
+        places = torch.zeros(num_tokens, dtype=torch.int64, device=self._model.rope.device)
+        hidden = self._model(places, places, lambda _, query, key, value: query)  # noqa: ARG005
+        self._model.logits(hidden[:num_rows])
 
 
 class InvariantForward:

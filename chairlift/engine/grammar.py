@@ -19,6 +19,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from chairlift.engine.transfers import send, to_device
 from chairlift.engine.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest
 from chairlift.params import StructuredOutputs
@@ -114,9 +115,9 @@ class PendingMasks:
 
     def apply(self, logits: torch.Tensor) -> None:
         """Forbids in those rows of `[N, vocab]`, in place, what their grammars do not allow. Waits if it must."""
-        rows = torch.tensor(self.rows, device=logits.device)
+        rows = to_device(self.rows, torch.int64, logits.device)
         try:
-            masks = self.masks.result().to(logits.device, non_blocking=True)
+            masks = send(self.masks.result(), logits.device)
         except BaseException as error:  # then nothing can be sampled for these rows, which ends them alone
             logger.error("computing grammar masks failed", exc_info=error)
             logits[rows] = -torch.inf

@@ -1,4 +1,4 @@
-"""Log-probabilities: picked on the device, brought to the host once per launch."""
+"""Log-probabilities: picked on the device, brought to the host when a launch is over."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 
+from chairlift.engine.transfers import bring, to_device
 from chairlift.params import Logprob, TokenLogprobs
 
 _BLOCK_SIZE = 64  # positions whose logits are in memory at the same time
@@ -34,8 +35,14 @@ class LogprobTensors:
             top_values=torch.cat([part.top_values for part in parts]),
         )
 
+    def bring(self) -> Self:
+        """A copy on its way to the host."""
+        return type(self)(
+            bring(self.tokens), bring(self.values), bring(self.ranks), bring(self.top_tokens), bring(self.top_values)
+        )
+
     def to_host(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
-        """By position; `num_top[i]` of the likeliest tokens for position i."""
+        """By position, once it is there; `num_top[i]` of the likeliest tokens for position i."""
         columns = (self.tokens, self.values, self.ranks, self.top_tokens, self.top_values)
         rows = zip(*(column.tolist() for column in columns), num_top, strict=True)
         return [
@@ -54,16 +61,16 @@ def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, num_top: int) ->
 
 def score_tokens(
     hidden: torch.Tensor, tokens: Sequence[int], num_top: int, logits_of: Callable[[torch.Tensor], torch.Tensor]
-) -> list[TokenLogprobs]:
+) -> LogprobTensors:
     """Log-probabilities of the tokens that follow hidden states `[L, hidden]`, a block of positions at a time."""
-    following = torch.tensor(tokens, device=hidden.device)
+    following = to_device(tokens, torch.int64, hidden.device)
     parts = [
         pick_logprobs(logits_of(block).log_softmax(dim=-1), block_tokens, num_top)
         for block, block_tokens in zip(
             torch.split(hidden, _BLOCK_SIZE), torch.split(following, _BLOCK_SIZE), strict=True
         )
     ]
-    return LogprobTensors.join(parts).to_host([num_top] * len(tokens))
+    return LogprobTensors.join(parts)
 
 
 def _top(tokens: list[int], values: list[float], first: int) -> dict[int, Logprob]:

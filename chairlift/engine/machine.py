@@ -1,6 +1,5 @@
 """What this machine offers: the device, the number formats it multiplies natively, free memory."""
 
-import importlib.util
 import os
 import re
 
@@ -9,7 +8,10 @@ import torch
 
 from chairlift.config import DType, MachineFacts
 from chairlift.errors import ConfigurationError
+from chairlift.models.attention import find_flash_attn
 from chairlift.models.cpu import CpuKernelsUnavailable, are_kernels_fast, load_library
+
+_AMPERE = (8, 0)  # compute capability of the first GPUs that multiply bfloat16, and that flash-attn runs on
 
 
 def inspect_machine(device: str, *, wants_cpu_kernels: bool = True) -> MachineFacts:
@@ -24,7 +26,6 @@ def inspect_machine(device: str, *, wants_cpu_kernels: bool = True) -> MachineFa
             device="cpu",
             fast_dtypes=_fast_cpu_dtypes(),
             free_bytes=psutil.virtual_memory().available,
-            has_flash_attn=False,
             cpu_kernels_obstacle=_cpu_kernels_obstacle() if wants_cpu_kernels else "it was not asked for",
             are_cpu_kernels_fast=are_kernels_fast(),
         )
@@ -48,12 +49,21 @@ def _inspect_gpu(index: int) -> MachineFacts:
     if index >= num_gpus:
         raise ConfigurationError(f"there is no device cuda:{index}; this machine has {num_gpus} CUDA devices")
     free_bytes, _ = torch.cuda.mem_get_info(index)
+    capability = torch.cuda.get_device_capability(index)
     return MachineFacts(
         device=f"cuda:{index}",
-        fast_dtypes=frozenset(DType),
+        fast_dtypes=frozenset(DType) if capability >= _AMPERE else frozenset({DType.FLOAT32, DType.FLOAT16}),
         free_bytes=free_bytes,
-        has_flash_attn=importlib.util.find_spec("flash_attn") is not None,
+        flash_attn_obstacle=_flash_attn_obstacle(capability),
     )
+
+
+def _flash_attn_obstacle(capability: tuple[int, int]) -> str | None:
+    if capability < _AMPERE:
+        return f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+    if find_flash_attn(capability) is None:
+        return "the package flash-attn is not installed (pip install 'chairlift[flash]')"
+    return None
 
 
 def _cpu_kernels_obstacle() -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chairlift.engine.transfers import to_device
 from chairlift.params import SamplingParams
 from chairlift.scheduler import Request
 
@@ -32,7 +33,7 @@ class PenaltyState:
 
     def prepare(self, requests: Sequence[Request]) -> PenaltyBatch | None:
         """None if no request carries a penalty. Starts the counts of requests that are new to their slots."""
-        rows = [row for row, request in enumerate(requests) if _has_penalty(request.params)]
+        rows = [row for row, request in enumerate(requests) if has_penalty(request.params)]
         if not rows:
             return None
         slots = []
@@ -45,8 +46,8 @@ class PenaltyState:
             slots.append(request.slot)
         params = [requests[row].params for row in rows]
         return PenaltyBatch(
-            rows=torch.tensor(rows, device=self._device),
-            slots=torch.tensor(slots, device=self._device),
+            rows=to_device(rows, torch.int64, self._device),
+            slots=to_device(slots, torch.int64, self._device),
             repetition=self._column([p.repetition_penalty for p in params]),
             presence=self._column([p.presence_penalty for p in params]),
             frequency=self._column([p.frequency_penalty for p in params]),
@@ -73,14 +74,16 @@ class PenaltyState:
             self._num_generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
             self._is_in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
         self._owners[slot] = request
-        self._is_in_prompt[slot] = False
-        self._is_in_prompt[slot, torch.tensor(request.prompt_token_ids, device=self._device)] = True
-        generated = torch.tensor(request.token_ids[request.num_prompt_tokens :], dtype=torch.int64, device=self._device)
-        self._num_generated[slot] = torch.bincount(generated, minlength=self._shape[1])
+        token_ids = to_device(request.token_ids, torch.int64, self._device)
+        prompt, generated = token_ids[: request.num_prompt_tokens], token_ids[request.num_prompt_tokens :]
+        self._is_in_prompt[slot].zero_().index_fill_(0, prompt, True)
+        ones = torch.ones_like(generated, dtype=torch.int32)
+        self._num_generated[slot].zero_().index_add_(0, generated, ones)  # bincount would wait for the device
 
     def _column(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device).unsqueeze(1)
+        return to_device(values, torch.float32, self._device).unsqueeze(1)
 
 
-def _has_penalty(params: SamplingParams) -> bool:
+def has_penalty(params: SamplingParams) -> bool:
+    """True if tokens that were seen before change what comes."""
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)

@@ -1,7 +1,9 @@
 """Plan -> tensors -> tokens: the only place where a step plan meets the model.
 
 One launch may hold several decode steps. Each feeds its sampled tokens to the next on the device, and the tokens of
-all steps come to the host in one copy at the end.
+all steps come to the host in one copy at the end. Nothing in `launch` waits for the device, so that where it works
+beside the host the next launch can begin before this one's tokens are known: a row's newest token is looked up on the
+device, by slot.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +14,18 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
 from chairlift.cache.ledger import Reservation
 from chairlift.engine.forward import Forward
+from chairlift.engine.graphs import DecodeGraphs
 from chairlift.engine.logprobs import LogprobTensors, score_tokens
+from chairlift.engine.newest import ON_DEVICE, NewestTokens, known_ids
+from chairlift.engine.plain import prepare_plain
 from chairlift.engine.sampling import INVALID_TOKEN, Sampled, Sampler, SamplingBatch
+from chairlift.engine.transfers import Arrival, bring, send, to_device
 from chairlift.models.attention import BatchMetadata
 from chairlift.params import TokenLogprobs
 from chairlift.scheduler import RowResult, StepPlan
+
+StepResult = list[RowResult]
+"""What came of a launch, by row of its plan."""
 
 _Inputs = list[ContinuousBatchingKVCacheCollection]
 
@@ -24,56 +33,115 @@ _NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits 
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """What came of each row, and the reservation to commit."""
+class _Outputs:
+    """What a launch leaves for the host; the rows of a tensor are those that were sampled."""
 
-    rows: list[RowResult]
+    tokens: torch.Tensor | None  # int64 [N, num_steps]; None: no row was sampled
+    logprobs: LogprobTensors | None  # of the rows that want them, step by step
+    num_top_logprobs: list[int]  # how many likeliest tokens each of these wants
+    prompt_scores: dict[int, LogprobTensors]  # by row of the plan
+
+    @classmethod
+    def gather(
+        cls, steps: list[Sampled], num_top_logprobs: list[int], prompt_scores: dict[int, LogprobTensors]
+    ) -> "_Outputs":
+        """All steps of a launch, on their way to the host."""
+        parts = [step.logprobs for step in steps if step.logprobs is not None]
+        return cls(
+            tokens=bring(torch.stack([step.tokens for step in steps], dim=1)) if steps else None,
+            logprobs=LogprobTensors.join(parts).bring() if parts else None,
+            num_top_logprobs=num_top_logprobs,
+            prompt_scores={row: scores.bring() for row, scores in prompt_scores.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A plan that has begun. What is launched after it finds its keys, values and tokens on the device."""
+
+    plan: StepPlan
     reservation: Reservation
+    outputs: _Outputs
+    arrival: Arrival
+
+    def wait(self) -> StepResult:
+        """Returns when it is over. Raises what went wrong on the device."""
+        self.arrival.wait()
+        return _spread(self.plan, self.outputs)
 
 
 class ModelRunner:
-    """Executes step plans on one device."""
+    """Executes step plans on one device, in the order in which they are launched."""
 
-    def __init__(self, forward: Forward, cache: ContinuousBatchingKVCacheManager, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        cache: ContinuousBatchingKVCacheManager,
+        sampler: Sampler,
+        newest: NewestTokens,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """`newest` is shared with `graphs`, which run what only decodes if there are any."""
         self._forward = forward
         self._cache = cache
         self._sampler = sampler
+        self._newest = newest
+        self._graphs = graphs
         self._device = cache.devices[0]
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs all steps of the plan. Writes keys and values to the slots; commits nothing."""
-        batch, input_ids = self._first_batch(plan)
-        inputs = self._cache.fetch(batch.slots, batch.num_new_tokens, plan.num_steps)
+    def launch(self, plan: StepPlan) -> Launch:
+        """Starts all steps of the plan. Writes keys and values to the slots; commits nothing."""
+        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
+        inputs = self._cache.fetch(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         reservation = inputs[0].reservation
         assert reservation is not None, "fetch always reserves"
-        return StepResult(self._launch(plan, batch, input_ids, inputs), reservation)
+        if self._graphs is not None and plan.is_decode:
+            outputs = self._replay(self._graphs, plan, inputs[0])
+        else:
+            outputs = self._compute(plan, inputs)
+        return Launch(plan, reservation, outputs, Arrival.mark(self._device))
 
-    def _launch(
-        self, plan: StepPlan, batch: BatchMetadata, input_ids: torch.Tensor, inputs: _Inputs
-    ) -> list[RowResult]:
-        """The steps one after the other on the device; then all their tokens, by row."""
-        ends = torch.tensor([end - 1 for end in accumulate(batch.num_new_tokens)], device=self._device)
-        sampled_rows = [index for index, row in enumerate(plan.rows) if row.is_sampled]
-        sampling = self._sampler.prepare([plan.rows[index].request for index in sampled_rows], plan.num_steps)
-        prompt_scores: dict[int, list[TokenLogprobs]] = {}
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, cache: ContinuousBatchingKVCacheCollection) -> _Outputs:
+        """A plan that only decodes, from recorded graphs; what they cannot sample is sampled operator by operator."""
+        requests, steps = [row.request for row in plan.rows], range(plan.num_steps)
+        plain = prepare_plain(requests, plan.num_steps)
+        graphs.load(known_ids(plan.rows), cache, plan.num_steps, plain)
+        if plain is not None:
+            return _Outputs.gather([Sampled(graphs.next_tokens(), None) for _ in steps], [], {})
+        batch, slots = self._sampler.prepare(requests, plan.num_steps), cache.lookup_table
+        return _Outputs.gather(
+            [self._sample(graphs.next_logits(), batch, step, slots) for step in steps], batch.num_top_logprobs, {}
+        )
+
+    def _compute(self, plan: StepPlan, inputs: _Inputs) -> _Outputs:
+        """Any plan, operator by operator."""
+        batch, input_ids = self._first_batch(plan, inputs[0].lookup_table)
+        requests = [row.request for row in plan.rows if row.is_sampled]
+        last_tokens, slots = self._places(plan, batch, inputs[0].lookup_table)
+        sampling = self._sampler.prepare(requests, plan.num_steps)
+        prompt_scores: dict[int, LogprobTensors] = {}
         steps: list[Sampled] = []
         for step in range(plan.num_steps):
             if step:
                 inputs = self._cache.increment_cache_lengths(inputs, batch.row_offsets)
                 batch = _next_batch(batch, inputs[0].cache_lengths)
-                input_ids = steps[-1].tokens.clamp(min=0)  # a row without a valid token ends after this launch
+                input_ids = self._newest.fill_in(torch.full_like(input_ids, ON_DEVICE), slots)
             hidden = self._forward.hidden(batch, input_ids, inputs[0])
             if step == 0:
                 prompt_scores = self._score_prompts(plan, hidden)
-            if sampled_rows:
-                last = hidden[ends] if len(sampled_rows) == len(ends) else hidden[ends[sampled_rows]]
-                steps.append(self._sampler.sample(self._forward.logits(last), sampling, step))
-        return _spread(plan, steps, sampling, prompt_scores)
+            if requests:
+                steps.append(self._sample(self._forward.logits(hidden[last_tokens]), sampling, step, slots))
+        return _Outputs.gather(steps, sampling.num_top_logprobs, prompt_scores)
 
-    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
+    def _sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int, slots: torch.Tensor) -> Sampled:
+        sampled = self._sampler.sample(logits, batch, step)
+        self._newest.note(slots, sampled.tokens)
+        return sampled
+
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
         """By row: log-probabilities of the prompt's tokens that follow those of this step, where they are wanted."""
-        scores: dict[int, list[TokenLogprobs]] = {}
+        scores: dict[int, LogprobTensors] = {}
         start = 0
         for index, row in enumerate(plan.rows):
             request = row.request
@@ -84,27 +152,45 @@ class ModelRunner:
             start += row.num_new_tokens
         return scores
 
-    def _first_batch(self, plan: StepPlan) -> tuple[BatchMetadata, torch.Tensor]:
+    def _first_batch(self, plan: StepPlan, slots: torch.Tensor) -> tuple[BatchMetadata, torch.Tensor]:
         """The batch of the plan's first step and its input token ids, int64 `[T]`."""
         requests = [row.request for row in plan.rows]
         num_new = tuple(row.num_new_tokens for row in plan.rows)
         num_cached = tuple(request.num_computed for request in requests)
-        input_ids: list[int] = []
-        for request, count in zip(requests, num_new, strict=True):
-            input_ids += request.token_ids[request.num_computed : request.num_computed + count]
         offsets = torch.tensor([0, *accumulate(num_new)], dtype=torch.int32)
         # Position of a token: its place in the batch, less where its row starts, plus what the row holds already.
         shifts = torch.tensor(num_cached) - offsets[:-1]
-        positions = torch.arange(len(input_ids)) + torch.repeat_interleave(shifts, torch.tensor(num_new))
+        positions = torch.arange(sum(num_new)) + torch.repeat_interleave(shifts, torch.tensor(num_new))
         batch = BatchMetadata(
-            row_offsets=offsets.to(self._device, non_blocking=True),
-            positions=positions.to(self._device, non_blocking=True),
+            row_offsets=send(offsets, self._device),
+            positions=send(positions, self._device),
             slots=tuple(request.slot for request in requests if request.slot is not None),
             num_new_tokens=num_new,
             num_cached_tokens=num_cached,
             num_decode_rows=plan.num_decode_rows,
         )
-        return batch, torch.tensor(input_ids).to(self._device, non_blocking=True)
+        return batch, self._input_ids(plan, slots)
+
+    def _input_ids(self, plan: StepPlan, slots: torch.Tensor) -> torch.Tensor:
+        known, num_decode = known_ids(plan.rows), plan.num_decode_rows
+        input_ids = to_device(known, torch.int64, self._device)
+        if ON_DEVICE in known[:num_decode]:
+            input_ids[:num_decode] = self._newest.fill_in(input_ids[:num_decode], slots[:num_decode])
+        return input_ids
+
+    def _places(
+        self, plan: StepPlan, batch: BatchMetadata, slots: torch.Tensor
+    ) -> tuple[torch.Tensor | slice, torch.Tensor]:
+        """Of the rows that are sampled: where the last token of each lies in the batch, and its slot, int32 `[N]`."""
+        if plan.is_decode:
+            return slice(None), slots
+        ends = accumulate(batch.num_new_tokens)
+        places = [end - 1 for end, row in zip(ends, plan.rows, strict=True) if row.is_sampled]
+        rows = [index for index, row in enumerate(plan.rows) if row.is_sampled]
+        return (
+            to_device(places, torch.int64, self._device),
+            slots[to_device(rows, torch.int64, self._device)],
+        )
 
 
 def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetadata:
@@ -116,12 +202,10 @@ def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetad
     )
 
 
-def _spread(
-    plan: StepPlan, steps: list[Sampled], sampling: SamplingBatch, prompt_scores: dict[int, list[TokenLogprobs]]
-) -> list[RowResult]:
-    """Brings the tokens of all steps to the host at once, and gives each row its own."""
-    tokens = iter(torch.stack([step.tokens for step in steps], dim=1).tolist() if steps else [])
-    logprobs = iter(_logprobs_by_row(steps, sampling))
+def _spread(plan: StepPlan, outputs: _Outputs) -> StepResult:
+    """Gives each row its own of what has come to the host."""
+    tokens = iter([] if outputs.tokens is None else outputs.tokens.tolist())
+    logprobs = iter(_logprobs_by_row(outputs))
     results = []
     for index, row in enumerate(plan.rows):
         own = next(tokens) if row.is_sampled else []
@@ -130,18 +214,24 @@ def _spread(
             RowResult(
                 token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
                 logprobs=next(logprobs) if wants_logprobs else [],
-                prompt_logprobs=prompt_scores.get(index, []),
+                prompt_logprobs=_prompt_logprobs(outputs, index, row.request.prompt_logprobs),
                 error=_NOT_A_NUMBER if INVALID_TOKEN in own else None,
             )
         )
     return results
 
 
-def _logprobs_by_row(steps: list[Sampled], sampling: SamplingBatch) -> list[list[TokenLogprobs]]:
+def _logprobs_by_row(outputs: _Outputs) -> list[list[TokenLogprobs]]:
     """Of the rows that want them: one per step."""
-    parts = [step.logprobs for step in steps if step.logprobs is not None]
-    if not parts:
+    if outputs.logprobs is None:
         return []
-    num_rows = len(sampling.num_top_logprobs)
-    positions = LogprobTensors.join(parts).to_host(sampling.num_top_logprobs * len(parts))
-    return [positions[row::num_rows] for row in range(num_rows)]
+    num_top = outputs.num_top_logprobs
+    positions = outputs.logprobs.to_host(num_top * (len(outputs.logprobs.tokens) // len(num_top)))
+    return [positions[row :: len(num_top)] for row in range(len(num_top))]
+
+
+def _prompt_logprobs(outputs: _Outputs, row: int, num_top: int | None) -> list[TokenLogprobs]:
+    scores = outputs.prompt_scores.get(row)
+    if scores is None or num_top is None:
+        return []
+    return scores.to_host([num_top] * len(scores.tokens))

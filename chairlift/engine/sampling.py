@@ -13,16 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from chairlift.engine.drawing import Knobs, RowKnobs, draw, is_filtered
 from chairlift.engine.grammar import GrammarMasks, PendingMasks
 from chairlift.engine.logprobs import LogprobTensors, pick_logprobs
 from chairlift.engine.penalties import PenaltyBatch, PenaltyState
+from chairlift.engine.transfers import send, to_device
 from chairlift.scheduler import Request
 
 INVALID_TOKEN = -1  # stands for what was drawn from logits that are not numbers, or of which a mask left none
-
-_ALL = 2**31 - 1  # a top_k that keeps everything
-_HOTTEST = 1e6  # uniform in float32 already; more could become inf
-_COLDEST = 1e-6  # a smaller temperature could round to zero in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +37,10 @@ class _Entries:
 
 @dataclass(frozen=True, slots=True)
 class _RandomRows:
-    """The rows that draw. All tensors are float32 `[R, 1]` unless said otherwise."""
+    """The rows that draw."""
 
     rows: torch.Tensor  # int64 [R]
-    temperature: torch.Tensor
-    min_p: torch.Tensor | None
-    top_k: torch.Tensor | None  # int64; with top_p None: no row filters
-    top_p: torch.Tensor | None
+    knobs: Knobs
     uniforms: torch.Tensor  # float64 [num_steps, R]
 
 
@@ -83,7 +78,7 @@ class Sampler:
         wanting = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         return SamplingBatch(
             masks=self._grammars.start([request.grammar for request in requests]),
-            logprob_rows=torch.tensor(wanting, device=self._device) if wanting else None,
+            logprob_rows=to_device(wanting, torch.int64, self._device) if wanting else None,
             num_top_logprobs=[requests[row].params.logprobs or 0 for row in wanting],
             bias=self._entries(
                 [
@@ -109,7 +104,8 @@ class Sampler:
             self._penalties.apply(batch.penalties, logits)
         best, tokens = logits.max(dim=-1)  # of NaN and anything, NaN is the greatest
         if batch.random is not None:
-            tokens[batch.random.rows] = _draw(logits[batch.random.rows], batch.random, step)
+            rows, uniform = batch.random.rows, batch.random.uniforms[step]
+            tokens[rows] = draw(logits[rows], batch.random.knobs, uniform)
         if batch.penalties is not None:
             self._penalties.count(batch.penalties, tokens)
         logprobs = None
@@ -122,9 +118,9 @@ class Sampler:
             return None
         rows, tokens, values = zip(*triples, strict=True)
         return _Entries(
-            torch.tensor(rows, device=self._device),
-            torch.tensor(tokens, device=self._device),
-            torch.tensor(values, dtype=torch.float32, device=self._device),
+            to_device(rows, torch.int64, self._device),
+            to_device(tokens, torch.int64, self._device),
+            to_device(values, torch.float32, self._device),
         )
 
     def _random_rows(self, requests: Sequence[Request], num_steps: int) -> _RandomRows | None:
@@ -133,21 +129,21 @@ class Sampler:
             return None
         drawing = [requests[row] for row in rows]
         params = [request.params for request in drawing]
-        is_filtered = any(p.top_k > 0 or p.top_p < 1.0 for p in params)
-        top_k = [[min(p.top_k, _ALL) if p.top_k > 0 else _ALL] for p in params]
-        # A row that keeps everything must not lose its tail to rounding because another row filters.
-        top_p = [[p.top_p if p.top_p < 1.0 else np.inf] for p in params]
+        temperature, min_p, top_k, top_p = zip(*map(RowKnobs.of, params), strict=True)
+        has_filters = any(map(is_filtered, params))
         return _RandomRows(
-            rows=torch.tensor(rows, device=self._device),
-            temperature=self._column([[min(max(p.temperature, _COLDEST), _HOTTEST)] for p in params]),
-            min_p=self._column([[p.min_p] for p in params]) if any(p.min_p for p in params) else None,
-            top_k=torch.tensor(top_k, device=self._device) if is_filtered else None,
-            top_p=self._column(top_p) if is_filtered else None,
-            uniforms=torch.from_numpy(uniforms(drawing, num_steps)).to(self._device, non_blocking=True),
+            rows=to_device(rows, torch.int64, self._device),
+            knobs=Knobs(
+                temperature=self._column(temperature),
+                min_p=self._column(min_p) if any(min_p) else None,
+                top_k=self._column(top_k).long() if has_filters else None,
+                top_p=self._column(top_p) if has_filters else None,
+            ),
+            uniforms=send(torch.from_numpy(uniforms(drawing, num_steps)), self._device),
         )
 
-    def _column(self, values: list[list[float]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+    def _column(self, values: Sequence[float]) -> torch.Tensor:
+        return to_device(values, torch.float32, self._device).unsqueeze(1)
 
 
 def uniforms(requests: Sequence[Request], num_steps: int) -> npt.NDArray[np.float64]:
@@ -176,26 +172,3 @@ def _forbidden(requests: Sequence[Request], step: int) -> list[tuple[int, int, f
         if request.num_output_tokens + step < request.min_tokens
         for token in request.end_token_ids
     ]
-
-
-def _draw(logits: torch.Tensor, spec: _RandomRows, step: int) -> torch.Tensor:
-    """`[R, vocab]` -> int64 `[R]`."""
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / spec.temperature  # the likeliest token is at 0
-    if spec.min_p is not None:
-        scaled = scaled.masked_fill(scaled < spec.min_p.log(), -torch.inf)
-    if spec.top_k is not None and spec.top_p is not None:
-        scaled = scaled.masked_fill(scaled < _cutoff(scaled, spec.top_k, spec.top_p), -torch.inf)
-    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    targets = spec.uniforms[step].unsqueeze(1) * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
-    return tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits must not become an index out of range
-
-
-def _cutoff(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest logit `[R, 1]` that both top-k and, of those, top-p keep."""
-    descending = scaled.sort(dim=-1, descending=True).values
-    kth = descending.gather(1, (top_k - 1).clamp(max=scaled.shape[-1] - 1))
-    probabilities = descending.masked_fill(descending < kth, -torch.inf).softmax(dim=-1)
-    mass_before = probabilities.cumsum(dim=-1) - probabilities
-    num_kept = (mass_before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
-    return torch.maximum(kth, descending.gather(1, num_kept - 1))

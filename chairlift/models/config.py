@@ -62,6 +62,20 @@ class ModelConfig:
         """Elements of all layers' keys and values for one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights, biases and norms; a tied head counts once."""
+        query_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * (query_rows + kv_rows)
+        if self.has_attention_bias:
+            attention += query_rows + 2 * kv_rows + self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.has_mlp_bias:
+            mlp += 2 * self.intermediate_size + self.hidden_size
+        num_embeddings = 1 if self.is_tied else 2
+        embeddings = num_embeddings * self.vocab_size * self.hidden_size
+        return embeddings + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+
 
 def read_model_config(directory: Path) -> ModelConfig:
     """Reads `config.json`. CheckpointError if it is missing, not a Llama's, or asks for what is not supported."""

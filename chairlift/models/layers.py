@@ -7,24 +7,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from chairlift.models.config import RopeConfig
+from chairlift.models.fusion import fused
 from chairlift.models.linear import Linear
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, normalised in float32 (Zhang & Sennrich 2019)."""
+    """x / sqrt(mean(x^2) + eps) * weight, normalised in float32 (Zhang & Sennrich 2019), of a sum that is kept."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, size] -> [T, size]`"""
-        # On a CPU torch's own rms_norm is a composite of twice as many operators.
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
-        normalised: torch.Tensor = (x * scale).to(x.dtype) * self.weight
-        return normalised
+    def forward(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + delta`, and that normalised: `[T, size]` each."""
+        return _add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):
@@ -37,9 +34,26 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        projected: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        projected: torch.Tensor = self.down_proj(_silu_mul(self.gate_up_proj(x)))
         return projected
+
+
+@fused
+def _add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + delta
+    # On a CPU torch's own rms_norm is a composite of twice as many operators.
+    norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = norm.square_().div_(total.shape[-1]).add_(eps).rsqrt_()
+    return total, (total * scale).to(total.dtype) * weight
+
+
+@fused
+def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`[T, 2 N] -> [T, N]`"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def rope_tables(config: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
@@ -50,6 +64,7 @@ def rope_tables(config: RopeConfig, head_dim: int, max_seq_len: int, device: tor
     return torch.stack((angles.cos(), angles.sin()))
 
 
+@fused
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates heads `[T, H, D]` by their positions' angles `[T, 1, D]` (halves paired, as in Hugging Face)."""
     low, high = x.chunk(2, dim=-1)

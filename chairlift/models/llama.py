@@ -46,10 +46,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.has_mlp_bias)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[T, hidden]` twice, of which the sum is the layer's input; likewise its output. The norms do the adding."""
+        x, normalised = self.input_layernorm(x, delta)
+        x, normalised = self.post_attention_layernorm(x, self.self_attn(normalised, cos, sin, attend))
+        return x, self.mlp(normalised)
 
 
 class _Decoder(nn.Module):
@@ -107,9 +110,10 @@ class Llama(nn.Module):
         """int64 `[T]`, int64 `[T]` -> final hidden states `[T, hidden]`."""
         cos, sin = self.rope[:, positions].unsqueeze(2)  # [T, 1, D] each
         x = self.model.embed_tokens(input_ids)
+        delta = torch.zeros_like(x)
         for layer in self.model.layers:
-            x = layer(x, cos, sin, attend)
-        normalised: torch.Tensor = self.model.norm(x)
+            x, delta = layer(x, delta, cos, sin, attend)
+        normalised: torch.Tensor = self.model.norm(x, delta)[1]
         return normalised
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

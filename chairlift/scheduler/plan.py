@@ -12,7 +12,7 @@ class RowPlan:
 
     request: Request
     num_new_tokens: int
-    is_sampled: bool  # True if the row catches up with all known tokens, so that a new one can be sampled
+    is_sampled: bool  # True if the row catches up with all tokens that there are, so that a new one can be sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,17 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     num_decode_rows: int
     num_steps: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Every row decodes."""
+        return self.num_decode_rows == len(self.rows)
+
+    def num_expected(self, row: RowPlan) -> int:
+        """Tokens that one of the rows gets if it goes on: one a step, but with a grammar only the first."""
+        if not row.is_sampled:
+            return 0
+        return self.num_steps if row.request.grammar is None else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """One sequence on its way through the engine: token ids only, no text.
 
-There are no phases. `num_computed` tokens have keys and values in the slot and chase the `num_tokens` that are known;
+There are no phases. `num_computed` tokens have keys and values in the slot and chase the `num_tokens` that there are;
 a prompt, a chunk of one and a decode step are all "catching up":
 
-    token_ids  |=== prompt ===============|=== generated ===|
-               0        num_computed ^                      ^ num_tokens
-                                     |--- num_uncomputed ---|      decoding: exactly 1
+    token_ids  |=== prompt ===============|=== generated ===|- pending -|
+               0                     num_computed ^                     ^ num_tokens
+                                                  |-- num_uncomputed ---|      decoding: exactly 1
+
+Pending are the tokens of launches in flight: where the device works beside the host, the next step is planned before
+they are known. A launch counts as computed as soon as it has begun, on the assumption that the sequence goes on.
 """
 
 from dataclasses import dataclass, field
@@ -40,6 +43,8 @@ class Request:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_computed: int = field(init=False, default=0)
+    num_pending: int = field(init=False, default=0)
+    num_launches: int = field(init=False, default=0)  # in flight that write to the slot
     slot: int | None = field(init=False, default=None)
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: int | None = field(init=False, default=None)
@@ -58,20 +63,25 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) + self.num_pending - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still be generated."""
+        """Tokens that may still be generated; not more than 0 if it will have ended with those pending."""
         return self.max_tokens - self.num_output_tokens
+
+    @property
+    def can_be_planned(self) -> bool:
+        """Whether its next step can be planned: a grammar has to see a token first, and a length's end is known."""
+        return not self.num_pending or (self.grammar is None and self.num_remaining > 0)
 
     def accept(self, sampled: list[int]) -> list[int]:
         """Appends sampled tokens up to and including the one that ends the sequence; returns those kept."""
@@ -86,13 +96,17 @@ class Request:
                 break
         return kept
 
+    def drop_surplus(self) -> None:
+        """Once it has ended: what was computed for tokens that did not come, or will not count, is of no use."""
+        self.num_computed = min(self.num_computed, max(self.num_prompt_tokens, len(self.token_ids) - 1))
+
     def fail(self, reason: str) -> None:
         """Ends the sequence: it cannot be computed."""
         self.finish_reason = FinishReason.ABORT
         self.error = reason
 
     def _ends_with(self, token: int) -> bool:
-        num_output = self.num_output_tokens
+        num_output = len(self.token_ids) - self.num_prompt_tokens  # the pending ones come after it
         if token in self.end_token_ids and num_output > self.min_tokens:
             self.finish_reason = FinishReason.STOP
             self.stop_reason = None if token in self.eos_token_ids else token

@@ -5,6 +5,9 @@
   free slot. A prompt that does not fit is computed in chunks, so it never stalls the decoding of others.
 - When nobody waits and nobody is being prefilled, several decode steps go into one launch. A row whose next token needs
   a mask from the host (a grammar) keeps only the first token of such a launch.
+- A step may be planned while the tokens of the one before are still being computed: rows go on with a token that only
+  the device knows. Those that must show it to the host first (a grammar) sit that step out. A row that turns out to
+  have ended has been planned once too often: its surplus is dropped, and its slot is free when no launch writes to it.
 
 Nothing starves: every running row gets a token per step, requests are admitted in arrival order, and each ends after
 at most `max_tokens` of its own.
@@ -37,14 +40,16 @@ class Scheduler:
     def __init__(
         self, slots: SlotLedger, max_num_batched_tokens: int, max_steps_per_launch: int, max_queue_size: int
     ) -> None:
-        if max_num_batched_tokens < slots.num_slots:
-            raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {slots.num_slots} slots")
+        if max_num_batched_tokens < slots.num_free:
+            raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {slots.num_free} slots")
         self._slots = slots
+        self._num_slots = slots.num_free  # others may have been claimed for other purposes
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_steps_per_launch = max_steps_per_launch
         self._max_queue_size = max_queue_size
         self._waiting: dict[str, Request] = {}  # both in arrival order
         self._running: dict[str, Request] = {}
+        self._leaving: set[Request] = set()  # ended, but a launch still writes to their slots
 
     @property
     def num_waiting(self) -> int:
@@ -92,46 +97,83 @@ class Scheduler:
         return request.slot
 
     def schedule(self) -> StepPlan:
-        """The next step. Claims slots for those it admits; its plan must be executed and given to `update`."""
+        """The next step, for `advance` once it has begun. Claims slots for those it admits.
+
+        Without rows if all depends on launches in flight, which it only does if there are some.
+        """
         budget = _StepBudget(self._max_num_batched_tokens)
-        decode = [RowPlan(request, 1, True) for request in self._running.values() if request.num_uncomputed == 1]
+        decode: list[RowPlan] = []
+        begun: list[Request] = []
+        for request in self._running.values():
+            if request.can_be_planned:
+                if request.num_uncomputed == 1:
+                    decode.append(RowPlan(request, 1, True))
+                else:
+                    begun.append(request)
         budget.take(len(decode))
-        prefill = [
-            _chunk(request, budget) for request in self._running.values() if request.num_uncomputed > 1 and budget.left
-        ]
+        prefill = [_chunk(request, budget) for request in begun if budget.left]
         prefill += [_chunk(request, budget) for request in self._admit_while(budget)]
         num_steps = 1 if prefill or self._waiting else self._steps_for(decode)
         return StepPlan(rows=(*decode, *prefill), num_decode_rows=len(decode), num_steps=num_steps)
 
-    def update(self, plan: StepPlan, results: Sequence[RowResult], reservation: Reservation) -> list[TokenEvent]:
-        """Takes each row's result, commits what counts, retires who ended. One event per row with news."""
-        events, valid_lengths = [], []
-        for row, result in zip(plan.rows, results, strict=True):
-            kept = _accept(row.request, result)
-            # The last token sampled has no key and value yet: it is the first input of the next step.
-            valid_lengths.append(row.num_new_tokens + max(0, len(kept) - 1))
-            row.request.num_computed += valid_lengths[-1]
-            if kept or result.prompt_logprobs or row.request.finish_reason is not None:
-                events.append(_event(row.request, kept, result))
-        self._slots.commit(valid_lengths, reservation)
+    def advance(self, plan: StepPlan, reservation: Reservation) -> None:
+        """The plan's launch has begun: books what it computes as if no row ended in it, so that more can be planned.
+
+        Whoever did end has no use for the books of its slot any more. `update` must follow, in the same order.
+        """
+        valid_lengths = []
         for row in plan.rows:
-            if row.request.finish_reason is not None:
-                self._retire(row.request)
+            request, num_expected = row.request, plan.num_expected(row)
+            # The last token sampled has no key and value yet: it is the first input of the next step.
+            valid_lengths.append(row.num_new_tokens + max(0, num_expected - 1))
+            request.num_computed += valid_lengths[-1]
+            request.num_pending += num_expected
+            request.num_launches += 1
+        self._slots.commit(valid_lengths, reservation)
+
+    def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
+        """Takes each row's result once its launch is over, retires who ended. One event per row with news."""
+        events = []
+        for row, result in zip(plan.rows, results, strict=True):
+            request = row.request
+            request.num_pending -= plan.num_expected(row)
+            request.num_launches -= 1
+            if request in self._leaving:  # what came of it is surplus
+                self._release_if_idle(request)
+                continue
+            kept = _accept(request, result)
+            if kept or result.prompt_logprobs or request.finish_reason is not None:
+                events.append(_event(request, kept, result))
+            if request.finish_reason is not None:
+                self._retire(request)
         return events
 
     def abandon(self, plan: StepPlan) -> None:
-        """A step that failed or was interrupted: nothing of it counts, and its requests can be aborted."""
-        self._slots.abandon([row.request.slot for row in plan.rows if row.request.slot is not None])
+        """A launch that failed or was interrupted: its requests leave without an event, and their slots are free.
+
+        Other launches with these requests must be abandoned, too.
+        """
+        for row in plan.rows:
+            request = row.request
+            if request.slot is not None:
+                self._slots.abandon([request.slot])
+                request.num_launches = request.num_pending = 0
+                request.finish_reason = request.finish_reason or FinishReason.ABORT
+                self._running.pop(request.request_id, None)
+                self._release_if_idle(request)
 
     def check(self) -> None:
         """Asserts that requests and slots agree. For tests, and for when the engine is idle."""
         self._slots.check()
-        running = self._running.values()
+        running, leaving = self._running.values(), self._leaving
         assert all(request.slot is None and request.num_computed == 0 for request in self._waiting.values())
-        assert len({request.slot for request in running}) == len(running), "two requests share a slot"
-        assert self._slots.num_free + len(running) == self._slots.num_slots, "a slot belongs to nobody"
+        owners = [*running, *leaving]
+        assert len({request.slot for request in owners}) == len(owners), "two requests share a slot"
+        assert self._slots.num_free + len(owners) == self._num_slots, "a slot belongs to nobody"
+        assert all(request.finish_reason is not None and request.num_launches for request in leaving)
         for request in running:
             assert request.slot is not None, f"{request.request_id} runs without a slot"
+            assert request.num_launches or not request.num_pending, f"nobody computes {request.request_id}'s tokens"
             assert self._slots.length_of(request.slot) == request.num_computed, f"{request.request_id} and its slot"
 
     def _admit_while(self, budget: _StepBudget) -> list[Request]:
@@ -148,13 +190,23 @@ class Scheduler:
 
     def _steps_for(self, decode: list[RowPlan]) -> int:
         """Bounded by the setting, by the room in every slot, and by the longest that any row still wants."""
+        if self._max_steps_per_launch == 1:
+            return 1
         room = min((self._slots.max_seq_len - row.request.num_computed for row in decode), default=1)
         wanted = max((_num_usable_steps(row.request) for row in decode), default=1)
         return min(self._max_steps_per_launch, room, wanted)
 
     def _retire(self, request: Request) -> None:
-        assert request.slot is not None, f"{request.request_id} retires without a slot"
         del self._running[request.request_id]
+        request.drop_surplus()
+        self._leaving.add(request)
+        self._release_if_idle(request)
+
+    def _release_if_idle(self, request: Request) -> None:
+        if request.num_launches:
+            return
+        assert request.slot is not None, f"{request.request_id} leaves without a slot"
+        self._leaving.discard(request)
         self._slots.release(request.slot)
         request.slot = None
 

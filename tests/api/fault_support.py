@@ -17,7 +17,7 @@ from chairlift.api.config import ServerConfig
 from chairlift.api.listening import listen, url_of
 from chairlift.api.server import make_runner
 from chairlift.engine.async_llm import AsyncLLM
-from chairlift.engine.runner import StepResult
+from chairlift.engine.runner import Launch as Begun
 from chairlift.scheduler import Request, StepPlan
 from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
 from tests.engine.async_support import DEADLINE_S, wait_until
@@ -114,17 +114,16 @@ class Launches:
 def recorded(llm: AsyncLLM) -> Iterator[Launches]:
     launches = Launches()
     runner = llm._core._runner
-    execute = runner.execute
+    launch = runner.launch
 
-    def record(plan: StepPlan) -> StepResult:
+    def record(plan: StepPlan) -> Begun:
         requests = [row.request for row in plan.rows]
         rows = {row.request.request_id: row.num_new_tokens for row in plan.rows}
         launches.all.append(Launch(rows, requests, plan.num_steps, llm._core.cache.slots_remaining))
-        result: StepResult = execute(plan)
-        return result
+        return launch(plan)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "execute", record)
+        patch.setattr(runner, "launch", record)
         yield launches
 
 

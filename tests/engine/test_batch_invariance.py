@@ -63,8 +63,9 @@ class Recorder:
         while self.core.has_work:
             plan = self.core._scheduler.schedule()
             self._rows = [row.request.request_id for row in plan.rows if row.is_sampled]
-            result = self.core._runner.execute(plan)
-            self.core._scheduler.update(plan, result.rows, result.reservation)
+            launch = self.core._runner.launch(plan)
+            self.core._scheduler.advance(plan, launch.reservation)
+            self.core._scheduler.update(plan, launch.wait())
         return torch.stack(self._seen[:NUM_TOKENS])
 
 

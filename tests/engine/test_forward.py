@@ -1,17 +1,22 @@
 """The two ways to run a model in torch, called as the runner calls them: ragged batches over slots of odd sizes."""
 
+import logging
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from chairlift.config import AttentionBackend, DType
-from chairlift.engine.forward import InvariantForward, PlainForward
+from chairlift.config import AttentionBackend, DType, LoadFormat
+from chairlift.engine.forward import InvariantForward, PlainForward, load_forward
+from chairlift.errors import CheckpointError
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.attention import load_backend
 from chairlift.models.llama import Llama
+from tests.engine.support import resolved_config
+from tests.support import flash_attn_reference
 from tests.support.checkpoints import make_checkpoint
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, Step, logits_of, random_tokens, steps_around
 
@@ -121,3 +126,29 @@ def test_all_tokens_at_once_do_get_other_bits_in_other_chunks() -> None:
     ]
     assert not all(torch.equal(whole, other) for other in others)
     assert all(torch.allclose(whole, other, atol=FLOAT32_TOLERANCE) for other in others)
+
+
+def test_a_slot_that_is_rounded_up_to_whole_pages_is_said(
+    odd: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.engine.forward")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with flash_attn_reference.installed():
+        load_forward(
+            open_checkpoint(odd),
+            resolved_config(odd, max_seq_len=300, attention_backend=AttentionBackend.FLASH_ATTN),
+        )
+    assert caplog.messages == [
+        "max_seq_len 300: slots have memory for 512 tokens, since flash_attn reads them in pages",
+        "attention: FlashAttnBackend on cpu",
+    ]
+
+
+def test_dummy_weights_are_made_up_without_a_look_at_the_files(odd: str, tmp_path: Path) -> None:
+    shutil.copy(Path(odd) / "config.json", tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"lacks model\.safetensors"):
+        load_forward(checkpoint, resolved_config(tmp_path))
+    forward = load_forward(checkpoint, resolved_config(tmp_path, load_format=LoadFormat.DUMMY))
+    assert isinstance(forward, PlainForward)
+    assert forward.logits(torch.ones(2, ODD["hidden_size"])).shape == (2, ODD["vocab_size"])

@@ -149,7 +149,7 @@ def test_positions_are_scored_in_blocks_without_a_seam(num_tokens: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(num_tokens, 11)
     tokens = [index % 11 for index in range(num_tokens)]
-    entries = score_tokens(logits, tokens, 2, lambda hidden: hidden.clone())
+    entries = score_tokens(logits, tokens, 2, lambda hidden: hidden.clone()).to_host([2] * num_tokens)
     expected = logits.log_softmax(dim=-1)
     assert [entry[token].logprob for entry, token in zip(entries, tokens, strict=True)] == pytest.approx(
         expected[range(num_tokens), tokens].tolist()

@@ -1,24 +1,25 @@
 """Facts about the machine, and devices that it does not have."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from chairlift.config import DType
+from chairlift.config import DType, MachineFacts
 from chairlift.engine import machine
 from chairlift.engine.machine import choose_num_threads, inspect_machine
 from chairlift.errors import ConfigurationError
 from chairlift.models.cpu import load_library
+from tests.support import flash_attn_reference
 
 
-def test_a_cpu_has_float32_and_free_memory_and_no_flash_attention() -> None:
+def test_a_cpu_has_float32_and_free_memory() -> None:
     facts = inspect_machine("cpu")
     assert facts.device == "cpu"
     assert not facts.is_gpu
-    assert not facts.has_flash_attn
     assert DType.FLOAT32 in facts.fast_dtypes
     assert facts.free_bytes > 2**20
 
@@ -44,6 +45,39 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_number_of_those_that_are(in
 def test_a_gpu_number_that_torch_itself_cannot_hold_is_refused_too(index: int) -> None:
     with pytest.raises(ConfigurationError, match=f"cuda:{index}"):
         inspect_machine(f"cuda:{index}")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Makes the machine one with two GPUs of that compute capability, 80 of 140 GiB of each free."""
+
+    def install(capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * 2**30, 140 * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    return install
+
+
+def test_a_gpu_with_flash_attn(gpu: Callable[[tuple[int, int]], None]) -> None:
+    gpu((9, 0))
+    with flash_attn_reference.installed():
+        assert inspect_machine("cuda:1") == MachineFacts("cuda:1", frozenset(DType), free_bytes=80 * 2**30)
+
+
+def test_a_gpu_without_the_package(gpu: Callable[[tuple[int, int]], None]) -> None:
+    gpu((9, 0))
+    with flash_attn_reference.module("flash_attn", None), flash_attn_reference.module("flash_attn_interface", None):
+        facts = inspect_machine("cuda:0")
+    assert facts.flash_attn_obstacle == "the package flash-attn is not installed (pip install 'chairlift[flash]')"
+
+
+def test_a_gpu_that_is_too_old_for_bfloat16_and_flash_attn(gpu: Callable[[tuple[int, int]], None]) -> None:
+    gpu((7, 5))
+    with flash_attn_reference.installed():
+        facts = inspect_machine("cuda:0")
+    assert facts.fast_dtypes == {DType.FLOAT32, DType.FLOAT16}
+    assert facts.flash_attn_obstacle == "it needs compute capability 8.0, and this GPU has 7.5"
 
 
 @pytest.fixture

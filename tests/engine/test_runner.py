@@ -9,9 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.runner import StepResult
 from chairlift.params import FinishReason
-from chairlift.scheduler import Request, StepPlan
+from chairlift.scheduler import Request, RowResult, StepPlan
 from tests.engine.support import ENGINE
 
 _TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
@@ -53,17 +52,19 @@ def add(core: EngineCore, name: str, num_prompt_tokens: int, max_tokens: int = 4
     return request
 
 
-def launch(core: EngineCore) -> tuple[StepPlan, StepResult]:
+def launch(core: EngineCore) -> tuple[StepPlan, list[RowResult]]:
     """One step by hand, to see what is between plan and events."""
     plan = core._scheduler.schedule()
-    result = core._runner.execute(plan)
-    core._scheduler.update(plan, result.rows, result.reservation)
-    return plan, result
+    launch = core._runner.launch(plan)
+    core._scheduler.advance(plan, launch.reservation)
+    results = launch.wait()
+    core._scheduler.update(plan, results)
+    return plan, results
 
 
 def test_a_chunk_that_does_not_reach_the_prompts_end_gets_no_token(core: EngineCore) -> None:
     add(core, "long", 20)
-    lengths = [[len(row.token_ids) for row in launch(core)[1].rows] for _ in range(4)]
+    lengths = [[len(row.token_ids) for row in launch(core)[1]] for _ in range(4)]
     assert lengths == [[0], [0], [1], [4]]
 
 
@@ -71,9 +72,9 @@ def test_rows_that_decode_get_tokens_beside_a_chunk_that_does_not(core: EngineCo
     add(core, "short", 2)
     launch(core)
     add(core, "long", 20)
-    plan, result = launch(core)
+    plan, results = launch(core)
     assert [(row.request.request_id, row.num_new_tokens) for row in plan.rows] == [("short", 1), ("long", 7)]
-    assert [len(row.token_ids) for row in result.rows] == [1, 0]
+    assert [len(row.token_ids) for row in results] == [1, 0]
 
 
 def test_all_steps_of_a_launch_come_to_the_host_in_one_copy(core: EngineCore) -> None:
@@ -81,8 +82,8 @@ def test_all_steps_of_a_launch_come_to_the_host_in_one_copy(core: EngineCore) ->
     add(core, "b", 3)
     launch(core)
     with HostCopies() as copies:
-        _, result = launch(core)
-    assert [len(row.token_ids) for row in result.rows] == [4, 4]
+        _, results = launch(core)
+    assert [len(row.token_ids) for row in results] == [4, 4]
     assert copies.names == ["tolist"]
 
 

@@ -1,25 +1,28 @@
 """Attention through the cache's views equals plain attention over padded copies, wherever the rows lie."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from chairlift.cache import (
-    ContinuousBatchingKVCacheCollection,
-    ContinuousBatchingKVCacheManager,
-    KVCacheParams,
+from tests.models.attention_support import (
+    BATCHES,
+    DECODE,
+    IN_PLACE,
+    LAYER,
+    NUM_SLOTS,
+    POISON,
+    PREFILL,
+    Row,
+    assert_near,
+    attend,
+    batch_of,
+    make_cache,
+    new_parts,
+    random_tokens,
+    reference,
 )
-from chairlift.config import AttentionBackend
-from chairlift.models.attention import Attend, BatchMetadata, load_backend
-
-NUM_LAYERS = 3
-LAYER = 2
-NUM_SLOTS = 32
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-POISON = 1e4  # finite, as the cache promises, and enough to ruin any output that it touches
 
 
 @pytest.fixture(autouse=True)
@@ -29,138 +32,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One sequence: where it lies, what its slot holds, what is new."""
-
-    slot: int
-    num_cached: int
-    num_new: int
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Queries, keys and values of sequences from their beginnings, padded: `[B, L, H, D]`."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-
-    def shard(self, device: int, n_devices: int) -> "Tokens":
-        """The heads of one device."""
-        query, key, value = (x.chunk(n_devices, dim=2)[device] for x in (self.query, self.key, self.value))
-        return Tokens(query, key, value)
-
-    def rows(self, which: list[int]) -> "Tokens":
-        return Tokens(self.query[which], self.key[which], self.value[which])
-
-    def new_parts(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `attend` takes: query, key and value of the rows' new tokens, `[T, H, D]` each."""
-        return new_parts(self.query, rows), new_parts(self.key, rows), new_parts(self.value, rows)
-
-
-def random_tokens(
-    rows: Sequence[Row],
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 16,
-    dtype: torch.dtype = torch.float32,
-) -> Tokens:
-    generator = torch.Generator().manual_seed(len(rows))
-    longest = max(row.num_cached + row.num_new for row in rows)
-    query, key, value = (
-        torch.randn(len(rows), longest, heads, head_dim, generator=generator).to(dtype)
-        for heads in (num_heads, num_kv_heads, num_kv_heads)
-    )
-    return Tokens(query, key, value)
-
-
-def reference(tokens: Tokens) -> torch.Tensor:
-    """softmax(q k / sqrt(d)) v over all earlier tokens, in float32: `[B, L, Hq, D]`."""
-    query, key, value = (x.float().transpose(1, 2) for x in (tokens.query, tokens.key, tokens.value))
-    group_size = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)
-    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
-    is_later = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
-    attended: torch.Tensor = scores.masked_fill(is_later, -torch.inf).softmax(-1) @ value
-    return attended.transpose(1, 2)
-
-
-def new_parts(padded: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """The new tokens of all rows end to end: `[B, L, H, D] -> [T, H, D]`."""
-    return torch.cat([padded[i, row.num_cached : row.num_cached + row.num_new] for i, row in enumerate(rows)])
-
-
-def batch_of(rows: Sequence[Row]) -> BatchMetadata:
-    """Rows of one new token that come first are decode rows."""
-    num_new = [row.num_new for row in rows]
-    num_decode_rows = next((i for i, count in enumerate(num_new) if count > 1), len(rows))
-    return BatchMetadata(
-        row_offsets=torch.tensor([0, *accumulate(num_new)], dtype=torch.int32),
-        positions=torch.cat([row.num_cached + torch.arange(row.num_new) for row in rows]),
-        slots=tuple(row.slot for row in rows),
-        num_new_tokens=tuple(num_new),
-        num_cached_tokens=tuple(row.num_cached for row in rows),
-        num_decode_rows=num_decode_rows,
-    )
-
-
-def make_cache(
-    rows: Sequence[Row], tokens: Tokens, num_slots: int = NUM_SLOTS, background: float = 0.0, n_devices: int = 1
-) -> ContinuousBatchingKVCacheManager:
-    """A cache in which the rows' slots hold their cached tokens, and every other element is `background`."""
-    longest, num_kv_heads, head_dim = tokens.key.shape[1:]
-    params = KVCacheParams(tokens.key.dtype, num_kv_heads, head_dim, n_devices)
-    manager = ContinuousBatchingKVCacheManager(params, num_slots, longest + 5, NUM_LAYERS, ["cpu"] * n_devices)
-    for blocks in manager.blocks:
-        blocks.fill_(background)
-    for i, row in enumerate(rows):
-        manager.claim_slot(row.slot)
-        inputs = manager.fetch([row.slot], [row.num_cached])
-        for device, collection in enumerate(inputs):
-            shard = tokens.shard(device, n_devices)
-            collection.get_key_cache(LAYER)[row.slot, : row.num_cached] = shard.key[i, : row.num_cached]
-            collection.get_value_cache(LAYER)[row.slot, : row.num_cached] = shard.value[i, : row.num_cached]
-        manager.step([row.num_cached], inputs)
-    return manager
-
-
-def prepare(batch: BatchMetadata, collection: ContinuousBatchingKVCacheCollection) -> Attend:
-    backend = load_backend(AttentionBackend.TORCH, collection.blocks.shape[-1], collection.blocks.dtype)
-    return backend.prepare(batch, collection)
-
-
-def attend(manager: ContinuousBatchingKVCacheManager, rows: Sequence[Row], tokens: Tokens) -> torch.Tensor:
-    """Attention of the rows' new tokens, which are committed; heads of all devices: `[T, Hq, D]`."""
-    inputs = manager.fetch([row.slot for row in rows], [row.num_new for row in rows])
-    outputs = [
-        prepare(batch_of(rows), collection)(LAYER, *tokens.shard(device, len(inputs)).new_parts(rows))
-        for device, collection in enumerate(inputs)
-    ]
-    manager.step([row.num_new for row in rows], inputs)
-    return torch.cat(outputs, dim=1)
-
-
-def assert_near(output: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = TOLERANCES[output.dtype]
-    torch.testing.assert_close(output.float(), expected.float(), rtol=tolerance, atol=tolerance)
-
-
-DECODE = [Row(7, 3, 1), Row(2, 0, 1), Row(30, 40, 1), Row(3, 17, 1)]
-PREFILL = [Row(12, 0, 9), Row(4, 25, 6), Row(31, 1, 2)]
-BATCHES = {
-    "decode": DECODE,
-    "decode, dense slots": [Row(slot, 5 + slot, 1) for slot in range(6)],
-    "decode, sparse slots": [Row(31, 11, 1), Row(0, 4, 1), Row(5, 29, 1)],
-    "decode, sparse and dense": [Row(slot, 20 - slot % 7, 1) for slot in (20, 2, 21, 0, 31, 1, 12, 23)],
-    "decode, one row": [Row(9, 13, 1)],
-    "prefill": PREFILL,
-    "prefill, one row": [Row(5, 0, 30)],
-    "prefill of one token after others": [Row(5, 0, 4), Row(8, 0, 1), Row(3, 6, 1)],
-    "mixed": [*DECODE, *PREFILL],
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -218,7 +89,7 @@ def test_layers_do_not_see_each_other() -> None:
     rows = BATCHES["mixed"]
     tokens = random_tokens(rows)
     (collection,) = make_cache(rows, tokens).fetch([row.slot for row in rows], [row.num_new for row in rows])
-    attend_layer = prepare(batch_of(rows), collection)
+    attend_layer = IN_PLACE.prepare(batch_of(rows), collection)
     query, key, value = tokens.new_parts(rows)
     before = attend_layer(LAYER, query, key, value)
     for other_layer in (0, 1):
@@ -283,11 +154,11 @@ def test_each_step_of_a_launch_sees_what_the_earlier_ones_wrote(rows: list[Row])
     manager = make_cache(rows, tokens, background=POISON)
     inputs = manager.fetch([row.slot for row in rows], [row.num_new for row in rows], num_steps=4)
     batch = batch_of(rows)
-    assert_near(prepare(batch, inputs[0])(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows))
+    assert_near(IN_PLACE.prepare(batch, inputs[0])(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows))
     for _ in range(3):
         inputs = manager.increment_cache_lengths(inputs, batch.row_offsets)
         rows = [Row(row.slot, row.num_cached + row.num_new, 1) for row in rows]
         batch = replace(batch_of(rows), positions=inputs[0].cache_lengths.long())
-        assert_near(prepare(batch, inputs[0])(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows))
+        assert_near(IN_PLACE.prepare(batch, inputs[0])(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows))
     manager.step([row.num_new for row in ends], inputs)
     assert [manager.cache_length_of(row.slot) for row in ends] == [row.num_cached + row.num_new for row in ends]

@@ -1,68 +1,186 @@
-"""The flash_attn backend passes the package's functions what they need: checked on a CPU by a plain reference."""
+"""Which version of flash-attn is used where; and that the references refuse what the kernels cannot be given."""
+
+from typing import Any
 
 import pytest
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.config import AttentionBackend
 from chairlift.errors import ConfigurationError
-from chairlift.models.attention import BatchMetadata, load_backend
-from tests.support import flash_attn_reference
+from chairlift.models.attention import find_flash_attn, load_backend
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.attention.torch_varlen import is_varlen_available
+from tests.support.flash_attn_reference import (
+    flash_attn_3_with_kvcache,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    installed,
+    module,
+)
 
-HEADS, KV_HEADS, HEAD_DIM, LAYER = 6, 2, 64, 1
-
-
-def outputs_of(
-    backend: AttentionBackend, cached: list[int], new: list[int], num_decode_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention output [T, Hq, D] and all blocks afterwards, over the same random contents for every backend."""
-    params = KVCacheParams(torch.bfloat16, KV_HEADS, HEAD_DIM)
-    manager = ContinuousBatchingKVCacheManager(params, 8, 512, 2, ["cpu"])
-    generator = torch.Generator().manual_seed(3)
-    manager.blocks[0].copy_(torch.randn(manager.blocks[0].shape, generator=generator))
-    slots = [7, 0, 3, 5, 2][: len(cached)]
-    for slot, length in zip(slots, cached, strict=True):
-        manager.claim_slot(slot)
-        if length:
-            manager.step([length], manager.fetch([slot], [length]))
-    inputs = manager.fetch(slots, new)[0]
-    offsets = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
-    positions = torch.cat([torch.arange(length, length + count) for length, count in zip(cached, new, strict=True)])
-    batch = BatchMetadata(offsets, positions, tuple(slots), tuple(new), tuple(cached), num_decode_rows)
-    query = torch.randn(sum(new), HEADS, HEAD_DIM, generator=generator).bfloat16()
-    key = torch.randn(sum(new), KV_HEADS, HEAD_DIM, generator=generator).bfloat16()
-    value = torch.randn(sum(new), KV_HEADS, HEAD_DIM, generator=generator).bfloat16()
-    attend = load_backend(backend, HEAD_DIM, torch.bfloat16).prepare(batch, inputs)
-    return attend(LAYER, query, key, value), manager.blocks[0]
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+CUDA = torch.device("cuda")
+Arguments = dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("cached", "new", "num_decode_rows"),
-    [
-        ([5, 0, 300, 511], [1, 1, 1, 1], 4),
-        ([0, 0], [40, 7], 0),
-        ([17, 255, 0, 100], [1, 1, 20, 33], 2),
-    ],
-    ids=["decode", "prefill", "mixed, chunk over cached context"],
+    ("capability", "name"), [(AMPERE, "flash_attn"), (HOPPER, "flash_attn_interface"), (BLACKWELL, "flash_attn")]
 )
-def test_flash_attn_computes_and_appends_what_torch_does(
-    cached: list[int], new: list[int], num_decode_rows: int
+def test_version_3_is_used_on_hopper_and_version_2_elsewhere(capability: tuple[int, int], name: str) -> None:
+    with installed():
+        assert find_flash_attn(capability) == name
+
+
+@pytest.mark.parametrize(("capability", "name"), [(AMPERE, None), (HOPPER, "flash_attn_interface")])
+def test_version_3_alone_is_for_hopper_only(capability: tuple[int, int], name: str | None) -> None:
+    with module("flash_attn", None), module("flash_attn_interface", {}):
+        assert find_flash_attn(capability) == name
+
+
+def test_version_2_alone_is_used_on_hopper_too() -> None:
+    with module("flash_attn", {}), module("flash_attn_interface", None):
+        assert find_flash_attn(HOPPER) == "flash_attn"
+
+
+@pytest.mark.parametrize(("capability", "name"), [(AMPERE, "FlashAttnBackend"), (HOPPER, "FlashAttn3Backend")])
+def test_the_backend_is_that_of_the_version(
+    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, expected_blocks = outputs_of(AttentionBackend.TORCH, cached, new, num_decode_rows)
-    with flash_attn_reference.installed():
-        actual, blocks = outputs_of(AttentionBackend.FLASH_ATTN, cached, new, num_decode_rows)
-    torch.testing.assert_close(actual, expected, atol=1e-2, rtol=1e-2)
-    assert torch.equal(blocks, expected_blocks)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with installed():
+        backend = load_backend(AttentionBackend.FLASH_ATTN, 64, torch.bfloat16, CUDA)
+    assert type(backend).__name__ == name
+
+
+def test_a_package_that_cannot_be_imported_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: AMPERE)
+    with installed(), module("flash_attn", {}), pytest.raises(ConfigurationError) as caught:
+        load_backend(AttentionBackend.FLASH_ATTN, 64, torch.bfloat16, CUDA)
+    message = str(caught.value)
+    assert message.startswith("flash-attn cannot be imported (cannot import name")
+    assert message.endswith(f"reinstall it for torch {torch.__version__}, or choose attention_backend torch")
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float32), (264, torch.bfloat16), (60, torch.bfloat16)])
+def test_torch_copies_slots_for_what_its_flash_kernels_do_not_take(head_dim: int, dtype: torch.dtype) -> None:
+    assert not is_varlen_available(head_dim, dtype)
+    assert isinstance(load_backend(AttentionBackend.TORCH, head_dim, dtype, CUDA), TorchBackend)
+
+
+# The references, each with arguments that it takes, and with one of them spoiled
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def int32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def decode_arguments() -> Arguments:
+    return {
+        "q": random(2, 1, 4, 16),
+        "k_cache": random(3, 256, 2, 16),
+        "v_cache": random(3, 256, 2, 16),
+        "k": random(2, 1, 2, 16),
+        "v": random(2, 1, 2, 16),
+        "cache_seqlens": int32(5, 255),
+        "cache_batch_idx": int32(2, 0),
+        "causal": True,
+    }
+
+
+def varlen_arguments() -> Arguments:
+    return {
+        "q": random(5, 4, 16),
+        "k": random(3, 256, 2, 16),
+        "v": random(3, 256, 2, 16),
+        "cu_seqlens_q": int32(0, 2, 5),
+        "cu_seqlens_k": int32(0, 9, 12),
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 9,
+        "causal": True,
+        "block_table": int32(2, 0).unsqueeze(1),
+    }
+
+
+def ragged_arguments() -> Arguments:
+    return {
+        **decode_arguments(),
+        "q": random(5, 4, 16),
+        "k": random(5, 2, 16),
+        "v": random(5, 2, 16),
+        "cache_seqlens": int32(5, 253),
+        "cu_seqlens_q": int32(0, 2, 5),
+        "cu_seqlens_k_new": int32(0, 2, 5),
+        "max_seqlen_q": 3,
+    }
+
+
+def transposed(*shape: int) -> torch.Tensor:
+    """Of that shape, with its last dimension not dense."""
+    return random(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+REFUSED = [
+    (flash_attn_with_kvcache, decode_arguments, {"q": random(2, 1, 4, 16, dtype=torch.float32)}),
+    (flash_attn_with_kvcache, decode_arguments, {"k": random(2, 1, 2, 16, dtype=torch.float16)}),
+    (flash_attn_with_kvcache, decode_arguments, {"q": random(2, 1, 3, 16)}),
+    (flash_attn_with_kvcache, decode_arguments, {"q": transposed(2, 1, 4, 16)}),
+    (flash_attn_with_kvcache, decode_arguments, {"k_cache": transposed(3, 256, 2, 16)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": torch.tensor([5, 255])}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5, 256)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5, -1)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5, 0, 6, 0)[::2]}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_batch_idx": int32(2, 2)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_batch_idx": int32(2, 3)}),
+    (flash_attn_with_kvcache, decode_arguments, {"v": random(2, 1, 1, 16)}),
+    (flash_attn_varlen_func, varlen_arguments, {"k": random(3, 255, 2, 16), "v": random(3, 255, 2, 16)}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_q": int32(0, 2, 4)}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_q": int32(1, 2, 5)}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_k": torch.tensor([0, 9, 12])}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_k": int32(0, 9, 11)}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_k": int32(0, 300, 303), "max_seqlen_k": 300}),
+    (flash_attn_varlen_func, varlen_arguments, {"max_seqlen_q": 2}),
+    (flash_attn_varlen_func, varlen_arguments, {"max_seqlen_k": 8}),
+    (flash_attn_varlen_func, varlen_arguments, {"block_table": torch.tensor([[2], [0]])}),
+    (flash_attn_varlen_func, varlen_arguments, {"block_table": int32(2, 3).unsqueeze(1)}),
+    (flash_attn_varlen_func, varlen_arguments, {"block_table": int32(2).unsqueeze(1)}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"cache_seqlens": int32(5, 254)}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"cu_seqlens_k_new": int32(0, 2, 4)}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"cu_seqlens_q": int32(0, 0, 5)}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"max_seqlen_q": 2}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"max_seqlen_q": 257}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"cache_batch_idx": int32(1, 1)}),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "spoiled"), REFUSED)
+def test_a_reference_refuses_what_its_kernel_cannot_be_given(function: Any, arguments: Any, spoiled: Arguments) -> None:
+    assert function(**arguments()).isfinite().all()
+    with pytest.raises(AssertionError):
+        function(**{**arguments(), **spoiled})
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "words"),
+    ("function", "arguments"),
     [
-        (64, torch.float32, "bfloat16 or float16, not torch.float32"),
-        (264, torch.bfloat16, "up to 256"),
-        (60, torch.bfloat16, "divisible by 8"),
+        (flash_attn_with_kvcache, decode_arguments),
+        (flash_attn_varlen_func, varlen_arguments),
+        (flash_attn_3_with_kvcache, ragged_arguments),
     ],
 )
-def test_what_the_kernels_cannot_do_is_refused(head_dim: int, dtype: torch.dtype, words: str) -> None:
-    with flash_attn_reference.installed(), pytest.raises(ConfigurationError, match=words):
-        load_backend(AttentionBackend.FLASH_ATTN, head_dim, dtype)
+def test_a_reference_knows_only_the_arguments_that_are_passed(function: Any, arguments: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
+        function(**arguments(), softcap=1.0)
+
+
+def test_the_causal_mask_is_aligned_to_the_last_key() -> None:
+    arguments = varlen_arguments()
+    output = flash_attn_varlen_func(**arguments)
+    arguments["v"][2, 8] = 1000.0  # the first row's ninth key: only its second query, the last one, sees it
+    changed = flash_attn_varlen_func(**arguments)
+    assert torch.equal(changed[0], output[0])
+    assert not torch.equal(changed[1], output[1])

@@ -87,19 +87,21 @@ def test_a_product_of_rotated_heads_depends_on_their_distance_only() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
-def test_the_norm_is_that_of_transformers(dtype: torch.dtype, eps: float) -> None:
+def test_the_norm_of_a_sum_is_that_of_transformers(dtype: torch.dtype, eps: float) -> None:
     ours, theirs = RMSNorm(64, eps).to(dtype), LlamaRMSNorm(64, eps).to(dtype)
     ours.weight.data = theirs.weight.data = random(64, dtype=dtype)
-    x = 0.1 * random(5, 64, dtype=dtype)
-    assert ours(x).dtype == dtype
-    torch.testing.assert_close(ours(x), theirs(x))
+    x, delta = 0.1 * random(5, 64, dtype=dtype), 0.2 * random(5, 64, dtype=dtype).flip(0)
+    total, normalised = ours(x, delta)
+    assert torch.equal(total, x + delta)
+    assert normalised.dtype == dtype
+    torch.testing.assert_close(normalised, theirs(x + delta))
 
 
 def test_the_norm_of_large_numbers_does_not_overflow_in_sixteen_bits() -> None:
     norm = RMSNorm(64, 1e-6).to(torch.float16)
     norm.weight.data.fill_(1.0)
     x = torch.full((1, 64), 6e4, dtype=torch.float16)  # its square is far beyond float16's 65504
-    torch.testing.assert_close(norm(x), torch.ones_like(x))
+    torch.testing.assert_close(norm(x, torch.zeros_like(x))[1], torch.ones_like(x))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

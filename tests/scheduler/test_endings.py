@@ -38,7 +38,8 @@ class World:
     def run(self, plan: StepPlan, *results: RowResult) -> list[TokenEvent]:
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
-        events = self.scheduler.update(plan, results, reservation)
+        self.scheduler.advance(plan, reservation)
+        events = self.scheduler.update(plan, results)
         self.scheduler.check()
         return events
 

@@ -54,7 +54,8 @@ class Trace:
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         sampled = [self._say(row.request.request_id, plan.num_steps) if row.is_sampled else [] for row in plan.rows]
-        self.events = self.scheduler.update(plan, [RowResult(tokens) for tokens in sampled], reservation)
+        self.scheduler.advance(plan, reservation)
+        self.events = self.scheduler.update(plan, [RowResult(tokens) for tokens in sampled])
         self.scheduler.check()
         rows = [(row.request.request_id, row.num_new_tokens) for row in plan.rows]
         return Plan(rows, plan.num_decode_rows, plan.num_steps)

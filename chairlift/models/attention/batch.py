@@ -17,6 +17,8 @@ from chairlift.cache.collection import ContinuousBatchingKVCacheCollection
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`attend(layer_idx, query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, D]) -> [T, Hq, D]`; appends key and value."""
 
+_SHORTEST_VIEW = 256  # tokens
+
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
@@ -29,17 +31,57 @@ class BatchMetadata:
     num_cached_tokens: tuple[int, ...]  # row -> tokens in its slot before this step
     num_decode_rows: int  # the first rows, of one new token each
 
+    @property
+    def is_decode(self) -> bool:
+        """Every row decodes."""
+        return self.num_decode_rows == len(self.slots)
+
 
 class Backend(Protocol):
-    """An attention implementation, bound to a model's shape."""
+    """An attention implementation, bound to a model's shape.
+
+    On a CUDA device neither `prepare` nor `attend` may wait for the device or copy to it from the host, and of a batch
+    that only decodes they must read nothing but tensors, `is_decode` and the cache's `max_cache_length`: so what they
+    launch can be captured in a CUDA graph and replayed with other slots and lengths.
+    """
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """Does once per step what all layers share."""
         ...
 
 
+def view_length(cache: ContinuousBatchingKVCacheCollection) -> int:
+    """Tokens of each slot that a decode step looks at: the longest row's, rounded up to 256, 512, 1024, ...
+
+    Few different lengths, so that few CUDA graphs serve all; and not the whole slot, since kernels split their work
+    by the length that they might meet.
+    """
+    longest = max(cache.max_cache_length, _SHORTEST_VIEW)
+    return min(1 << (longest - 1).bit_length(), cache.blocks.shape[3])
+
+
 def token_slots(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> torch.Tensor:
     """The slot of each token: int64 `[T]`, on the device."""
+    if batch.is_decode:
+        return cache.lookup_table.long()
     row_lengths = batch.row_offsets[1:] - batch.row_offsets[:-1]
     num_tokens = batch.positions.shape[0]
     return torch.repeat_interleave(cache.lookup_table.long(), row_lengths, output_size=num_tokens)
+
+
+def append_tokens(
+    batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection
+) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+    """What writes a layer's new keys and values, `[T, Hkv, D]` each, behind those that the slots hold."""
+    slots, positions = token_slots(batch, cache), batch.positions
+
+    def append(layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        cache.get_key_cache(layer_idx)[slots, positions] = key
+        cache.get_value_cache(layer_idx)[slots, positions] = value
+
+    return append
+
+
+def key_lengths(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> torch.Tensor:
+    """Tokens that each row's slot holds with this step's: int32 `[B]`, on the device."""
+    return cache.cache_lengths + batch.row_offsets[1:] - batch.row_offsets[:-1]

@@ -1,0 +1,158 @@
+"""Everything that is to be known of Chairlift on a GPU: its GPU tests, and its speed beside what the device allows.
+
+    python benchmarks/gpu.py                                  (or: make gpu)
+    python benchmarks/gpu.py --device cpu --shape tiny        (the same way through, in seconds)
+
+Weights are random, of the true shapes of Llama 3.1 8B (large) and Llama 3.2 1B (small); no checkpoint is needed. The
+floor of a decode step is counted from the bytes of weights and cache that it reads and from its FLOPs, over the rates
+that are measured in the same run (comparison/ceiling.py); its share is floor over measured. A prefill's share is that
+of the matrix rate, a peer's is how many times as long it takes, an idle device's that of the time between steps.
+
+Each part runs in a process of its own: one that fails is reported, and the others still run. The exit code is 1 if one
+failed; a target that is missed is only said. The last line is JSON, which goes to benchmarks/results/ with the device's
+name, or where `--json` says.
+"""
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from comparison.machine import describe_commit, describe_machine
+from on_gpu.parts import PARTS, Setup
+from on_gpu.report import make_lines, table
+from on_gpu.scale import SCALES, model_shape
+
+import chairlift
+
+_REPOSITORY = Path(__file__).parents[1]
+_CHECKS = "checks"
+_CHECKED = ("tests/models", "tests/engine", "tests/parity")  # what else is in tests/ needs packages of no use on a GPU
+
+
+def main() -> int:
+    """Measures, prints a table, and as the last line everything as JSON; returns the exit code."""
+    arguments = _parse_arguments()
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        print("gpu.py: there is no CUDA device here; --device cpu --shape tiny tries the way through", file=sys.stderr)
+        return 2
+    if arguments.part is not None:
+        setup = Setup(arguments.shape, arguments.device, arguments.dtype, arguments.scratch)
+        print(json.dumps(PARTS[arguments.part](setup)))
+        return 0
+    report = measure(arguments)
+    print(json.dumps(report))
+    if (path := arguments.json or _default_path(report["device"], arguments)) is not None:
+        path.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    return 1 if report["failures"] else 0
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs all parts, prints the table; returns the JSON."""
+    start = time.monotonic()
+    measurements: list[dict[str, Any]] = []
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in arguments.parts:
+            print(f"{time.monotonic() - start:6.0f} s  {name}", file=sys.stderr, flush=True)
+            try:
+                measurements += _run_checks(arguments) if name == _CHECKS else _run_part(name, scratch, arguments)
+            except PartError as error:
+                failures[name] = str(error)
+    scale = SCALES[arguments.shape]
+    shapes = {"large": model_shape(scale.large, arguments.dtype), "small": model_shape(scale.small, arguments.dtype)}
+    lines = make_lines(measurements, shapes)
+    print(table(lines, failures))
+    return {
+        "device": _device_name(arguments.device),
+        "machine": describe_machine(),
+        "versions": _versions(),
+        "commit": describe_commit(_REPOSITORY),
+        "scale": arguments.shape,
+        "dtype": arguments.dtype,
+        "seconds": round(time.monotonic() - start, 1),
+        "measurements": measurements,
+        "table": [asdict(line) | {"verdict": line.verdict} for line in lines],
+        "failures": failures,
+    }
+
+
+class PartError(Exception):
+    """A part did not come to its end. One line."""
+
+
+def _run_part(name: str, scratch: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Its measurements, the last line that it prints."""
+    options = ["--device", arguments.device, "--shape", arguments.shape, "--dtype", arguments.dtype]
+    output = _run([sys.executable, __file__, "--part", name, "--scratch", scratch, *options], arguments.limit)
+    measurements: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return measurements
+
+
+def _run_checks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The tests that need a GPU. There is nothing to measure in them."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    _run([*pytest, *_CHECKED], arguments.limit)
+    return []
+
+
+def _run(command: list[str], limit: float) -> str:
+    """What the command prints. `PartError` if it fails or takes longer than that, in seconds."""
+    try:
+        done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, check=False, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise PartError(f"took longer than {limit:g} s") from None
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        sys.stderr.write(done.stdout)
+        raise PartError(f"exit code {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
+    return done.stdout
+
+
+def _default_path(device: str, arguments: argparse.Namespace) -> Path | None:
+    """Results of a real device are kept."""
+    if arguments.device == "cpu":
+        return None
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return _REPOSITORY / "benchmarks" / "results" / f"gpu-{name}.json"
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "chairlift": chairlift.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = [_CHECKS, *PARTS]
+    parser.add_argument("--device", default="cuda:0", help="cuda:0, ..., or cpu")
+    parser.add_argument("--shape", choices=SCALES, default="full")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--parts", choices=every, nargs="+", default=every, metavar="PART", help=" ".join(every))
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds that a part may take")
+    parser.add_argument("--json", type=Path, help="file for the JSON")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Measurements beside what the device allows: the lines of the table, and the verdict on each."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from comparison.ceiling import ModelShape, Rates, decode_step, prefill
+from comparison.workload import Workload
+
+from on_gpu.parts import Measurement
+
+PREFILL_TARGET = 0.55  # of the matrix rate
+CONTEST_TARGET = 3.0  # times as fast as transformers
+IDLE_TARGET = 0.05  # of the time, between steps
+_OURS = "chairlift"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One figure. `share`: what is compared with the target; at most that where `is_limit`, else at least."""
+
+    what: str
+    measured: str
+    floor: str = ""
+    share: float | None = None
+    target: float | None = None
+    is_limit: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.share is None or self.target is None:
+            return ""
+        is_met = self.share <= self.target if self.is_limit else self.share >= self.target
+        return "met" if is_met else "missed"
+
+
+def make_lines(measurements: Sequence[Measurement], shapes: dict[str, ModelShape]) -> list[Line]:
+    """In the order in which they were measured. Without rates there are no floors, and so no verdicts on them."""
+    rates = next((_rates(each) for each in measurements if each["kind"] == "rates"), None)
+    ours = {each["workload"]: each["seconds"] for each in _contests(measurements) if each["who"] == _OURS}
+    lines: list[Line] = []
+    for each in measurements:
+        if each["kind"] == "rates":
+            lines.append(_rates_line(_rates(each)))
+        elif each["kind"] == "decode":
+            lines.append(_decode_line(each, shapes[each["shape"]], rates))
+        elif each["kind"] == "prefill":
+            lines.append(_prefill_line(each, shapes[each["shape"]], rates))
+        elif each["kind"] == "idle":
+            lines.append(_idle_line(each))
+        else:
+            lines.append(_contest_line(each, ours.get(each["workload"])))
+    return lines
+
+
+def table(lines: Sequence[Line], failures: dict[str, str]) -> str:
+    """All lines, and below them what failed."""
+    head = Line("", "measured", "floor")
+    widths = [max(len(getattr(line, name)) for line in (head, *lines)) for name in ("what", "measured", "floor")]
+    rows = [_row(head, widths, "share", "target", ""), *(_row(line, widths, *_cells(line)) for line in lines)]
+    return "\n".join([*rows, *(f"FAILED {name}: {reason}" for name, reason in failures.items())])
+
+
+def _row(line: Line, widths: list[int], share: str, target: str, verdict: str) -> str:
+    texts = f"{line.what:<{widths[0]}}  {line.measured:>{widths[1]}}  {line.floor:>{widths[2]}}"
+    return f"{texts}  {share:>6}  {target:>7}  {verdict}".rstrip()
+
+
+def _cells(line: Line) -> tuple[str, str, str]:
+    share = "" if line.share is None else f"{line.share:.2f}"
+    target = "" if line.target is None else f"{'<=' if line.is_limit else '>='} {line.target:.2f}"
+    return share, target, line.verdict
+
+
+def _rates(measurement: Measurement) -> Rates:
+    return Rates(measurement["bytes_per_second"], measurement["flops_per_second"])
+
+
+def _contests(measurements: Iterable[Measurement]) -> list[Measurement]:
+    return [each for each in measurements if each["kind"] == "contest"]
+
+
+def _rates_line(rates: Rates) -> Line:
+    return Line("memory, matrix products", f"{rates.bytes_per_second / 1e9:.0f} GB/s", _flops(rates.flops_per_second))
+
+
+def _decode_line(each: Measurement, shape: ModelShape, rates: Rates | None) -> Line:
+    what = f"decode {each['shape']}, {each['rows']} x {each['context']}, {each['variant']}"
+    if rates is None:
+        return Line(what, _milliseconds(each["seconds"]), target=each["target"])
+    # The context grows while the clock runs; its middle stands for all of it.
+    step = decode_step(shape, Workload(each["rows"], each["context"], 1), each["num_generated"])
+    floor = step.seconds(rates)
+    return Line(what, _milliseconds(each["seconds"]), _milliseconds(floor), floor / each["seconds"], each["target"])
+
+
+def _prefill_line(each: Measurement, shape: ModelShape, rates: Rates | None) -> Line:
+    what = f"prefill {each['shape']}, {each['workload']}"
+    if rates is None:
+        return Line(what, _milliseconds(each["seconds"]), target=PREFILL_TARGET)
+    achieved = prefill(shape, Workload.parse(each["workload"])).num_flops / each["seconds"]
+    share = achieved / rates.flops_per_second
+    return Line(what, _flops(achieved), _flops(rates.flops_per_second), share, PREFILL_TARGET)
+
+
+def _idle_line(each: Measurement) -> Line:
+    what = f"idle {each['shape']}, {each['rows']} rows: in all, between steps"
+    return Line(what, f"{each['total']:.1%}", share=each["between_steps"], target=IDLE_TARGET, is_limit=True)
+
+
+def _contest_line(each: Measurement, ours: float | None) -> Line:
+    what = f"{each['workload']}, {each['who']}"
+    if each["who"] == _OURS or ours is None:
+        return Line(what, f"{each['seconds']:.3f} s")
+    return Line(what, f"{each['seconds']:.3f} s", f"{ours:.3f} s", each["seconds"] / ours, CONTEST_TARGET)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms"
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.1f} TFLOP/s"

@@ -1,0 +1,137 @@
+"""The GPU benchmark's figures beside their floors, worked out by hand; and how long a device was idle."""
+
+import pytest
+from comparison.ceiling import ModelShape
+from on_gpu.idle import Idle, measure_idle
+from on_gpu.parts import Measurement
+from on_gpu.report import Line, make_lines, table
+from on_gpu.scale import SCALES, hugging_face_config, model_shape
+
+SHAPE = ModelShape(
+    hidden_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    intermediate_size=16,
+    vocab_size=10,
+    weight_bytes=2,
+    cache_bytes=2,
+)  # 1152 weights in layers, 80 in the head; a pass reads 2464 bytes, and 32 of each cached token
+SHAPES = {"large": SHAPE, "small": SHAPE}
+RATES: Measurement = {"kind": "rates", "bytes_per_second": 1e6, "flops_per_second": 1e9}
+
+
+def decode(seconds: float, target: float | None = None) -> Measurement:
+    return {
+        "kind": "decode",
+        "shape": "large",
+        "rows": 3,
+        "context": 10,
+        "variant": "torch, graphs, 8 a launch",
+        "target": target,
+        "seconds": seconds,
+        "num_generated": 5,
+    }
+
+
+def contest(who: str, seconds: float) -> Measurement:
+    return {"kind": "contest", "who": who, "workload": "2x8+8", "seconds": seconds}
+
+
+def lines(*measurements: Measurement) -> list[Line]:
+    return make_lines(measurements, SHAPES)
+
+
+def test_the_floor_of_a_decode_step_is_what_it_must_read() -> None:
+    # 2464 bytes of weights and 3 rows of 10 + 5 - 1 cached tokens, 32 bytes each: 3808 bytes at 1 MB/s.
+    line = lines(RATES, decode(0.007616, target=0.5))[1]
+    assert line == Line("decode large, 3 x 10, torch, graphs, 8 a launch", "7.616 ms", "3.808 ms", 0.5, 0.5)
+    assert line.verdict == "met"
+
+
+def test_a_step_that_is_too_slow_misses_its_target() -> None:
+    assert lines(RATES, decode(0.008, target=0.5))[1].verdict == "missed"
+
+
+def test_a_figure_without_a_target_has_no_verdict() -> None:
+    assert lines(RATES, decode(0.008))[1].verdict == ""
+
+
+def test_a_prefill_s_share_is_that_of_the_matrix_rate() -> None:
+    # 3 tokens: 7456 FLOPs (tests of the ceiling), in 10 microseconds: 745.6 MFLOP/s of 1 GFLOP/s.
+    measured = {"kind": "prefill", "shape": "large", "workload": "1x3+1", "seconds": 1e-5}
+    line = lines(RATES, measured)[1]
+    assert line.share == pytest.approx(0.7456)
+    assert line.verdict == "met"
+
+
+def test_an_idle_device_must_stay_below_its_limit() -> None:
+    measured = {"kind": "idle", "shape": "large", "rows": 32, "total": 0.08, "between_steps": 0.04}
+    (line,) = lines(measured)
+    assert (line.measured, line.share, line.verdict) == ("8.0%", 0.04, "met")
+    assert lines({**measured, "between_steps": 0.06})[0].verdict == "missed"
+
+
+def test_a_peer_s_share_is_how_many_times_as_long_it_takes() -> None:
+    ours, slow, fast = lines(contest("chairlift", 2.0), contest("slow", 8.0), contest("fast", 4.0))
+    assert (ours.share, ours.verdict) == (None, "")
+    assert (slow.share, slow.verdict) == (4.0, "met")
+    assert (fast.share, fast.verdict) == (2.0, "missed")
+
+
+def test_without_rates_there_are_figures_but_no_verdicts() -> None:
+    prefill = {"kind": "prefill", "shape": "large", "workload": "1x3+1", "seconds": 0.25}
+    without = lines(decode(0.008, target=0.5), prefill)
+    assert [(line.measured, line.floor, line.verdict) for line in without] == [
+        ("8.000 ms", "", ""),
+        ("250.000 ms", "", ""),
+    ]
+
+
+def test_a_peer_without_ours_has_no_verdict() -> None:
+    assert lines(contest("slow", 8.0))[0].verdict == ""
+
+
+def test_the_table_ends_with_what_failed() -> None:
+    text = table(lines(RATES, decode(0.008, target=0.5)), {"small": "exit code 1: boom"})
+    assert text.splitlines() == [
+        "                                                 measured        floor   share   target",
+        "memory, matrix products                            0 GB/s  0.0 TFLOP/s",
+        "decode large, 3 x 10, torch, graphs, 8 a launch  8.000 ms     3.808 ms    0.48  >= 0.50  missed",
+        "FAILED small: exit code 1: boom",
+    ]
+
+
+def test_idle_is_what_no_work_covers() -> None:
+    # Busy 0-10, 8-20, 21-30 and 70-100: gaps of 1 (within a step) and 40.
+    idle = measure_idle([(8.0, 20.0), (0.0, 10.0), (70.0, 100.0), (21.0, 30.0), (22.0, 25.0)])
+    assert idle == Idle(total=0.41, between_steps=0.40)
+
+
+def test_a_device_that_is_always_busy_is_never_idle() -> None:
+    assert measure_idle([(5.0, 10.0), (10.0, 12.0)]) == Idle(0.0, 0.0)
+
+
+def test_no_work_at_all_is_said() -> None:
+    with pytest.raises(ValueError, match="saw no work"):
+        measure_idle([])
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_parameters"),
+    [(SCALES["full"].large, 8_030_000_000), (SCALES["full"].small, 1_236_000_000)],
+    ids=["Llama 3.1 8B", "Llama 3.2 1B"],
+)
+def test_the_full_shapes_are_those_of_the_models_they_are_named_for(
+    fields: dict[str, int], num_parameters: int
+) -> None:
+    shape = model_shape(fields, "bfloat16")
+    num_embeddings = 1 if fields.get("tie_word_embeddings") else 2
+    assert shape.num_layer_weights + num_embeddings * shape.num_head_weights == pytest.approx(num_parameters, rel=1e-3)
+
+
+def test_a_shape_is_tied_only_where_it_says_so() -> None:
+    scale = SCALES["full"]
+    assert hugging_face_config(scale.large, 256, "bfloat16").tie_word_embeddings is False
+    assert hugging_face_config(scale.small, 256, "bfloat16").tie_word_embeddings is True

@@ -1,0 +1,367 @@
+"""Decode steps from recorded graphs, against the same steps operator by operator.
+
+On a CPU a graph is the work itself: to record is to remember it (and to run it, as libraries are warmed up), to replay
+is to run it again. What is special about graphs is all there: fixed places and sizes, padding, a step that follows from
+the one before.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift import LLM, EngineConfig, SamplingParams
+from chairlift.engine import core as core_module
+from chairlift.engine import forward as forward_module
+from chairlift.engine import graphs as graphs_module
+from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.graphs import CudaRecorder, Replay, batch_sizes
+from chairlift.engine.plain import PlainKind, greedy_table, prepare_plain, sample_plain
+from chairlift.engine.sampling import INVALID_TOKEN, Sampler
+from chairlift.errors import ConfigurationError
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.scheduler import Request
+from tests.engine.support import ENGINE, GREEDY, PROMPTS, TINY, VOCAB_SIZE, make_request, tokens_of
+from tests.engine.test_overlap import CASES
+from tests.engine.test_poison import POISON, SAID, assert_all_finite, poisoned
+from tests.engine.tokenizers_made import make_byte_tokenizer
+from tests.support.checkpoints import make_checkpoint, random_prompts
+from tests.support.gpu import needs_gpu
+
+NUM_SLOTS = 5
+
+
+class Recorder:
+    """Remembers work."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        self.num_recorded += 1
+        for _ in range(3):
+            work()
+
+        def replay() -> None:
+            self.num_replayed += 1
+            work()
+
+        return replay
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Records the graphs of engines that `make` makes, whose attention looks at nothing but tensors."""
+    monkeypatch.setattr(forward_module, "load_backend", lambda *_: TorchBackend(is_in_place=False))
+    return Recorder()
+
+
+@pytest.fixture
+def make(tiny: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    def make_with(recorder: Recorder | None, num_ahead: int = 0, **config: Any) -> LLM:
+        with monkeypatch.context() as patch:
+            patch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_ahead, recorder))
+            settings = {"model": tiny, "max_batch_size": NUM_SLOTS, "attention_backend": "torch", **ENGINE}
+            return LLM(**{**settings, **config})
+
+    return make_with
+
+
+@pytest.fixture
+def all_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At start only the graphs of the largest batch are recorded."""
+    monkeypatch.setattr(graphs_module, "_COMMON_SIZES", frozenset())
+
+
+def core_of(llm: LLM) -> EngineCore:
+    assert llm._core is not None
+    return llm._core
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 4, 8]),
+        (9, [1, 2, 4, 8, 9]),
+        (40, [1, 2, 4, 8, 16, 24, 32, 40]),
+    ],
+)
+def test_batches_are_padded_to_one_of_a_few_sizes(max_batch_size: int, sizes: list[int]) -> None:
+    assert batch_sizes(max_batch_size) == sizes
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_those_without_graphs(
+    make: Callable[..., LLM], recorder: Recorder, case: str, steps: int, num_ahead: int
+) -> None:
+    params = GREEDY.model_copy(update=CASES[case])
+    with make(None, max_steps_per_launch=steps) as llm:
+        expected = llm.generate(PROMPTS, params)
+    with make(recorder, num_ahead, max_steps_per_launch=steps) as llm:
+        outputs = llm.generate(PROMPTS, params)
+        core_of(llm).check()
+        assert core_of(llm).cache.slots_remaining == NUM_SLOTS
+    assert tokens_of(outputs) == tokens_of(expected)
+    scores = [value for output in outputs for value in scores_of(output.outputs[0].logprobs)]
+    assert scores == pytest.approx(
+        [value for output in expected for value in scores_of(output.outputs[0].logprobs)], abs=1e-5
+    )
+
+
+def scores_of(logprobs: list[dict[int, Any]] | None) -> list[float]:
+    return [entry.logprob for position in logprobs or [] for _, entry in sorted(position.items())]
+
+
+@pytest.mark.usefixtures("all_lazy")
+@pytest.mark.parametrize("steps", [1, 4])
+def test_kinds_of_requests_side_by_side_come_and_go(make: Callable[..., LLM], recorder: Recorder, steps: int) -> None:
+    params = [
+        GREEDY.model_copy(update={**CASES[case], "max_tokens": 3 + 4 * index})
+        for index, case in enumerate(("greedy", "random", "filtered", "greedy", "ends by itself", "random", "scored"))
+    ]
+    prompts = PROMPTS[: len(params)]
+    with make(None, max_steps_per_launch=steps) as llm:
+        expected = tokens_of(llm.generate(prompts, params))
+    with make(recorder, 1, max_steps_per_launch=steps) as llm:
+        assert tokens_of(llm.generate(prompts, params)) == expected
+
+
+def test_a_launch_that_only_decodes_replays_a_forward_and_a_sampling_graph_per_step(
+    make: Callable[..., LLM], recorder: Recorder
+) -> None:
+    with make(recorder, max_steps_per_launch=4) as llm:
+        llm.generate([PROMPTS[0]] * 3, GREEDY.model_copy(update={"max_tokens": 9}))
+    assert recorder.num_replayed == 2 * 8  # the first token is the prompt's
+
+
+def test_rows_that_want_more_than_plain_sampling_replay_the_forward_graph_alone(
+    make: Callable[..., LLM], recorder: Recorder
+) -> None:
+    with make(recorder, max_steps_per_launch=4) as llm:
+        params = [GREEDY, GREEDY.model_copy(update={"logprobs": 1})]
+        llm.generate(PROMPTS[:2], [each.model_copy(update={"max_tokens": 9}) for each in params])
+    assert recorder.num_replayed == 8
+
+
+@pytest.mark.usefixtures("all_lazy")
+def test_rare_sizes_are_recorded_when_they_are_needed_and_only_once(
+    make: Callable[..., LLM], recorder: Recorder
+) -> None:
+    with make(recorder) as llm:
+        at_start = recorder.num_recorded
+        assert at_start == 1 + 3  # one length, three kinds of sampling, the largest batch
+        llm.generate(PROMPTS[:2], GREEDY)
+        assert recorder.num_recorded == at_start + 2
+        llm.generate(PROMPTS[1:3], GREEDY)
+        assert recorder.num_recorded == at_start + 2
+        llm.generate(PROMPTS[:2], GREEDY.model_copy(update={"temperature": 1.0, "seed": 1}))
+        assert recorder.num_recorded == at_start + 3
+
+
+def test_common_sizes_are_recorded_at_start(make: Callable[..., LLM], recorder: Recorder) -> None:
+    with make(recorder) as llm:
+        at_start = recorder.num_recorded
+        assert at_start == 4 * (1 + 3)  # 1, 2, 4 and 5 rows
+        llm.generate(PROMPTS, GREEDY)
+        assert recorder.num_recorded == at_start
+
+
+@pytest.mark.usefixtures("all_lazy")
+def test_a_graph_that_is_recorded_for_a_launch_does_not_disturb_what_is_loaded(
+    make: Callable[..., LLM], recorder: Recorder
+) -> None:
+    params = GREEDY.model_copy(update={"temperature": 1.0, "seed": 3, "top_k": 9})
+    with make(None) as llm:
+        expected = tokens_of(llm.generate(PROMPTS[:3], params))
+    with make(recorder, 1) as llm:
+        assert tokens_of(llm.generate(PROMPTS[:3], params)) == expected
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_row_that_grows_goes_on_with_graphs_that_look_further(
+    tmp_path: Path, make: Callable[..., LLM], recorder: Recorder, steps: int
+) -> None:
+    make_checkpoint(tmp_path, seed=3, **{**TINY, "max_position_embeddings": 600})
+    make_byte_tokenizer(tmp_path)
+    prompts = random_prompts(4, [249, 3, 507, 1], VOCAB_SIZE)
+    params = GREEDY.model_copy(update={"max_tokens": 20})
+    config = {"model": str(tmp_path), "max_steps_per_launch": steps}
+    with make(None, **config) as llm:
+        expected = tokens_of(llm.generate(prompts, params))
+    with make(recorder, **config) as llm:
+        assert tokens_of(llm.generate(prompts, params)) == expected
+        graphs = core_of(llm)._runner._graphs
+        assert graphs is not None
+        assert {length for _, length in graphs._forwards} == {256, 512, 600}
+
+
+@pytest.mark.usefixtures("all_lazy")
+def test_a_launch_of_several_steps_looks_as_far_as_its_last_one_must(
+    tmp_path: Path, make: Callable[..., LLM], recorder: Recorder
+) -> None:
+    make_checkpoint(tmp_path, seed=3, **{**TINY, "max_position_embeddings": 600})
+    make_byte_tokenizer(tmp_path)
+    with make(recorder, model=str(tmp_path), max_steps_per_launch=8) as llm:
+        for num_tokens, length in ((249, 256), (250, 512)):  # and 7 more
+            llm.generate(random_prompts(4, [num_tokens], VOCAB_SIZE), GREEDY.model_copy(update={"max_tokens": 8}))
+            graphs = core_of(llm)._runner._graphs
+            assert graphs is not None
+            assert max(looked_at for size, looked_at in graphs._forwards if size == 1) == length
+
+
+def test_padding_touches_nothing_but_the_scratch_slot(make: Callable[..., LLM], recorder: Recorder) -> None:
+    with make(recorder) as llm:
+        blocks = core_of(llm).cache.blocks[0]
+        assert len(blocks) == NUM_SLOTS + 1
+        blocks[3:NUM_SLOTS] = 7.0  # slots that nobody takes
+        llm.generate(PROMPTS[:3], GREEDY)
+        assert (blocks[3:NUM_SLOTS] == 7.0).all()
+        assert blocks[NUM_SLOTS, :, :, 0].any()
+        assert not blocks[NUM_SLOTS, :, :, 3:].any()  # it does not grow
+
+
+def test_the_scratch_slot_is_never_handed_out(make: Callable[..., LLM], recorder: Recorder) -> None:
+    with make(recorder) as llm:
+        core = core_of(llm)
+        requests = [Request(str(index), [1, 2], GREEDY, 5, seed=0) for index in range(NUM_SLOTS + 2)]
+        core.add(*requests)
+        core.step()
+        assert sorted(request.slot for request in requests if request.slot is not None) == list(range(NUM_SLOTS))
+        while core.has_work:
+            core.step()
+            core.check()
+        assert core.cache.slots_remaining == NUM_SLOTS
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_request_that_cannot_be_computed_ends_alone(
+    make: Callable[..., LLM], recorder: Recorder, steps: int, num_ahead: int
+) -> None:
+    saying_it = GREEDY.model_copy(update={"logit_bias": {POISON: 100.0}})
+    with make(recorder, num_ahead, max_steps_per_launch=steps) as llm:
+        expected = tokens_of(llm.generate(PROMPTS[:2], GREEDY))
+        with poisoned(llm):
+            first, bad, second = llm.generate([PROMPTS[0], [104, 105], PROMPTS[1]], [GREEDY, saying_it, GREEDY])
+        assert (bad.outputs[0].token_ids, bad.outputs[0].error) == ([POISON], SAID)
+        assert tokens_of([first, second]) == expected
+        assert_all_finite(llm)
+
+
+def test_graphs_that_do_not_fit_are_refused_with_what_to_lower(
+    make: Callable[..., LLM], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> Replay:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(recorder, "record", fail)
+    with pytest.raises(ConfigurationError, match="no memory left for CUDA graphs; lower memory_fraction"):
+        make(recorder)
+
+
+# --- sampling in tensors of fixed size
+
+
+PLAIN: dict[str, tuple[PlainKind, list[dict[str, Any]]]] = {
+    "greedy": (PlainKind.GREEDY, [{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}]),
+    "random": (PlainKind.RANDOM, [{"temperature": 1.0}, {"temperature": 0.0, "top_p": 0.5}, {"temperature": 1e-9}]),
+    "filtered": (
+        PlainKind.FILTERED,
+        [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.0}],
+    ),
+    "min_p alone": (PlainKind.FILTERED, [{"min_p": 0.3}, {"temperature": 2.0}]),
+}
+
+
+@pytest.mark.parametrize(("kind", "fields"), PLAIN.values(), ids=PLAIN.keys())
+def test_plain_sampling_draws_what_the_sampler_draws(kind: PlainKind, fields: list[dict[str, Any]]) -> None:
+    requests = [make_request(SamplingParams(**each), seed=seed) for seed in range(20) for each in fields]
+    logits = 3.0 * torch.randn(len(requests), 40, generator=torch.Generator().manual_seed(1))
+    logits[3] = torch.nan
+    logits[5, 7] = torch.inf
+    plain = prepare_plain(requests, 3)
+    assert plain is not None
+    assert plain.kind is kind
+    table = greedy_table(3, len(requests)) if plain.table is None else plain.table
+    sampler = Sampler(40, 1, torch.device("cpu"))
+    batch = sampler.prepare(requests, 3)
+    for step in range(3):
+        tokens = sample_plain(logits.clone(), kind, table, torch.tensor([step]))
+        assert tokens.tolist() == sampler.sample(logits.clone(), batch, step).tokens.tolist()
+        assert tokens[[3, 5]].tolist() == [INVALID_TOKEN] * 2
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logit_bias": {1: 2.0}}, {"logprobs": 0}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1}]
+)
+def test_rows_that_want_more_than_that_are_not_plain(fields: dict[str, Any]) -> None:
+    requests = [make_request(GREEDY), make_request(SamplingParams(**fields))]
+    assert prepare_plain(requests, 1) is None
+
+
+def test_a_row_is_plain_once_it_has_its_min_tokens() -> None:
+    request = make_request(SamplingParams(min_tokens=2), eos=frozenset({5}))
+    are_plain = []
+    for token in (1, 2, 3):
+        are_plain.append(prepare_plain([request], 1) is not None)
+        request.accept([token])
+    assert are_plain == [False, False, True]
+
+
+# --- on a GPU
+
+
+@needs_gpu
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("case", ["greedy", "random", "filtered", "penalised", "scored", "ends by itself"])
+def test_cuda_graphs_give_the_tokens_of_single_operators(tiny: str, case: str, steps: int) -> None:
+    config = EngineConfig(
+        model=tiny, device="cuda", dtype="float32", max_batch_size=NUM_SLOTS, max_steps_per_launch=steps
+    )
+    params = GREEDY.model_copy(update=CASES[case])
+
+    def tokens(pacing: Pacing) -> list[list[int]]:
+        core = EngineCore(config, pacing)
+        requests = [Request(str(index), prompt, params, 12, seed=index) for index, prompt in enumerate(PROMPTS)]
+        core.add(*requests)
+        while core.has_work:
+            core.step()
+            core.check()
+        return [request.token_ids for request in requests]
+
+    plain = tokens(Pacing(0, None))
+    assert tokens(Pacing(1, None)) == plain
+    assert tokens(Pacing(1, CudaRecorder(torch.device("cuda:0")))) == plain
+
+
+@needs_gpu
+@pytest.mark.parametrize("has_graphs", [True, False])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "structured"])
+def test_no_launch_waits_for_the_device(tiny: str, case: str, has_graphs: bool) -> None:
+    device = torch.device("cuda:0")
+    core = EngineCore(
+        EngineConfig(model=tiny, device="cuda", dtype="bfloat16", max_batch_size=NUM_SLOTS, max_steps_per_launch=2),
+        Pacing(1, CudaRecorder(device) if has_graphs else None),
+    )
+    params = GREEDY.model_copy(update=CASES[case])
+
+    def run() -> None:
+        for index, prompt in enumerate(PROMPTS):
+            core.add(Request(str(index), prompt, params, 12, seed=index, prompt_logprobs=params.prompt_logprobs))
+        while core.has_work:
+            core.step()
+
+    run()  # libraries may wait in their first calls
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,231 @@
+"""The backends for CUDA devices: with plain references of their kernels on a CPU, with the kernels on a GPU.
+
+The references refuse what the kernels refuse or take in silence, so that on a CPU these tests check every argument.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
+from chairlift.models.attention import Backend, BatchMetadata
+from chairlift.models.attention.batch import view_length
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.attention.torch_varlen import TorchVarlenBackend, is_varlen_available
+from tests.models.attention_support import (
+    BATCHES,
+    DECODE,
+    LAYER,
+    POISON,
+    PREFILL,
+    Row,
+    Tokens,
+    assert_near,
+    attend,
+    batch_of,
+    make_cache,
+    new_parts,
+    random_tokens,
+    reference,
+)
+from tests.support import flash_attn_reference, varlen_reference
+from tests.support.gpu import GPU_MARKS, needs_gpu, needs_package
+
+HEAD_DIM = 64
+PAGE_SIZE = 256
+MIXED = [*DECODE, *PREFILL]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A backend, and where its kernels (or their references) run."""
+
+    backend: Backend
+    device: torch.device
+
+    def tokens(
+        self, rows: list[Row], num_heads: int = 4, num_kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16
+    ) -> Tokens:
+        return random_tokens(rows, num_heads, num_kv_heads, HEAD_DIM, dtype).to(self.device)
+
+    def cache(self, rows: list[Row], tokens: Tokens, background: float = 0.0) -> ContinuousBatchingKVCacheManager:
+        return make_cache(rows, tokens, background=background, page_size=PAGE_SIZE)
+
+    def attend(self, rows: list[Row], tokens: Tokens, background: float = 0.0) -> torch.Tensor:
+        """Of the rows' new tokens, in slots of which all else is `background`."""
+        return attend(self.cache(rows, tokens, background), rows, tokens, self.backend)
+
+    def batch(self, rows: list[Row]) -> BatchMetadata:
+        return batch_of(rows, self.device)
+
+
+def make_backend(name: str) -> Backend:
+    if name == "torch_varlen":
+        return TorchVarlenBackend()
+    if name == "torch_copied":
+        return TorchBackend(is_in_place=False)
+    module: Any = importlib.import_module(f"chairlift.models.attention.{name}")
+    backend: Backend = module.FlashAttn3Backend() if name == "flash_attn_3" else module.FlashAttnBackend()
+    return backend
+
+
+# What each backend needs on a GPU
+KERNELS: dict[str, list[pytest.MarkDecorator]] = {
+    "flash_attn": [needs_package("flash_attn")],
+    "flash_attn_3": [needs_package("flash_attn_interface")],
+    "torch_varlen": [
+        pytest.mark.skipif(
+            not is_varlen_available(HEAD_DIM, torch.bfloat16), reason="needs torch's varlen_attn_out (torch 2.12)"
+        )
+    ],
+    "torch_copied": [],
+}
+CASES = [
+    *(pytest.param((name, "cpu"), id=f"{name}, reference") for name in KERNELS),
+    *(pytest.param((name, "cuda"), id=name, marks=[*GPU_MARKS, *KERNELS[name]]) for name in KERNELS),
+]
+
+
+@pytest.fixture(params=CASES)
+def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
+    name, device = request.param
+    with ExitStack() as stack:
+        if device == "cpu":
+            stack.enter_context(flash_attn_reference.installed())
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(varlen, "varlen_attn_out", varlen_reference.varlen_attn_out, raising=False)
+        yield Loaded(make_backend(name), torch.device(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
+def test_attention_equals_attention_over_padded_copies(loaded: Loaded, rows: list[Row], dtype: torch.dtype) -> None:
+    tokens = loaded.tokens(rows, dtype=dtype)
+    output = loaded.attend(rows, tokens)
+    assert output.dtype == dtype
+    assert_near(output, new_parts(reference(tokens), rows))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1), (9, 3)])
+def test_query_heads_share_key_heads_in_every_ratio(loaded: Loaded, num_heads: int, num_kv_heads: int) -> None:
+    tokens = loaded.tokens(MIXED, num_heads, num_kv_heads)
+    assert_near(loaded.attend(MIXED, tokens), new_parts(reference(tokens), MIXED))
+
+
+LONG = [Row(3, 700, 1), Row(0, 255, 1), Row(17, 256, 1), Row(9, 511, 1), Row(30, 300, 40), Row(5, 0, 270)]
+
+
+@pytest.mark.parametrize("rows", [LONG, LONG[:4], LONG[4:]], ids=["mixed", "decode", "prefill"])
+def test_rows_of_more_than_a_page_of_tokens(loaded: Loaded, rows: list[Row]) -> None:
+    tokens = loaded.tokens(rows)
+    assert_near(loaded.attend(rows, tokens), new_parts(reference(tokens), rows))
+
+
+@pytest.mark.parametrize("rows", [[Row(2, 511, 1), Row(7, 9, 1)], [Row(2, 411, 101)]], ids=["decode", "prefill"])
+def test_a_row_that_fills_its_slot_to_the_last_token(loaded: Loaded, rows: list[Row]) -> None:
+    tokens = loaded.tokens(rows)
+    manager = make_cache(rows, tokens, page_size=PAGE_SIZE, margin=0)
+    assert manager.max_seq_len == 512
+    assert_near(attend(manager, rows, tokens, loaded.backend), new_parts(reference(tokens), rows))
+
+
+@pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+def test_poison_beyond_every_row_and_in_free_slots_changes_no_output(loaded: Loaded, rows: list[Row]) -> None:
+    tokens = loaded.tokens(rows)
+    clean = loaded.attend(rows, tokens)
+    for background in (POISON, -POISON):
+        torch.testing.assert_close(loaded.attend(rows, tokens, background), clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+def test_new_keys_and_values_are_appended_in_place_and_nothing_else_is_written(loaded: Loaded, rows: list[Row]) -> None:
+    tokens = loaded.tokens(rows)
+    manager = loaded.cache(rows, tokens, background=POISON)
+    expected = manager.blocks[0].clone()
+    for i, row in enumerate(rows):
+        end = row.num_cached + row.num_new
+        expected[row.slot, 0, LAYER, row.num_cached : end] = tokens.key[i, row.num_cached : end]
+        expected[row.slot, 1, LAYER, row.num_cached : end] = tokens.value[i, row.num_cached : end]
+    attend(manager, rows, tokens, loaded.backend)
+    assert torch.equal(manager.blocks[0], expected)
+
+
+@pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+def test_each_step_of_a_launch_sees_what_the_earlier_ones_wrote(loaded: Loaded, rows: list[Row]) -> None:
+    ends = [replace(row, num_new=row.num_new + 3) for row in rows]
+    tokens = loaded.tokens(ends)
+    expected = reference(tokens)
+    manager = loaded.cache(rows, tokens)
+    inputs = manager.fetch([row.slot for row in rows], [row.num_new for row in rows], num_steps=4)
+    for step in range(4):
+        if step:
+            inputs = manager.increment_cache_lengths(inputs, loaded.batch(rows).row_offsets)
+            rows = [Row(row.slot, row.num_cached + row.num_new, 1) for row in rows]
+        attend_layer = loaded.backend.prepare(loaded.batch(rows), inputs[0])
+        assert_near(attend_layer(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows))
+
+
+def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Loaded) -> None:
+    """A CUDA graph is captured with one batch's numbers and replayed with another's."""
+    tokens = loaded.tokens(DECODE)
+    (collection,) = loaded.cache(DECODE, tokens).fetch([row.slot for row in DECODE])
+    batch = replace(loaded.batch(DECODE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
+    attend_layer = loaded.backend.prepare(batch, replace(collection, max_cache_length=256))
+    assert_near(attend_layer(LAYER, *tokens.new_parts(DECODE)), new_parts(reference(tokens), DECODE))
+
+
+@pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=KERNELS[name]) for name in KERNELS])
+@needs_gpu
+def test_nothing_waits_for_the_device(name: str, rows: list[Row]) -> None:
+    loaded = Loaded(make_backend(name), torch.device("cuda"))
+    tokens = loaded.tokens(rows)
+    inputs = loaded.cache(rows, tokens).fetch([row.slot for row in rows], [row.num_new for row in rows])
+    batch, parts = loaded.batch(rows), tokens.new_parts(rows)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = loaded.backend.prepare(batch, inputs[0])(LAYER, *parts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_near(output, new_parts(reference(tokens), rows))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=KERNELS[name]) for name in KERNELS])
+@needs_gpu
+def test_a_captured_decode_step_serves_other_slots_and_lengths(name: str) -> None:
+    loaded = Loaded(make_backend(name), torch.device("cuda"))
+    others = [Row(31, 200, 1), Row(4, 1, 1), Row(9, 77, 1), Row(20, 0, 1)]
+    tokens = loaded.tokens([*DECODE, *others])
+    manager = loaded.cache([*DECODE, *others], tokens)
+    slots = [row.slot for row in DECODE]
+    (collection,) = manager.fetch(slots)
+    collection = replace(collection, max_cache_length=256)
+    batch = loaded.batch(DECODE)
+    places = tokens.rows([0, 1, 2, 3]).new_parts(DECODE)
+    loaded.backend.prepare(batch, collection)(LAYER, *places)  # libraries initialise at their first call
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = loaded.backend.prepare(batch, collection)(LAYER, *places)
+    collection.lookup_table.copy_(torch.tensor([row.slot for row in others]))
+    collection.cache_lengths.copy_(torch.tensor([row.num_cached for row in others]))
+    batch.positions.copy_(torch.tensor([row.num_cached for row in others]))
+    theirs = tokens.rows([4, 5, 6, 7])
+    for place, part in zip(places, theirs.new_parts(others), strict=True):
+        place.copy_(part)
+    graph.replay()
+    assert_near(output, new_parts(reference(theirs), others))
+
+
+@pytest.mark.parametrize(
+    ("longest", "seen"), [(1, 256), (256, 256), (257, 512), (512, 512), (513, 1024), (1025, 1280), (1280, 1280)]
+)
+def test_a_decode_step_looks_at_few_different_lengths(longest: int, seen: int) -> None:
+    cache = ContinuousBatchingKVCacheManager(KVCacheParams(torch.bfloat16, 1, 8), 1, 1280, 1, ["cpu"])
+    (collection,) = cache.fetch(cache.claim(1), [longest])
+    assert view_length(collection) == seen

@@ -1,0 +1,45 @@
+"""What `torch.nn.attention.varlen.varlen_attn_out` does with ragged keys at offsets, in plain torch, on any device."""
+
+import torch
+
+from tests.support.flash_attn_reference import attention
+
+
+def varlen_attn_out(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+) -> torch.Tensor:
+    """`query` [T, Hq, D]; `key`, `value` [K, H, D]. Row i sees `seqused_k[i]` keys from `cu_seq_k[i]` on.
+
+    The window (-1, 0) is the causal one. Fills `out` and returns it.
+    """
+    num_rows = len(cu_seq_q) - 1
+    for tensor in (query, key, value, out):
+        assert tensor.dtype in (torch.bfloat16, torch.float16), f"the kernels do not take {tensor.dtype}"
+        assert tensor.stride(-1) == 1, "the last dimension must be dense"
+    assert out.shape == query.shape
+    for index, length in ((cu_seq_q, num_rows + 1), (cu_seq_k, num_rows + 1), (seqused_k, num_rows)):
+        assert index.dtype == torch.int32, f"indices must be int32, not {index.dtype}"
+        assert index.is_contiguous()
+        assert index.shape == (length,)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert window_size == (-1, 0)
+    assert cu_seq_q[0] == 0
+    assert cu_seq_q[-1] == len(query)
+    for row, (offset, length) in enumerate(zip(cu_seq_k[:-1].tolist(), seqused_k.tolist(), strict=True)):
+        start, stop = cu_seq_q[row : row + 2].tolist()
+        assert stop - start <= max_q
+        assert length <= max_k
+        assert 0 <= offset <= offset + length <= len(key), "the kernel would read another tensor's memory"
+        out[start:stop] = attention(query[start:stop], key[offset : offset + length], value[offset : offset + length])
+    return out

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             case GenerateCommand():
                 return _generate(command)
             case BenchCommand():
-                return run_bench(BenchConfig(**command.model_dump()))
+                return run_bench(command, _fast_loop())
             case _:
                 CliApp.print_help(CommandLine)
                 return EXIT_USAGE

@@ -4,7 +4,7 @@ It needs nothing of the engine, so its figures compare servers of any make.
 Metrics are those of `vllm bench serve`.
 """
 
+from chairlift.bench.command import run_bench
 from chairlift.bench.config import BenchConfig
-from chairlift.bench.runner import run_bench
 
 __all__ = ["BenchConfig", "run_bench"]

@@ -5,21 +5,22 @@ once for each piece that the socket yields, before it is parsed.
 """
 
 import json
+import sys
+from dataclasses import dataclass
 from http import HTTPStatus
 from time import perf_counter
-from typing import Any
 
 import aiohttp
 
 from chairlift.bench.config import BenchConfig
 from chairlift.bench.failures import BenchError, Failure, FailureKind, RequestFailed, one_line
-from chairlift.bench.prompts import random_token_prompts, random_word_prompts
 from chairlift.bench.records import RequestRecord
 from chairlift.bench.sse import EventReader
 from chairlift.bench.tally import StreamTally, error_message
 
 # What servers answer to a field they do not know: OpenAI's status, and FastAPI's.
 REFUSED_FIELD = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
+MAX_CONNECTIONS = 2**16
 IGNORE_EOS_HINT = "this server does not take ignore_eos: give --no-ignore-eos"
 
 
@@ -33,6 +34,18 @@ def open_session(config: BenchConfig) -> aiohttp.ClientSession:
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=config.timeout),
     )
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files, one of which each request in flight takes."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, MAX_CONNECTIONS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
@@ -56,26 +69,32 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
         ) from None
 
 
-def request_bodies(config: BenchConfig) -> list[bytes]:
-    """The JSON of every request, encoded ahead of the clock: those to measure, then the warm-up."""
-    count = config.num_requests + config.warmup
-    prompts: list[dict[str, Any]]
-    if config.endpoint == "completions":
-        token_ids = random_token_prompts(count, config.prompt_tokens, config.token_range, config.seed)
-        prompts = [{"prompt": ids} for ids in token_ids]
-    else:
-        texts = random_word_prompts(count, config.prompt_tokens, config.seed)
-        prompts = [{"messages": [{"role": "user", "content": text}]} for text in texts]
-    settings: dict[str, Any] = {
-        "model": config.model,
-        "max_tokens": config.output_tokens,
-        "temperature": config.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if config.ignore_eos:
-        settings["ignore_eos"] = True
-    return [json.dumps(settings | prompt).encode() for prompt in prompts]
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One body to post. `turn` and the lengths asked for go into its record; `wants_text` keeps the reply."""
+
+    index: int
+    body: bytes
+    turn: int = 0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    wants_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What was measured, and the text if it was wanted."""
+
+    record: RequestRecord
+    text: str
+
+
+@dataclass(slots=True)
+class LiveCounts:
+    """What is going on at this moment, over all requests of a client."""
+
+    num_running: int = 0
+    num_chunks: int = 0
 
 
 class StreamClient:
@@ -84,26 +103,22 @@ class StreamClient:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url
+        self.live = LiveCounts()
 
-    async def send(self, index: int, body: bytes, intended_at: float) -> RequestRecord:
+    async def send(self, request: Request, intended_at: float) -> Reply:
         """Post one body now and follow its stream to the end."""
-        tally = StreamTally()
-        failure: Failure | None = None
+        tally = StreamTally(keeps_text=request.wants_text)
+        self.live.num_running += 1
         sent_at = perf_counter()
         try:
-            await self._stream(body, tally)
-        except RequestFailed as problem:
-            failure = problem.failure
-        except TimeoutError:
-            limit = self._session.timeout.total
-            failure = Failure(FailureKind.TIMEOUT, f"no complete reply within {limit:g} s")
-        except aiohttp.ClientError as problem:
-            failure = Failure(FailureKind.CONNECTION, one_line(str(problem)))
+            failure = await self._try_stream(request.body, tally)
+        finally:
+            self.live.num_running -= 1
         ended_at = tally.last_choice_at
         if failure is not None or ended_at is None:
             ended_at = perf_counter()
-        return RequestRecord(
-            index=index,
+        record = RequestRecord(
+            index=request.index,
             intended_at=intended_at,
             sent_at=sent_at,
             ended_at=ended_at,
@@ -111,7 +126,23 @@ class StreamClient:
             usage_prompt_tokens=tally.prompt_tokens,
             usage_output_tokens=tally.output_tokens,
             failure=failure,
+            turn=request.turn,
+            asked_prompt_tokens=request.prompt_tokens,
+            asked_output_tokens=request.output_tokens,
         )
+        return Reply(record, tally.text)
+
+    async def _try_stream(self, body: bytes, tally: StreamTally) -> Failure | None:
+        try:
+            await self._stream(body, tally)
+        except RequestFailed as problem:
+            return problem.failure
+        except TimeoutError:
+            limit = self._session.timeout.total
+            return Failure(FailureKind.TIMEOUT, f"no complete reply within {limit:g} s")
+        except aiohttp.ClientError as problem:
+            return Failure(FailureKind.CONNECTION, one_line(str(problem)))
+        return None
 
     async def _stream(self, body: bytes, tally: StreamTally) -> None:
         async with self._session.post(self._url, data=body) as response:
@@ -121,20 +152,21 @@ class StreamClient:
                 start = (await response.text(errors="replace"))[:80]
                 raise RequestFailed(FailureKind.NOT_A_STREAM, f"{response.content_type}: {start}")
             try:
-                await _follow(response.content, tally)
+                await self._follow(response.content, tally)
             except TimeoutError:
                 raise
             except aiohttp.ClientError as problem:
                 raise RequestFailed(FailureKind.INCOMPLETE_STREAM, str(problem)) from None
             tally.require_complete()
 
-
-async def _follow(content: aiohttp.StreamReader, tally: StreamTally) -> None:
-    reader = EventReader()
-    async for piece in content.iter_any():
-        arrived_at = perf_counter()
-        for event in reader.feed(piece):
-            tally.take(event, arrived_at)
+    async def _follow(self, content: aiohttp.StreamReader, tally: StreamTally) -> None:
+        reader = EventReader()
+        async for piece in content.iter_any():
+            arrived_at = perf_counter()
+            num_before = len(tally.chunk_times)
+            for event in reader.feed(piece):
+                tally.take(event, arrived_at)
+            self.live.num_chunks += len(tally.chunk_times) - num_before
 
 
 def _http_failure(status: int, body: str) -> RequestFailed:

@@ -25,6 +25,7 @@ class FailureKind(StrEnum):
     STREAM_ERROR = "error in stream"
     MALFORMED_CHUNK = "malformed chunk"
     INCOMPLETE_STREAM = "incomplete stream"
+    NOT_SENT = "not sent"
 
 
 @dataclass(frozen=True, slots=True)

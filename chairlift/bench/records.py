@@ -2,7 +2,7 @@
 
 Definitions are those of `vllm bench serve` (vllm/benchmarks/serve.py), so figures compare. All times are
 `time.perf_counter()` seconds. Latencies count from the intended send time: with a fixed concurrency that is
-when the request was sent; with a request rate it is when the schedule wanted it sent.
+when the request was sent; with a schedule it is when that wanted it sent.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from itertools import pairwise
 
 from chairlift.bench.failures import Failure
 
+MS_PER_S = 1e3
+
 
 class TokenSource(StrEnum):
     """Who counted the tokens."""
@@ -18,6 +20,7 @@ class TokenSource(StrEnum):
     USAGE = "server's usage"
     CHUNKS = "chunks received"
     REQUESTED = "length asked for"
+    NOBODY = "not known"
     MIXED = "mixed"
 
 
@@ -27,7 +30,8 @@ class RequestRecord:
 
     `chunk_times` are the arrivals of content chunks, at least one if it ended well. `ended_at` is the arrival
     of the last chunk with a choice, so the usage chunk after it does not count; of a failure, the time it was
-    noticed. `usage_*` are what the server's usage chunk said, None where there was none.
+    noticed. `usage_*` are what the server's usage chunk said, None where there was none. `turn` counts from 0 within a
+    conversation. `asked_*` are the lengths asked for; None for a prompt that only the server can count.
     """
 
     index: int
@@ -38,6 +42,16 @@ class RequestRecord:
     usage_prompt_tokens: int | None = None
     usage_output_tokens: int | None = None
     failure: Failure | None = None
+    turn: int = 0
+    asked_prompt_tokens: int | None = None
+    asked_output_tokens: int | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt: the server's word for it, else the length asked for, else 0."""
+        if self.usage_prompt_tokens is not None:
+            return self.usage_prompt_tokens
+        return self.asked_prompt_tokens or 0
 
     @property
     def output_tokens(self) -> int:
@@ -50,11 +64,18 @@ class RequestRecord:
 
     @property
     def prompt_token_source(self) -> TokenSource:
-        return TokenSource.REQUESTED if self.usage_prompt_tokens is None else TokenSource.USAGE
+        if self.usage_prompt_tokens is not None:
+            return TokenSource.USAGE
+        return TokenSource.NOBODY if self.asked_prompt_tokens is None else TokenSource.REQUESTED
 
     @property
-    def lateness(self) -> float:
-        """Seconds by which the client itself sent the request too late."""
+    def is_short(self) -> bool:
+        """Whether the reply has fewer tokens than were asked for."""
+        return self.asked_output_tokens is not None and self.output_tokens < self.asked_output_tokens
+
+    @property
+    def queue_time(self) -> float:
+        """Seconds that the request waited in the client: it was due, but sent only then."""
         return self.sent_at - self.intended_at
 
     @property

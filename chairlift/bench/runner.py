@@ -1,78 +1,64 @@
-"""A whole test: find the model, warm up, measure, report.
+"""A whole test: find the model, make what is to be sent, warm up, measure."""
 
-Exit codes: 0 if every request succeeded, else 1. A test that cannot be made, or in which nothing succeeded,
-says why on stderr in a line for each kind of failure, and prints no table.
-"""
-
-import asyncio
 import gc
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
-from tqdm import tqdm
-
-from chairlift.bench.arrivals import Arrivals, closed_loop, open_loop, poisson_offsets
-from chairlift.bench.client import StreamClient, first_model, open_session, request_bodies
+from chairlift.bench.arrivals import Arrivals, closed_loop, open_loop
+from chairlift.bench.client import StreamClient, allow_many_connections, first_model, open_session
 from chairlift.bench.config import DEFAULT_CONCURRENCY, BenchConfig
-from chairlift.bench.failures import BenchError
+from chairlift.bench.failures import BenchError, FailureKind
+from chairlift.bench.own_load import OwnLoadWatch
+from chairlift.bench.player import Player
+from chairlift.bench.progress import ProgressLine
 from chairlift.bench.records import RequestRecord
-from chairlift.bench.report import BenchResult, Summary, summarize, write_json
-from chairlift.bench.table import format_table
+from chairlift.bench.sources import Conversation
+from chairlift.bench.summary import BenchResult
+from chairlift.bench.workload import Workload, build_workload
 
 
-def run_bench(config: BenchConfig) -> int:
-    """Make the test that `config` describes and report it; returns the process's exit code."""
-    try:
-        result = asyncio.run(_make_test(config))
-    except BenchError as problem:
-        _complain(str(problem))
-        return 1
-    summary = summarize(result)
-    _print_report(result.config, summary)
-    is_saved = _save_report(result, summary)
-    return 0 if is_saved and summary.num_succeeded == summary.num_requests else 1
-
-
-async def _make_test(config: BenchConfig) -> BenchResult:
+async def make_test(config: BenchConfig) -> BenchResult:
+    """Make the test that `config` describes. Raises `BenchError` if it cannot be made."""
+    allow_many_connections()
+    workload = build_workload(config)
     async with open_session(config) as session:
-        model = config.model or await first_model(session, config.url)
-        resolved = config.resolved(model)
+        resolved = config.resolved(config.model or await first_model(session, config.url))
         client = StreamClient(session, resolved.endpoint_url)
-        bodies = request_bodies(resolved)
-        await _warm_up(client, bodies[config.num_requests :], resolved.endpoint_url)
-        return await _measure(client, bodies[: config.num_requests], resolved)
+        await _warm_up(client, workload.warm_up, resolved)
+        return await _measure(client, workload, resolved)
 
 
-async def _warm_up(client: StreamClient, bodies: list[bytes], url: str) -> None:
-    """Raises `BenchError` if any of them fails: a test of a server that is not ready shows nothing."""
+async def _warm_up(client: StreamClient, conversations: Sequence[Conversation], config: BenchConfig) -> None:
+    """Raises `BenchError` if any of them fails: a test of a server that is not ready shows nothing.
+
+    A stream that breaks off is left to the measurement, which counts how many do.
+    """
     records: list[RequestRecord] = []
-
-    async def send(index: int, intended_at: float) -> None:
-        records.append(await client.send(index, bodies[index], intended_at))
-
-    await closed_loop(len(bodies), DEFAULT_CONCURRENCY, send)
+    player = Player(client, config, conversations, records.append)
+    await closed_loop(len(conversations), DEFAULT_CONCURRENCY, player.play)
     for record in records:
-        if record.failure is not None:
-            raise BenchError(f"the warm-up request to {url} failed: {record.failure}")
+        if record.failure is not None and record.failure.kind is not FailureKind.INCOMPLETE_STREAM:
+            raise BenchError(f"the warm-up request to {config.endpoint_url} failed: {record.failure}")
 
 
-async def _measure(client: StreamClient, bodies: list[bytes], config: BenchConfig) -> BenchResult:
+async def _measure(client: StreamClient, workload: Workload, config: BenchConfig) -> BenchResult:
     records: list[RequestRecord] = []
-    # `disable=None` is tqdm's word for "where stderr is not a terminal".
-    progress_bar = tqdm(total=len(bodies), unit="request", disable=None, file=sys.stderr)
-    with progress_bar as progress, _quiet_heap():
+    progress = ProgressLine(workload.num_requests, client.live)
 
-        async def send(index: int, intended_at: float) -> None:
-            records.append(await client.send(index, bodies[index], intended_at))
-            progress.update()
+    def take(record: RequestRecord) -> None:
+        records.append(record)
+        progress.take(record)
 
-        started_at = perf_counter()
-        await _arrivals(config)(send)
-        duration_s = perf_counter() - started_at
+    player = Player(client, config, workload.conversations, take)
+    with _quiet_heap():
+        async with progress, OwnLoadWatch() as watch:
+            started_at = perf_counter()
+            await _arrivals(config, workload)(player.play)
+            duration_s = perf_counter() - started_at
+            own_load = watch.read()
     records.sort(key=lambda record: record.index)
-    return BenchResult(config, tuple(records), started_at, duration_s)
+    return BenchResult(config, tuple(records), started_at, duration_s, own_load)
 
 
 @contextmanager
@@ -90,35 +76,9 @@ def _quiet_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _arrivals(config: BenchConfig) -> Arrivals:
-    if config.request_rate is not None:
-        offsets = poisson_offsets(config.num_requests, config.request_rate, config.seed)
+def _arrivals(config: BenchConfig, workload: Workload) -> Arrivals:
+    offsets, concurrency = workload.offsets, config.concurrency
+    if offsets is not None:
         return lambda send: open_loop(offsets, send)
-    concurrency = config.concurrency
     assert concurrency is not None, "the configuration is not resolved"
-    return lambda send: closed_loop(config.num_requests, concurrency, send)
-
-
-def _print_report(config: BenchConfig, summary: Summary) -> None:
-    if summary.num_succeeded:
-        sys.stdout.write(format_table(config, summary) + "\n")
-        return
-    for failure in summary.failures:
-        count = f"{failure.count} of {summary.num_requests} requests failed"
-        _complain(f"{count}: {failure.label}: {failure.first_message}")
-
-
-def _save_report(result: BenchResult, summary: Summary) -> bool:
-    path = result.config.json_file
-    if path is None:
-        return True
-    try:
-        write_json(path, result, summary)
-    except OSError as problem:
-        _complain(f"cannot write {path}: {problem.strerror}")
-        return False
-    return True
-
-
-def _complain(line: str) -> None:
-    sys.stderr.write(f"error: {line}\n")
+    return lambda send: closed_loop(len(workload.conversations), concurrency, send)

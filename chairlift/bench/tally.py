@@ -15,10 +15,14 @@ CHAT_TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 
 class StreamTally:
-    """Takes events in order with their arrival times, in seconds of one clock."""
+    """Takes events in order with their arrival times, in seconds of one clock.
 
-    def __init__(self) -> None:
+    `keeps_text` is for conversations, whose next turn repeats the reply; reasoning is no part of that.
+    """
+
+    def __init__(self, keeps_text: bool = False) -> None:
         self.chunk_times: list[float] = []
+        self._texts: list[str] | None = [] if keeps_text else None
         self.last_choice_at: float | None = None
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
@@ -35,6 +39,11 @@ class StreamTally:
         except (ValueError, TypeError, AttributeError, KeyError) as problem:
             shown = event.decode(errors="replace")
             raise RequestFailed(FailureKind.MALFORMED_CHUNK, f"{shown!r} ({problem})") from None
+
+    @property
+    def text(self) -> str:
+        """The reply so far, if it is kept."""
+        return "".join(self._texts or ())
 
     def require_complete(self) -> None:
         """Called at the end of the stream; raises `RequestFailed` if that came too early."""
@@ -55,6 +64,8 @@ class StreamTally:
 
     def _take_choice(self, choice: dict[str, Any], arrived_at: float) -> None:
         self.last_choice_at = arrived_at
+        if self._texts is not None:
+            self._texts.append(_reply_text(choice))
         is_last = choice.get("finish_reason") is not None
         self._has_finish_reason |= is_last
         # A reply whose only token has no text shows itself in its last chunk alone.
@@ -65,6 +76,11 @@ class StreamTally:
 def _count(usage: dict[str, Any], field: str) -> int | None:
     count = usage.get(field)
     return None if count is None else int(count)
+
+
+def _reply_text(choice: dict[str, Any]) -> str:
+    source = choice.get("delta") or {"content": choice.get("text")}
+    return str(source.get("content") or "")
 
 
 def _has_text(choice: dict[str, Any]) -> bool:

@@ -1,14 +1,26 @@
-"""Sends a single request through the real client."""
+"""Sends requests through the real client."""
 
 from chairlift.bench import BenchConfig
-from chairlift.bench.client import StreamClient, open_session, request_bodies
+from chairlift.bench.client import StreamClient, open_session
+from chairlift.bench.player import Player
 from chairlift.bench.records import RequestRecord
+from chairlift.bench.workload import build_workload
 
 
 async def send_one(url: str, **settings: object) -> RequestRecord:
     """Send one request as the settings say, meant for time 1.5."""
-    fields = {"url": url, "output_tokens": 4, "prompt_tokens": 5} | settings
-    config = BenchConfig.model_validate(fields).resolved("null")
-    async with open_session(config) as session:
-        client = StreamClient(session, config.endpoint_url)
-        return await client.send(3, request_bodies(config)[0], intended_at=1.5)
+    [record] = await play_one(url, num_requests=1, **settings)
+    return record
+
+
+async def play_one(url: str, **settings: object) -> list[RequestRecord]:
+    """Play one conversation as the settings say, its first turn meant for time 1.5."""
+    lengths = {} if "messages" in settings else {"prompt_tokens": 5}
+    config = BenchConfig.model_validate({"url": url, "output_tokens": 4} | lengths | settings)
+    resolved = config.resolved("null")
+    records: list[RequestRecord] = []
+    async with open_session(resolved) as session:
+        client = StreamClient(session, resolved.endpoint_url)
+        player = Player(client, resolved, build_workload(config).conversations, records.append)
+        await player.play(0, due_at=1.5)
+    return records

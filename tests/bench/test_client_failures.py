@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from chairlift.bench import BenchConfig
-from chairlift.bench.client import StreamClient, open_session, request_bodies
+from chairlift.bench.client import Request, StreamClient, open_session
 from chairlift.bench.failures import FailureKind
 
 from .null_server import (
@@ -135,13 +135,13 @@ async def test_a_timeout_in_the_middle_of_a_stream(server: NullServer) -> None:
 @pytest.mark.asyncio
 async def test_a_session_can_send_again_after_a_failure(server: NullServer) -> None:
     config = BenchConfig(url=server.url, num_requests=2, warmup=0, output_tokens=2).resolved("null")
-    bodies = request_bodies(config)
+    body = b'{"prompt": [40], "max_tokens": 2}'
     well_behaved = server.answer
     async with open_session(config) as session:
         client = StreamClient(session, config.endpoint_url)
         server.answer = cut_stream(token())
-        bad = await client.send(0, bodies[0], 0.0)
+        bad = await client.send(Request(0, body), 0.0)
         server.answer = well_behaved
-        good = await client.send(1, bodies[1], 0.0)
-    assert bad.failure is not None
-    assert good.failure is None
+        good = await client.send(Request(1, body), 0.0)
+    assert bad.record.failure is not None
+    assert good.record.failure is None

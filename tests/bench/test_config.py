@@ -21,8 +21,8 @@ def test_every_field_has_a_description_since_it_is_the_help_of_its_flag() -> Non
 
 def test_defaults_are_a_valid_test() -> None:
     config = BenchConfig()
-    assert (config.num_requests, config.warmup, config.token_range) == (100, 1, (32, 127))
-    assert (config.temperature, config.ignore_eos, config.endpoint) == (0.0, True, "completions")
+    assert (config.num_requests, config.warmup, config.token_range) == (None, 1, (32, 127))
+    assert (config.temperature, config.ignore_eos, config.is_chat) == (0.0, True, False)
 
 
 def test_a_config_cannot_be_changed() -> None:
@@ -34,9 +34,9 @@ def test_an_unknown_setting_is_refused_by_name() -> None:
     assert messages(concurency=3) == ["concurency: Extra inputs are not permitted"]
 
 
-@pytest.mark.parametrize("name", ["num_requests", "concurrency", "prompt_tokens", "output_tokens"])
+@pytest.mark.parametrize("name", ["num_requests", "concurrency", "num_prefixes", "turns"])
 def test_counts_are_positive(name: str) -> None:
-    assert messages(**{name: 0}) == [f"{name}: Input should be greater than 0"]
+    assert messages(prefix_tokens=8, **{name: 0}) == [f"{name}: Input should be greater than 0"]
 
 
 @pytest.mark.parametrize("name", ["request_rate", "timeout"])
@@ -61,10 +61,67 @@ def test_an_unknown_endpoint_is_refused_with_the_known_ones() -> None:
     assert messages(endpoint="embeddings") == ["endpoint: Input should be 'completions' or 'chat'"]
 
 
-def test_concurrency_and_rate_exclude_each_other() -> None:
-    assert messages(concurrency=4, request_rate=2.0) == [
-        ": Value error, give either concurrency or request_rate, not both"
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"request_rate": 1.0, "ramp": (1, 2)}, "give either --request-rate or --ramp, not both"),
+        ({"request_rate": 1.0, "trace": "t"}, "give either --request-rate or --trace, not both"),
+        ({"trace": "t", "messages": "m"}, "give either --trace or --messages, not both"),
+        ({"trace": "t", "prompt_tokens": 5}, "give either --trace or --prompt-tokens, not both"),
+        ({"trace": "t", "output_tokens": 5}, "give either --trace or --output-tokens, not both"),
+        ({"messages": "m", "conversations": "c"}, "give either --messages or --conversations, not both"),
+        ({"messages": "m", "prefix_tokens": 5}, "give either --messages or --prefix-tokens, not both"),
+        ({"conversations": "c", "turns": 2}, "give either --conversations or --turns, not both"),
+        ({"endpoint": "completions", "turns": 2}, "give either --endpoint completions or --turns, not both"),
+        ({"endpoint": "completions", "messages": "m"}, "give either --endpoint completions or --messages, not both"),
+        ({"burstiness": 0.5}, "--burstiness needs --request-rate or --ramp or --sweep rate"),
+        ({"trace_speedup": 2.0}, "--trace-speedup needs --trace"),
+        ({"num_prefixes": 2}, "--num-prefixes needs --prefix-tokens"),
+        ({"think_time": 2.0}, "--think-time needs --turns or --conversations"),
+        ({"sweep": "rate=1,2"}, "--sweep needs --goodput"),
+        ({"goodput": "ttft:5", "goodput_share": 0.5}, "--goodput-share needs --sweep"),
+        ({"goodput": "ttft:5", "sweep": "rate=1", "ramp": (1, 2)}, "give either --sweep or --ramp, not both"),
+        (
+            {"goodput": "ttft:5", "sweep": "concurrency=1", "concurrency": 2},
+            "give either --sweep concurrency or --concurrency, not both",
+        ),
+    ],
+)
+def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, object], said: str) -> None:
+    assert messages(**settings) == [f": Value error, {said}"]
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    assert messages(num_prefixes=2, think_time=1.0) == [
+        ": Value error, --num-prefixes needs --prefix-tokens; --think-time needs --turns or --conversations"
     ]
+
+
+def test_a_rate_may_have_a_most_in_flight() -> None:
+    config = BenchConfig(concurrency=4, request_rate=2.0)
+    assert (config.is_open_loop, config.resolved("m").concurrency) == (True, 4)
+
+
+@pytest.mark.parametrize("settings", [{"turns": 2}, {"messages": "m"}, {"conversations": "c"}, {"endpoint": "chat"}])
+def test_messages_go_to_the_chat_endpoint(settings: dict[str, object]) -> None:
+    config = BenchConfig.model_validate({"url": "http://host", **settings})
+    assert config.endpoint_url == "http://host/v1/chat/completions"
+    assert config.resolved("m").endpoint == "chat"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("goodput", "ttft500", "cannot read the limit 'ttft500': limits are of ttft, tpot, e2el"),
+        ("sweep", "rate", "cannot read the sweep 'rate': it must look like rate=1,2,4,8"),
+        ("prompt_tokens", "some", "cannot read the length 'some': it must be N, uniform:LOW,HIGH"),
+        ("output_tokens", 0, "cannot read the length 0: it must be N"),
+        ("report", "report.pdf", "must end in .html or .png, unlike 'report.pdf'"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(name: str, value: object, said: str) -> None:
+    [message] = messages(**{name: value})
+    assert message.startswith(f"{name}: Value error, {said}")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +143,7 @@ def test_the_chat_endpoint_keeps_a_path_prefix() -> None:
         ("ftp://host", "must look like http://host:port or https://host, not 'ftp://host'"),
         ("http://", "must look like http://host:port or https://host, not 'http://'"),
         ("http://host?key=1", "must have no query or fragment, unlike 'http://host?key=1'"),
+        ("http://a..b", "must name a host, unlike 'http://a..b'"),
         ("http://host:0", "must not name port 0, unlike 'http://host:0'"),
         ("http://host:99999", "Port out of range 0-65535"),
     ],
@@ -100,25 +158,11 @@ def test_an_empty_token_range_is_refused() -> None:
     ]
 
 
-def test_too_few_possible_prompts_are_refused_with_the_way_out() -> None:
-    assert messages(num_requests=95, warmup=1, prompt_tokens=1) == [
-        ": Value error, 96 requests (with warmup) need as many distinct prompts, but 95 choices for each of "
-        "1 prompt_tokens allow only 95: raise prompt_tokens, or lower num_requests, or for completions "
-        "widen token_range"
-    ]
-    BenchConfig(num_requests=95, warmup=0, prompt_tokens=1)
-    BenchConfig(num_requests=95, warmup=1, prompt_tokens=1, token_range=(32, 128))
-
-
-def test_chat_prompts_are_limited_by_the_list_of_words_not_by_the_token_range() -> None:
-    BenchConfig(endpoint="chat", num_requests=50, prompt_tokens=1, token_range=(32, 33))
-
-
 def test_a_json_file_that_cannot_be_written_is_refused_before_the_test(tmp_path: Path) -> None:
     missing = tmp_path / "missing" / "result.json"
-    for path in (missing, tmp_path):
-        assert messages(json_file=path) == [
-            f"json_file: Value error, cannot write {path}: it must be a file in an existing directory"
+    for name, path in [("json_file", missing), ("json_file", tmp_path), ("report", tmp_path / "missing" / "a.html")]:
+        assert messages(**{name: path}) == [
+            f"{name}: Value error, cannot write {path}: it must be a file in an existing directory"
         ]
 
 

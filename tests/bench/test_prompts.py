@@ -1,59 +1,86 @@
-"""Random prompts: exact length, all different, the same for the same seed."""
+"""Random prompts: exact lengths, all different, the same for the same seed."""
 
+import numpy as np
 import pytest
 
-from chairlift.bench.prompts import WORDS, num_possible_prompts, random_token_prompts, random_word_prompts
+from chairlift.bench.failures import BenchError
+from chairlift.bench.prompts import (
+    WORDS,
+    Draws,
+    Purpose,
+    TokenWriter,
+    WordWriter,
+    distinct_draws,
+    draw_one,
+    generator_of,
+    num_possible_prompts,
+)
 
 
-def test_token_prompts_have_exactly_the_length_asked_for() -> None:
-    prompts = random_token_prompts(count=20, length=17, token_range=(32, 127), seed=0)
-    assert [len(prompt) for prompt in prompts] == [17] * 20
+def draws(lengths: list[int], num_choices: int = 95, seed: int = 0) -> list[Draws]:
+    return distinct_draws(lengths, num_choices, np.random.default_rng(seed))
 
 
-def test_word_prompts_have_exactly_the_number_of_words_asked_for() -> None:
-    prompts = random_word_prompts(count=20, length=17, seed=0)
-    assert [len(prompt.split(" ")) for prompt in prompts] == [17] * 20
-    assert {word for prompt in prompts for word in prompt.split(" ")} <= set(WORDS)
+def test_each_prompt_has_exactly_its_length() -> None:
+    assert [len(prompt) for prompt in draws([17, 3, 1, 40])] == [17, 3, 1, 40]
 
 
-def test_token_ids_reach_both_ends_of_the_range_and_never_leave_it() -> None:
-    ids = {token for prompt in random_token_prompts(50, 20, (5, 9), seed=1) for token in prompt}
-    assert ids == {5, 6, 7, 8}
+def test_draws_reach_every_choice_and_no_other() -> None:
+    assert {draw for prompt in draws([20] * 50, num_choices=4) for draw in prompt} == {0, 1, 2, 3}
 
 
-def test_token_ids_are_plain_integers_fit_for_json() -> None:
-    assert {type(token) for token in random_token_prompts(1, 8, (32, 127), seed=0)[0]} == {int}
+def test_draws_are_plain_integers_fit_for_json() -> None:
+    assert {type(draw) for draw in draws([8])[0]} == {int}
 
 
-def test_token_ids_are_uniform() -> None:
-    [prompt] = random_token_prompts(1, 40_000, (10, 14), seed=3)
-    for token in (10, 11, 12, 13):
-        assert prompt.count(token) == pytest.approx(10_000, rel=0.05)
+def test_draws_are_uniform() -> None:
+    prompt = draw_one(40_000, 4, np.random.default_rng(3))
+    for choice in range(4):
+        assert prompt.count(choice) == pytest.approx(10_000, rel=0.05)
 
 
-def test_the_same_seed_gives_the_same_prompts() -> None:
-    assert random_token_prompts(3, 8, (32, 127), seed=7) == random_token_prompts(3, 8, (32, 127), seed=7)
-    assert random_word_prompts(3, 8, seed=7) == random_word_prompts(3, 8, seed=7)
+def test_the_same_seed_gives_the_same_prompts_and_another_other_ones() -> None:
+    assert draws([8] * 3, seed=7) == draws([8] * 3, seed=7)
+    assert not set(draws([8] * 50, seed=1)) & set(draws([8] * 50, seed=2))
 
 
-def test_another_seed_gives_other_prompts() -> None:
-    ones = random_token_prompts(50, 8, (32, 127), seed=1)
-    others = random_token_prompts(50, 8, (32, 127), seed=2)
-    assert [one for one in ones if one in others] == []
+def test_every_purpose_has_random_numbers_of_its_own() -> None:
+    firsts = {generator_of(5, purpose).random() for purpose in Purpose}
+    assert len(firsts) == len(Purpose)
+    assert generator_of(5, Purpose.BLOCKS, 1).random() != generator_of(5, Purpose.BLOCKS, 2).random()
+    assert generator_of(5, Purpose.BLOCKS, 1).random() == generator_of(5, Purpose.BLOCKS, 1).random()
 
 
 def test_asking_for_more_keeps_the_first_ones() -> None:
-    few = random_token_prompts(3, 8, (32, 127), seed=0)
-    assert random_token_prompts(5, 8, (32, 127), seed=0)[:3] == few
+    assert draws([8, 5, 6, 7])[:2] == draws([8, 5])
 
 
 def test_prompts_are_distinct_even_when_every_possible_one_is_needed() -> None:
-    prompts = random_token_prompts(count=16, length=2, token_range=(0, 4), seed=0)
-    assert len({tuple(prompt) for prompt in prompts}) == 16
+    assert len(set(draws([2] * 16, num_choices=4))) == 16
 
 
-def test_word_prompts_are_distinct_too() -> None:
-    assert sorted(random_word_prompts(len(WORDS), 1, seed=0)) == sorted(WORDS)
+def test_too_few_possible_prompts_are_refused_with_the_way_out() -> None:
+    with pytest.raises(BenchError) as caught:
+        draws([2, 1, 1, 1, 1, 1], num_choices=4)
+    assert str(caught.value) == (
+        "5 prompts of 1 tokens cannot all differ: 4 choices for each token allow only 4; raise --prompt-tokens, lower "
+        "--num-requests, or for completions widen --token-range"
+    )
+
+
+def test_tokens_are_written_as_ids_of_the_range_after_their_prefix() -> None:
+    writer = TokenWriter(low=32, high=127)
+    assert writer.num_choices == 95
+    assert writer.write((0, 94), prefix=(5,)) == {"prompt": [37, 32, 126]}
+
+
+def test_words_are_written_as_a_message_of_the_user_after_a_prefix_of_the_system() -> None:
+    writer = WordWriter()
+    assert writer.num_choices == len(WORDS)
+    assert writer.write((0, 1)) == {"messages": [{"role": "user", "content": "the of"}]}
+    assert writer.write((0,), prefix=(2, 1)) == {
+        "messages": [{"role": "system", "content": "and of"}, {"role": "user", "content": "the"}]
+    }
 
 
 def test_words_are_distinct_and_single() -> None:
@@ -62,11 +89,11 @@ def test_words_are_distinct_and_single() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choices", "length", "possible"),
+    ("num_choices", "length", "possible"),
     [(95, 1, 95), (95, 2, 9025), (1, 1000, 1), (2, 64, 2**64)],
 )
-def test_number_of_possible_prompts(choices: int, length: int, possible: int) -> None:
-    assert num_possible_prompts(choices, length) == possible
+def test_number_of_possible_prompts(num_choices: int, length: int, possible: int) -> None:
+    assert num_possible_prompts(num_choices, length) == possible
 
 
 def test_number_of_possible_prompts_stays_small_enough_to_compute() -> None:

@@ -1,5 +1,7 @@
 """Latencies out of literal timestamps, by the definitions of `vllm bench serve`."""
 
+from dataclasses import replace
+
 import pytest
 
 from chairlift.bench.failures import Failure, FailureKind, RequestFailed, one_line
@@ -33,7 +35,18 @@ def test_itl_is_the_gaps_between_content_chunks() -> None:
 def test_without_usage_chunks_are_counted() -> None:
     assert FIVE_TOKENS.output_tokens == 5
     assert FIVE_TOKENS.output_token_source is TokenSource.CHUNKS
-    assert FIVE_TOKENS.prompt_token_source is TokenSource.REQUESTED
+
+
+def test_a_prompt_without_usage_is_as_long_as_asked_for_if_that_is_known() -> None:
+    asked = replace(FIVE_TOKENS, asked_prompt_tokens=12)
+    assert (asked.prompt_tokens, asked.prompt_token_source) == (12, TokenSource.REQUESTED)
+    assert (FIVE_TOKENS.prompt_tokens, FIVE_TOKENS.prompt_token_source) == (0, TokenSource.NOBODY)
+
+
+def test_a_reply_is_short_if_it_has_fewer_tokens_than_were_asked_for() -> None:
+    assert replace(FIVE_TOKENS, asked_output_tokens=6).is_short
+    assert not replace(FIVE_TOKENS, asked_output_tokens=5).is_short
+    assert not FIVE_TOKENS.is_short
 
 
 def test_usage_has_the_word_where_chunks_carry_several_tokens() -> None:
@@ -48,7 +61,7 @@ def test_usage_has_the_word_where_chunks_carry_several_tokens() -> None:
     )
     assert record.output_tokens == 9
     assert record.output_token_source is TokenSource.USAGE
-    assert record.prompt_token_source is TokenSource.USAGE
+    assert (record.prompt_tokens, record.prompt_token_source) == (7, TokenSource.USAGE)
     assert record.tpot == 1.0 / 8
     assert record.inter_token_latencies == [1.0]
 
@@ -68,7 +81,7 @@ def test_latencies_count_from_the_intended_send_time_not_the_actual_one() -> Non
         ended_at=14.0,
         chunk_times=(13.0, 13.5, 14.0),
     )
-    assert late.lateness == 2.5
+    assert late.queue_time == 2.5
     assert late.ttft == 3.0
     assert late.latency == 4.0
     assert late.tpot == 0.5

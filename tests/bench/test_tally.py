@@ -60,6 +60,22 @@ def test_reasoning_counts_as_content(field: str) -> None:
     assert tally_of((chat(**{field: "hm"}), 1.0), (chat("stop", content="a"), 2.0)).chunk_times == [1.0, 2.0]
 
 
+def test_the_text_is_kept_where_it_is_wanted() -> None:
+    tally = StreamTally(keeps_text=True)
+    for chunk in (
+        chat(role="assistant", content=""),
+        chat(reasoning="hm"),
+        chat(content="a"),
+        chat("stop", content="b"),
+    ):
+        tally.take(chunk, 1.0)
+    assert tally.text == "ab"
+    completions = StreamTally(keeps_text=True)
+    completions.take(completion("c"), 1.0)
+    assert completions.text == "c"
+    assert tally_of((chat(content="a"), 1.0)).text == ""
+
+
 def test_usage_is_taken_from_whichever_chunk_has_it_last() -> None:
     first = {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 4, "completion_tokens": 1}}
     final = {"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 9}}

@@ -1,4 +1,4 @@
-"""Whole tests, from the settings to the exit code."""
+"""Whole tests against a real socket, from the settings to the exit code."""
 
 import asyncio
 import gc
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from chairlift.bench import BenchConfig, run_bench
 
-from .null_server import NullServer, answer_in_full, status
+from .null_server import NullServer, answer_in_full, cut_stream, status, token
 
 
 async def bench(url: str, **settings: object) -> int:
@@ -38,6 +38,118 @@ async def test_success_prints_a_table_and_nothing_else(
     assert "requests succeeded        6 of 6" in lines
     assert "output tokens             18 (server's usage)" in lines
     assert printed.err == ""
+
+
+@pytest.mark.asyncio
+async def test_a_trace_is_replayed(server: NullServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 20 * n, "input_length": 5 + n, "output_length": 2 + n} for n in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    fields = {"url": server.url, "trace": path, "trace_speedup": 2.0, "warmup": 0}
+    assert await asyncio.to_thread(run_bench, BenchConfig.model_validate(fields)) == 0
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies] == [(5, 2), (6, 3), (7, 4)]
+    assert f"trace {path}, 2 times as fast (open loop)" in capsys.readouterr().out
+
+
+@pytest.mark.asyncio
+async def test_a_trace_line_that_does_not_parse_is_one_line_with_its_number_and_text(
+    server: NullServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 2}\n{"timestamp": soon}\n', encoding="utf-8")
+    assert await asyncio.to_thread(run_bench, BenchConfig.model_validate({"url": server.url, "trace": path})) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    [line] = printed.err.splitlines()
+    assert line.startswith(f"error: {path}, line 2: Invalid JSON: expected value")
+    assert line.endswith(': {"timestamp": soon}')
+    assert server.bodies == []
+
+
+@pytest.mark.asyncio
+async def test_conversations_send_all_their_turns_so_many_at_a_time(server: NullServer) -> None:
+    # Nobody passes the barrier until both conversations have come to it.
+    barrier = asyncio.Barrier(2)
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await barrier.wait()
+        return await answer_in_full(request, body)
+
+    server.answer = answer
+    assert await bench(server.url, num_requests=6, turns=3, warmup=0, concurrency=2) == 0
+    assert Counter(len(body["messages"]) for body in server.bodies) == {1: 2, 3: 2, 5: 2}
+    assert server.peak_in_flight == 2
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_drops_half_of_the_streams_is_reported_and_counted(
+    server: NullServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrivals = count()
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        chosen = cut_stream(token()) if next(arrivals) % 2 == 0 else answer_in_full
+        return await chosen(request, body)
+
+    server.answer = answer
+    # The warm-up meets a dropped stream too, and the test goes on.
+    assert await bench(server.url, num_requests=9, warmup=1, concurrency=1, goodput="ttft:60000") == 1
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert "requests succeeded        5 of 9" in lines
+    assert lines[-1].startswith("failed: incomplete stream 4 (")
+    assert "55.6% of requests within ttft 60000 ms" in printed.out
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.asyncio
+async def test_a_sweep_tests_every_rate_and_tells_the_highest(
+    server: NullServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, report = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    settings = {"sweep": "rate=300,200", "goodput": "ttft:60000", "json_file": path, "report": report}
+    assert await bench(server.url, warmup=0, **settings) == 0
+    printed = capsys.readouterr()
+    assert [line.split()[0] for line in printed.out.splitlines()[1:3]] == ["200", "300"]
+    assert printed.out.splitlines()[-1] == "highest rate              300"
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 12
+    assert json.loads(path.read_text(encoding="utf-8"))["highest"] == 300.0
+    assert report.stat().st_size > 10_000
+
+
+@pytest.mark.asyncio
+async def test_a_sweep_in_which_no_load_meets_the_limits_fails(
+    server: NullServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await bench(server.url, sweep="concurrency=1,2", goodput="ttft:0.0001") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "highest concurrency       none"
+
+
+@pytest.mark.asyncio
+async def test_a_report_is_written(server: NullServer, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    assert await bench(server.url, report=path) == 0
+    assert "6 of 6" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.asyncio
+async def test_without_matplotlib_nothing_is_sent(
+    server: NullServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("chairlift.bench.report.find_spec", lambda _name: None)
+    assert await bench(server.url, report=tmp_path / "report.html") == 1
+    assert capsys.readouterr().err.startswith("error: --report needs matplotlib: ")
+    assert server.bodies == []
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_falls_behind_says_so(
+    server: NullServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("chairlift.bench.summary.TOLERABLE_BUSY_SHARE", 0.0)
+    assert await bench(server.url) == 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: the load test itself fell behind: ")
 
 
 @pytest.mark.asyncio
@@ -94,7 +206,7 @@ async def test_a_rate_sends_without_waiting_for_replies(
     assert server.peak_in_flight == 6
     printed = capsys.readouterr().out
     assert "arrivals                  Poisson, 500 per second (open loop)" in printed
-    assert "client's own lateness" in printed
+    assert "queued in the client" in printed
 
 
 @pytest.mark.asyncio

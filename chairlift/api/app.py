@@ -11,11 +11,12 @@ from pydantic import BaseModel
 
 import chairlift
 from chairlift.api.connections import meet_expectation, read_body
+from chairlift.api.docs_page import render_page
 from chairlift.api.errors import Handler, error_middleware
 from chairlift.api.generate import Job, answer_stream, answer_whole
+from chairlift.api.home import add_page_routes
 from chairlift.api.keys import KeyRing
 from chairlift.api.openapi import describe
-from chairlift.api.page import render_page
 from chairlift.api.replies import Reply
 from chairlift.api.replies.chat import ChatReply
 from chairlift.api.replies.completion import CompletionReply
@@ -24,6 +25,7 @@ from chairlift.api.routes import ROUTES
 from chairlift.api.sse import EventStream
 from chairlift.api.tool_choice import AnswerPlan, plan_answer
 from chairlift.api.tools import ToolFamily, family_of_template
+from chairlift.api.watch import SnapshotFeed, add_watch_route
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.completions import CompletionRequest
 from chairlift.api.wire.conversation import Conversation, own_field_names
@@ -83,6 +85,8 @@ class Api:
             methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
             for method in methods:
                 app.router.add_route(method, path, getattr(self, route.handler), expect_handler=meet_expectation)
+        add_page_routes(app)
+        add_watch_route(app, SnapshotFeed(self._llm), self._options.keep_alive_interval)
         return app
 
     async def completions(self, request: web.Request) -> web.StreamResponse:

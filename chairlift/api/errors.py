@@ -71,7 +71,8 @@ def failure_of(error: Exception) -> Failure:
         case web.RequestPayloadError():
             return _invalid("the body cannot be decoded; check its Content-Encoding", None)
         case web.HTTPException():
-            detail = ErrorDetail(message=_http_message(error), type="invalid_request_error")
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            detail = ErrorDetail(message=_http_message(error), type=kind)
             return Failure(error.status, detail, allow=error.headers.get("Allow"))
         case _:
             logger.error("a request failed unexpectedly", exc_info=error)

@@ -10,9 +10,10 @@ from aiohttp import web
 
 from chairlift.api.config import KEYS_VARIABLE, ServerConfig
 from chairlift.api.errors import Handler
+from chairlift.api.home import PAGE_PATHS
 from chairlift.errors import ConfigurationError, InvalidApiKey
 
-_OPEN_PATHS = frozenset({"/health", "/version"})  # what load balancers ask, and what tells no secret
+_OPEN_PATHS = PAGE_PATHS | {"/health", "/version"}  # what load balancers and browsers ask; it tells no secret
 
 
 class KeyRing:

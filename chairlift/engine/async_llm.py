@@ -13,7 +13,8 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
 from chairlift.engine.outputs import GenerationState, OutputProcessor
-from chairlift.engine.thread import Abort, Add, EngineThread, Stop, Update
+from chairlift.engine.snapshot import Snapshot
+from chairlift.engine.thread import Abort, Add, EngineThread, Look, Stop, Update
 from chairlift.engine.tokenizer import ChatOptions, Message
 from chairlift.errors import EngineClosed, EngineDead, EngineHung, RequestFailed
 from chairlift.params import RequestOutput, SamplingParams
@@ -79,6 +80,7 @@ class AsyncLLM:
         self.inputs = InputProcessor(self.config, self._core.vocab_size)
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._addresses: dict[str, _Address] = {}
+        self._looks: set[asyncio.Future[Snapshot]] = set()
         self._thread: EngineThread | None = None
         self._watch: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -176,6 +178,18 @@ class AsyncLLM:
         """Ends every generation."""
         for request_id in list(self._addresses):
             await self.abort(request_id)
+
+    async def take_snapshot(self) -> Snapshot:
+        """The engine after its present launch, or right away if it is idle. Raises `EngineClosed` or `EngineDead`."""
+        thread = self._usable_thread()
+        loop = asyncio.get_running_loop()
+        look: asyncio.Future[Snapshot] = loop.create_future()
+        self._looks.add(look)
+        try:
+            thread.send(Look(lambda snapshot: _call_if_open(loop, _resolve, look, snapshot)))
+            return await look
+        finally:
+            self._looks.discard(look)
 
     async def close(self) -> None:
         """Ends what runs with `EngineClosed` and stops the thread. Calls after it raise `EngineClosed`."""
@@ -278,6 +292,9 @@ class AsyncLLM:
     def _fail_all(self, error: Exception) -> None:
         for address in self._addresses.values():
             address.mailbox.fail(error)
+        for look in self._looks:
+            if not look.done():
+                look.set_exception(error)
 
     def _forget(self, mailbox: _Mailbox) -> None:
         """Whoever leaves early is an abort."""
@@ -294,6 +311,11 @@ def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineHung) else f"a step failed: {type(error).__name__}: {error}"
 
 
-def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Any, update: Update) -> None:
+def _resolve(look: asyncio.Future[Snapshot], snapshot: Snapshot) -> None:
+    if not look.done():  # who asked may have left
+        look.set_result(snapshot)
+
+
+def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Any, *args: Any) -> None:
     with contextlib.suppress(RuntimeError):  # the loop was closed while a step was running: nobody is left to tell
-        loop.call_soon_threadsafe(callback, update)
+        loop.call_soon_threadsafe(callback, *args)

@@ -17,11 +17,13 @@ from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.config import AttentionBackend, EngineConfig, ModelFacts, find_cpu_obstacle, resolve
 from chairlift.engine.forward import Forward, load_forward
 from chairlift.engine.graphs import CudaRecorder, DecodeGraphs, GraphRecorder
+from chairlift.engine.journal import Journal
 from chairlift.engine.machine import choose_num_threads, inspect_machine
 from chairlift.engine.memory import fit_cache
 from chairlift.engine.newest import NewestTokens
 from chairlift.engine.runner import Launch, ModelRunner
 from chairlift.engine.sampling import Sampler
+from chairlift.engine.snapshot import Snapshot
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from chairlift.models.loader import TORCH_DTYPES
@@ -85,6 +87,7 @@ class EngineCore:
             self.config.max_steps_per_launch,
             self.config.max_queue_size,
         )
+        self._journal = Journal()
         logger.info(
             "engine ready: %s on %s, attention %s, %d slots of %d tokens, %d tokens a step, up to %d steps a launch",
             self.config.dtype,
@@ -108,11 +111,13 @@ class EngineCore:
     def add(self, *requests: Request) -> None:
         """Queues requests, all or none. `QueueFull` if too many would wait."""
         self._scheduler.add(*requests)
+        self._journal.note_arrivals(requests)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request and frees its slot. None if it has ended already."""
         slot = self._scheduler.half_filled_slot(request_id)
         event = self._scheduler.abort(request_id)
+        self._journal.note_events([event] if event is not None else [])
         if slot is not None:
             self.cache.scrub(slot)  # no token was sampled from it yet, so nobody knows whether it holds numbers
         return event
@@ -152,12 +157,15 @@ class EngineCore:
         for row, slot, result in zip(launch.plan.rows, launch.reservation.seq_ids, results, strict=True):
             if result.error is not None and row.request.finish_reason is not None:
                 self.cache.scrub(slot)  # what is not a number in it would spoil its next owner
+        self._journal.note_launch(launch.plan, launch.begin)
+        self._journal.note_events(events)
         return events
 
     def _abandon(self, *plans: StepPlan) -> None:
         """Of launches that did not come to their end nobody knows whether what they wrote are numbers."""
         requests = [row.request for plan in plans for row in plan.rows]
         slots = {request.slot for request in requests if request.slot is not None}
+        self._journal.forget(request.request_id for request in requests)
         for plan in plans:
             self._scheduler.abandon(plan)
         for slot in slots:
@@ -174,6 +182,10 @@ class EngineCore:
                 "there is no memory left for CUDA graphs; lower memory_fraction, max_batch_size or max_seq_len"
             ) from error
         return graphs
+
+    def take_snapshot(self) -> Snapshot:
+        """What can be seen from outside, between two steps."""
+        return self._journal.take_snapshot(self._scheduler, self.config.max_batch_size, self.config.slot_len)
 
     def check(self) -> None:
         """Asserts that requests, slots and lengths agree."""

@@ -6,6 +6,7 @@ beside the host the next launch can begin before this one's tokens are known: a 
 device, by slot.
 """
 
+import time
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
@@ -63,6 +64,7 @@ class Launch:
     reservation: Reservation
     outputs: _Outputs
     arrival: Arrival
+    begin: float  # `time.perf_counter()` before anything of it was computed
 
     def wait(self) -> StepResult:
         """Returns when it is over. Raises what went wrong on the device."""
@@ -92,6 +94,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launch:
         """Starts all steps of the plan. Writes keys and values to the slots; commits nothing."""
+        begin = time.perf_counter()
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         inputs = self._cache.fetch(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         reservation = inputs[0].reservation
@@ -100,7 +103,7 @@ class ModelRunner:
             outputs = self._replay(self._graphs, plan, inputs[0])
         else:
             outputs = self._compute(plan, inputs)
-        return Launch(plan, reservation, outputs, Arrival.mark(self._device))
+        return Launch(plan, reservation, outputs, Arrival.mark(self._device), begin)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, cache: ContinuousBatchingKVCacheCollection) -> _Outputs:
         """A plan that only decodes, from recorded graphs; what they cannot sample is sampled operator by operator."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from chairlift.engine.core import EngineCore
+from chairlift.engine.snapshot import Snapshot
 from chairlift.errors import QueueFull
 from chairlift.scheduler import Request, TokenEvent
 
@@ -36,7 +37,14 @@ class Stop:
     """End the thread. What still runs is not told; abort it before."""
 
 
-Command = Add | Abort | Stop
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Hand over a snapshot. `deliver` must be quick and must not block."""
+
+    deliver: Callable[[Snapshot], None]
+
+
+Command = Add | Abort | Look | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +132,10 @@ class EngineThread:
             commands.append(self._inbox.get())
         return commands
 
-    def _obey(self, command: Add | Abort, update: Update) -> None:
+    def _obey(self, command: Add | Abort | Look, update: Update) -> None:
+        if isinstance(command, Look):
+            command.deliver(self._core.take_snapshot())
+            return
         if isinstance(command, Abort):
             ended = [self._core.abort(request_id) for request_id in command.request_ids]
             update.events += [event for event in ended if event is not None]

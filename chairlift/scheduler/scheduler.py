@@ -13,7 +13,7 @@ Nothing starves: every running row gets a token per step, requests are admitted 
 at most `max_tokens` of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from chairlift.cache.ledger import Reservation, SlotLedger
 from chairlift.errors import QueueFull
@@ -58,6 +58,16 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def waiting(self) -> Iterable[Request]:
+        """In the order in which they get slots."""
+        return self._waiting.values()
+
+    @property
+    def running(self) -> Iterable[Request]:
+        """Those that have a slot."""
+        return self._running.values()
 
     @property
     def has_work(self) -> bool:

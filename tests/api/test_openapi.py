@@ -10,8 +10,10 @@ from aiohttp import web
 
 from chairlift.api.app import Api
 from chairlift.api.fields import Fate, fields_of
+from chairlift.api.home import PAGE_PATHS
 from chairlift.api.openapi import describe
 from chairlift.api.routes import ROUTES
+from chairlift.api.watch import WATCH_PATH
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, chunks_of, error_of, get, post, user
 
@@ -53,6 +55,7 @@ async def test_every_route_of_the_application_is_in_it_and_no_other(server: Serv
         for route in app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
+    served -= {("get", path) for path in (*PAGE_PATHS, WATCH_PATH)}  # the page and its feed are no part of the API
     told = {(method, path) for path, item in DOCUMENT["paths"].items() for method in item}
     assert {(method, path) for method, path in told} == {(method, path) for method, path in served}
     assert len(told) == len(ROUTES)

@@ -1,0 +1,20 @@
+// Light or dark: as the system has it, until the button says otherwise.
+
+const THEME = "chairlift-theme";
+const button = document.getElementById("theme");
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+function show() {
+  const chosen = localStorage.getItem(THEME);
+  const isDark = chosen === null ? system.matches : chosen === "dark";
+  if (chosen !== null) document.documentElement.dataset.theme = chosen;
+  button.setAttribute("aria-pressed", String(isDark));
+  return isDark;
+}
+
+button.addEventListener("click", () => {
+  localStorage.setItem(THEME, show() ? "light" : "dark");
+  show();
+});
+system.addEventListener("change", show);
+show();

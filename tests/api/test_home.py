@@ -1,0 +1,134 @@
+"""`/`: the page's files, which need nothing from anywhere else and let the browser run nothing else."""
+
+import re
+from collections.abc import AsyncIterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+import chairlift.api.home
+from chairlift.api.errors import error_middleware
+from chairlift.api.home import PAGE_PATHS, add_page_routes
+
+FOLDER = Path(chairlift.api.home.__file__).parent / "page"
+KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": ("text/javascript", "application/javascript"),  # Python's table was changed in 3.12
+    ".svg": "image/svg+xml",
+}
+
+
+class Markup(HTMLParser):
+    """Attributes of all tags."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def of(self, name: str) -> list[str]:
+        return [value or "" for _, each, value in self.attributes if each == name]
+
+
+@pytest_asyncio.fixture
+async def url() -> AsyncIterator[str]:
+    app = web.Application(middlewares=[error_middleware])
+    add_page_routes(app)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+@pytest.mark.asyncio
+async def test_every_file_is_served_as_what_it_is(url: str, http: aiohttp.ClientSession) -> None:
+    assert {"/", "/page/style.css", "/page/page.js", "/page/icon.svg"} <= PAGE_PATHS
+    for path in PAGE_PATHS:
+        async with http.get(url + path) as response:
+            file = FOLDER / (path.rpartition("/")[2] or "index.html")
+            assert response.status == 200
+            assert response.content_type in KINDS[file.suffix]
+            assert await response.read() == file.read_bytes()
+
+
+@pytest.mark.asyncio
+async def test_nothing_else_is_served(url: str, http: aiohttp.ClientSession) -> None:
+    for path in (
+        "/page",
+        "/page/",
+        "/page/index.html",
+        "/page/nothing.js",
+        "/page/..%252fhome.py",
+        "/page/%2e%2e/home.py",
+    ):
+        async with http.get(url + path) as response:
+            assert response.status == 404
+
+
+@pytest.mark.asyncio
+async def test_a_browser_may_load_from_here_only_and_run_nothing_inline(url: str, http: aiohttp.ClientSession) -> None:
+    for path in PAGE_PATHS:
+        async with http.get(url + path) as response:
+            header = response.headers["Content-Security-Policy"]
+            policy = dict(part.strip().partition(" ")[::2] for part in header.split(";"))
+            assert policy.pop("default-src") == policy.pop("base-uri") == policy.pop("form-action") == "'none'"
+            assert policy.pop("frame-ancestors") == "'none'"
+            assert policy.pop("require-trusted-types-for") == "'script'"
+            assert policy == dict.fromkeys(("script-src", "style-src", "img-src", "connect-src"), "'self'")
+            assert response.headers["X-Content-Type-Options"] == "nosniff"
+            assert response.headers["Referrer-Policy"] == "no-referrer"
+
+
+@pytest.mark.asyncio
+async def test_a_browser_that_has_a_file_is_told_so(url: str, http: aiohttp.ClientSession) -> None:
+    async with http.get(url) as response:
+        assert response.headers["Cache-Control"] == "no-cache"
+        tag = response.headers["ETag"]
+    async with http.get(url, headers={"If-None-Match": tag}) as response:
+        assert response.status == 304
+
+
+def test_what_the_files_refer_to_is_there_and_relative() -> None:
+    markup = Markup((FOLDER / "index.html").read_text(encoding="utf-8"))
+    loaded = {value for value in markup.of("src") + markup.of("href") if value != "docs"}
+    scripts = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.js")}
+    imported = {name for text in scripts.values() for name in re.findall(r'(?:from|import) "\./([\w.]+)"', text)}
+    assert {f"/{value}" for value in loaded} | {f"/page/{name}" for name in imported} == PAGE_PATHS - {"/"}
+    for path in FOLDER.iterdir():
+        text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert re.search(r"https?:|//\w+\.|url\(|@import", text) is None, path.name
+
+
+def test_no_script_or_style_stands_in_the_page() -> None:
+    markup = Markup((FOLDER / "index.html").read_text(encoding="utf-8"))
+    names = {name for _, name, _ in markup.attributes}
+    assert [name for name in names if name == "style" or name.startswith("on")] == []
+    assert "style" not in {tag for tag, _, _ in markup.attributes}
+    source = (FOLDER / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"<script[^>]*>(.*?)</script>", source) == [""]
+    assert "<style" not in source
+
+
+def test_no_script_reads_text_as_markup() -> None:
+    for path in FOLDER.glob("*.js"):
+        text = path.read_text(encoding="utf-8")
+        assert re.search(r"[iou]\w+HTML|document\.write|eval\(|new Function", text) is None, path.name
+
+
+def test_every_element_that_a_script_asks_for_is_in_the_page() -> None:
+    markup = Markup((FOLDER / "index.html").read_text(encoding="utf-8"))
+    there = set(markup.of("id"))
+    for path in FOLDER.glob("*.js"):
+        asked = re.findall(r'(?:\bat|\bsay|getElementById)\("([\w-]+)"', path.read_text(encoding="utf-8"))
+        assert set(asked) <= there, path.name
+    assert len(markup.of("id")) == len(there)
+    assert {name for value in markup.of("aria-labelledby") for name in value.split()} <= there

@@ -1,0 +1,156 @@
+"""Snapshots of a real engine: taken between two launches, and never in anybody's way."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.engine.snapshot import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
+from chairlift.errors import EngineClosed, EngineDead
+from tests.engine.async_support import LONG, NUM_SLOTS, hold_back, last, make_async_llm, wait_until
+from tests.engine.support import GREEDY
+
+PROMPT = [5, 6, 7, 8]
+
+
+def launches_of(snapshot: Snapshot) -> list[tuple[int, int, int]]:
+    assert all(launch.seconds > 0 for launch in snapshot.launches)
+    return [(launch.num_prefill_tokens, launch.num_decode_rows, launch.num_steps) for launch in snapshot.launches]
+
+
+@pytest.mark.asyncio
+async def test_an_idle_engine_is_seen_as_it_is(tiny: str) -> None:
+    async with make_async_llm(tiny, max_seq_len=64) as engine:
+        first, second = await engine.take_snapshot(), await engine.take_snapshot()
+    free = (SlotSnapshot(), SlotSnapshot())
+    nothing: tuple[LaunchRecord, ...] = ()
+    assert first == Snapshot(first.time, 64, free, 0, (), 0, nothing, Totals())
+    assert first == second
+    assert 0.0 < first.time < second.time
+
+
+@pytest.mark.asyncio
+async def test_slots_queue_launches_and_totals_are_those_between_two_launches(tiny: str) -> None:
+    async with make_async_llm(tiny, max_num_batched_tokens=8) as engine:
+        with hold_back(engine) as gate:
+            lengths = {"a": 4, "b": 10, "c": 5}
+            readers = [
+                asyncio.create_task(last(engine.generate([7] * length, LONG, name))) for name, length in lengths.items()
+            ]
+            await gate.wait_until_in_step()
+            await wait_until(lambda: engine.num_unfinished == 3, "all have come")
+            gate.allow(2)
+            await gate.wait_until_in_step()
+            await gate.wait_until_in_step()
+            look = asyncio.create_task(engine.take_snapshot())
+            await asyncio.sleep(0)
+            gate.allow(1)
+            seen = await look
+            gate.open()
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+    assert [slot.state for slot in seen.slots] == [SlotState.DECODING] * NUM_SLOTS
+    assert {slot.num_prompt_tokens for slot in seen.slots} == {4, 10}
+    assert all(slot.num_computed == slot.num_tokens - 1 for slot in seen.slots)
+    assert seen.num_waiting == 1
+    (waiting,) = seen.waiting
+    assert waiting.num_prompt_tokens == 5
+    assert waiting.seconds > 0.0
+    assert seen.num_launches == 3
+    assert sum(prefill for prefill, _, _ in launches_of(seen)) == 14
+    assert seen.totals.num_prompt_tokens == 14
+    assert seen.totals.num_first_tokens == 2
+    assert seen.totals.seconds_to_first_token > 0.0
+
+
+@pytest.mark.asyncio
+async def test_totals_count_what_ended_however_it_did(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        output = await last(engine.generate(PROMPT, GREEDY, "whole"))
+        reader = asyncio.create_task(last(engine.generate(PROMPT, LONG, "left")))
+        await wait_until(lambda: engine._core.has_work, "it runs")
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        seen = await engine.take_snapshot()
+    assert seen.totals.num_finished == 2
+    assert seen.totals.num_generated_tokens >= len(output.outputs[0].token_ids) == 12
+    assert seen.slots == (SlotSnapshot(), SlotSnapshot())
+
+
+@pytest.mark.asyncio
+async def test_several_steps_of_a_launch_are_told(tiny: str) -> None:
+    async with make_async_llm(tiny, max_steps_per_launch=4) as engine:
+        await last(engine.generate(PROMPT, GREEDY))
+        seen = await engine.take_snapshot()
+    assert launches_of(seen) == [(4, 0, 1), (0, 1, 4), (0, 1, 4), (0, 1, 3)]
+
+
+@pytest.mark.asyncio
+async def test_a_request_is_found_by_the_id_of_its_generation(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        with hold_back(engine) as gate:
+            reader = asyncio.create_task(last(engine.generate(PROMPT, LONG, "mine")))
+            gate.allow(1)
+            await gate.wait_until_in_step()
+            look = asyncio.create_task(engine.take_snapshot())
+            await asyncio.sleep(0)
+            gate.allow(1)
+            seen = await look
+            gate.open()
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+    assert short_id("mine-0-0") in {slot.request_id for slot in seen.slots}
+
+
+@pytest.mark.asyncio
+async def test_who_asked_and_left_disturbs_nobody(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        looks = [asyncio.create_task(engine.take_snapshot()) for _ in range(10)]
+        await asyncio.sleep(0)
+        for look in looks[:9]:
+            look.cancel()
+        assert (await looks[9]).num_launches == 0
+        assert len((await last(engine.generate(PROMPT, GREEDY))).outputs[0].token_ids) == 12
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_dies_or_is_closed_tells_who_waits_and_who_comes_later(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        with hold_back(engine) as gate:
+            reader = asyncio.create_task(last(engine.generate(PROMPT, LONG)))
+            await gate.wait_until_in_step()
+            look = asyncio.create_task(engine.take_snapshot())
+            await asyncio.sleep(0)
+            gate.fail(RuntimeError("broken"))
+            with pytest.raises(EngineDead, match="broken"):
+                await look
+            await asyncio.gather(reader, return_exceptions=True)
+        with pytest.raises(EngineDead, match="broken"):
+            await engine.take_snapshot()
+    engine = make_async_llm(tiny)
+    await engine.close()
+    with pytest.raises(EngineClosed):
+        await engine.take_snapshot()
+
+
+@pytest.mark.asyncio
+async def test_the_time_of_a_launch_holds_its_forward_pass(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make_async_llm(tiny) as engine:
+        forward = engine._core._runner._forward
+        hidden = forward.hidden
+        spent: list[float] = []
+
+        def timed(*args: Any) -> torch.Tensor:
+            start = time.perf_counter()
+            result = hidden(*args)
+            spent.append(time.perf_counter() - start)
+            return result
+
+        monkeypatch.setattr(forward, "hidden", timed)
+        await last(engine.generate(PROMPT, GREEDY))
+        seen = await engine.take_snapshot()
+    assert len(spent) == len(seen.launches)
+    assert all(launch.seconds >= seconds - 1e-6 for launch, seconds in zip(seen.launches, spent, strict=True))

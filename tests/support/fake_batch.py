@@ -1,0 +1,164 @@
+"""An engine without a model, for whatever looks at one: requests come, wait, are prefilled, decode and leave."""
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from chairlift.engine.snapshot import (
+    MAX_LAUNCHES_SHOWN,
+    MAX_WAITING_SHOWN,
+    LaunchRecord,
+    SlotSnapshot,
+    SlotState,
+    Snapshot,
+    Totals,
+    WaitingSnapshot,
+    short_id,
+)
+
+
+@dataclass(slots=True)
+class FakeRequest:
+    """A prompt of that length, of which `num_reused` tokens need not be computed, and the tokens it wants."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_reused: int = 0
+    arrival: float = 0.0
+    num_computed: int = 0
+    num_generated: int = 0
+
+    def slot(self) -> SlotSnapshot:
+        is_prefilling = self.num_computed < self.num_prompt_tokens
+        return SlotSnapshot(
+            state=SlotState.PREFILLING if is_prefilling else SlotState.DECODING,
+            request_id=short_id(self.request_id),
+            num_reused=self.num_reused,
+            num_computed=self.num_computed,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_tokens=self.num_prompt_tokens + self.num_generated,
+        )
+
+
+class FakeBatch:
+    """A `SnapshotSource` with a clock of its own, which only `step` moves.
+
+    A step costs a fixed time and some for each token. `crowd` makes up requests, the same ones for the same seed.
+    """
+
+    def __init__(self, num_slots: int = 4, slot_len: int = 2048, token_budget: int = 512, seed: int = 0) -> None:
+        self.slot_len = slot_len
+        self.time = 0.0
+        self.waiting: deque[FakeRequest] = deque()
+        self.running: dict[int, FakeRequest] = {}
+        self.num_finished = 0
+        self._num_slots = num_slots
+        self._token_budget = token_budget
+        self._warm: dict[int, int] = {}  # slot -> tokens in it
+        self._launches: deque[LaunchRecord] = deque(maxlen=MAX_LAUNCHES_SHOWN)
+        self._num_launches = 0
+        self._counts = {name: 0 for name in ("prompt", "cached", "generated", "first")}
+        self._seconds_to_first_token = 0.0
+        self._random = random.Random(seed)
+        self._num_added = 0
+
+    async def take_snapshot(self) -> Snapshot:
+        slots = (self._slot(index) for index in range(self._num_slots))
+        first = list(self.waiting)[:MAX_WAITING_SHOWN]
+        return Snapshot(
+            time=self.time,
+            slot_len=self.slot_len,
+            slots=tuple(slots),
+            num_waiting=len(self.waiting),
+            waiting=tuple(
+                WaitingSnapshot(short_id(each.request_id), each.num_prompt_tokens, round(self.time - each.arrival, 3))
+                for each in first
+            ),
+            num_launches=self._num_launches,
+            launches=tuple(self._launches),
+            totals=Totals(
+                num_prompt_tokens=self._counts["prompt"],
+                num_cached_tokens=self._counts["cached"],
+                num_generated_tokens=self._counts["generated"],
+                num_finished=self.num_finished,
+                num_first_tokens=self._counts["first"],
+                seconds_to_first_token=self._seconds_to_first_token,
+            ),
+        )
+
+    def add(self, num_prompt_tokens: int, num_output_tokens: int, num_reused: int = 0) -> FakeRequest:
+        self._num_added += 1
+        name = f"fake-{self._num_added}-0-0"
+        request = FakeRequest(name, num_prompt_tokens, num_output_tokens, num_reused, self.time)
+        self.waiting.append(request)
+        return request
+
+    def crowd(self, num_requests: int) -> None:
+        """Adds requests of various lengths, about half of which begin with a prompt that was seen before."""
+        for _ in range(num_requests):
+            num_prompt = int(self._random.lognormvariate(5.2, 0.7)) + 8
+            num_output = int(self._random.lognormvariate(4.9, 0.8)) + 8
+            share = self._random.choice((0.0, 0.0, 0.4, 0.8))
+            room = self.slot_len - 2
+            self.add(min(num_prompt, room // 2), min(num_output, room // 2), int(share * min(num_prompt, room // 2)))
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+
+    def step(self) -> None:
+        """One launch of one step: each running row decodes, prompts get what is left of the budget."""
+        self._admit()
+        decoding = [each for each in self.running.values() if each.num_computed >= each.num_prompt_tokens]
+        budget = self._token_budget - len(decoding)
+        num_prefill = 0
+        complete: list[FakeRequest] = []
+        for request in self.running.values():
+            if request.num_computed < request.num_prompt_tokens:
+                chunk = min(budget - num_prefill, request.num_prompt_tokens - request.num_computed)
+                request.num_computed += chunk
+                num_prefill += chunk
+                if request.num_computed == request.num_prompt_tokens:
+                    complete.append(request)
+        for request in decoding:
+            request.num_generated += 1
+            request.num_computed += 1
+            self._counts["generated"] += 1
+        seconds = round(0.006 + 2e-5 * len(decoding) + 6e-5 * num_prefill + self._random.uniform(0, 0.0015), 6)
+        self.time += seconds
+        for request in complete:
+            self._generate_first(request)
+        self._launches.append(LaunchRecord(num_prefill, len(decoding), 1, seconds))
+        self._num_launches += 1
+        self._retire()
+
+    def _slot(self, index: int) -> SlotSnapshot:
+        if index in self.running:
+            return self.running[index].slot()
+        if index in self._warm:
+            return SlotSnapshot(state=SlotState.WARM, num_computed=self._warm[index])
+        return SlotSnapshot()
+
+    def _admit(self) -> None:
+        for index in range(self._num_slots):
+            if self.waiting and index not in self.running:
+                request = self.waiting.popleft()
+                request.num_computed = request.num_reused
+                self.running[index] = request
+                self._warm.pop(index, None)
+
+    def _generate_first(self, request: FakeRequest) -> None:
+        request.num_generated = 1
+        self._counts["generated"] += 1
+        self._counts["first"] += 1
+        self._counts["prompt"] += request.num_prompt_tokens
+        self._counts["cached"] += request.num_reused
+        self._seconds_to_first_token += self.time - request.arrival
+
+    def _retire(self) -> None:
+        for index, request in list(self.running.items()):
+            if request.num_generated >= request.num_output_tokens:
+                del self.running[index]
+                self._warm[index] = request.num_computed
+                self.num_finished += 1

@@ -11,9 +11,10 @@ from aiohttp import web
 from chairlift.api.config import KEYS_VARIABLE, ServerConfig
 from chairlift.api.errors import Handler
 from chairlift.api.home import PAGE_PATHS
+from chairlift.api.routes import ROUTES
 from chairlift.errors import ConfigurationError, InvalidApiKey
 
-_OPEN_PATHS = PAGE_PATHS | {"/health", "/version"}  # what load balancers and browsers ask; it tells no secret
+_OPEN_PATHS = PAGE_PATHS | {route.path for route in ROUTES if route.is_open}
 
 
 class KeyRing:

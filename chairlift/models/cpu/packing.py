@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 LANES = 16
 DEPTH_ALIGNMENT = 64
+_ROWS_AT_ONCE = 1024  # in float32 a large head would take several times what it takes itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +56,13 @@ def interleave(tensor: torch.Tensor) -> torch.Tensor:
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`[out, in]` -> int8 values and float32 scales `[out]`: symmetric, the largest magnitude of each row is 127."""
-    weight = weight.float()
-    scales = weight.abs().amax(dim=1) / 127
-    values = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-    return values.to(torch.int8), scales
+    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+    for start in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        exact = weight[rows].float()
+        scales[rows] = exact.abs().amax(dim=1) / 127
+        values[rows] = (exact / scales[rows].clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
+    return values, scales
 
 
 def _pad_outputs(tensor: torch.Tensor) -> torch.Tensor:

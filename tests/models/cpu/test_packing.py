@@ -130,3 +130,12 @@ def test_what_is_no_number_stays_so_in_the_scale(value: float) -> None:
     _, scales = quantize(torch.tensor([[1.0, value], [1.0, 2.0]]))
     assert not scales[0].isfinite()
     assert scales[1].isfinite()
+
+
+def test_a_large_matrix_is_quantized_as_its_rows_are() -> None:
+    weight = torch.randn(2500, 8, generator=torch.Generator().manual_seed(0))
+    values, scales = quantize(weight)
+    for row in (0, 1023, 1024, 2048, 2499):
+        row_values, row_scale = quantize(weight[row : row + 1])
+        assert torch.equal(values[row : row + 1], row_values)
+        assert torch.equal(scales[row : row + 1], row_scale)

@@ -74,7 +74,10 @@ def test_a_port_that_is_taken_is_one_clear_line_before_a_model_is_loaded() -> No
         (["--max-seq-len", "100000"], "max_seq_len 100000 is more than the model's 2048 positions"),
         (["--max-batch-size", "1000000"], "lower max_batch_size or max_seq_len"),
         (["--max-num-batched-tokens", "3", "--max-batch-size", "4"], "max_num_batched_tokens (3) is below"),
-        (["--attention-backend", "flash_attn"], "flash_attn cannot be had: it runs on a CUDA device, and the device is cpu"),
+        (
+            ["--attention-backend", "flash_attn"],
+            "flash_attn cannot be had: it runs on a CUDA device, and the device is cpu",
+        ),
         (["--device", "tpu"], "device 'tpu'"),
     ],
 )

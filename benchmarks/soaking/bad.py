@@ -103,7 +103,7 @@ def other_model(rng: Random) -> Case:
 
 def nowhere(rng: Random) -> Case:
     if rng.random() < 0.5:
-        return _bad("nowhere", rng.choice(["/", "/v1", "/v1/chat", "/v1/embeddings"]), {}, Refusal(404))
+        return _bad("nowhere", rng.choice(["/v2", "/v1", "/v1/chat", "/v1/embeddings"]), {}, Refusal(404))
     return Case("nowhere", rng.choice([CHAT, COMPLETIONS]), None, Refusal(405), method=rng.choice(["GET", "DELETE"]))
 
 

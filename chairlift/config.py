@@ -94,6 +94,20 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: Count | Auto = Field("auto", description="token budget of one step")
     max_steps_per_launch: Count | Auto = Field("auto", description="decode steps between two looks of the host")
     max_queue_size: int = Field(1024, ge=0, description="requests that may wait for a slot; more are refused")
+    queue_timeout: float | None = Field(
+        None, gt=0.0, allow_inf_nan=False, description="seconds that a request may wait for a slot; unset: for ever"
+    )
+    priority_ageing: float = Field(
+        30.0, gt=0.0, allow_inf_nan=False, description="seconds of waiting that are worth one level of priority"
+    )
+    preempt_after: Count | None = Field(
+        None,
+        description="tokens that a request may generate before one of higher priority may take its slot, each time;"
+        " unset: nobody loses a slot",
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="reuse the keys and values of earlier prompts that begin with the same tokens"
+    )
     memory_fraction: float = Field(
         0.8,
         gt=0.0,

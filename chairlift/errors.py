@@ -8,6 +8,7 @@ ChairliftError
 ├── CacheFull (ValueError)           more slots asked for than are free
 ├── InvalidApiKey                    a request without a key that this server knows
 ├── QueueFull                        the bounded waiting queue has no place left
+├── QueueTimeout                     the request waited longer for a slot than it may
 ├── EngineClosed                     the engine was closed, or is draining; nothing new is taken
 ├── RequestFailed                    this one request could not be computed; the others go on
 └── EngineDead                       a step failed or hung; the engine serves nothing any more
@@ -56,10 +57,19 @@ class CacheFull(ChairliftError, ValueError):
 
 
 class QueueFull(ChairliftError):
-    """The waiting queue has no place left; try again later."""
+    """The waiting queue has no place left; try again in about `retry_after` seconds."""
 
-    def __init__(self, max_queue_size: int) -> None:
+    def __init__(self, max_queue_size: int, retry_after: float = 1.0) -> None:
         super().__init__(f"the waiting queue is full ({max_queue_size} requests); try again later")
+        self.retry_after = retry_after
+
+
+class QueueTimeout(ChairliftError):
+    """The request waited longer for a slot than it may; the queue may be shorter in `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineClosed(ChairliftError):

@@ -17,6 +17,7 @@ MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARACTERS = 2**18
 MAX_TOKENS_NAMED = 1024  # in logit_bias or stop_token_ids: they cost host time in every step
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 2**31 - 1
 
 
 def _as_list(value: object) -> object:
@@ -127,6 +128,23 @@ class SamplingParams(BaseModel):
         return self.max_tokens is None or "max_tokens" not in self.model_fields_set
 
 
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class RequestOptions:
+    """How a request is served beside others; nothing of it changes what is generated. `pydantic.ValidationError`."""
+
+    priority: int = Field(
+        default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower is served first; waiting makes up for it"
+    )
+    tenant: str = Field(default="", description="who shares the machine with others, each with the same right to it")
+    cache_salt: str = Field(default="", description="only requests with the same salt reuse each other's prompts")
+    timeout: float | None = Field(
+        default=None, gt=0.0, allow_inf_nan=False, description="seconds from its coming until it is given up"
+    )
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """A token's natural log-probability by the model's own logits, before temperature, penalties, bias and masks."""
@@ -170,6 +188,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # if asked for; None for the first token
+    num_cached_tokens: int = 0  # of the prompt, whose keys and values an earlier request had left or shared
 
     @property
     def finished(self) -> bool:

@@ -17,7 +17,7 @@ from chairlift.engine.snapshot import Snapshot
 from chairlift.engine.thread import Abort, Add, EngineThread, Look, Stop, Update
 from chairlift.engine.tokenizer import ChatOptions, Message
 from chairlift.errors import EngineClosed, EngineDead, EngineHung, RequestFailed
-from chairlift.params import RequestOutput, SamplingParams
+from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -104,23 +104,28 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         param: str = "prompt",
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Generation:
         """Tokenizes and checks off the event loop. `InvalidRequest` if the prompt or params cannot be served.
 
         `param` is the field that the prompt came from, for the errors that name it.
         """
         chosen_id = request_id or uuid4().hex
-        return await asyncio.to_thread(self.inputs.prepare, chosen_id, prompt, params, param)
+        return await asyncio.to_thread(self.inputs.prepare, chosen_id, prompt, params, param, options)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[RequestOutput]:
         """Continues a prompt: cumulative outputs as they come, the last one finished.
 
-        Leaving the iterator early aborts the request. Raises `InvalidRequest`, `QueueFull`, `EngineClosed` or
-        `EngineDead`.
+        Leaving the iterator early aborts the request. Raises `InvalidRequest`, `QueueFull`, `QueueTimeout`,
+        `EngineClosed` or `EngineDead`.
         """
-        generation = await self.prepare(prompt, params, request_id)
+        generation = await self.prepare(prompt, params, request_id, options=options)
         async with contextlib.aclosing(self.run(generation)) as outputs:
             async for output in outputs:
                 yield output
@@ -130,12 +135,13 @@ class AsyncLLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         request_id: str | None = None,
-        options: ChatOptions = DEFAULT_CHAT,
+        chat_options: ChatOptions = DEFAULT_CHAT,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[RequestOutput]:
         """Answers a conversation; otherwise like `generate`."""
-        token_ids = await asyncio.to_thread(self.inputs.encode_chat, messages, options)
+        token_ids = await asyncio.to_thread(self.inputs.encode_chat, messages, chat_options)
         chosen = params or self.inputs.default_chat_params
-        async with contextlib.aclosing(self.generate(token_ids, chosen, request_id)) as outputs:
+        async with contextlib.aclosing(self.generate(token_ids, chosen, request_id, options)) as outputs:
             async for output in outputs:
                 yield output
 

@@ -16,7 +16,7 @@ from chairlift.engine.tokenizer import ChatOptions, Message, Tokenizer
 from chairlift.engine.vocabulary import Vocabulary
 from chairlift.errors import CheckpointError, InvalidRequest
 from chairlift.models.checkpoint import find_directory
-from chairlift.params import SamplingParams
+from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from chairlift.scheduler import Request
 
 Prompt = str | list[int]
@@ -58,7 +58,12 @@ class InputProcessor:
         self.default_chat_params = self.default_params.model_copy(update={"max_tokens": None})
 
     def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, param: str = "prompt"
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        param: str = "prompt",
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Generation:
         """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json).
 
@@ -88,6 +93,7 @@ class InputProcessor:
                 self._eos_token_ids,
                 grammar=None if grammar_of is None else self._grammars.new_grammar(grammar_of),
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # they are the same for all
+                options=options,
             )
             for index in range(params.n)
         ]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
@@ -16,11 +16,13 @@ from chairlift.engine.inputs import DEFAULT_CHAT, Generation, InputProcessor, Pr
 from chairlift.engine.outputs import GenerationState, OutputProcessor
 from chairlift.engine.tokenizer import ChatOptions, Message
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
-from chairlift.params import RequestOutput, SamplingParams
+from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_DELAY_S = 1.0  # short work needs no progress bar
+
+_Each = TypeVar("_Each", SamplingParams, RequestOptions)
 
 
 class LLM:
@@ -41,18 +43,21 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        options: RequestOptions | Sequence[RequestOptions] = DEFAULT_OPTIONS,
     ) -> list[RequestOutput]:
         """Continues each prompt; the results are in prompt order, whatever the order of completion.
 
         `prompts`: a text, texts, or lists of token ids. `params`: one for all or one per prompt; None: the model's
-        own defaults, for 16 tokens. `use_tqdm`: a progress bar on standard error, if that is a terminal and the work
-        is long.
+        own defaults, for 16 tokens. `options`: one for all or one per prompt. `use_tqdm`: a progress bar on standard
+        error, if that is a terminal and the work is long.
         `InvalidRequest` if one of them cannot be served; nothing is computed then.
         """
         listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = _one_per_prompt(params, len(listed))
+        each_params = _one_per_prompt(params, len(listed), "params")
+        each_options = _one_per_prompt(options, len(listed), "options")
         generations = [
-            self.inputs.prepare(str(next(self._ids)), prompt, one) for prompt, one in zip(listed, each, strict=True)
+            self.inputs.prepare(str(next(self._ids)), prompt, own_params, options=own_options or DEFAULT_OPTIONS)
+            for prompt, own_params, own_options in zip(listed, each_params, each_options, strict=True)
         ]
         return self._run(generations, use_tqdm)
 
@@ -61,17 +66,18 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        options: ChatOptions = DEFAULT_CHAT,
+        chat_options: ChatOptions = DEFAULT_CHAT,
+        options: RequestOptions | Sequence[RequestOptions] = DEFAULT_OPTIONS,
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several: lists of `{"role": ..., "content": ...}`.
 
-        `params` None: the model's own defaults, for as long as the answer is. `options`: tools, and how the template
-        renders the conversation. Otherwise like `generate`.
+        `params` None: the model's own defaults, for as long as the answer is. `chat_options`: tools, and how the
+        template renders the conversation. Otherwise like `generate`.
         """
         is_single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if is_single else messages
-        prompts = [self.inputs.encode_chat(conversation, options) for conversation in conversations]
-        return self.generate(prompts, self.inputs.default_chat_params if params is None else params, use_tqdm)
+        prompts = [self.inputs.encode_chat(conversation, chat_options) for conversation in conversations]
+        return self.generate(prompts, self.inputs.default_chat_params if params is None else params, use_tqdm, options)
 
     def close(self) -> None:
         """Gives the memory back. Calls after it raise `EngineClosed`."""
@@ -125,15 +131,9 @@ class LLM:
         return self._core
 
 
-def _one_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams] | list[None]:
-    if params is None:
-        return [None] * num_prompts
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequest(
-            f"{num_prompts} prompts, but {len(params)} sampling params; give one, or one each", "params"
-        )
-    return list(params)
+def _one_per_prompt(given: _Each | Sequence[_Each] | None, num_prompts: int, name: str) -> Sequence[_Each | None]:
+    if given is None or not isinstance(given, Sequence):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest(f"{num_prompts} prompts, but {len(given)} {name}; give one, or one each", name)
+    return given

@@ -124,6 +124,7 @@ class GenerationState:
             generation.prompt_token_ids,
             outputs,
             prompt_logprobs=list(self._prompt_logprobs) if has_scores else None,
+            num_cached_tokens=generation.requests[0].num_cached_tokens,
         )
 
 

@@ -14,7 +14,7 @@ they are known. A launch counts as computed as soon as it has begun, on the assu
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from chairlift.params import FinishReason, SamplingParams
+from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
 
 
 class Grammar(Protocol):
@@ -40,9 +40,11 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     prompt_logprobs: int | None = None  # likeliest tokens to report at each position of the prompt
+    options: RequestOptions = DEFAULT_OPTIONS
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_computed: int = field(init=False, default=0)
+    num_cached_tokens: int = field(init=False, default=0)  # of the prompt, that another request had computed
     num_pending: int = field(init=False, default=0)
     num_launches: int = field(init=False, default=0)  # in flight that write to the slot
     slot: int | None = field(init=False, default=None)
@@ -52,6 +54,11 @@ class Request:
     has_end_token: bool = field(init=False, default=False)
     min_tokens: int = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)  # sampling one of them ends the sequence
+    # When it was added, got its first slot, its first token, and ended: the scheduler's clock, None before.
+    arrival_time: float | None = field(init=False, default=None)
+    admission_time: float | None = field(init=False, default=None)
+    first_token_time: float | None = field(init=False, default=None)
+    end_time: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -90,6 +90,11 @@ class EngineConfig(BaseModel):
         None, description="int8: weights in 8 bits, products in int8; faster, a little less exact; with the cpu backend"
     )
     max_batch_size: Count | Auto = Field("auto", description="cache slots: requests that run at the same time")
+    num_spare_slots: Annotated[int, Field(ge=0)] | Auto = Field(
+        "auto",
+        description="cache slots beyond max_batch_size, which keep earlier prompts while every other slot is taken;"
+        " auto: one for preempt_after, else none",
+    )
     max_seq_len: Count | Auto = Field("auto", description="tokens a slot holds: prompt and answer together")
     max_num_batched_tokens: Count | Auto = Field("auto", description="token budget of one step")
     max_steps_per_launch: Count | Auto = Field("auto", description="decode steps between two looks of the host")
@@ -135,9 +140,15 @@ class ResolvedConfig(EngineConfig):
     dtype: DType
     attention_backend: AttentionBackend
     max_batch_size: int
+    num_spare_slots: int = 0
     max_seq_len: int
     max_num_batched_tokens: int
     max_steps_per_launch: int
+
+    @property
+    def num_slots(self) -> int:
+        """Of the cache: those of running requests, and spare ones."""
+        return self.max_batch_size + self.num_spare_slots
 
     @property
     def slot_len(self) -> int:
@@ -184,7 +195,8 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> R
             + (f": {obstacle}" if (obstacle := find_cpu_obstacle(model, machine, dtype)) else "")
         )
     seq_len = _resolve_seq_len(config, model)
-    slots = _resolve_slots(config, model, machine, dtype, _slot_len(seq_len, backend))
+    num_spare = _or_default(config.num_spare_slots, 0 if config.preempt_after is None else 1)
+    slots = _resolve_slots(config, model, machine, dtype, _slot_len(seq_len, backend), num_spare)
     default_steps = AUTO_STEPS_PER_LAUNCH_GPU if machine.is_gpu else AUTO_STEPS_PER_LAUNCH_CPU
     return ResolvedConfig(
         **config.model_dump(exclude=_RESOLVED_FIELDS),
@@ -192,6 +204,7 @@ def resolve(config: EngineConfig, model: ModelFacts, machine: MachineFacts) -> R
         dtype=dtype,
         attention_backend=backend,
         max_batch_size=slots,
+        num_spare_slots=num_spare,
         max_seq_len=seq_len,
         max_num_batched_tokens=_resolve_token_budget(config, machine, slots),
         max_steps_per_launch=_or_default(config.max_steps_per_launch, default_steps),
@@ -203,6 +216,7 @@ _RESOLVED_FIELDS = {
     "dtype",
     "attention_backend",
     "max_batch_size",
+    "num_spare_slots",
     "max_seq_len",
     "max_num_batched_tokens",
     "max_steps_per_launch",
@@ -281,7 +295,9 @@ def _resolve_seq_len(config: EngineConfig, model: ModelFacts) -> int:
     return config.max_seq_len
 
 
-def _resolve_slots(config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType, slot_len: int) -> int:
+def _resolve_slots(
+    config: EngineConfig, model: ModelFacts, machine: MachineFacts, dtype: DType, slot_len: int, num_spare: int
+) -> int:
     """Slots that were asked for, if they fit; with "auto" as many as fit, up to the device's usual number."""
     weight_bytes = model.num_parameters * (1 if config.quantization is Quantization.INT8 else dtype.num_bytes)
     if weight_bytes >= machine.free_bytes:
@@ -294,6 +310,7 @@ def _resolve_slots(config: EngineConfig, model: ModelFacts, machine: MachineFact
         ceiling = min(ceiling, config.max_num_batched_tokens)  # a step must have a token for every slot
     return _fit_slots(
         num_slots=config.max_batch_size,
+        num_spare=num_spare,
         ceiling=ceiling,
         slot_len=slot_len,
         slot_bytes=slot_len * model.kv_elements_per_token * dtype.num_bytes,
@@ -310,6 +327,7 @@ def refit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelFact
     """
     num_slots = _fit_slots(
         num_slots=config.max_batch_size,
+        num_spare=resolved.num_spare_slots,
         ceiling=resolved.max_batch_size,
         slot_len=resolved.slot_len,
         slot_bytes=resolved.slot_len * model.kv_elements_per_token * resolved.dtype.num_bytes,
@@ -320,17 +338,27 @@ def refit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelFact
 
 
 def _fit_slots(
-    *, num_slots: int | Auto, ceiling: int, slot_len: int, slot_bytes: int, free_bytes: int, memory_fraction: float
+    *,
+    num_slots: int | Auto,
+    num_spare: int,
+    ceiling: int,
+    slot_len: int,
+    slot_bytes: int,
+    free_bytes: int,
+    memory_fraction: float,
 ) -> int:
-    """`num_slots`, or with "auto" as many as fit up to `ceiling`, in the cache's share of `free_bytes`."""
+    """`num_slots`, or with "auto" as many as fit up to `ceiling`, beside the spare ones in the cache's share of
+    `free_bytes`.
+    """
     cache_bytes = int(max(0, free_bytes) * memory_fraction)
-    num_fitting = cache_bytes // slot_bytes
+    num_fitting = cache_bytes // slot_bytes - num_spare
     wanted = _or_default(num_slots, max(1, min(num_fitting, ceiling)))
     if wanted > num_fitting:
+        spare = f" and {num_spare} spare" if num_spare else ""
         raise ConfigurationError(
-            f"there is no room for {wanted} {'slot' if wanted == 1 else 'slots'} of {slot_len} tokens: that is"
-            f" {_gib(wanted * slot_bytes)}, and {_gib(cache_bytes)} may be used ({memory_fraction:.0%} of the"
-            f" {_gib(free_bytes)} that are free beside the weights);"
+            f"there is no room for {wanted}{spare} {'slot' if wanted == 1 else 'slots'} of {slot_len} tokens: that is"
+            f" {_gib((wanted + num_spare) * slot_bytes)}, and {_gib(cache_bytes)} may be used ({memory_fraction:.0%} of"
+            f" the {_gib(free_bytes)} that are free beside the weights);"
             f" lower {'max_seq_len' if wanted == 1 else 'max_batch_size or max_seq_len'}"
         )
     return wanted

@@ -1,7 +1,8 @@
 """The books of the cache: which slots are claimed, how long each is, what is in flight. Plain Python, no tensors.
 
-A slot is free or claimed. A claimed slot has a committed length, and is in flight between the `reserve` that
-announces writes to it and the `commit` that says how many of them count.
+A slot is free, warm or claimed. A claimed slot has a committed length, and is in flight between the `reserve` that
+announces writes to it and the `commit` that says how many of them count. A warm slot is nobody's, but its first tokens
+are still what they were, for whoever claims it with them or copies them; it serves as a free one when no other is left.
 
                        committed                 reserved: new_tokens + num_steps - 1
     slot  |=============================|- - - - - - - - - - - - - -|                    |
@@ -41,13 +42,27 @@ class SlotLedger:
         self.max_seq_len = max_seq_len
         self._lock = threading.RLock()
         self._free = list(range(num_slots))  # a heap: the lowest id is claimed first, which keeps batches dense
+        self._warm: dict[int, int] = {}  # slot -> tokens that are still valid, the least recently used slot first
         self._lengths: dict[int, int] = {}  # claimed slot -> committed tokens
         self._in_flight: dict[int, int] = {}  # slot -> ticket
 
     @property
     def num_free(self) -> int:
+        """Slots that nobody has and that hold nothing of use."""
         with self._lock:
             return len(self._free)
+
+    @property
+    def num_claimable(self) -> int:
+        """Free and warm slots."""
+        with self._lock:
+            return len(self._free) + len(self._warm)
+
+    @property
+    def warm(self) -> dict[int, int]:
+        """Of each warm slot the tokens that are still valid; the least recently used slot comes first."""
+        with self._lock:
+            return dict(self._warm)
 
     def contains(self, seq_id: int) -> bool:
         """True if the slot is claimed; False also for ids out of range."""
@@ -60,34 +75,83 @@ class SlotLedger:
             self._check_claimed(seq_id)
             return self._lengths[seq_id]
 
+    def num_valid(self, seq_id: int) -> int:
+        """Tokens that can be copied from a slot: those committed, or still valid in a warm one; 0 of a free one."""
+        with self._lock:
+            return self._lengths.get(seq_id) or self._warm.get(seq_id, 0)
+
     def claim(self, batch_size: int) -> list[int]:
-        """Claims that many slots, each of length 0: all of them, or none and `CacheFull`."""
+        """Claims that many slots, each of length 0: all of them, or none and `CacheFull`.
+
+        Free ones first, the lowest id first; then warm ones, the least recently used first.
+        """
         with self._lock:
             if batch_size < 0:
                 raise ValueError(f"cannot claim {batch_size} slots")
-            if batch_size > len(self._free):
-                raise CacheFull(batch_size, len(self._free))
-            seq_ids = [heapq.heappop(self._free) for _ in range(batch_size)]
+            if batch_size > self.num_claimable:
+                raise CacheFull(batch_size, self.num_claimable)
+            num_free = min(batch_size, len(self._free))
+            seq_ids = [heapq.heappop(self._free) for _ in range(num_free)]
+            seq_ids += itertools.islice(self._warm, batch_size - num_free)
+            for seq_id in seq_ids[num_free:]:
+                del self._warm[seq_id]
             self._lengths.update(dict.fromkeys(seq_ids, 0))
             return seq_ids
 
-    def claim_slot(self, seq_id: int) -> None:
-        """Claims that very slot. ValueError if it is taken or out of range."""
+    def claim_slot(self, seq_id: int, num_kept: int = 0) -> None:
+        """Claims that very slot, of a warm one with its first `num_kept` tokens.
+
+        ValueError if it is taken or out of range, or has fewer valid tokens.
+        """
         with self._lock:
             self._check_in_range(seq_id)
             if seq_id in self._lengths:
                 raise ValueError(f"slot {seq_id} is already claimed")
-            self._free.remove(seq_id)
-            heapq.heapify(self._free)
-            self._lengths[seq_id] = 0
+            self._check_num_valid(seq_id, num_kept)
+            if seq_id in self._warm:
+                del self._warm[seq_id]
+            else:
+                self._free.remove(seq_id)
+                heapq.heapify(self._free)
+            self._lengths[seq_id] = num_kept
 
-    def release(self, seq_id: int) -> None:
-        """Frees a claimed slot. ValueError if it is not claimed, or in flight."""
+    def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
+        """Books that the first tokens of one slot were copied to another, whose committed length they are from now on.
+
+        A warm source counts as used. ValueError if the source has fewer valid tokens, or the target is not claimed, is
+        in flight or is the source.
+        """
+        with self._lock:
+            self._check_claimed(target)
+            self._check_idle(target)
+            if source == target:
+                raise ValueError(f"slot {source} cannot be copied to itself")
+            self._check_num_valid(source, num_tokens)
+            if source in self._warm:
+                self._warm[source] = self._warm.pop(source)  # the most recently used is the last
+            self._lengths[target] = num_tokens
+
+    def release(self, seq_id: int, num_kept: int = 0) -> None:
+        """A claimed slot is nobody's any more: free, or warm if its first `num_kept` tokens stay valid.
+
+        ValueError if it is not claimed, in flight, or has fewer tokens.
+        """
         with self._lock:
             self._check_claimed(seq_id)
             self._check_idle(seq_id)
+            self._check_num_valid(seq_id, num_kept)
             del self._lengths[seq_id]
-            heapq.heappush(self._free, seq_id)
+            if num_kept:
+                self._warm[seq_id] = num_kept
+            else:
+                heapq.heappush(self._free, seq_id)
+
+    def free_warm(self) -> None:
+        """What warm slots hold is of no use any more: they are free."""
+        with self._lock:
+            for seq_id in self._warm:
+                heapq.heappush(self._free, seq_id)
+            self._warm.clear()
 
     def reserve(
         self, seq_ids: Sequence[int], new_tokens: Sequence[int] | None = None, num_steps: int = 1
@@ -103,10 +167,7 @@ class SlotLedger:
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, not {num_steps}")
         with self._lock:
-            seen: set[int] = set()
-            for seq_id, count in zip(seq_ids, counts, strict=True):
-                self._check_row(seq_id, count, num_steps, seen)
-                seen.add(seq_id)
+            self._check_rows(seq_ids, counts, num_steps)
             ticket = next(_tickets)
             self._in_flight.update(dict.fromkeys(seq_ids, ticket))
             return Reservation(
@@ -127,15 +188,16 @@ class SlotLedger:
                 f"{len(reservation.seq_ids)} rows are in flight, but valid_lengths has {len(valid_lengths)} entries"
             )
         with self._lock:
-            rows = list(zip(reservation.seq_ids, valid_lengths, reservation.num_reserved, strict=True))
+            ticket, lengths, in_flight = reservation.ticket, self._lengths, self._in_flight
+            rows = zip(reservation.seq_ids, valid_lengths, reservation.num_reserved, strict=True)
             for seq_id, valid, reserved in rows:
-                if self._in_flight.get(seq_id) != reservation.ticket:
+                if in_flight.get(seq_id) != ticket:
                     raise ValueError(f"slot {seq_id} is not in flight with these cache inputs")
                 if not 0 <= valid <= reserved:
                     raise ValueError(f"slot {seq_id}: cannot commit {valid} tokens, {reserved} were reserved")
-            for seq_id, valid, _ in rows:
-                self._lengths[seq_id] += valid
-                del self._in_flight[seq_id]
+            for seq_id, valid in zip(reservation.seq_ids, valid_lengths, strict=True):
+                lengths[seq_id] += valid
+                del in_flight[seq_id]
 
     def abandon(self, seq_ids: Sequence[int]) -> None:
         """Ends what is in flight for these slots, if anything is; nothing of it counts."""
@@ -146,26 +208,39 @@ class SlotLedger:
     def check(self) -> None:
         """Asserts the invariants of the books. Cheap enough to run whenever the engine is idle."""
         with self._lock:
-            free, claimed = set(self._free), set(self._lengths)
+            free, warm, claimed = set(self._free), set(self._warm), set(self._lengths)
             assert len(free) == len(self._free), "a slot is free twice"
-            assert not free & claimed, f"slots both free and claimed: {free & claimed}"
-            assert free | claimed == set(range(self.num_slots)), "free and claimed slots are not all slots"
+            assert len(free) + len(warm) + len(claimed) == self.num_slots, "a slot is in two states, or in none"
+            assert free | warm | claimed == set(range(self.num_slots)), "free, warm and claimed slots are not all slots"
             assert all(0 <= n <= self.max_seq_len for n in self._lengths.values()), "a length out of range"
+            assert all(0 < n <= self.max_seq_len for n in self._warm.values()), "a warm slot's length out of range"
             assert set(self._in_flight) <= claimed, "a slot is in flight but not claimed"
 
-    def _check_row(self, seq_id: int, count: int, num_steps: int, seen: set[int]) -> None:
+    def _check_rows(self, seq_ids: Sequence[int], counts: Sequence[int], num_steps: int) -> None:
+        lengths, in_flight, most = self._lengths, self._in_flight, self.max_seq_len - num_steps + 1
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            if seq_id not in lengths or seq_id in in_flight or count < 0 or lengths[seq_id] + count > most:
+                self._refuse_row(seq_id, count, num_steps)
+        if len(set(seq_ids)) < len(seq_ids):
+            twice = next(seq_id for seq_id in seq_ids if seq_ids.count(seq_id) > 1)
+            raise ValueError(f"slot {twice} is given twice")
+
+    def _refuse_row(self, seq_id: int, count: int, num_steps: int) -> None:
+        """Says what is wrong with a row that cannot be reserved."""
         self._check_claimed(seq_id)
-        if seq_id in seen:
-            raise ValueError(f"slot {seq_id} is given twice")
         self._check_idle(seq_id)
         if count < 0:
             raise ValueError(f"slot {seq_id}: cannot write {count} tokens")
         end = self._lengths[seq_id] + count + num_steps - 1
-        if end > self.max_seq_len:
-            raise ValueError(
-                f"slot {seq_id} would overrun: {self._lengths[seq_id]} tokens held, {count} new and"
-                f" {num_steps - 1} further steps make {end}, and a slot holds {self.max_seq_len}"
-            )
+        raise ValueError(
+            f"slot {seq_id} would overrun: {self._lengths[seq_id]} tokens held, {count} new and"
+            f" {num_steps - 1} further steps make {end}, and a slot holds {self.max_seq_len}"
+        )
+
+    def _check_num_valid(self, seq_id: int, num_tokens: int) -> None:
+        num_valid = self.num_valid(seq_id)
+        if not 0 <= num_tokens <= num_valid:
+            raise ValueError(f"slot {seq_id} has {num_valid} valid tokens, not {num_tokens}")
 
     def _check_in_range(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.num_slots:

@@ -95,8 +95,8 @@ class ContinuousBatchingKVCacheManager:
 
     @property
     def slots_remaining(self) -> int:
-        """Slots that can still be claimed."""
-        return self.ledger.num_free
+        """Slots that can still be claimed: free and warm ones."""
+        return self.ledger.num_claimable
 
     def contains(self, seq_id: int) -> bool:
         """True if the slot is claimed; False also for ids out of range."""
@@ -110,13 +110,28 @@ class ContinuousBatchingKVCacheManager:
         """Unique ids of `batch_size` slots, each of length 0. `CacheFull` (and nothing claimed) if there are fewer."""
         return self.ledger.claim(batch_size)
 
-    def claim_slot(self, seq_id: int) -> None:
-        """Claims that very slot. ValueError if it is taken or out of range."""
-        self.ledger.claim_slot(seq_id)
+    def claim_slot(self, seq_id: int, num_kept: int = 0) -> None:
+        """Claims that very slot, of a warm one with its first `num_kept` tokens. ValueError as in the ledger."""
+        self.ledger.claim_slot(seq_id, num_kept)
 
-    def release(self, seq_id: int) -> None:
-        """The slot is free again. ValueError if it is not claimed, or in flight."""
-        self.ledger.release(seq_id)
+    def release(self, seq_id: int, num_kept: int = 0) -> None:
+        """The slot is free again, or warm if its first `num_kept` tokens are to stay valid. ValueError if it is not
+        claimed, in flight, or has fewer tokens.
+        """
+        self.ledger.release(seq_id, num_kept)
+
+    def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
+        """The target, claimed and not in flight, begins with the source's first tokens from now on, and ends with them.
+
+        ValueError as in `SlotLedger.copy_prefix`, before anything changes.
+        """
+        self.ledger.copy_prefix(source, target, num_tokens)
+        self.copy_blocks(source, target, num_tokens)
+
+    def copy_blocks(self, source: int, target: int, num_tokens: int) -> None:
+        """Keys and values of all layers in one strided copy, on the device; the books are the caller's business."""
+        for blocks in self.blocks:
+            blocks[target, :, :, :num_tokens].copy_(blocks[source, :, :, :num_tokens])
 
     def scrub(self, seq_id: int, start: int = 0) -> None:
         """Overwrites a slot from a token on with zeros: attention multiplies even what it does not look at."""

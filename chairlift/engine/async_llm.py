@@ -14,9 +14,10 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
 from chairlift.engine.outputs import GenerationState, OutputProcessor
 from chairlift.engine.snapshot import Snapshot
+from chairlift.engine.stats import EngineStats
 from chairlift.engine.thread import Abort, Add, EngineThread, Look, Stop, Update
 from chairlift.engine.tokenizer import ChatOptions, Message
-from chairlift.errors import EngineClosed, EngineDead, EngineHung, RequestFailed
+from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -197,6 +198,10 @@ class AsyncLLM:
         finally:
             self._looks.discard(look)
 
+    def read_stats(self) -> EngineStats:
+        """What the engine has done so far; also of one that hangs, is dead or was closed."""
+        return self._core.read_stats()
+
     async def close(self) -> None:
         """Ends what runs with `EngineClosed` and stops the thread. Calls after it raise `EngineClosed`."""
         if self._is_closed:
@@ -271,8 +276,7 @@ class AsyncLLM:
             address = self._address_of(state)
             address.mailbox.notify(address.index)
         for failure in delivery.failed:
-            reason = f"its text could not be made: {type(failure.error).__name__}: {failure.error}"
-            self._address_of(failure.state).mailbox.fail(RequestFailed(reason))
+            self._address_of(failure.state).mailbox.fail(failure.error)
         if delivery.to_abort and self._thread is not None:
             self._thread.send(Abort(delivery.to_abort))
         for rejection in update.rejections:

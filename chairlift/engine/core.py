@@ -24,10 +24,11 @@ from chairlift.engine.newest import NewestTokens
 from chairlift.engine.runner import Launch, ModelRunner
 from chairlift.engine.sampling import Sampler
 from chairlift.engine.snapshot import Snapshot
+from chairlift.engine.stats import EngineStats
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from chairlift.models.loader import TORCH_DTYPES
-from chairlift.scheduler import Request, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import Policy, Request, Scheduler, StepPlan, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class EngineCore:
         device = torch.device(self.config.device)
         self._pacing = pacing or Pacing.of(device)
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
-        num_slots = self.config.max_batch_size + (self._pacing.recorder is not None)
+        num_slots = self.config.num_slots + (self._pacing.recorder is not None)
         self.cache = _allocate(params, num_slots, slot_len, shape.num_layers, self.config.device)
         newest = NewestTokens(num_slots, device)
         graphs = self._make_graphs(self._pacing.recorder, forward, newest) if self._pacing.recorder else None
@@ -86,14 +87,16 @@ class EngineCore:
             self.config.max_num_batched_tokens,
             self.config.max_steps_per_launch,
             self.config.max_queue_size,
+            Policy.of(self.config),
+            max_num_running=self.config.max_batch_size,
         )
-        self._journal = Journal()
+        self._journal = Journal(self._scheduler)
         logger.info(
             "engine ready: %s on %s, attention %s, %d slots of %d tokens, %d tokens a step, up to %d steps a launch",
             self.config.dtype,
             self.config.device,
             self.config.attention_backend,
-            self.config.max_batch_size,
+            self.config.num_slots,
             slot_len,
             self.config.max_num_batched_tokens,
             self.config.max_steps_per_launch,
@@ -114,12 +117,10 @@ class EngineCore:
         self._journal.note_arrivals(requests)
 
     def abort(self, request_id: str) -> TokenEvent | None:
-        """Ends a request and frees its slot. None if it has ended already."""
-        slot = self._scheduler.half_filled_slot(request_id)
+        """Ends a request and gives its slot back. None if it has ended already."""
         event = self._scheduler.abort(request_id)
         self._journal.note_events([event] if event is not None else [])
-        if slot is not None:
-            self.cache.scrub(slot)  # no token was sampled from it yet, so nobody knows whether it holds numbers
+        self._scrub()
         return event
 
     def step(self) -> list[TokenEvent]:
@@ -128,13 +129,21 @@ class EngineCore:
         Must only be called while there is work. If it raises, the requests of all launches in flight are gone.
         """
         try:
+            events = self._expire()
             if self._launch_next() and len(self._launches) <= self._pacing.num_launches_ahead:
-                return []
-            return self._finish(self._launches[0])
+                return events
+            return events + self._finish(self._launches[0]) if self._launches else events
         except BaseException:  # also an interrupt
             self._abandon(*(launch.plan for launch in self._launches))
             self._launches.clear()
             raise
+
+    def _expire(self) -> list[TokenEvent]:
+        events = self._scheduler.expire()
+        if events:
+            self._journal.note_events(events)
+            self._scrub()
+        return events
 
     def _launch_next(self) -> bool:
         """False if nothing can be planned before the tokens of a launch in flight are known."""
@@ -154,22 +163,22 @@ class EngineCore:
         results = launch.wait()
         events = self._scheduler.update(launch.plan, results)
         self._launches.popleft()
-        for row, slot, result in zip(launch.plan.rows, launch.reservation.seq_ids, results, strict=True):
-            if result.error is not None and row.request.finish_reason is not None:
-                self.cache.scrub(slot)  # what is not a number in it would spoil its next owner
+        self._scrub()
         self._journal.note_launch(launch.plan, launch.begin)
         self._journal.note_events(events)
         return events
 
     def _abandon(self, *plans: StepPlan) -> None:
         """Of launches that did not come to their end nobody knows whether what they wrote are numbers."""
-        requests = [row.request for plan in plans for row in plan.rows]
-        slots = {request.slot for request in requests if request.slot is not None}
-        self._journal.forget(request.request_id for request in requests)
+        self._journal.forget(row.request.request_id for plan in plans for row in plan.rows)
         for plan in plans:
             self._scheduler.abandon(plan)
-        for slot in slots:
-            self.cache.scrub(slot)
+        self._scrub()
+
+    def _scrub(self) -> None:
+        """Overwrites what may be no numbers: attention multiplies even what it does not look at."""
+        for unproven in self._scheduler.take_unproven():
+            self.cache.scrub(unproven.slot, unproven.start)
 
     def _make_graphs(self, recorder: GraphRecorder, forward: Forward, newest: NewestTokens) -> DecodeGraphs:
         self.cache.claim_slot(self.cache.max_cache_batch_size - 1)  # what pads a batch has to work on something
@@ -185,7 +194,11 @@ class EngineCore:
 
     def take_snapshot(self) -> Snapshot:
         """What can be seen from outside, between two steps."""
-        return self._journal.take_snapshot(self._scheduler, self.config.max_batch_size, self.config.slot_len)
+        return self._journal.take_snapshot(self.config.num_slots, self.config.slot_len)
+
+    def read_stats(self) -> EngineStats:
+        """What the engine has done so far. From any thread, and of a dead engine as well."""
+        return self._journal.read_stats()
 
     def check(self) -> None:
         """Asserts that requests, slots and lengths agree."""

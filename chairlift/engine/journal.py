@@ -1,9 +1,15 @@
-"""What a snapshot tells beside the present state: the last launches, totals, and since when requests wait."""
+"""What an engine has done: the last launches, totals and distributions, for snapshots and for statistics.
 
+Kept by the engine's thread, after each launch. What concerns a request is read off the request when its prompt is
+computed, and what concerns all rows alike is counted once for all of them; so a launch costs the journal a glance at
+each row, whatever happens in it.
+"""
+
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from chairlift.engine.snapshot import (
@@ -17,96 +23,185 @@ from chairlift.engine.snapshot import (
     WaitingSnapshot,
     short_id,
 )
-from chairlift.scheduler import Request, Scheduler, StepPlan, TokenEvent
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A request of which no token was made yet, and when it came."""
-
-    request: Request
-    time: float
+from chairlift.engine.stats import ROW_COUNTS, STEP_SECONDS, TOKEN_COUNTS, WAIT_SECONDS, EngineStats, Histogram
+from chairlift.scheduler import Request, RowPlan, Scheduler, StepPlan, TokenEvent
 
 
 class Journal:
-    """Kept by the engine's owner: a few additions per launch and request. Times are `time.perf_counter`'s."""
+    """The books of one engine.
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._arrivals: dict[str, _Arrival] = {}
+    Everything is called by the engine's owner, but for `read_stats`: that may be called from any thread at any time,
+    and waits for nothing but the few microseconds in which a launch is being booked.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock`: the scheduler's, and that of the times at which launches begin."""
+        self._scheduler = scheduler
+        self._clock = clock
+        self._lock = threading.Lock()  # of all that `read_stats` tells
+        self._start = clock()
+        self._last_end = self._start  # of a launch
+        self._token_seconds = 0.0  # from one token of a row to the next, in the newest launch
+        self._num_other_tokens = 0  # of the newest launch: of rows for which that is not so
         self._launches: deque[LaunchRecord] = deque(maxlen=MAX_LAUNCHES_SHOWN)
         self._num_launches = 0
-        self._last_end = self._start
         self._totals = Totals()
+        self._num_waiting = self._num_running = self._num_prefilling = self._num_warm = 0
+        self._last_tokens: dict[Request, float] = {}  # of requests with a grammar: when their last token came
+        self._step_seconds = Histogram(STEP_SECONDS)
+        self._step_rows = Histogram(ROW_COUNTS)
+        self._step_tokens = Histogram(TOKEN_COUNTS)
+        self._queue_seconds = Histogram(WAIT_SECONDS)
+        self._first_token_seconds = Histogram(WAIT_SECONDS)
+        self._inter_token_seconds = Histogram(STEP_SECONDS)
 
-    def note_arrivals(self, requests: Iterable[Request]) -> None:
-        now = time.perf_counter()
-        self._arrivals.update((request.request_id, _Arrival(request, now)) for request in requests)
+    def look_around(self) -> None:
+        """Where the requests are now: to be called when some have come, or left without an event."""
+        with self._lock:
+            self._look_around()
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Requests that left without an event."""
-        for request_id in request_ids:
-            self._arrivals.pop(request_id, None)
+    def note_arrivals(self, _: Iterable[Request]) -> None:
+        self.look_around()
+
+    def forget(self, _: Iterable[str]) -> None:
+        self.look_around()
 
     def note_launch(self, plan: StepPlan, begin: float) -> None:
-        """One that has come to its end. Its time counts from the end of the one before, if it began before that."""
-        now = time.perf_counter()
-        seconds = round(now - max(begin, self._last_end), 6)
+        """One that has come to its end; its events must follow. Its time counts from the end of the one before, if it
+        began before that.
+        """
+        now = self._clock()
+        prefill = plan.rows[plan.num_decode_rows :]
+        num_prefill_tokens = sum(row.num_new_tokens for row in prefill)
+        seconds = now - max(begin, self._last_end)
+        with self._lock:
+            self._launches.append(
+                LaunchRecord(num_prefill_tokens, plan.num_decode_rows, plan.num_steps, round(seconds, 6))
+            )
+            self._num_launches += 1
+            self._step_seconds.add(seconds / plan.num_steps, plan.num_steps)
+            self._step_rows.add(len(plan.rows), plan.num_steps)
+            self._step_tokens.add(num_prefill_tokens + plan.num_decode_rows, plan.num_steps)
+            # A row that decodes has its token before from the launch before: all but those with a grammar, which sit
+            # launches out, have waited for the same time.
+            self._token_seconds = (now - self._last_end) / plan.num_steps
+            self._num_other_tokens = self._note_masked(plan.rows, now) if self._last_tokens else 0
+            for row in prefill:
+                if row.is_sampled:
+                    self._note_prompt(row.request, now)
         self._last_end = now
-        num_prefill_tokens = sum(row.num_new_tokens for row in plan.rows[plan.num_decode_rows :])
-        self._launches.append(LaunchRecord(num_prefill_tokens, plan.num_decode_rows, plan.num_steps, seconds))
-        self._num_launches += 1
 
-    def note_events(self, events: Iterable[TokenEvent]) -> None:
-        """Of a launch, or of an abort."""
-        now, totals = time.perf_counter(), self._totals
-        num_generated = num_finished = 0
-        firsts: list[_Arrival] = []
+    def note_events(self, events: Sequence[TokenEvent]) -> None:
+        """Of the launch that was noted just before, or of requests that were ended between launches."""
+        num_tokens = num_finished = 0
         for event in events:
-            num_generated += len(event.new_token_ids)
-            num_finished += event.finish_reason is not None
-            if event.new_token_ids or event.finish_reason is not None:
-                arrival = self._arrivals.pop(event.request_id, None)
-                if arrival is not None and event.new_token_ids:
-                    firsts.append(arrival)
-        self._totals = replace(
-            totals,
-            num_prompt_tokens=totals.num_prompt_tokens + sum(each.request.num_prompt_tokens for each in firsts),
-            num_generated_tokens=totals.num_generated_tokens + num_generated,
-            num_finished=totals.num_finished + num_finished,
-            num_first_tokens=totals.num_first_tokens + len(firsts),
-            seconds_to_first_token=totals.seconds_to_first_token + sum(now - each.time for each in firsts),
-        )
+            num_tokens += len(event.new_token_ids)
+            if event.finish_reason is not None:
+                num_finished += 1
+        with self._lock:
+            self._totals.num_generated_tokens += num_tokens
+            self._totals.num_finished += num_finished
+            self._inter_token_seconds.add(self._token_seconds, max(0, num_tokens - self._num_other_tokens))
+            self._num_other_tokens = 0
+            self._look_around()
 
-    def take_snapshot(self, scheduler: Scheduler, num_slots: int, slot_len: int) -> Snapshot:
+    def read_stats(self) -> EngineStats:
+        """From any thread; also of an engine that hangs or is dead."""
+        with self._lock:
+            return EngineStats(
+                time=self._clock() - self._start,
+                totals=replace(self._totals),
+                num_waiting=self._num_waiting,
+                num_prefilling=self._num_prefilling,
+                num_decoding=self._num_running - self._num_prefilling,
+                num_warm=self._num_warm,
+                step_seconds=self._step_seconds.read(),
+                step_rows=self._step_rows.read(),
+                step_tokens=self._step_tokens.read(),
+                queue_seconds=self._queue_seconds.read(),
+                first_token_seconds=self._first_token_seconds.read(),
+                inter_token_seconds=self._inter_token_seconds.read(),
+            )
+
+    def take_snapshot(self, num_slots: int, slot_len: int) -> Snapshot:
         """Between two launches."""
-        now = time.perf_counter()
+        now = self._clock()
         slots = [SlotSnapshot()] * num_slots
-        for request in scheduler.running:
+        for slot, num_tokens in self._scheduler.warm.items():
+            slots[slot] = SlotSnapshot(SlotState.WARM, num_computed=num_tokens)
+        for request in self._scheduler.running:
             if request.slot is not None:
                 slots[request.slot] = _slot(request)
         return Snapshot(
             time=now - self._start,
             slot_len=slot_len,
             slots=tuple(slots),
-            num_waiting=scheduler.num_waiting,
-            waiting=tuple(self._waiting(request, now) for request in islice(scheduler.waiting, MAX_WAITING_SHOWN)),
+            num_waiting=self._scheduler.num_waiting,
+            waiting=tuple(_waiting(request, now) for request in islice(self._scheduler.waiting, MAX_WAITING_SHOWN)),
             num_launches=self._num_launches,
             launches=tuple(self._launches),
-            totals=self._totals,
+            totals=replace(self._totals),
         )
 
-    def _waiting(self, request: Request, now: float) -> WaitingSnapshot:
-        seconds = now - self._arrivals[request.request_id].time
-        return WaitingSnapshot(short_id(request.request_id), request.num_prompt_tokens, seconds)
+    def _look_around(self) -> None:
+        """Where the requests are now."""
+        self._num_waiting = self._scheduler.num_waiting
+        self._num_running = self._scheduler.num_running
+        self._num_warm = len(self._scheduler.warm)
+        self._num_prefilling = sum([_is_prefilling(request) for request in self._scheduler.running])
+
+    def _note_prompt(self, request: Request, now: float) -> None:
+        """A row that has caught up with all of its tokens, and whose next one was sampled."""
+        num_new = len(request.token_ids) - request.num_prompt_tokens
+        if num_new > 1:  # it had lost its slot, and all of this was computed before
+            self._totals.num_preemptions += 1
+            self._num_other_tokens += 1
+            self._inter_token_seconds.add(now - request.queue_time)
+            return
+        self._totals.num_prompt_tokens += request.num_prompt_tokens
+        self._totals.num_cached_tokens += request.num_cached_tokens
+        assert request.arrival_time is not None, "it came"
+        assert request.admission_time is not None, "it got a slot"
+        self._queue_seconds.add(request.admission_time - request.arrival_time)
+        if request.first_token_time is None:  # the prompt alone was wanted, or nobody waits for it any more
+            return
+        seconds = request.first_token_time - request.arrival_time
+        self._first_token_seconds.add(seconds)
+        self._totals.num_first_tokens += 1
+        self._totals.seconds_to_first_token += seconds
+        self._num_other_tokens += 1
+        if request.grammar is not None:
+            self._last_tokens[request] = now
+
+    def _note_masked(self, rows: Sequence[RowPlan], now: float) -> int:
+        """Tokens of rows with a grammar: how many there are, and how long after the one before each came."""
+        num_tokens = 0
+        for row in rows:
+            last = self._last_tokens.get(row.request) if row.request.grammar is not None else None
+            if last is not None:
+                num_tokens += 1
+                self._inter_token_seconds.add(now - last)
+                self._last_tokens[row.request] = now
+        self._last_tokens = {
+            request: last for request, last in self._last_tokens.items() if request.finish_reason is None
+        }
+        return num_tokens
+
+
+def _is_prefilling(request: Request) -> bool:
+    return request.num_computed < request.num_prompt_tokens
 
 
 def _slot(request: Request) -> SlotSnapshot:
-    is_prefilling = request.num_computed < request.num_prompt_tokens
     return SlotSnapshot(
-        state=SlotState.PREFILLING if is_prefilling else SlotState.DECODING,
+        state=SlotState.PREFILLING if _is_prefilling(request) else SlotState.DECODING,
         request_id=short_id(request.request_id),
+        num_reused=min(request.num_reused, request.num_prompt_tokens),
         num_computed=request.num_computed,
         num_prompt_tokens=request.num_prompt_tokens,
         num_tokens=request.num_tokens,
     )
+
+
+def _waiting(request: Request, now: float) -> WaitingSnapshot:
+    return WaitingSnapshot(short_id(request.request_id), request.num_prompt_tokens, now - request.queue_time)

@@ -15,7 +15,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
 from chairlift.engine.outputs import GenerationState, OutputProcessor
 from chairlift.engine.tokenizer import ChatOptions, Message
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueTimeout
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,8 @@ class LLM:
             for request_id in delivery.to_abort:
                 core.abort(request_id)
             for failure in delivery.failed:
-                raise failure.error
+                if not isinstance(failure.error, QueueTimeout):  # which its output tells, and the others go on
+                    raise failure.error
             bar.update(sum(state.is_finished for state in delivery.changed))
 
     def _usable_core(self) -> EngineCore:

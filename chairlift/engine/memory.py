@@ -27,10 +27,10 @@ def fit_cache(asked: EngineConfig, resolved: ResolvedConfig, model: ModelFacts, 
     fitted = refit_slots(asked, resolved, model, _measure_free_bytes(forward, resolved))
     logger.info(
         "%d slots of %d tokens: %.0f%% of that for a cache of %.2f GiB",
-        fitted.max_batch_size,
+        fitted.num_slots,
         fitted.slot_len,
         100 * fitted.memory_fraction,
-        fitted.max_batch_size * fitted.slot_len * model.kv_elements_per_token * fitted.dtype.num_bytes / _GIB,
+        fitted.num_slots * fitted.slot_len * model.kv_elements_per_token * fitted.dtype.num_bytes / _GIB,
     )
     return fitted
 

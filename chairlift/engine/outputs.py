@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from chairlift.engine.detokenizer import Detokenizer, StopMatcher
 from chairlift.engine.inputs import Generation
 from chairlift.engine.tokenizer import Tokenizer
+from chairlift.errors import QueueTimeout, RequestFailed
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams, TokenLogprobs
 from chairlift.scheduler import TokenEvent
 
@@ -136,10 +137,10 @@ class _Route:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A generation whose text could not be made, and why."""
+    """A generation that ends with an error of its own: its text could not be made, or it waited too long."""
 
     state: GenerationState
-    error: Exception
+    error: RequestFailed | QueueTimeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,9 @@ class OutputProcessor:
                     to_abort.append(event.request_id)
             except Exception as error:  # one text that cannot be made is no reason for the others to end
                 logger.error("making text of %s failed", event.request_id, exc_info=error)
-                failed.append(Failure(route.state, error))
+                failure = RequestFailed(f"its text could not be made: {type(error).__name__}: {error}")
+                failed.append(Failure(route.state, failure))
                 to_abort += route.state.unfinished_ids
+            if event.rejection is not None:
+                failed.append(Failure(route.state, event.rejection))
         return Delivery(list(changed.values()), to_abort, failed)

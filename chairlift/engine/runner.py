@@ -95,6 +95,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launch:
         """Starts all steps of the plan. Writes keys and values to the slots; commits nothing."""
         begin = time.perf_counter()
+        for copy in plan.copies:
+            self._cache.copy_blocks(copy.source, copy.target, copy.num_tokens)
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         inputs = self._cache.fetch(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         reservation = inputs[0].reservation

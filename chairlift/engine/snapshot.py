@@ -62,14 +62,15 @@ class LaunchRecord:
     seconds: float  # for all of its steps, from planning to the last bookkeeping
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Totals:
     """Counts since the engine was made, which only grow."""
 
-    num_prompt_tokens: int = 0  # of all requests that got a slot
+    num_prompt_tokens: int = 0  # of all requests whose prompt was computed
     num_cached_tokens: int = 0  # those of them that were reused
     num_generated_tokens: int = 0
     num_finished: int = 0  # requests that ended, however they did
+    num_preemptions: int = 0  # requests that lost their slot to another and got one again, each time
     num_first_tokens: int = 0  # requests of which a first token was made
     seconds_to_first_token: float = 0.0  # their sum, each from its request's coming
 

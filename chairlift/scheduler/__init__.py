@@ -1,7 +1,19 @@
 """Requests, the step plan, and the policy that makes one from the other. Plain Python, no torch."""
 
-from chairlift.scheduler.plan import RowPlan, RowResult, StepPlan, TokenEvent
+from chairlift.scheduler.plan import RowPlan, RowResult, SlotCopy, StepPlan, TokenEvent
+from chairlift.scheduler.policy import Policy
 from chairlift.scheduler.request import Grammar, Request
-from chairlift.scheduler.scheduler import Scheduler
+from chairlift.scheduler.scheduler import TIMED_OUT, Scheduler
 
-__all__ = ["Grammar", "Request", "RowPlan", "RowResult", "Scheduler", "StepPlan", "TokenEvent"]
+__all__ = [
+    "TIMED_OUT",
+    "Grammar",
+    "Policy",
+    "Request",
+    "RowPlan",
+    "RowResult",
+    "Scheduler",
+    "SlotCopy",
+    "StepPlan",
+    "TokenEvent",
+]

@@ -44,18 +44,26 @@ class Request:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_computed: int = field(init=False, default=0)
-    num_cached_tokens: int = field(init=False, default=0)  # of the prompt, that another request had computed
+    num_reused: int = field(init=False, default=0)  # of those computed: found in the slot, or copied into it
+    num_cached_tokens: int = field(init=False, default=0)  # of the prompt: reused when it got its first slot
     num_pending: int = field(init=False, default=0)
     num_launches: int = field(init=False, default=0)  # in flight that write to the slot
     slot: int | None = field(init=False, default=None)
+    is_proven: bool = field(init=False, default=False)  # a token was sampled from its slot, which so holds numbers
+    is_yielding: bool = field(init=False, default=False)  # it loses its slot when no launch writes to that any more
+    num_preemptions: int = field(init=False, default=0)
+    num_tokens_placed: int = field(init=False, default=0)  # those that it had when it got its slot
+    leader: "Request | None" = field(init=False, default=None)  # computes a prefix that this one waits for, to copy it
+    num_awaited: int = field(init=False, default=0)  # tokens of that prefix
     finish_reason: FinishReason | None = field(init=False, default=None)
-    stop_reason: int | None = field(init=False, default=None)
+    stop_reason: int | str | None = field(init=False, default=None)
     error: str | None = field(init=False, default=None)
     has_end_token: bool = field(init=False, default=False)
     min_tokens: int = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)  # sampling one of them ends the sequence
     # When it was added, got its first slot, its first token, and ended: the scheduler's clock, None before.
     arrival_time: float | None = field(init=False, default=None)
+    queue_time: float = field(init=False, default=0.0)  # when it came, or came back, to the queue
     admission_time: float | None = field(init=False, default=None)
     first_token_time: float | None = field(init=False, default=None)
     end_time: float | None = field(init=False, default=None)
@@ -88,20 +96,18 @@ class Request:
     @property
     def can_be_planned(self) -> bool:
         """Whether its next step can be planned: a grammar has to see a token first, and a length's end is known."""
-        return not self.num_pending or (self.grammar is None and self.num_remaining > 0)
+        return not self.num_pending or (self.grammar is None and self.num_remaining > 0 and not self.is_yielding)
 
     def accept(self, sampled: list[int]) -> list[int]:
         """Appends sampled tokens up to and including the one that ends the sequence; returns those kept."""
         if sampled and self.max_tokens == 0:  # only the prompt was to be computed
             self.finish_reason = FinishReason.LENGTH
             return []
-        kept = []
-        for token in sampled:
+        for index, token in enumerate(sampled):
             self.token_ids.append(token)
-            kept.append(token)
             if self._ends_with(token):
-                break
-        return kept
+                return sampled[: index + 1]
+        return sampled
 
     def drop_surplus(self) -> None:
         """Once it has ended: what was computed for tokens that did not come, or will not count, is of no use."""
@@ -122,7 +128,9 @@ class Request:
             self.finish_reason = self.finish_reason or FinishReason.STOP
         elif num_output >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
-        return self.finish_reason is not None
+        else:
+            return False
+        return True
 
     def _completes_grammar(self, grammar: Grammar, token: int) -> bool:
         try:

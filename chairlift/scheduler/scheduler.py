@@ -1,55 +1,89 @@
 """The policy: who runs, how many tokens of whom, for how many steps.
 
 - Decode rows always go on: the token budget is at least the number of slots.
-- What is left of the budget goes to prompts, in arrival order: first those begun, then those that wait and find a
-  free slot. A prompt that does not fit is computed in chunks, so it never stalls the decoding of others.
+- What is left of the budget goes to prompts: first those begun, then those that wait (`queue`: whose turn it is) and
+  find a slot (`placement`: which one, and what of the prompt need not be computed). A prompt that does not fit is
+  computed in chunks, so it never stalls the decoding of others.
 - When nobody waits and nobody is being prefilled, several decode steps go into one launch. A row whose next token needs
   a mask from the host (a grammar) keeps only the first token of such a launch.
 - A step may be planned while the tokens of the one before are still being computed: rows go on with a token that only
   the device knows. Those that must show it to the host first (a grammar) sit that step out. A row that turns out to
   have ended has been planned once too often: its surplus is dropped, and its slot is free when no launch writes to it.
+- Who has waited or run longer than it may is told so (`expire`).
+- If the policy has it so, a request of higher priority takes the slot of a running one when there is no other. That one
+  goes back to the queue; its slot stays warm, so that it loses little.
 
-Nothing starves: every running row gets a token per step, requests are admitted in arrival order, and each ends after
-at most `max_tokens` of its own.
+Nothing starves: every running row gets a token per step, each ends after at most `max_tokens` of its own, and waiting
+makes up for a lower priority.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from chairlift.cache.ledger import Reservation, SlotLedger
-from chairlift.errors import QueueFull
+from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import FinishReason
-from chairlift.scheduler.plan import RowPlan, RowResult, StepPlan, TokenEvent
+from chairlift.scheduler.deadlines import Deadline, Deadlines
+from chairlift.scheduler.pace import Pace
+from chairlift.scheduler.placement import Placement, Unproven
+from chairlift.scheduler.plan import RowPlan, RowResult, SlotCopy, StepPlan, TokenEvent
+from chairlift.scheduler.policy import DEFAULT_POLICY, Policy
+from chairlift.scheduler.queue import WaitingQueue
 from chairlift.scheduler.request import Request
 
+TIMED_OUT = "timeout"
+"""The stop reason of a request that ran longer than it may."""
 
-class _StepBudget:
-    """Tokens that the step being planned may still compute. Lives as long as one `schedule` call."""
+
+class _Draft:
+    """The step being planned: what it may still compute, and what it consists of. Lives as long as one `schedule`."""
 
     def __init__(self, num_tokens: int) -> None:
-        self.left = num_tokens
+        self.num_left = num_tokens
+        self.prefill: list[RowPlan] = []
+        self.copies: list[SlotCopy] = []
 
-    def take(self, num_wanted: int) -> int:
-        num_taken = min(num_wanted, self.left)
-        self.left -= num_taken
-        return num_taken
+    def add_prompt(self, request: Request, copy: SlotCopy | None) -> None:
+        """As much of what the request has to compute as there is room for, which must be some."""
+        num_wanted = request.num_uncomputed
+        num_new = min(num_wanted, self.num_left)
+        self.num_left -= num_new
+        self.prefill.append(RowPlan(request, num_new, is_sampled=num_new == num_wanted))
+        if copy is not None:
+            self.copies.append(copy)
 
 
 class Scheduler:
     """Turns waiting requests into step plans, and sampled tokens into events. Not thread-safe: one owner."""
 
     def __init__(
-        self, slots: SlotLedger, max_num_batched_tokens: int, max_steps_per_launch: int, max_queue_size: int
+        self,
+        slots: SlotLedger,
+        max_num_batched_tokens: int,
+        max_steps_per_launch: int,
+        max_queue_size: int,
+        policy: Policy = DEFAULT_POLICY,
+        clock: Callable[[], float] = time.perf_counter,
+        max_num_running: int | None = None,
     ) -> None:
-        if max_num_batched_tokens < slots.num_free:
-            raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {slots.num_free} slots")
+        """`clock`: seconds, which never go back. `max_num_running`: None: as many as there are slots."""
         self._slots = slots
         self._num_slots = slots.num_free  # others may have been claimed for other purposes
+        self._max_num_running = self._num_slots if max_num_running is None else max_num_running
+        if max_num_batched_tokens < self._max_num_running:
+            raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_steps_per_launch = max_steps_per_launch
         self._max_queue_size = max_queue_size
-        self._waiting: dict[str, Request] = {}  # both in arrival order
-        self._running: dict[str, Request] = {}
+        self._policy = policy
+        self._clock = clock
+        self._placement = Placement(slots, policy.enable_prefix_caching)
+        self._waiting = WaitingQueue(policy.priority_ageing)
+        self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
         self._leaving: set[Request] = set()  # ended, but a launch still writes to their slots
+        self._deadlines = Deadlines()
+        self._pace = Pace()
+        self._unproven: list[Unproven] = []
 
     @property
     def num_waiting(self) -> int:
@@ -61,13 +95,18 @@ class Scheduler:
 
     @property
     def waiting(self) -> Iterable[Request]:
-        """In the order in which they get slots."""
-        return self._waiting.values()
+        """Roughly in the order in which they get slots."""
+        return self._waiting
 
     @property
-    def running(self) -> Iterable[Request]:
+    def running(self) -> Iterator[Request]:
         """Those that have a slot."""
-        return self._running.values()
+        return (row.request for row in self._running.values())
+
+    @property
+    def warm(self) -> dict[int, int]:
+        """Of each warm slot the tokens that can be reused."""
+        return self._slots.warm
 
     @property
     def has_work(self) -> bool:
@@ -75,56 +114,85 @@ class Scheduler:
 
     @property
     def num_acceptable(self) -> int:
-        """Requests that `add` would take now: places in the queue, and free slots that nobody waits for yet."""
-        return self._max_queue_size + self._slots.num_free - len(self._waiting)
+        """Requests that `add` would take now: places in the queue, and slots that nobody waits for yet."""
+        return self._max_queue_size + self._num_places - len(self._waiting)
 
     def add(self, *requests: Request) -> None:
-        """Queues requests, all or none; they start as slots are free. `QueueFull` if too many would wait."""
-        added: dict[str, Request] = {}
+        """Queues requests, all or none; they start as there are slots. `QueueFull` if too many would wait."""
+        known: set[str] = set()
         for request in requests:
-            if any(request.request_id in known for known in (self._waiting, self._running, added)):
-                raise ValueError(f"request {request.request_id!r} is already here")
-            added[request.request_id] = request
-        if len(added) > self.num_acceptable:
-            raise QueueFull(self._max_queue_size)
-        self._waiting.update(added)
+            name = request.request_id
+            if name in self._waiting or name in self._running or name in known:
+                raise ValueError(f"request {name!r} is already here")
+            known.add(name)
+        now = self._clock()
+        if len(requests) > self.num_acceptable:
+            num_missing = len(requests) - self.num_acceptable
+            raise QueueFull(self._max_queue_size, self._pace.wait_for(num_missing, now))
+        for request in requests:
+            request.arrival_time = request.queue_time = now
+            self._waiting.add(request)
+            self._set_deadlines(request, now)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request wherever it is, between two steps. None if it is not here (any more)."""
-        request = self._waiting.pop(request_id, None) or self._running.get(request_id)
+        row = self._running.get(request_id)
+        request = self._waiting.remove(request_id) if row is None else row.request
         if request is None:
             return None
-        request.finish_reason = FinishReason.ABORT
-        if request.slot is not None:
-            self._retire(request)
-        return TokenEvent(request_id, [], FinishReason.ABORT)
+        return self._end(request)
 
-    def half_filled_slot(self, request_id: str) -> int | None:
-        """The slot of a request whose prompt is computed in part; None if it has none such."""
-        request = self._running.get(request_id)
-        if request is None or not 0 < request.num_computed < request.num_prompt_tokens:
-            return None
-        return request.slot
+    def expire(self) -> list[TokenEvent]:
+        """Ends all requests whose time is up. To be called before `schedule`."""
+        now = self._clock()
+        events = []
+        for deadline in self._deadlines.take_passed(now):
+            request = deadline.request
+            self._waiting.remove(request.request_id)
+            request.stop_reason = TIMED_OUT
+            events.append(self._end(request))
+            if request.admission_time is None:
+                waited = now - request.queue_time
+                error = QueueTimeout(f"no slot was free within {waited:.1f} s; try again later", self.estimate_wait())
+                events[-1].rejection, events[-1].error = error, str(error)
+        return events
+
+    def take_unproven(self) -> list[Unproven]:
+        """Contents of slots that were given back since the last call and may be no numbers.
+
+        They must be overwritten before the next step: attention would carry a NaN to a slot's next owner.
+        """
+        unproven, self._unproven = self._unproven, []
+        return unproven
+
+    def estimate_wait(self) -> float:
+        """Seconds until those that wait now will have got slots, by the rate at which requests lately did."""
+        return self._pace.wait_for(len(self._waiting), self._clock())
 
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.
 
         Without rows if all depends on launches in flight, which it only does if there are some.
         """
-        budget = _StepBudget(self._max_num_batched_tokens)
+        self._preempt_if_wanted()
         decode: list[RowPlan] = []
         begun: list[Request] = []
-        for request in self._running.values():
-            if request.can_be_planned:
-                if request.num_uncomputed == 1:
-                    decode.append(RowPlan(request, 1, True))
-                else:
-                    begun.append(request)
-        budget.take(len(decode))
-        prefill = [_chunk(request, budget) for request in begun if budget.left]
-        prefill += [_chunk(request, budget) for request in self._admit_while(budget)]
-        num_steps = 1 if prefill or self._waiting else self._steps_for(decode)
-        return StepPlan(rows=(*decode, *prefill), num_decode_rows=len(decode), num_steps=num_steps)
+        for row in self._running.values():
+            request = row.request
+            num_pending = request.num_pending
+            if num_pending and not request.can_be_planned:
+                continue
+            if len(request.token_ids) + num_pending - request.num_computed == 1:
+                decode.append(row)
+            else:
+                begun.append(request)
+        draft = _Draft(self._max_num_batched_tokens - len(decode))
+        if begun:
+            self._go_on(begun, draft)
+        if self._waiting:
+            self._admit(draft)
+        num_steps = 1 if draft.prefill or self._waiting else self._steps_for(decode)
+        return StepPlan((*decode, *draft.prefill), len(decode), num_steps, tuple(draft.copies))
 
     def advance(self, plan: StepPlan, reservation: Reservation) -> None:
         """The plan's launch has begun: books what it computes as if no row ended in it, so that more can be planned.
@@ -135,14 +203,16 @@ class Scheduler:
         for row in plan.rows:
             request, num_expected = row.request, plan.num_expected(row)
             # The last token sampled has no key and value yet: it is the first input of the next step.
-            valid_lengths.append(row.num_new_tokens + max(0, num_expected - 1))
-            request.num_computed += valid_lengths[-1]
+            num_valid = row.num_new_tokens + num_expected - 1 if num_expected else row.num_new_tokens
+            request.num_computed += num_valid
             request.num_pending += num_expected
             request.num_launches += 1
+            valid_lengths.append(num_valid)
         self._slots.commit(valid_lengths, reservation)
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
         """Takes each row's result once its launch is over, retires who ended. One event per row with news."""
+        now = self._clock()
         events = []
         for row, result in zip(plan.rows, results, strict=True):
             request = row.request
@@ -152,10 +222,14 @@ class Scheduler:
                 self._release_if_idle(request)
                 continue
             kept = _accept(request, result)
+            if kept and request.first_token_time is None:
+                request.first_token_time = now
             if kept or result.prompt_logprobs or request.finish_reason is not None:
                 events.append(_event(request, kept, result))
             if request.finish_reason is not None:
-                self._retire(request)
+                self._retire(request, now)
+            elif request.is_yielding:
+                self._release_if_idle(request)
         return events
 
     def abandon(self, plan: StepPlan) -> None:
@@ -169,34 +243,88 @@ class Scheduler:
                 self._slots.abandon([request.slot])
                 request.num_launches = request.num_pending = 0
                 request.finish_reason = request.finish_reason or FinishReason.ABORT
+                request.end_time = self._clock()
                 self._running.pop(request.request_id, None)
-                self._release_if_idle(request)
+                self._release(request, is_spoilt=True)
 
     def check(self) -> None:
         """Asserts that requests and slots agree. For tests, and for when the engine is idle."""
-        self._slots.check()
-        running, leaving = self._running.values(), self._leaving
-        assert all(request.slot is None and request.num_computed == 0 for request in self._waiting.values())
+        self._placement.check()
+        self._waiting.check()
+        running, leaving = list(self.running), self._leaving
+        assert all(request.slot is None and request.num_computed == 0 for request in self._waiting)
         owners = [*running, *leaving]
         assert len({request.slot for request in owners}) == len(owners), "two requests share a slot"
-        assert self._slots.num_free + len(owners) == self._num_slots, "a slot belongs to nobody"
+        assert self._slots.num_claimable + len(owners) == self._num_slots, "a slot belongs to nobody"
         assert all(request.finish_reason is not None and request.num_launches for request in leaving)
         for request in running:
             assert request.slot is not None, f"{request.request_id} runs without a slot"
             assert request.num_launches or not request.num_pending, f"nobody computes {request.request_id}'s tokens"
+            assert request.num_launches or not request.is_yielding, f"{request.request_id} keeps a slot that it yields"
             assert self._slots.length_of(request.slot) == request.num_computed, f"{request.request_id} and its slot"
 
-    def _admit_while(self, budget: _StepBudget) -> list[Request]:
-        """Moves waiting requests to running, in arrival order, while there is a slot and budget for each."""
-        admitted: list[Request] = []
-        wanted = 0
-        while self._waiting and self._slots.num_free and wanted < budget.left:
-            request = self._waiting.pop(next(iter(self._waiting)))
-            (request.slot,) = self._slots.claim(1)
-            self._running[request.request_id] = request
-            admitted.append(request)
-            wanted += request.num_uncomputed
-        return admitted
+    @property
+    def _num_places(self) -> int:
+        """Requests that may start to run."""
+        return min(self._slots.num_claimable, self._max_num_running - len(self._running))
+
+    def _go_on(self, begun: list[Request], draft: _Draft) -> None:
+        """The next chunks of prompts that have slots, but of those that wait for another's to copy it."""
+        for request in begun:
+            if not draft.num_left:
+                return
+            if self._placement.must_wait(request):
+                continue
+            copy = None
+            if request.leader is not None:
+                copy = self._placement.follow(request)
+                self._note_reuse(request)
+            if request.leader is None:
+                draft.add_prompt(request, copy)
+
+    def _admit(self, draft: _Draft) -> None:
+        """Gives waiting requests slots, in their order, while there is a slot and budget for each."""
+        while self._waiting and draft.num_left and self._num_places:
+            request = self._waiting.pop()
+            copy = self._place(request)
+            if request.leader is None:
+                draft.add_prompt(request, copy)
+
+    def _place(self, request: Request) -> SlotCopy | None:
+        now = self._clock()
+        copy = self._placement.place(request)
+        request.num_tokens_placed = len(request.token_ids)
+        if request.admission_time is None:
+            request.admission_time = now
+        self._note_reuse(request)
+        self._pace.note(now)
+        self._running[request.request_id] = RowPlan(request, 1, is_sampled=True)
+        return copy
+
+    def _note_reuse(self, request: Request) -> None:
+        """What a request finds again when it comes back was its own."""
+        if not request.num_preemptions:
+            request.num_cached_tokens = request.num_reused
+
+    def _preempt_if_wanted(self) -> None:
+        """Takes the slot of a running request if one of higher priority waits for none else.
+
+        One at a time: it takes until the launches that write to it are over.
+        """
+        num_tokens = self._policy.preempt_after
+        if num_tokens is None or not self._waiting or self._num_places:
+            return
+        waiting = self._waiting.peek()
+        able = [
+            request
+            for request in self.running
+            if request.options.priority > waiting.options.priority
+            and len(request.token_ids) - request.num_tokens_placed >= num_tokens
+        ]
+        if able and not any(request.is_yielding for request in self.running):
+            victim = max(able, key=lambda request: request.options.priority)
+            victim.is_yielding = True
+            self._release_if_idle(victim)
 
     def _steps_for(self, decode: list[RowPlan]) -> int:
         """Bounded by the setting, by the room in every slot, and by the longest that any row still wants."""
@@ -206,24 +334,59 @@ class Scheduler:
         wanted = max((_num_usable_steps(row.request) for row in decode), default=1)
         return min(self._max_steps_per_launch, room, wanted)
 
-    def _retire(self, request: Request) -> None:
+    def _set_deadlines(self, request: Request, now: float) -> None:
+        num_alive = len(self._waiting) + len(self._running)
+        if request.options.timeout is not None:
+            self._deadlines.add(now + request.options.timeout, Deadline(request, is_for_waiting=False), num_alive)
+        if self._policy.queue_timeout is not None:
+            self._deadlines.add(now + self._policy.queue_timeout, Deadline(request, is_for_waiting=True), num_alive)
+
+    def _end(self, request: Request) -> TokenEvent:
+        """Between two steps, for a request that does not wait any more."""
+        request.finish_reason = FinishReason.ABORT
+        now = self._clock()
+        if request.slot is None:
+            request.end_time = now
+        else:
+            self._retire(request, now)
+        return TokenEvent(request.request_id, [], FinishReason.ABORT, request.stop_reason)
+
+    def _retire(self, request: Request, now: float) -> None:
         del self._running[request.request_id]
+        request.end_time = now
         request.drop_surplus()
+        self._waiting.charge(request, request.num_output_tokens)
         self._leaving.add(request)
         self._release_if_idle(request)
 
     def _release_if_idle(self, request: Request) -> None:
-        if request.num_launches:
-            return
-        assert request.slot is not None, f"{request.request_id} leaves without a slot"
+        """Takes the slot of a request that ended or yields it, once no launch writes to it."""
+        if not request.num_launches:
+            self._release(request, is_spoilt=request.error is not None)
+            if request.finish_reason is None:
+                self._put_back(request)
+
+    def _release(self, request: Request, *, is_spoilt: bool) -> None:
         self._leaving.discard(request)
-        self._slots.release(request.slot)
-        request.slot = None
+        unproven = self._placement.release(request, is_spoilt=is_spoilt)
+        if unproven is not None:
+            self._unproven.append(unproven)
+
+    def _put_back(self, request: Request) -> None:
+        del self._running[request.request_id]
+        request.is_yielding = False
+        request.num_computed = request.num_reused = 0
+        request.num_preemptions += 1
+        request.queue_time = self._clock()
+        self._waiting.put_back(request)
 
 
 def _accept(request: Request, result: RowResult) -> list[int]:
     """Takes what counts. An error counts only if the request gets to it."""
-    usable = result.token_ids if request.grammar is None else result.token_ids[:1]
+    sampled = result.token_ids
+    usable = sampled if request.grammar is None else sampled[:1]
+    if sampled:
+        request.is_proven = True
     kept = request.accept(usable)
     if result.error is not None and request.finish_reason is None and (request.grammar is None or not usable):
         request.fail(result.error)
@@ -237,16 +400,11 @@ def _event(request: Request, kept: list[int], result: RowResult) -> TokenEvent:
         request.finish_reason,
         request.stop_reason,
         request.error,
-        has_end_token=request.has_end_token,
-        logprobs=result.logprobs[: len(kept)],
-        prompt_logprobs=result.prompt_logprobs,
+        request.has_end_token,
+        result.logprobs[: len(kept)],
+        result.prompt_logprobs,
     )
 
 
 def _num_usable_steps(request: Request) -> int:
     return request.num_remaining if request.grammar is None else 1
-
-
-def _chunk(request: Request, budget: _StepBudget) -> RowPlan:
-    num_new = budget.take(request.num_uncomputed)
-    return RowPlan(request, num_new, is_sampled=num_new == request.num_uncomputed)

@@ -213,3 +213,98 @@ def test_threads_that_claim_write_and_release_never_share_a_slot() -> None:
     assert num_served == [60, 60, 60, 60]
     assert ledger.num_free == 5
     ledger.check()
+
+
+# Warm slots
+
+
+def warm_ledger(**lengths: int) -> SlotLedger:
+    """Four slots, some of them warm: `s2=5` is slot 2 with five valid tokens; they were used in this order."""
+    ledger = SlotLedger(num_slots=4, max_seq_len=8)
+    for name, length in lengths.items():
+        slot = int(name[1:])
+        ledger.claim_slot(slot)
+        ledger.commit([length], ledger.reserve([slot], [length]))
+        ledger.release(slot, num_kept=length)
+    ledger.check()
+    return ledger
+
+
+def test_a_slot_released_with_tokens_is_warm_and_still_claimable() -> None:
+    ledger = warm_ledger(s1=5)
+    assert (ledger.num_free, ledger.num_claimable, ledger.warm) == (3, 4, {1: 5})
+    assert (ledger.contains(1), ledger.num_valid(1)) == (False, 5)
+
+
+def test_fewer_tokens_than_were_committed_may_stay_valid() -> None:
+    ledger = warm_ledger(s1=5)
+    ledger.claim_slot(1, num_kept=5)
+    ledger.release(1, num_kept=2)
+    assert ledger.warm == {1: 2}
+
+
+def test_free_slots_are_claimed_before_warm_ones_and_of_these_the_least_recently_used() -> None:
+    ledger = warm_ledger(s2=3, s0=4)
+    assert ledger.claim(3) == [1, 3, 2]
+    assert [ledger.length_of(slot) for slot in (1, 3, 2)] == [0, 0, 0]
+    assert ledger.warm == {0: 4}
+
+
+def test_a_warm_slot_is_claimed_with_as_much_of_it_as_is_wanted() -> None:
+    ledger = warm_ledger(s2=6)
+    ledger.claim_slot(2, num_kept=4)
+    assert (ledger.length_of(2), ledger.warm, ledger.num_free) == (4, {}, 3)
+    ledger.check()
+
+
+def test_a_copy_gives_its_target_the_length_and_makes_its_source_recently_used() -> None:
+    ledger = warm_ledger(s2=6, s3=1)
+    (target,) = ledger.claim(1)
+    ledger.copy_prefix(2, target, 5)
+    assert ledger.length_of(target) == 5
+    assert list(ledger.warm) == [3, 2]
+
+
+def test_a_claimed_slot_can_be_copied_as_far_as_it_is_committed() -> None:
+    ledger = SlotLedger(num_slots=4, max_seq_len=8)
+    source, target = ledger.claim(2)
+    ledger.commit([3], ledger.reserve([source], [3]))
+    ledger.reserve([source])  # what is in flight is not there yet
+    with pytest.raises(ValueError, match="slot 0 has 3 valid tokens, not 4"):
+        ledger.copy_prefix(source, target, 4)
+    ledger.copy_prefix(source, target, 3)
+    assert ledger.length_of(target) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda ledger: ledger.copy_prefix(2, 2, 1), "slot 2 is not claimed"),
+        (lambda ledger: ledger.copy_prefix(0, 0, 0), "slot 0 cannot be copied to itself"),
+        (lambda ledger: ledger.copy_prefix(2, 0, 7), "slot 2 has 6 valid tokens, not 7"),
+        (lambda ledger: ledger.copy_prefix(3, 0, 1), "slot 3 has 0 valid tokens, not 1"),
+        (lambda ledger: ledger.copy_prefix(2, 1, 1), "slot 1 is in flight"),
+        (lambda ledger: ledger.copy_prefix(2, 4, 1), r"slot 4 is not in \[0, 4\)"),
+        (lambda ledger: ledger.claim_slot(2, num_kept=7), "slot 2 has 6 valid tokens, not 7"),
+        (lambda ledger: ledger.claim_slot(3, num_kept=1), "slot 3 has 0 valid tokens, not 1"),
+        (lambda ledger: ledger.release(0, num_kept=1), "slot 0 has 0 valid tokens, not 1"),
+        (lambda ledger: ledger.release(2), "slot 2 is not claimed"),
+    ],
+)
+def test_what_cannot_be_kept_or_copied_is_refused_and_changes_nothing(
+    call: Callable[[SlotLedger], None], said: str
+) -> None:
+    ledger = warm_ledger(s2=6)
+    ledger.claim(2)
+    ledger.reserve([1])
+    with pytest.raises(ValueError, match=said):
+        call(ledger)
+    ledger.check()
+    assert (ledger.num_free, ledger.warm, ledger.length_of(0), ledger.length_of(1)) == (1, {2: 6}, 0, 0)
+
+
+def test_all_that_is_warm_can_be_declared_free() -> None:
+    ledger = warm_ledger(s2=6, s0=1)
+    ledger.free_warm()
+    assert (ledger.num_free, ledger.warm, ledger.claim(4)) == (4, {}, [0, 1, 2, 3])
+    ledger.check()

@@ -391,3 +391,36 @@ def test_threads_may_use_the_manager_at_the_same_time() -> None:
         sys.setswitchinterval(switch_interval)
     assert books(manager) == (5, {})
     manager.check()
+
+
+# Copies
+
+
+@pytest.mark.parametrize(("params", "devices"), [(PARAMS, ["cpu"]), (SPLIT, ["cpu", "cpu"])])
+def test_a_prefix_is_copied_in_all_layers_keys_and_values_on_every_device_and_nothing_else_is(
+    params: KVCacheParams, devices: list[str]
+) -> None:
+    manager = Manager(params, 4, 32, num_layers=3, devices=devices)
+    for blocks in manager.blocks:
+        blocks.normal_()
+    before = [blocks.clone() for blocks in manager.blocks]
+    source, target = manager.claim(2)
+    grow(manager, {source: 9})
+    manager.copy_prefix(source, target, 7)
+    assert manager.cache_length_of(target) == 7
+    for blocks, old in zip(manager.blocks, before, strict=True):
+        assert torch.equal(blocks[target, :, :, :7], old[source, :, :, :7])
+        assert torch.equal(blocks[target, :, :, 7:], old[target, :, :, 7:])
+        others = [slot for slot in range(4) if slot != target]
+        assert torch.equal(blocks[others], old[others])
+
+
+def test_a_warm_slot_is_claimed_with_its_tokens() -> None:
+    manager = make_manager()
+    (slot,) = manager.claim(1)
+    grow(manager, {slot: 9})
+    manager.release(slot, num_kept=8)
+    assert manager.slots_remaining == 16
+    manager.claim_slot(slot, num_kept=5)
+    assert (manager.slots_remaining, manager.cache_length_of(slot)) == (15, 5)
+    manager.check()

@@ -1,4 +1,4 @@
-"""Random sequences of calls, right ones and wrong ones, against a model of two dictionaries."""
+"""Random sequences of calls, right ones and wrong ones, against a model of dictionaries."""
 
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ NUM_SLOTS = 5
 MAX_SEQ_LEN = 12
 
 seq_ids = st.integers(-1, NUM_SLOTS)  # one beyond either end
+claimable = st.integers(0, NUM_SLOTS - 1)
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,16 @@ class Launch:
 
 
 class Cache(RuleBasedStateMachine):
-    """`lengths` holds claimed slots and their tokens, `flying` the launches under way, `landed` those of the past."""
+    """`lengths` holds claimed slots and their tokens, `warm` slots in the order of their use and what is valid in them,
+    `flying` the launches under way, `landed` those of the past.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         params = KVCacheParams(torch.float32, n_kv_heads=2, head_dim=2, n_devices=2)
         self.manager = ContinuousBatchingKVCacheManager(params, NUM_SLOTS, MAX_SEQ_LEN, 1, ["cpu", "cpu"])
         self.lengths: dict[int, int] = {}
+        self.warm: dict[int, int] = {}
         self.flying: list[Launch] = []
         self.landed: list[Launch] = []
 
@@ -51,19 +55,36 @@ class Cache(RuleBasedStateMachine):
             with pytest.raises(CacheFull, match=f"asked for {num_wanted} cache slots, {num_free} are free"):
                 self.manager.claim(num_wanted)
         else:
+            free = sorted(set(range(NUM_SLOTS)) - set(self.lengths) - set(self.warm))
             claimed = self.manager.claim(num_wanted)
-            assert len(set(claimed)) == num_wanted
-            assert not set(claimed) & set(self.lengths)
+            assert claimed == [*free, *self.warm][:num_wanted], "free slots first, then the least recently used"
+            for seq_id in claimed:
+                self.warm.pop(seq_id, None)
             self.lengths.update(dict.fromkeys(claimed, 0))
 
-    @rule(seq_id=seq_ids)
-    def claim_slot(self, seq_id: int) -> None:
-        if seq_id in self.lengths or not 0 <= seq_id < NUM_SLOTS:
-            with pytest.raises(ValueError, match=f"slot {seq_id} is"):
-                self.manager.claim_slot(seq_id)
+    @rule(seq_id=seq_ids, num_kept=st.integers(-1, 6))
+    def claim_slot(self, seq_id: int, num_kept: int) -> None:
+        is_claimable = seq_id not in self.lengths and 0 <= seq_id < NUM_SLOTS
+        if not is_claimable or not 0 <= num_kept <= self.warm.get(seq_id, 0):
+            with pytest.raises(ValueError, match=f"slot {seq_id} (is|has)"):
+                self.manager.claim_slot(seq_id, num_kept)
         else:
-            self.manager.claim_slot(seq_id)
-            self.lengths[seq_id] = 0
+            self.manager.claim_slot(seq_id, num_kept)
+            self.warm.pop(seq_id, None)
+            self.lengths[seq_id] = num_kept
+
+    @rule(source=claimable, goal=claimable, num_tokens=st.integers(-1, 6))
+    def copy_prefix(self, source: int, goal: int, num_tokens: int) -> None:
+        num_valid = self.lengths.get(source, self.warm.get(source, 0))
+        is_possible = goal in self.lengths and goal not in self._in_flight() and source != goal
+        if not is_possible or not 0 <= num_tokens <= num_valid:
+            with pytest.raises(ValueError, match=r"^slot \d"):
+                self.manager.copy_prefix(source, goal, num_tokens)
+        else:
+            self.manager.copy_prefix(source, goal, num_tokens)
+            self.lengths[goal] = num_tokens
+            if source in self.warm:
+                self.warm[source] = self.warm.pop(source)
 
     @rule(
         rows=st.lists(st.tuples(seq_ids, st.integers(-1, 6)), min_size=1, max_size=3),
@@ -103,19 +124,29 @@ class Cache(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="is not in flight"):
             self.manager.step([0] * len(launch.rows), launch.inputs)
 
-    @rule(seq_id=seq_ids)
-    def release(self, seq_id: int) -> None:
-        if seq_id not in self.lengths or seq_id in self._in_flight():
-            with pytest.raises(ValueError, match=f"slot {seq_id} is"):
-                self.manager.release(seq_id)
+    @rule(seq_id=seq_ids, num_kept=st.integers(-1, 6))
+    def release(self, seq_id: int, num_kept: int) -> None:
+        is_idle = seq_id in self.lengths and seq_id not in self._in_flight()
+        if not is_idle or not 0 <= num_kept <= self.lengths[seq_id]:
+            with pytest.raises(ValueError, match=f"slot {seq_id} (is|has)"):
+                self.manager.release(seq_id, num_kept)
         else:
-            self.manager.release(seq_id)
+            self.manager.release(seq_id, num_kept)
             del self.lengths[seq_id]
+            if num_kept:
+                self.warm[seq_id] = num_kept
+
+    @rule()
+    def free_warm(self) -> None:
+        self.manager.ledger.free_warm()
+        self.warm.clear()
 
     @invariant()
     def the_books_agree(self) -> None:
         self.manager.check()
         assert self.manager.slots_remaining == NUM_SLOTS - len(self.lengths)
+        assert list(self.manager.ledger.warm.items()) == list(self.warm.items())
+        assert self.manager.ledger.num_free == NUM_SLOTS - len(self.lengths) - len(self.warm)
         for seq_id in range(-1, NUM_SLOTS + 1):
             assert self.manager.contains(seq_id) == (seq_id in self.lengths)
         assert {seq_id: self.manager.cache_length_of(seq_id) for seq_id in self.lengths} == self.lengths

@@ -23,8 +23,8 @@ def generate_with_broken(llm: LLM, break_it: Callable[[TokenGrammar], object]) -
     """Three requests with a grammar and a free one between; the second of the three is broken."""
     prepare = llm.inputs.prepare
 
-    def prepare_broken(*args: Any) -> Generation:
-        generation = prepare(*args)
+    def prepare_broken(*args: Any, **kwargs: Any) -> Generation:
+        generation = prepare(*args, **kwargs)
         if generation.prompt == "bad":
             (request,) = generation.requests
             assert isinstance(request.grammar, TokenGrammar)

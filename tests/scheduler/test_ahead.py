@@ -7,7 +7,9 @@ import pytest
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Request, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import Policy, Request, RowResult, Scheduler, StepPlan, TokenEvent
+
+NO_REUSE = Policy(enable_prefix_caching=False)
 
 EOS, WORD = 1, 9
 
@@ -29,7 +31,7 @@ class Tower:
 
     def __init__(self, num_slots: int = 4, budget: int = 16, max_steps: int = 1, max_seq_len: int = 64) -> None:
         self.slots = SlotLedger(num_slots, max_seq_len)
-        self.scheduler = Scheduler(self.slots, budget, max_steps, max_queue_size=100)
+        self.scheduler = Scheduler(self.slots, budget, max_steps, 100, NO_REUSE)
         self.flights: deque[Flight] = deque()
 
     def add(
@@ -265,7 +267,7 @@ def test_a_plan_that_fails_before_it_begins_is_abandoned_alike() -> None:
 def test_slots_that_were_claimed_before_are_none_of_its_business() -> None:
     slots = SlotLedger(3, 16)
     slots.claim_slot(2)
-    scheduler = Scheduler(slots, max_num_batched_tokens=2, max_steps_per_launch=1, max_queue_size=8)
+    scheduler = Scheduler(slots, max_num_batched_tokens=2, max_steps_per_launch=1, max_queue_size=8, policy=NO_REUSE)
     for name in "abc":
         scheduler.add(Request(name, [1], SamplingParams(), 5, 0))
     scheduler.check()

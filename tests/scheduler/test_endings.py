@@ -1,8 +1,13 @@
 """How sequences end beside end tokens and lengths: grammars, errors, prompts that are only computed."""
 
+import pytest
+
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, Logprob, SamplingParams
-from chairlift.scheduler import Request, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import Policy, Request, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler.placement import Unproven
+
+NO_REUSE = Policy(enable_prefix_caching=False)
 
 EOS = 0
 
@@ -29,7 +34,7 @@ class World:
 
     def __init__(self, *requests: Request, num_steps: int = 1, budget: int = 64) -> None:
         self.slots = SlotLedger(4, 32)
-        self.scheduler = Scheduler(self.slots, budget, num_steps, 8)
+        self.scheduler = Scheduler(self.slots, budget, num_steps, 8, NO_REUSE)
         self.scheduler.add(*requests)
 
     def step(self, *results: RowResult) -> list[TokenEvent]:
@@ -154,11 +159,20 @@ def test_log_probabilities_of_surplus_tokens_are_dropped_with_them() -> None:
     assert event.logprobs == scores[:2]
 
 
-def test_only_a_prompt_that_is_computed_in_part_makes_a_half_filled_slot() -> None:
-    world = World(make("a", [7, 8, 9, 10, 11, 12]), make("b", [7]), budget=4)
-    assert world.scheduler.half_filled_slot("a") is None
-    world.step(RowResult())
-    assert world.scheduler.half_filled_slot("a") == 0
-    assert world.scheduler.half_filled_slot("b") is None
+@pytest.mark.parametrize(("num_steps", "unproven"), [(0, []), (1, [Unproven(0, 0)]), (2, []), (3, [])])
+def test_a_slot_given_back_before_a_token_was_sampled_from_it_may_hold_no_numbers(
+    num_steps: int, unproven: list[Unproven]
+) -> None:
+    world = World(make("a", [7, 8, 9, 10, 11, 12]), budget=4)
+    for results in ([RowResult()], [RowResult([1])], [RowResult([1])])[:num_steps]:
+        world.step(*results)
+    world.scheduler.abort("a")
+    assert world.scheduler.take_unproven() == unproven
+    assert world.scheduler.take_unproven() == []
+
+
+def test_a_slot_of_a_row_that_failed_may_hold_no_numbers() -> None:
+    world = World(make("a", [7]), make("b", [7]))
     world.step(RowResult([1]), RowResult([1]))
-    assert world.scheduler.half_filled_slot("a") is None
+    world.step(RowResult([], error="no"), RowResult([1]))
+    assert world.scheduler.take_unproven() == [Unproven(0, 0)]

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Request, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import Policy, Request, RowResult, Scheduler, StepPlan, TokenEvent
+
+NO_REUSE = Policy(enable_prefix_caching=False)
 
 EOS, STOP, NUM_TOKENS = 0, 1, 6  # token ids are drawn from [0, NUM_TOKENS)
 
@@ -66,7 +68,7 @@ class Run:
     def __init__(self, world: World) -> None:
         self.world = world
         self.slots = SlotLedger(world.num_slots, world.max_seq_len)
-        self.scheduler = Scheduler(self.slots, world.budget, world.max_steps, max_queue_size=100)
+        self.scheduler = Scheduler(self.slots, world.budget, world.max_steps, 100, NO_REUSE)
         self.requests = [self._request(index, arrival) for index, arrival in enumerate(world.arrivals)]
         self.plans: list[StepPlan] = []
         self.in_flight: deque[tuple[StepPlan, list[RowResult]]] = deque()

@@ -11,7 +11,9 @@ import pytest
 from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Request, RowResult, Scheduler, TokenEvent
+from chairlift.scheduler import Policy, Request, RowResult, Scheduler, TokenEvent
+
+NO_REUSE = Policy(enable_prefix_caching=False)
 
 EOS, STOP, WORD = 1, 3, 9
 
@@ -32,7 +34,7 @@ class Trace:
         self, num_slots: int = 4, budget: int = 16, max_steps: int = 1, max_seq_len: int = 64, max_queue_size: int = 100
     ) -> None:
         self.slots = SlotLedger(num_slots, max_seq_len)
-        self.scheduler = Scheduler(self.slots, budget, max_steps, max_queue_size)
+        self.scheduler = Scheduler(self.slots, budget, max_steps, max_queue_size, NO_REUSE)
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.events: list[TokenEvent] = []  # of the latest step

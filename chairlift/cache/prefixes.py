@@ -1,0 +1,172 @@
+"""Which slot begins with which tokens: a radix tree over the slots that answers with the longest common prefix.
+
+An edge carries one or more tokens, and a node knows all slots whose tokens run through it:
+
+    root ── "You are ..." (slots 0 1 4) ──┬── "Hi!" (0)
+                                          └── "Tell me" (1 4) ──┬── " a joke" (1)
+                                                                └── " more" (4)
+
+Tokens are packed, four bytes each, so that a comparison of thousands of them is one of memory. Every `salt` has a tree
+of its own: what was computed under one is never found under another. Plain Python, no tensors; not thread-safe.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+_TOKEN_TYPE = "i"
+_TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as `PrefixIndex` takes them."""
+    return array(_TOKEN_TYPE, token_ids).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Slots that begin with the same `num_tokens` tokens as what was looked for."""
+
+    num_tokens: int
+    slots: frozenset[int] | set[int]  # borrowed: good until the index changes
+
+
+@dataclass(slots=True)
+class _Node:
+    """The end of an edge; `slots` are all whose tokens come this far."""
+
+    edge: bytes = b""
+    slots: set[int] = field(default_factory=set)
+    children: dict[bytes, "_Node"] = field(default_factory=dict)  # by the first token of their edges
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    tokens: bytes
+    salt: str
+
+
+class PrefixIndex:
+    """Slots by what they begin with. Costs a few microseconds per node on a path, and paths are short."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, _Node] = {}
+        self._entries: dict[int, _Entry] = {}
+
+    @property
+    def slots(self) -> set[int]:
+        """Those that are known."""
+        return set(self._entries)
+
+    def insert(self, slot: int, tokens: bytes, salt: str = "") -> None:
+        """From now on the slot holds, or will hold, these tokens, and nothing else."""
+        self.remove(slot)
+        self._entries[slot] = _Entry(tokens, salt)
+        node = self._roots.setdefault(salt, _Node())
+        node.slots.add(slot)
+        position = 0
+        while position < len(tokens):
+            first = tokens[position : position + _TOKEN_BYTES]
+            child = node.children.get(first)
+            if child is None:
+                node.children[first] = _Node(tokens[position:], {slot})
+                return
+            num_shared = _common_bytes(child.edge, tokens, position)
+            if num_shared < len(child.edge):
+                child = _split(child, num_shared)
+                node.children[first] = child
+            child.slots.add(slot)
+            node = child
+            position += num_shared
+
+    def remove(self, slot: int) -> None:
+        """Forgets the slot, if it is known."""
+        entry = self._entries.pop(slot, None)
+        if entry is None:
+            return
+        root = node = self._roots[entry.salt]
+        path = [root]
+        position = 0
+        while position < len(entry.tokens):
+            node = node.children[entry.tokens[position : position + _TOKEN_BYTES]]
+            path.append(node)
+            position += len(node.edge)
+        for node in path:
+            node.slots.discard(slot)
+        for parent, child in zip(path[-2::-1], path[:0:-1], strict=True):
+            if child.slots:
+                _join_with_only_child(child)
+            else:
+                del parent.children[child.edge[:_TOKEN_BYTES]]
+        if not root.slots:
+            del self._roots[entry.salt]
+
+    def match(self, tokens: bytes, salt: str = "") -> Iterator[SharedPrefix]:
+        """Slots that share a prefix with these tokens, the longest prefix first, and its slots again in shorter ones.
+
+        Must be used up before the index changes.
+        """
+        node = self._roots.get(salt)
+        found: list[SharedPrefix] = []
+        position = 0
+        while node is not None and position < len(tokens):
+            node = node.children.get(tokens[position : position + _TOKEN_BYTES])
+            if node is None:
+                break
+            num_shared = _common_bytes(node.edge, tokens, position)
+            position += num_shared
+            found.append(SharedPrefix(position // _TOKEN_BYTES, node.slots))
+            if num_shared < len(node.edge):
+                break
+        return reversed(found)
+
+    def check(self) -> None:
+        """Asserts that the trees hold exactly the entries."""
+        for salt, root in self._roots.items():
+            assert root.slots == {slot for slot, entry in self._entries.items() if entry.salt == salt}
+            _check_below(root, b"", self._entries)
+        assert {entry.salt for entry in self._entries.values()} == set(self._roots), "a tree without slots"
+
+
+def _common_bytes(edge: bytes, tokens: bytes, position: int) -> int:
+    """How much of an edge is what stands in `tokens` from there on: bytes, of whole tokens."""
+    if tokens.startswith(edge, position):
+        return len(edge)
+    low, high = 0, min(len(edge), len(tokens) - position) // _TOKEN_BYTES  # the number of equal tokens is between
+    while low < high:
+        middle = (low + high + 1) // 2
+        begin, end = low * _TOKEN_BYTES, middle * _TOKEN_BYTES
+        if edge[begin:end] == tokens[position + begin : position + end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * _TOKEN_BYTES
+
+
+def _split(node: _Node, num_bytes: int) -> _Node:
+    """A new node in the middle of an edge; the old one becomes its child."""
+    upper = _Node(node.edge[:num_bytes], set(node.slots))
+    node.edge = node.edge[num_bytes:]
+    upper.children[node.edge[:_TOKEN_BYTES]] = node
+    return upper
+
+
+def _join_with_only_child(node: _Node) -> None:
+    """Undoes a split that tells no slots apart any more."""
+    if len(node.children) == 1:
+        (child,) = node.children.values()
+        if len(child.slots) == len(node.slots):
+            node.edge += child.edge
+            node.children = child.children
+
+
+def _check_below(node: _Node, tokens: bytes, entries: dict[int, _Entry]) -> None:
+    tokens += node.edge
+    assert node.slots, "a node without slots"
+    assert all(entries[slot].tokens.startswith(tokens) for slot in node.slots), "a slot in the wrong place"
+    for first, child in node.children.items():
+        assert child.edge.startswith(first), "an edge under another's first token"
+        assert child.slots <= node.slots, "a slot comes from nowhere"
+        _check_below(child, tokens, entries)
+    ending = node.slots.difference(*(child.slots for child in node.children.values()))
+    assert all(entries[slot].tokens == tokens for slot in ending), "a slot ends in the wrong place"

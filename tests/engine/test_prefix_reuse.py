@@ -1,0 +1,247 @@
+"""Prompts that begin like earlier ones, in a real engine: the same answers, and less to compute."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from chairlift.engine import core as core_module
+from chairlift.engine.core import EngineCore, Pacing
+from chairlift.errors import QueueTimeout
+from chairlift.params import RequestOptions, RequestOutput, SamplingParams
+from chairlift.scheduler import StepPlan
+from tests.engine.async_support import LONG, hold_back, last, make_async_llm, wait_until
+from tests.engine.support import GREEDY, assert_idle, core_of, make_llm, tokens_of
+from tests.engine.test_poison import POISON, assert_failed, poisoned
+from tests.support.checkpoints import random_prompts
+
+(SYSTEM,) = random_prompts(5, [60], 250)
+TAILS = random_prompts(6, [1, 9, 30, 4, 17, 2], 250)
+PROMPTS = [SYSTEM + tail for tail in TAILS]
+SHORT = [5, 6, 7, 8]
+SCORED = GREEDY.model_copy(update={"logprobs": 2, "max_tokens": 6})
+
+
+def cached(outputs: list[RequestOutput]) -> list[int]:
+    return [output.num_cached_tokens for output in outputs]
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each launch computes."""
+    counts: list[int] = []
+    launch = core_module.ModelRunner.launch
+
+    def counting(runner: Any, plan: StepPlan) -> Any:
+        counts.append(sum(row.num_new_tokens for row in plan.rows) + (plan.num_steps - 1) * len(plan.rows))
+        return launch(runner, plan)
+
+    monkeypatch.setattr(core_module.ModelRunner, "launch", counting)
+    return counts
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "random": {"temperature": 1.0, "seed": 5},
+    "penalised": {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "several choices": {"n": 3, "temperature": 1.0, "seed": 8},
+    "prompt scored": {"prompt_logprobs": 1},
+}
+
+
+@pytest.mark.parametrize(("budget", "steps", "num_ahead"), [(16, 1, 0), (256, 4, 0), (16, 4, 1), (256, 1, 1)])
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_those_of_an_engine_that_reuses_nothing(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, case: str, budget: int, steps: int, num_ahead: int
+) -> None:
+    params = SCORED.model_copy(update=CASES[case])
+    prompts = [*PROMPTS, *PROMPTS[:2], SYSTEM, SYSTEM[:30]]
+    # Bit for bit, where the batch in which a token was computed leaves no trace.
+    config = {"max_num_batched_tokens": budget, "max_steps_per_launch": steps, "batch_invariant": True}
+    with make_llm(tiny, **config, enable_prefix_caching=False) as llm:
+        expected = llm.generate(prompts, params)
+        assert cached(expected) == [0] * len(prompts)
+    monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=num_ahead))
+    with make_llm(tiny, **config) as llm:
+        first, second = llm.generate(prompts, params), llm.generate(prompts, params)
+        assert_idle(llm)
+    assert [output.outputs for output in first] == [output.outputs for output in expected]
+    assert [output.outputs for output in second] == [output.outputs for output in expected]
+    assert [output.prompt_logprobs for output in second] == [output.prompt_logprobs for output in expected]
+    assert (sum(cached(second)) > 0) == (case != "prompt scored")
+
+
+def test_the_native_backend_gives_the_same_bits_too() -> None:
+    answers = []
+    for is_on in (False, True):
+        with make_llm("bundled", attention_backend="cpu", enable_prefix_caching=is_on) as llm:
+            outputs = [*llm.generate(PROMPTS, SCORED), *llm.generate(PROMPTS, SCORED)]
+            answers.append([output.outputs for output in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_a_prompt_that_was_served_before_computes_one_token(tiny: str, computed: list[int]) -> None:
+    one = GREEDY.model_copy(update={"max_tokens": 1})
+    with make_llm(tiny) as llm:
+        (first,) = llm.generate([PROMPTS[1]], one)
+        (second,) = llm.generate([PROMPTS[1]], one)
+    assert computed == [69, 1]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 68)
+    assert tokens_of([first]) == tokens_of([second])
+
+
+def test_choices_of_one_prompt_compute_it_once(tiny: str, computed: list[int]) -> None:
+    with make_llm(tiny, max_steps_per_launch=1) as llm:
+        (output,) = llm.generate([PROMPTS[1]], SamplingParams(n=3, max_tokens=1, seed=1))
+    assert computed == [69, 2]
+    assert output.num_cached_tokens == 0
+    assert len(output.outputs) == 3
+
+
+def test_a_conversation_goes_on_where_it_was(tiny: str, computed: list[int]) -> None:
+    with make_llm(tiny, max_steps_per_launch=1) as llm:
+        (first,) = llm.generate([PROMPTS[1]], GREEDY)
+        computed.clear()
+        (second,) = llm.generate([[*PROMPTS[1], *first.outputs[0].token_ids, 7, 8]], GREEDY)
+    assert computed[0] == 3  # the answer's last token, and what is new
+    assert second.num_cached_tokens == 69 + 11
+
+
+def test_another_salt_shares_nothing(tiny: str) -> None:
+    mine, yours = RequestOptions(cache_salt="mine"), RequestOptions(cache_salt="yours")
+    with make_llm(tiny) as llm:
+        llm.generate([SYSTEM], GREEDY, options=mine)
+        assert cached(llm.generate([SYSTEM], GREEDY, options=yours)) == [0]
+        assert cached(llm.generate([SYSTEM], GREEDY)) == [0]
+        assert cached(llm.generate([SYSTEM], GREEDY, options=mine)) == [59]
+
+
+def test_reuse_can_be_turned_off(tiny: str) -> None:
+    with make_llm(tiny, enable_prefix_caching=False) as llm:
+        assert cached([*llm.generate([SYSTEM], GREEDY), *llm.generate([SYSTEM, SYSTEM], GREEDY)]) == [0, 0, 0]
+        assert core_of(llm).cache.ledger.warm == {}
+
+
+def test_what_may_be_no_numbers_is_not_reused(tiny: str) -> None:
+    with make_llm(tiny) as llm:
+        expected = tokens_of(llm.generate([SYSTEM], GREEDY))
+        with poisoned(llm):
+            llm.generate([SYSTEM], GREEDY)
+            bad = llm.generate([[*SYSTEM, POISON], [*SYSTEM, POISON, 3]], GREEDY)
+        for output in bad:
+            assert_failed(output)
+        assert tokens_of(llm.generate([[*SYSTEM]], GREEDY)) == expected
+        assert cached(llm.generate([SYSTEM, [*SYSTEM, POISON, 3, 4]], GREEDY)) == [59, 59]
+
+
+def test_an_interrupted_copy_is_not_taken_for_what_it_should_have_been(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with make_llm(tiny) as llm:
+        expected = tokens_of(llm.generate([PROMPTS[1]], GREEDY))
+        llm.generate([SYSTEM + list(range(100))], GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(core_of(llm).cache, "copy_blocks", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([SYSTEM + list(range(100, 110))], GREEDY)
+        assert tokens_of(llm.generate([PROMPTS[1]], GREEDY)) == expected
+        assert tokens_of(llm.generate([SYSTEM + list(range(100, 110))], GREEDY)) == _alone(tiny)
+        assert_idle(llm)
+
+
+def _alone(model: str) -> list[list[int]]:
+    with make_llm(model, enable_prefix_caching=False) as llm:
+        return tokens_of(llm.generate([SYSTEM + list(range(100, 110))], GREEDY))
+
+
+# Deadlines
+
+
+@pytest.mark.asyncio
+async def test_who_waits_too_long_is_told_so_and_the_others_go_on(tiny: str) -> None:
+    async with make_async_llm(tiny, max_batch_size=1, queue_timeout=0.05) as engine:
+        running = asyncio.create_task(last(engine.generate(SHORT, LONG)))
+        await wait_until(lambda: engine._core.has_work, "it runs")
+        with pytest.raises(QueueTimeout, match=r"no slot was free within 0\.\d s; try again later") as caught:
+            await last(engine.generate(SHORT, LONG))
+        assert caught.value.retry_after >= 1.0
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_runs_out_of_time_keeps_what_it_has(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        with hold_back(engine) as gate:
+            options = RequestOptions(timeout=0.05)
+            reader = asyncio.create_task(last(engine.generate(SHORT, LONG, options=options)))
+            await gate.wait_until_in_step()
+            gate.allow(2)
+            await gate.wait_until_in_step()
+            await gate.wait_until_in_step()
+            await asyncio.sleep(0.06)
+            gate.open()
+            output = await reader
+    (choice,) = output.outputs
+    assert (choice.finish_reason, choice.stop_reason, choice.error) == ("abort", "timeout", None)
+    assert choice.token_ids
+
+
+def test_a_call_from_python_ends_in_time_and_keeps_what_there_is(tiny: str, clock: Callable[[float], None]) -> None:
+    clock(0.4)
+    with make_llm(tiny, max_batch_size=1) as llm:
+        options = [RequestOptions(timeout=3.0), RequestOptions(timeout=1.0)]
+        ran, waited = llm.generate([SHORT, SHORT], LONG, options=options)
+    assert (ran.outputs[0].finish_reason, ran.outputs[0].stop_reason) == ("abort", "timeout")
+    assert len(ran.outputs[0].token_ids) > 0
+    assert waited.outputs[0].finish_reason == "abort"
+    assert "no slot was free within" in (waited.outputs[0].error or "")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Once called, each look of a scheduler at its clock takes so many seconds."""
+
+    def tick(seconds: float) -> None:
+        now = 0.0
+        make = core_module.Scheduler
+
+        def look() -> float:
+            nonlocal now
+            now += seconds
+            return now
+
+        monkeypatch.setattr(core_module, "Scheduler", lambda *args, **kwargs: make(*args, **kwargs, clock=look))
+
+    return tick
+
+
+def test_a_preempted_request_says_what_it_would_have_said(tiny: str) -> None:
+    low, high = RequestOptions(priority=1), RequestOptions(priority=0)
+    params = GREEDY.model_copy(update={"max_tokens": 10})
+    with make_llm(tiny, batch_invariant=True) as llm:
+        expected = tokens_of(llm.generate([PROMPTS[0], PROMPTS[1]], params))
+    with make_llm(tiny, max_batch_size=1, preempt_after=2, max_steps_per_launch=1, batch_invariant=True) as llm:
+        core = core_of(llm)
+        generations = [
+            llm.inputs.prepare(name, prompt, params, options=options)
+            for name, prompt, options in (("low", PROMPTS[0], low), ("high", PROMPTS[1], high))
+        ]
+        core.add(*generations[0].requests)
+        _steps(core, 4)
+        core.add(*generations[1].requests)
+        _steps(core, 100)
+    assert generations[0].requests[0].num_preemptions == 1
+    assert [g.requests[0].token_ids[g.requests[0].num_prompt_tokens :] for g in generations] == expected
+
+
+def _steps(core: EngineCore, limit: int) -> None:
+    for _ in range(limit):
+        if core.has_work:
+            core.step()
+            core.check()

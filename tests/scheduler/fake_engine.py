@@ -1,0 +1,173 @@
+"""A scheduler with a clock that tests turn, and an executor whose slots hold token ids where keys and values would be.
+
+Whatever a row reads of its slot must be what its request had computed: that is asserted at every launch, whether the
+tokens were computed there, kept from an earlier request or copied.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chairlift.cache.ledger import SlotLedger
+from chairlift.params import FinishReason, RequestOptions, SamplingParams
+from chairlift.scheduler import Policy, Request, RowResult, Scheduler, SlotCopy, StepPlan, TokenEvent
+
+EOS, WORD = 1, 9
+NO_REUSE = Policy(enable_prefix_caching=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step plan as a test writes it: names and numbers of tokens, decode rows first."""
+
+    rows: list[tuple[str, int]]
+    decode: int = 0
+    steps: int = 1
+    copies: list[SlotCopy] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    plan: StepPlan
+    results: list[RowResult]
+
+
+class FakeEngine:
+    """`say` decides what is sampled: called with a request's name, once per token."""
+
+    def __init__(
+        self,
+        num_slots: int = 4,
+        budget: int = 64,
+        max_seq_len: int = 64,
+        max_steps: int = 1,
+        max_queue_size: int = 100,
+        policy: Policy = Policy(),  # noqa: B008
+        num_ahead: int = 0,
+        say: Callable[[str], int] = lambda _: WORD,
+        max_num_running: int | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.slots = SlotLedger(num_slots, max_seq_len)
+        self.scheduler = Scheduler(
+            self.slots, max(budget, num_slots), max_steps, max_queue_size, policy, lambda: self.now, max_num_running
+        )
+        self.requests: dict[str, Request] = {}
+        self.events: list[TokenEvent] = []
+        self.num_tokens_computed = 0
+        self._num_ahead = num_ahead
+        self._say = say
+        self._contents: list[list[int]] = [[] for _ in range(num_slots)]
+        self._said: dict[str, list[int]] = {}  # by request: its prompt and all that was sampled, surplus included
+        self._in_flight: deque[_Launch] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def make(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 20,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+        timeout: float | None = None,
+    ) -> Request:
+        options = RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, timeout=timeout)
+        request = Request(name, prompt, SamplingParams(), max_tokens, 0, frozenset({EOS}), options=options)
+        self.requests[name] = request
+        self._said[name] = list(prompt)
+        return request
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 20,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        salt: str = "",
+        timeout: float | None = None,
+    ) -> Request:
+        """Queues what `make` makes of these."""
+        request = self.make(name, prompt, max_tokens, priority=priority, tenant=tenant, salt=salt, timeout=timeout)
+        self.scheduler.add(request)
+        return request
+
+    def abort(self, name: str) -> TokenEvent | None:
+        event = self.scheduler.abort(name)
+        self._scrub()
+        self.scheduler.check()
+        return event
+
+    def step(self) -> Plan:
+        """Expires, launches, and takes the results of the oldest launch if it is its turn."""
+        self.events = self.scheduler.expire()
+        self._scrub()
+        plan = self.scheduler.schedule()
+        if plan.rows:
+            self._launch(plan)
+        if self._in_flight and (not plan.rows or len(self._in_flight) > self._num_ahead):
+            self._land()
+        self.scheduler.check()
+        rows = [(row.request.request_id, row.num_new_tokens) for row in plan.rows]
+        return Plan(rows, plan.num_decode_rows, plan.num_steps, list(plan.copies))
+
+    def steps(self, count: int) -> list[Plan]:
+        return [self.step() for _ in range(count)]
+
+    def run(self, limit: int = 2000) -> None:
+        """To the end of all work."""
+        for _ in range(limit):
+            if not self.has_work:
+                return
+            self.step()
+        raise AssertionError("it goes on for ever")
+
+    def finish(self, name: str) -> None:
+        """Steps until that request is over."""
+        while self.requests[name].finish_reason is None:
+            self.step()
+
+    def slot_of(self, name: str) -> int:
+        slot = self.requests[name].slot
+        assert slot is not None
+        return slot
+
+    def _launch(self, plan: StepPlan) -> None:
+        for copy in plan.copies:
+            self._contents[copy.target] = self._contents[copy.source][: copy.num_tokens]
+        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
+        reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
+        results = []
+        for row, slot in zip(plan.rows, slots, strict=True):
+            said = self._said[row.request.request_id]
+            num_computed = row.request.num_computed
+            assert self._contents[slot][:num_computed] == said[:num_computed], "it reads what is not its own"
+            sampled = [self._say(row.request.request_id) for _ in range(plan.num_steps)] if row.is_sampled else []
+            new = [*said[num_computed : num_computed + row.num_new_tokens], *sampled[:-1]]
+            assert len(new) == row.num_new_tokens + plan.num_steps - 1
+            self._contents[slot][num_computed:] = new
+            said += sampled
+            self.num_tokens_computed += len(new)
+            results.append(RowResult(sampled))
+        self._in_flight.append(_Launch(plan, results))
+        self.scheduler.advance(plan, reservation)
+
+    def _land(self) -> None:
+        launch = self._in_flight.popleft()
+        self.events += self.scheduler.update(launch.plan, launch.results)
+        self._scrub()
+
+    def _scrub(self) -> None:
+        for unproven in self.scheduler.take_unproven():
+            del self._contents[unproven.slot][unproven.start :]
+
+
+def end_of(event: TokenEvent | None) -> tuple[str, FinishReason | None, int | str | None]:
+    assert event is not None
+    return event.request_id, event.finish_reason, event.stop_reason

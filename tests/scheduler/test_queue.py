@@ -1,0 +1,211 @@
+"""Whose turn it is among those who wait: priorities, ageing, tenants."""
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from chairlift.params import RequestOptions, SamplingParams
+from chairlift.scheduler import Request
+from chairlift.scheduler.queue import QUANTUM, WaitingQueue
+
+AGEING = 10.0
+
+
+def make(name: str, time: float = 0.0, *, priority: int = 0, tenant: str = "", num_tokens: int = 4) -> Request:
+    options = RequestOptions(priority=priority, tenant=tenant)
+    request = Request(name, [7] * num_tokens, SamplingParams(), 8, 0, options=options)
+    request.queue_time = time
+    return request
+
+
+def queue_of(*requests: Request) -> WaitingQueue:
+    queue = WaitingQueue(AGEING)
+    for request in requests:
+        queue.add(request)
+    queue.check()
+    return queue
+
+
+def drained(queue: WaitingQueue, limit: int = 10_000) -> list[str]:
+    names = []
+    while queue and len(names) < limit:
+        expected = queue.peek()
+        request = queue.pop()
+        assert request is expected
+        names.append(request.request_id)
+    return names
+
+
+# Order of arrival, priorities, ageing
+
+
+def test_one_tenant_is_served_in_the_order_of_arrival() -> None:
+    assert drained(queue_of(*[make(name, float(at), num_tokens=900 - at) for at, name in enumerate("abcdef")])) == [
+        *"abcdef"
+    ]
+
+
+def test_lower_priorities_come_first_whenever_they_came() -> None:
+    queue = queue_of(make("late", 0.0, priority=5), make("soon", 3.0, priority=-1), make("usual", 2.0))
+    assert drained(queue) == ["soon", "usual", "late"]
+
+
+def test_a_level_of_priority_is_worth_so_many_seconds_of_waiting() -> None:
+    patient = make("patient", 0.0, priority=2)
+    assert drained(queue_of(patient, make("newcomer", 19.9))) == ["newcomer", "patient"]
+    assert drained(queue_of(patient, make("newcomer", 20.1))) == ["patient", "newcomer"]
+
+
+def test_a_priority_whose_oldest_leaves_is_as_urgent_as_the_next() -> None:
+    queue = queue_of(make("old", 0.0, priority=1), make("new", 15.0, priority=1), make("other", 14.0))
+    assert drained(queue) == ["old", "other", "new"]
+
+
+def test_a_priority_that_nobody_waits_with_any_more_can_come_back() -> None:
+    queue = queue_of(make("a", 0.0, priority=1))
+    assert drained(queue) == ["a"]
+    queue.add(make("b", 5.0, priority=1))
+    queue.add(make("c", 6.0))
+    assert drained(queue) == ["c", "b"]
+
+
+# Tenants
+
+
+def tenants(names: Iterable[str]) -> str:
+    return "".join(name[0] for name in names)
+
+
+def test_the_thousandth_request_of_one_tenant_does_not_hold_up_the_first_of_another() -> None:
+    queue = queue_of(*[make(f"a{at}", tenant="a", num_tokens=QUANTUM) for at in range(1000)])
+    queue.add(make("b", 1.0, tenant="b", num_tokens=QUANTUM))
+    assert "b" in drained(queue, limit=3)
+
+
+def test_equal_tenants_take_turns() -> None:
+    queue = queue_of(*[make(f"{tenant}{at}", tenant=tenant, num_tokens=QUANTUM) for tenant in "abc" for at in range(3)])
+    assert tenants(drained(queue)) == "abcabcabc"
+
+
+def test_turns_are_counted_in_tokens() -> None:
+    long = [make(f"a{at}", tenant="a", num_tokens=QUANTUM) for at in range(50)]
+    short = [make(f"b{at}", tenant="b", num_tokens=QUANTUM // 4) for at in range(50)]
+    served = Counter(tenants(drained(queue_of(*long, *short), limit=50)))
+    assert served == {"a": 10, "b": 40}
+
+
+def test_what_was_generated_is_charged_to_who_waits_for_more() -> None:
+    requests = [make(f"{tenant}{at}", tenant=tenant, num_tokens=QUANTUM) for tenant in "ab" for at in range(20)]
+    queue = queue_of(*requests)
+    queue.charge(requests[0], 5 * QUANTUM)
+    assert tenants(drained(queue, limit=14)) == "bbbbbabababab" + "a"
+
+
+def test_a_charge_to_who_does_not_wait_is_forgotten() -> None:
+    queue = queue_of(make("b0", tenant="b"), make("b1", tenant="b"))
+    queue.charge(make("gone", tenant="a"), 1000 * QUANTUM)
+    queue.add(make("a0", tenant="a"))
+    assert tenants(drained(queue)) in {"bba", "bab"}
+
+
+def test_tenants_share_each_priority_for_itself() -> None:
+    urgent = [make(f"a-urgent{at}", tenant="a", priority=-3, num_tokens=QUANTUM) for at in range(3)]
+    usual = [make(f"{tenant}{at}", tenant=tenant, num_tokens=QUANTUM) for at in range(2) for tenant in "ab"]
+    assert tenants(drained(queue_of(*usual, *urgent))) == "aaaabab"
+
+
+# Leaving and coming back
+
+
+def test_who_leaves_is_not_served_and_leaves_once() -> None:
+    queue = queue_of(*[make(name, float(at)) for at, name in enumerate("abc")])
+    removed = queue.remove("b")
+    assert removed is not None
+    assert removed.request_id == "b"
+    assert queue.remove("b") is None
+    assert ("b" in queue, "c" in queue, len(queue)) == (False, True, 2)
+    assert drained(queue) == ["a", "c"]
+
+
+def test_who_comes_back_is_before_the_others_of_its_tenant_and_has_paid() -> None:
+    queue = queue_of(*[make(f"{tenant}{at}", tenant=tenant, num_tokens=QUANTUM) for tenant in "ab" for at in range(2)])
+    returned = make("a-returned", 1.0, tenant="a", num_tokens=8 * QUANTUM)
+    returned.num_preemptions = 1
+    queue.put_back(returned)
+    assert drained(queue) == ["a-returned", "a0", "b0", "a1", "b1"]
+
+
+def test_those_who_wait_can_be_listed_roughly_in_order() -> None:
+    queue = queue_of(
+        make("late", 0.0, priority=1),
+        make("a0", 1.0, tenant="a"),
+        make("a1", 2.0, tenant="a"),
+        make("b0", 3.0, tenant="b"),
+    )
+    assert [request.request_id for request in queue] == ["a0", "b0", "a1", "late"]
+
+
+class Comparison(RuleBasedStateMachine):
+    """Whatever comes and goes: whose turn it is has the most urgent priority, and is the first of its tenant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = WaitingQueue(AGEING)
+        self.waiting: dict[str, Request] = {}
+        self.taken: list[Request] = []
+        self.time = 0.0
+        self.names = count()
+
+    @rule(priority=st.integers(-2, 2), tenant=st.sampled_from("abc"), num_tokens=st.integers(1, 3 * QUANTUM))
+    def add(self, priority: int, tenant: str, num_tokens: int) -> None:
+        self.time += 3.0
+        request = make(str(next(self.names)), self.time, priority=priority, tenant=tenant, num_tokens=num_tokens)
+        self.queue.add(request)
+        self.waiting[request.request_id] = request
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def pop(self) -> None:
+        request = self.queue.pop()
+        urgency = min(each.queue_time + AGEING * each.options.priority for each in self.waiting.values())
+        same = [each for each in self.waiting.values() if each.options.priority == request.options.priority]
+        assert min(each.queue_time for each in same) + AGEING * request.options.priority == urgency
+        del self.waiting[request.request_id]
+        self.taken.append(request)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data(), num_tokens=st.integers(0, 4 * QUANTUM))
+    def charge(self, data: st.DataObject, num_tokens: int) -> None:
+        self.queue.charge(data.draw(st.sampled_from(self.taken)), num_tokens)
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def put_back(self) -> None:
+        self.time += 1.0
+        request = self.taken.pop()
+        request.num_preemptions += 1
+        request.queue_time = self.time
+        self.queue.put_back(request)
+        self.waiting[request.request_id] = request
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.waiting)))
+        assert self.queue.remove(name) is self.waiting.pop(name)
+
+    @invariant()
+    def holds(self) -> None:
+        self.queue.check()
+        assert len(self.queue) == len(self.waiting)
+        assert {request.request_id for request in self.queue} == set(self.waiting)
+        if self.waiting:
+            assert self.queue.peek() is self.queue.peek()
+
+
+TestComparison = Comparison.TestCase
+TestComparison.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

@@ -1,0 +1,239 @@
+"""Which slot a prompt gets and what of it is computed: literal plans, with contents checked at every launch."""
+
+import pytest
+
+from chairlift.params import SamplingParams
+from chairlift.scheduler import Request, RowResult, SlotCopy
+from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, FakeEngine, Plan
+
+SYSTEM = list(range(100, 140))  # forty tokens that prompts have in common
+USER = list(range(200, 210))
+
+
+def served(engine: FakeEngine, name: str, prompt: list[int], max_tokens: int = 1) -> int:
+    """The slot in which a request was served to its end."""
+    engine.add(name, prompt, max_tokens)
+    engine.step()
+    slot = engine.slot_of(name) if max_tokens > 1 else None
+    engine.finish(name)
+    (warm,) = [slot] if slot is not None else list(engine.slots.warm)[-1:]
+    return warm
+
+
+# Warm slots
+
+
+def test_a_slot_stays_warm_with_all_tokens_that_were_computed_in_it() -> None:
+    engine = FakeEngine()
+    slot = served(engine, "a", USER, max_tokens=3)
+    assert engine.slots.warm == {slot: len(USER) + 2}  # the last token was sampled, not computed
+
+
+def test_an_equal_prompt_gets_the_warm_slot_and_computes_one_token() -> None:
+    engine = FakeEngine()
+    served(engine, "a", USER)
+    request = engine.add("b", USER)
+    assert engine.step() == Plan([("b", 1)])
+    assert (request.slot, request.num_cached_tokens) == (0, 9)
+
+
+def test_a_conversation_goes_on_in_its_own_slot() -> None:
+    engine = FakeEngine()
+    served(engine, "first", SYSTEM + USER, max_tokens=3)
+    answer = engine.requests["first"].token_ids[len(SYSTEM + USER) :]
+    second = engine.add("second", [*SYSTEM, *USER, *answer, 7, 8])
+    assert engine.step() == Plan([("second", 3)])  # the answer's last token has not been computed before
+    assert (second.slot, second.num_cached_tokens) == (0, 52)
+    assert engine.slots.num_free == 3
+
+
+def test_a_prompt_that_shares_only_a_part_is_copied_into_a_free_slot_if_much_would_be_lost() -> None:
+    engine = FakeEngine(max_seq_len=256, budget=256)
+    long = SYSTEM + list(range(300, 400))
+    served(engine, "a", long)
+    other = engine.add("b", SYSTEM + USER)
+    assert engine.step() == Plan([("b", 10)], copies=[SlotCopy(0, 1, 40)])
+    assert (other.slot, other.num_cached_tokens) == (1, 40)
+    assert engine.slots.warm == {0: 140}
+
+
+def test_a_warm_slot_of_which_little_would_be_lost_is_taken_as_it_is() -> None:
+    engine = FakeEngine()
+    served(engine, "a", SYSTEM + USER)
+    assert engine.add("b", [*SYSTEM, 1, 2, 3]).num_cached_tokens == 0
+    assert engine.step() == Plan([("b", 3)])
+    assert (engine.slot_of("b"), engine.requests["b"].num_cached_tokens, engine.slots.warm) == (0, 40, {})
+
+
+def test_the_longest_prefix_wins() -> None:
+    engine = FakeEngine(max_seq_len=256, budget=256)
+    served(engine, "a", SYSTEM[:20] + USER)
+    served(engine, "b", SYSTEM[:30] + USER)
+    engine.add("c", SYSTEM)
+    engine.step()
+    assert engine.requests["c"].num_cached_tokens == 30
+
+
+def test_free_slots_are_used_before_warm_ones_and_of_these_the_least_recently_used() -> None:
+    engine = FakeEngine(num_slots=3)
+    for number, name in enumerate("abcd"):
+        served(engine, name, [number] * 10)
+    assert engine.slots.num_free == 0
+    assert list(engine.slots.warm) == [1, 2, 0]  # the fourth took the slot of the first
+
+
+def test_with_no_free_slot_the_prefix_is_copied_over_the_least_recently_used() -> None:
+    engine = FakeEngine(num_slots=2, max_seq_len=256, budget=256)
+    served(engine, "old", [5] * 10)
+    served(engine, "long", SYSTEM + list(range(300, 400)))
+    engine.add("new", SYSTEM + USER)
+    assert engine.step() == Plan([("new", 10)], copies=[SlotCopy(1, 0, 40)])
+
+
+def test_the_only_slot_left_is_taken_as_it_is_whatever_is_lost() -> None:
+    engine = FakeEngine(num_slots=1, max_seq_len=256, budget=256)
+    served(engine, "long", SYSTEM + list(range(300, 400)))
+    engine.add("new", SYSTEM + USER)
+    assert engine.step() == Plan([("new", 10)])
+
+
+def test_what_was_copied_from_counts_as_used() -> None:
+    engine = FakeEngine(num_slots=3, max_seq_len=256, budget=256)
+    served(engine, "long", SYSTEM + list(range(300, 400)))
+    served(engine, "other", [5] * 10)
+    served(engine, "reader", SYSTEM + USER)
+    assert list(engine.slots.warm) == [1, 0, 2]
+
+
+def test_a_prompt_is_found_in_a_running_slot_and_copied() -> None:
+    engine = FakeEngine()
+    engine.add("a", SYSTEM + USER, max_tokens=20)
+    engine.steps(2)
+    b = engine.add("b", [*SYSTEM, 1, 2])
+    assert engine.step() == Plan([("a", 1), ("b", 2)], decode=1, copies=[SlotCopy(0, 1, 40)])
+    assert b.num_cached_tokens == 40
+
+
+def test_what_a_running_request_generated_is_not_offered_until_it_ends() -> None:
+    engine = FakeEngine()
+    engine.add("a", USER, max_tokens=5)
+    engine.steps(3)
+    b = engine.add("b", [*USER, WORD, WORD, 7])
+    engine.step()
+    assert b.num_cached_tokens == 10
+
+
+# Equal prompts in flight
+
+
+def test_equal_prompts_are_computed_once_and_copied() -> None:
+    engine = FakeEngine()
+    for name in "abc":
+        engine.add(name, SYSTEM + USER)
+    assert engine.steps(2) == [
+        Plan([("a", 50)]),
+        Plan([("a", 1), ("b", 1), ("c", 1)], decode=1, copies=[SlotCopy(0, 1, 49), SlotCopy(0, 2, 49)]),
+    ]
+    assert [engine.requests[name].num_cached_tokens for name in "abc"] == [0, 49, 49]
+
+
+def test_who_shares_a_prompt_that_is_computed_in_chunks_waits_for_as_much_as_it_shares() -> None:
+    engine = FakeEngine(budget=16)
+    engine.add("a", SYSTEM + USER)
+    engine.add("b", [*SYSTEM[:30], 1, 2])
+    assert engine.steps(3) == [
+        Plan([("a", 16)]),
+        Plan([("a", 16)]),
+        Plan([("a", 16)]),  # what is left of the budget goes to those that began first
+    ]
+    assert engine.step() == Plan([("a", 2), ("b", 2)], copies=[SlotCopy(0, 1, 30)])
+
+
+def test_short_shared_prefixes_are_not_waited_for() -> None:
+    engine = FakeEngine()
+    engine.add("a", [*SYSTEM[:10], 1])
+    engine.add("b", [*SYSTEM[:10], 2])
+    assert engine.step() == Plan([("a", 11), ("b", 11)])
+
+
+def test_if_the_one_who_computes_leaves_another_one_takes_over_and_the_rest_copy_from_that() -> None:
+    engine = FakeEngine(budget=24, max_seq_len=128)
+    for name in "abc":
+        engine.add(name, list(range(100, 160)))
+    assert engine.step() == Plan([("a", 24)])
+    engine.abort("a")
+    assert engine.steps(3) == [
+        Plan([("b", 24)]),
+        Plan([("b", 24)]),
+        Plan([("b", 12), ("c", 12)], copies=[SlotCopy(0, 1, 48)]),  # the last few are sooner computed than waited for
+    ]
+
+
+def test_a_slot_that_was_filled_in_part_keeps_what_it_had_reused_and_no_more() -> None:
+    engine = FakeEngine(budget=16, max_seq_len=256)
+    served(engine, "first", SYSTEM)
+    engine.add("second", SYSTEM + list(range(300, 340)))
+    assert engine.step() == Plan([("second", 16)])
+    engine.abort("second")
+    assert engine.slots.warm == {0: 40}
+
+
+# Who does not share
+
+
+def test_another_salt_shares_nothing() -> None:
+    engine = FakeEngine()
+    engine.add("a", SYSTEM, max_tokens=1, salt="x")
+    engine.step()
+    b = engine.add("b", SYSTEM, salt="y")
+    c = engine.add("c", SYSTEM, salt="x")
+    assert engine.step() == Plan([("b", 40), ("c", 1)])
+    assert (b.num_cached_tokens, c.num_cached_tokens) == (0, 39)
+
+
+def test_without_reuse_slots_are_free_when_they_are_released_and_equal_prompts_are_computed_each() -> None:
+    engine = FakeEngine(policy=NO_REUSE)
+    served_first = engine.add("a", SYSTEM, max_tokens=1)
+    engine.step()
+    assert (engine.slots.num_free, engine.slots.warm, served_first.slot) == (4, {}, None)
+    engine.add("b", SYSTEM)
+    engine.add("c", SYSTEM)
+    assert engine.step() == Plan([("b", 40), ("c", 24)])
+
+
+def test_a_prompt_whose_tokens_are_to_be_scored_is_computed_whole_but_others_may_use_it() -> None:
+    engine = FakeEngine()
+    served(engine, "a", USER)
+    scored = Request("scored", USER, SamplingParams(prompt_logprobs=1), 1, 0, frozenset({EOS}), prompt_logprobs=1)
+    engine._said["scored"] = list(USER)
+    engine.requests["scored"] = scored
+    engine.scheduler.add(scored)
+    assert engine.step() == Plan([("scored", 10)])
+    assert scored.num_cached_tokens == 0
+    engine.add("c", USER)
+    assert engine.step() == Plan([("c", 1)])
+
+
+def test_a_row_that_fails_takes_all_that_is_warm_with_it() -> None:
+    engine = FakeEngine()
+    served(engine, "sound", USER)
+    bad = engine.add("bad", SYSTEM)
+    plan = engine.scheduler.schedule()
+    engine.scheduler.advance(plan, engine.slots.reserve([engine.slot_of("bad")], [40]))
+    engine.scheduler.update(plan, [RowResult([], error="not a number")])
+    assert (bad.slot, engine.slots.warm, engine.slots.num_free) == (None, {}, 4)
+    engine.scheduler.check()
+
+
+# Ahead of the device
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+@pytest.mark.parametrize("max_steps", [1, 4])
+def test_whatever_is_reused_is_right_with_launches_in_flight(num_ahead: int, max_steps: int) -> None:
+    engine = FakeEngine(num_slots=3, budget=16, num_ahead=num_ahead, max_steps=max_steps)
+    for number in range(12):
+        engine.add(f"r{number}", [*SYSTEM[: 10 + 2 * (number % 7)], 300 + number % 3], max_tokens=1 + number % 5)
+    engine.run()
+    assert all(request.finish_reason == "length" for request in engine.requests.values())
+    assert sum(request.num_cached_tokens for request in engine.requests.values()) > 100

@@ -37,11 +37,10 @@ class Deadlines:
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (time, next(self._serials), deadline))
 
-    def take_passed(self, now: float) -> list[Deadline]:
-        """Those that lie in the past and still mean something, the earliest first; they are told once."""
-        passed = []
+    def pop_passed(self, now: float) -> Deadline | None:
+        """The earliest of those that lie in the past and still mean something. None if there is none (any more)."""
         while self._heap and self._heap[0][0] <= now:
             _, _, deadline = heapq.heappop(self._heap)
             if not deadline.is_void:
-                passed.append(deadline)
-        return passed
+                return deadline
+        return None

@@ -146,7 +146,7 @@ class Scheduler:
         """Ends all requests whose time is up. To be called before `schedule`."""
         now = self._clock()
         events = []
-        for deadline in self._deadlines.take_passed(now):
+        while (deadline := self._deadlines.pop_passed(now)) is not None:
             request = deadline.request
             self._waiting.remove(request.request_id)
             request.stop_reason = TIMED_OUT

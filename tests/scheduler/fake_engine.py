@@ -4,7 +4,7 @@ Whatever a row reads of its slot must be what its request had computed: that is 
 tokens were computed there, kept from an earlier request or copied.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -53,7 +53,8 @@ class FakeEngine:
             self.slots, max(budget, num_slots), max_steps, max_queue_size, policy, lambda: self.now, max_num_running
         )
         self.requests: dict[str, Request] = {}
-        self.events: list[TokenEvent] = []
+        self.events: list[TokenEvent] = []  # of the latest step
+        self.ends: Counter[str] = Counter()  # how often each request was said to be over
         self.num_tokens_computed = 0
         self._num_ahead = num_ahead
         self._say = say
@@ -100,6 +101,7 @@ class FakeEngine:
 
     def abort(self, name: str) -> TokenEvent | None:
         event = self.scheduler.abort(name)
+        self._note_ends([event] if event is not None else [])
         self._scrub()
         self.scheduler.check()
         return event
@@ -107,6 +109,7 @@ class FakeEngine:
     def step(self) -> Plan:
         """Expires, launches, and takes the results of the oldest launch if it is its turn."""
         self.events = self.scheduler.expire()
+        self._note_ends(self.events)
         self._scrub()
         plan = self.scheduler.schedule()
         if plan.rows:
@@ -160,8 +163,13 @@ class FakeEngine:
 
     def _land(self) -> None:
         launch = self._in_flight.popleft()
-        self.events += self.scheduler.update(launch.plan, launch.results)
+        events = self.scheduler.update(launch.plan, launch.results)
+        self._note_ends(events)
+        self.events += events
         self._scrub()
+
+    def _note_ends(self, events: list[TokenEvent]) -> None:
+        self.ends.update(event.request_id for event in events if event.finish_reason is not None)
 
     def _scrub(self) -> None:
         for unproven in self.scheduler.take_unproven():

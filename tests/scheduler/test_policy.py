@@ -104,6 +104,13 @@ def test_a_request_that_runs_longer_than_it_may_keeps_what_it_has() -> None:
     assert (a.num_output_tokens, a.slot, a.end_time) == (2, None, 3.0)
 
 
+def test_who_misses_two_deadlines_at_once_is_told_once() -> None:
+    engine = engine_with(queue_timeout=2.0)
+    engine.add("a", PROMPT, timeout=1.0)
+    engine.now = 3.0
+    assert [event.request_id for event in engine.scheduler.expire()] == ["a"]
+
+
 def test_a_timeout_of_its_own_also_ends_a_wait() -> None:
     engine = engine_with()
     engine.add("running", PROMPT, 20)

@@ -138,7 +138,7 @@ class RequestOptions:
     tenant: str = Field(default="", description="who shares the machine with others, each with the same right to it")
     cache_salt: str = Field(default="", description="only requests with the same salt reuse each other's prompts")
     timeout: float | None = Field(
-        default=None, gt=0.0, allow_inf_nan=False, description="seconds from its coming until it is given up"
+        default=None, gt=0.0, allow_inf_nan=False, description="seconds after its arrival until it is given up"
     )
 
 

@@ -59,7 +59,7 @@ class Placement:
             (slot,) = self._slots.claim(1)
             request.num_reused = 0
         request.slot = slot
-        request.num_computed = request.num_reused
+        request.num_computed = request.num_reused_proven = request.num_reused
         request.is_proven = False
         self._owners[slot] = request
         if self._index is not None:
@@ -76,13 +76,13 @@ class Placement:
         return self._follow_or_copy(request, self._find(request, pack_tokens(request.token_ids)))
 
     def release(self, request: Request, *, is_spoilt: bool = False) -> Unproven | None:
-        """Its slot is warm, as far as a token was sampled after what is in it; the rest of it is returned.
+        """Its slot is warm, as far as what is in it is known to be numbers; the rest of it is returned.
 
         `is_spoilt`: what it holds may be no numbers, and so may be what it was copied from.
         """
         slot = request.slot
         assert slot is not None, f"{request.request_id} has no slot to release"
-        num_kept = request.num_computed if request.is_proven else request.num_reused
+        num_kept = request.num_proven
         if is_spoilt:
             num_kept = 0
             if request.grammar is None:  # or the grammar may have failed, which is no reason to distrust the others
@@ -158,8 +158,11 @@ class Placement:
         assert target is not None, "a request is placed before anything is copied for it"
         if finding.slot is None or finding.slot == target or finding.num_tokens <= request.num_computed:
             return None
+        owner = self._owners.get(finding.slot)
+        num_proven = finding.num_tokens if owner is None else min(owner.num_proven, finding.num_tokens)
         self._slots.copy_prefix(finding.slot, target, finding.num_tokens)
         request.num_computed = request.num_reused = finding.num_tokens
+        request.num_reused_proven = num_proven
         return SlotCopy(finding.slot, target, finding.num_tokens)
 
     def _forget_warm(self) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from chairlift.params import SamplingParams
 from chairlift.scheduler import Request, RowResult, SlotCopy
+from chairlift.scheduler.placement import Unproven
 from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, FakeEngine, Plan
 
 SYSTEM = list(range(100, 140))  # forty tokens that prompts have in common
@@ -176,6 +177,19 @@ def test_a_slot_that_was_filled_in_part_keeps_what_it_had_reused_and_no_more() -
     assert engine.step() == Plan([("second", 16)])
     engine.abort("second")
     assert engine.slots.warm == {0: 40}
+
+
+def test_what_was_copied_from_a_prompt_in_work_is_not_kept_before_a_token_proves_it() -> None:
+    engine = FakeEngine(budget=32, max_seq_len=128)
+    prompt = list(range(100, 180))
+    engine.add("a", prompt)
+    engine.step()
+    engine.add("b", prompt[:30] + list(range(300, 340)))
+    engine.step()
+    assert engine.step() == Plan([("a", 16), ("b", 16)], copies=[SlotCopy(0, 1, 30)])
+    engine.scheduler.abort("b")
+    assert engine.scheduler.take_unproven() == [Unproven(1, 0)]
+    assert engine.slots.warm == {}
 
 
 # Who does not share

@@ -21,15 +21,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from chairlift.cache.ledger import Reservation, SlotLedger
-from chairlift.errors import QueueFull, QueueTimeout
+from chairlift.errors import QueueTimeout
 from chairlift.params import FinishReason
-from chairlift.scheduler.deadlines import Deadline, Deadlines
-from chairlift.scheduler.pace import Pace
 from chairlift.scheduler.placement import Placement, Unproven
 from chairlift.scheduler.plan import RowPlan, RowResult, SlotCopy, StepPlan, TokenEvent
 from chairlift.scheduler.policy import DEFAULT_POLICY, Policy
-from chairlift.scheduler.queue import WaitingQueue
+from chairlift.scheduler.preemption import choose_victim
 from chairlift.scheduler.request import Request
+from chairlift.scheduler.waiting import WaitingRoom
 
 TIMED_OUT = "timeout"
 """The stop reason of a request that ran longer than it may."""
@@ -74,15 +73,12 @@ class Scheduler:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_steps_per_launch = max_steps_per_launch
-        self._max_queue_size = max_queue_size
-        self._policy = policy
+        self._preempt_after = policy.preempt_after
         self._clock = clock
         self._placement = Placement(slots, policy.enable_prefix_caching)
-        self._waiting = WaitingQueue(policy.priority_ageing)
+        self._waiting = WaitingRoom(policy, max_queue_size, clock)
         self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
         self._leaving: set[Request] = set()  # ended, but a launch still writes to their slots
-        self._deadlines = Deadlines()
-        self._pace = Pace()
         self._unproven: list[Unproven] = []
 
     @property
@@ -115,7 +111,7 @@ class Scheduler:
     @property
     def num_acceptable(self) -> int:
         """Requests that `add` would take now: places in the queue, and slots that nobody waits for yet."""
-        return self._max_queue_size + self._num_places - len(self._waiting)
+        return self._waiting.num_acceptable(self._num_places)
 
     def add(self, *requests: Request) -> None:
         """Queues requests, all or none; they start as there are slots. `QueueFull` if too many would wait."""
@@ -125,14 +121,7 @@ class Scheduler:
             if name in self._waiting or name in self._running or name in known:
                 raise ValueError(f"request {name!r} is already here")
             known.add(name)
-        now = self._clock()
-        if len(requests) > self.num_acceptable:
-            num_missing = len(requests) - self.num_acceptable
-            raise QueueFull(self._max_queue_size, self._pace.wait_for(num_missing, now))
-        for request in requests:
-            request.arrival_time = request.queue_time = now
-            self._waiting.add(request)
-            self._set_deadlines(request, now)
+        self._waiting.add(requests, self._num_places, len(self._running))
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request wherever it is, between two steps. None if it is not here (any more)."""
@@ -144,15 +133,12 @@ class Scheduler:
 
     def expire(self) -> list[TokenEvent]:
         """Ends all requests whose time is up. To be called before `schedule`."""
-        now = self._clock()
         events = []
-        while (deadline := self._deadlines.pop_passed(now)) is not None:
-            request = deadline.request
-            self._waiting.remove(request.request_id)
+        while (request := self._waiting.pop_overdue()) is not None:
             request.stop_reason = TIMED_OUT
             events.append(self._end(request))
-            if request.admission_time is None:
-                waited = now - request.queue_time
+            if request.admission_time is None and request.end_time is not None:
+                waited = request.end_time - request.queue_time
                 error = QueueTimeout(f"no slot was free within {waited:.1f} s; try again later", self.estimate_wait())
                 events[-1].rejection, events[-1].error = error, str(error)
         return events
@@ -167,7 +153,7 @@ class Scheduler:
 
     def estimate_wait(self) -> float:
         """Seconds until those that wait now will have got slots, by the rate at which requests lately did."""
-        return self._pace.wait_for(len(self._waiting), self._clock())
+        return self._waiting.estimate_wait()
 
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.
@@ -252,7 +238,6 @@ class Scheduler:
         self._placement.check()
         self._waiting.check()
         running, leaving = list(self.running), self._leaving
-        assert all(request.slot is None and request.num_computed == 0 for request in self._waiting)
         owners = [*running, *leaving]
         assert len({request.slot for request in owners}) == len(owners), "two requests share a slot"
         assert self._slots.num_claimable + len(owners) == self._num_slots, "a slot belongs to nobody"
@@ -291,13 +276,9 @@ class Scheduler:
                 draft.add_prompt(request, copy)
 
     def _place(self, request: Request) -> SlotCopy | None:
-        now = self._clock()
         copy = self._placement.place(request)
         request.num_tokens_placed = len(request.token_ids)
-        if request.admission_time is None:
-            request.admission_time = now
         self._note_reuse(request)
-        self._pace.note(now)
         self._running[request.request_id] = RowPlan(request, 1, is_sampled=True)
         return copy
 
@@ -307,24 +288,12 @@ class Scheduler:
             request.num_cached_tokens = request.num_reused
 
     def _preempt_if_wanted(self) -> None:
-        """Takes the slot of a running request if one of higher priority waits for none else.
-
-        One at a time: it takes until the launches that write to it are over.
-        """
-        num_tokens = self._policy.preempt_after
-        if num_tokens is None or not self._waiting or self._num_places:
-            return
-        waiting = self._waiting.peek()
-        able = [
-            request
-            for request in self.running
-            if request.options.priority > waiting.options.priority
-            and len(request.token_ids) - request.num_tokens_placed >= num_tokens
-        ]
-        if able and not any(request.is_yielding for request in self.running):
-            victim = max(able, key=lambda request: request.options.priority)
-            victim.is_yielding = True
-            self._release_if_idle(victim)
+        """Takes the slot of a running request if one of higher priority waits and there is no other."""
+        if self._preempt_after is not None and self._waiting and not self._num_places:
+            victim = choose_victim(self.running, self._waiting.peek(), self._preempt_after)
+            if victim is not None:
+                victim.is_yielding = True
+                self._release_if_idle(victim)
 
     def _steps_for(self, decode: list[RowPlan]) -> int:
         """Bounded by the setting, by the room in every slot, and by the longest that any row still wants."""
@@ -333,13 +302,6 @@ class Scheduler:
         room = min((self._slots.max_seq_len - row.request.num_computed for row in decode), default=1)
         wanted = max((_num_usable_steps(row.request) for row in decode), default=1)
         return min(self._max_steps_per_launch, room, wanted)
-
-    def _set_deadlines(self, request: Request, now: float) -> None:
-        num_alive = len(self._waiting) + len(self._running)
-        if request.options.timeout is not None:
-            self._deadlines.add(now + request.options.timeout, Deadline(request, is_for_waiting=False), num_alive)
-        if self._policy.queue_timeout is not None:
-            self._deadlines.add(now + self._policy.queue_timeout, Deadline(request, is_for_waiting=True), num_alive)
 
     def _end(self, request: Request) -> TokenEvent:
         """Between two steps, for a request that does not wait any more."""
@@ -376,8 +338,6 @@ class Scheduler:
         del self._running[request.request_id]
         request.is_yielding = False
         request.num_computed = request.num_reused = 0
-        request.num_preemptions += 1
-        request.queue_time = self._clock()
         self._waiting.put_back(request)
 
 

@@ -135,7 +135,7 @@ def test_deadlines_of_many_who_ended_are_forgotten() -> None:
     for number in range(5000):
         engine.add(f"a{number}", PROMPT, 1, timeout=1e9)
         engine.step()
-    assert len(engine.scheduler._deadlines._heap) < 1100
+    assert len(engine.scheduler._waiting._deadlines._heap) < 1100
 
 
 def test_all_that_expired_at_once_are_told_in_the_order_of_their_deadlines() -> None:

@@ -6,7 +6,7 @@ from chairlift.scheduler.request import Request
 
 
 def choose_victim(running: Iterable[Request], waiting: Request, num_tokens: int) -> Request | None:
-    """Of those below `waiting`'s priority that generated `num_tokens` since they got their slots, the first of the lowest.
+    """The first of the lowest priority, below `waiting`'s, of those that generated `num_tokens` since they got a slot.
 
     None if there is nobody, or somebody yields already: that takes until the launches in flight are over.
     """

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from chairlift.cache.common import CommonPrefix, CommonPrefixes
 from chairlift.errors import CacheFull
 
 _tickets = itertools.count()  # one count for all ledgers, so that no reservation fits another one's
@@ -30,6 +31,7 @@ class Reservation:
     seq_ids: tuple[int, ...]
     lengths: tuple[int, ...]
     num_reserved: tuple[int, ...]
+    common_prefixes: tuple[CommonPrefix, ...] = ()  # by row: where else its first tokens stand; empty: nowhere
 
 
 class SlotLedger:
@@ -45,6 +47,7 @@ class SlotLedger:
         self._warm: dict[int, int] = {}  # slot -> tokens that are still valid, the least recently used slot first
         self._lengths: dict[int, int] = {}  # claimed slot -> committed tokens
         self._in_flight: dict[int, int] = {}  # slot -> ticket
+        self._common = CommonPrefixes()
 
     @property
     def num_free(self) -> int:
@@ -95,6 +98,7 @@ class SlotLedger:
             seq_ids += itertools.islice(self._warm, batch_size - num_free)
             for seq_id in seq_ids[num_free:]:
                 del self._warm[seq_id]
+                self._common.cut(seq_id, 0)
             self._lengths.update(dict.fromkeys(seq_ids, 0))
             return seq_ids
 
@@ -110,6 +114,7 @@ class SlotLedger:
             self._check_num_valid(seq_id, num_kept)
             if seq_id in self._warm:
                 del self._warm[seq_id]
+                self._common.cut(seq_id, num_kept)
             else:
                 self._free.remove(seq_id)
                 heapq.heapify(self._free)
@@ -130,6 +135,7 @@ class SlotLedger:
             if source in self._warm:
                 self._warm[source] = self._warm.pop(source)  # the most recently used is the last
             self._lengths[target] = num_tokens
+            self._common.note_copy(source, target, num_tokens)
 
     def release(self, seq_id: int, num_kept: int = 0) -> None:
         """A claimed slot is nobody's any more: free, or warm if its first `num_kept` tokens stay valid.
@@ -141,6 +147,7 @@ class SlotLedger:
             self._check_idle(seq_id)
             self._check_num_valid(seq_id, num_kept)
             del self._lengths[seq_id]
+            self._common.cut(seq_id, num_kept)
             if num_kept:
                 self._warm[seq_id] = num_kept
             else:
@@ -151,6 +158,7 @@ class SlotLedger:
         with self._lock:
             for seq_id in self._warm:
                 heapq.heappush(self._free, seq_id)
+                self._common.cut(seq_id, 0)
             self._warm.clear()
 
     def reserve(
@@ -175,6 +183,7 @@ class SlotLedger:
                 seq_ids=tuple(seq_ids),
                 lengths=tuple(self._lengths[seq_id] for seq_id in seq_ids),
                 num_reserved=tuple(count + num_steps - 1 for count in counts),
+                common_prefixes=tuple(map(self._common.of, seq_ids)) if self._common else (),
             )
 
     def commit(self, valid_lengths: Sequence[int], reservation: Reservation) -> None:

@@ -150,7 +150,11 @@ class ModelRunner:
         start = 0
         for index, row in enumerate(plan.rows):
             request = row.request
-            if request.prompt_logprobs is not None and request.num_computed < request.num_prompt_tokens - 1:
+            if (
+                request.prompt_logprobs is not None
+                and request.wants_prompt_scored
+                and request.num_computed < request.num_prompt_tokens - 1
+            ):
                 following = request.prompt_token_ids[request.num_computed + 1 :][: row.num_new_tokens]
                 own = hidden[start : start + len(following)]
                 scores[index] = score_tokens(own, following, request.prompt_logprobs, self._forward.logits)

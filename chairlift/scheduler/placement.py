@@ -46,6 +46,9 @@ class Placement:
         self._slots = slots
         self._index = PrefixIndex() if enable_prefix_caching else None
         self._owners: dict[int, Request] = {}
+        self._num_to_prove: dict[
+            int, int
+        ] = {}  # by target of a copy that was planned: tokens that are known as numbers
 
     def place(self, request: Request) -> SlotCopy | None:
         """A slot for the request, which there must be, and what has to be copied into it first."""
@@ -75,6 +78,10 @@ class Placement:
         """For a request that waited: what has to be copied into its slot, unless it finds somebody else to wait for."""
         return self._follow_or_copy(request, self._find(request, pack_tokens(request.token_ids)))
 
+    def note_copied(self, copy: SlotCopy) -> None:
+        """What was planned has been done: before that nobody may count on it."""
+        self._owners[copy.target].num_reused_proven = self._num_to_prove.pop(copy.target)
+
     def release(self, request: Request, *, is_spoilt: bool = False) -> Unproven | None:
         """Its slot is warm, as far as what is in it is known to be numbers; the rest of it is returned.
 
@@ -96,6 +103,7 @@ class Placement:
             self._index.remove(slot)
         self._slots.release(slot, num_kept)
         del self._owners[slot]
+        self._num_to_prove.pop(slot, None)
         request.slot = request.leader = None
         return unproven
 
@@ -112,7 +120,7 @@ class Placement:
         assert all(request.slot == slot for slot, request in self._owners.items()), "a slot has another owner"
 
     def _find(self, request: Request, tokens: bytes) -> _Finding:
-        if self._index is None or request.prompt_logprobs is not None:  # every token of the prompt is to be scored
+        if self._index is None or request.wants_prompt_scored:
             return _Finding()
         most = len(request.token_ids) - 1
         slot, num_tokens, leader, num_awaited = None, 0, None, 0
@@ -159,10 +167,10 @@ class Placement:
         if finding.slot is None or finding.slot == target or finding.num_tokens <= request.num_computed:
             return None
         owner = self._owners.get(finding.slot)
-        num_proven = finding.num_tokens if owner is None else min(owner.num_proven, finding.num_tokens)
+        self._num_to_prove[target] = finding.num_tokens if owner is None else min(owner.num_proven, finding.num_tokens)
         self._slots.copy_prefix(finding.slot, target, finding.num_tokens)
         request.num_computed = request.num_reused = finding.num_tokens
-        request.num_reused_proven = num_proven
+        request.num_reused_proven = 0
         return SlotCopy(finding.slot, target, finding.num_tokens)
 
     def _forget_warm(self) -> None:

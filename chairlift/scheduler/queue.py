@@ -43,6 +43,11 @@ class WaitingQueue:
         rings = [(self._urgency(priority), ring) for priority, ring in self._rings.items() if ring]
         return chain.from_iterable(ring for _, ring in sorted(rings, key=lambda each: each[0]))
 
+    @property
+    def oldest(self) -> Iterator[Request]:
+        """Of each priority who has waited longest."""
+        return (ring.oldest for ring in self._rings.values() if ring)
+
     def add(self, request: Request) -> None:
         """Behind the others of its tenant."""
         self._ring_of(request).add(request)
@@ -179,7 +184,7 @@ class _Ring:
         request = line.head
         heapq.heappop(self._heap)
         line.entry = None
-        self._round = line.turn
+        self._round = max(self._round, line.turn)  # who pays nothing may have had a turn long ago
         line.pay(_cost(request), self._round)
         self.remove(request)
         return request

@@ -50,7 +50,7 @@ class Request:
     num_launches: int = field(init=False, default=0)  # in flight that write to the slot
     slot: int | None = field(init=False, default=None)
     is_proven: bool = field(init=False, default=False)  # a token was sampled from its slot, which so holds numbers
-    num_reused_proven: int = field(init=False, default=0)  # of those reused: from a slot of which that is known
+    num_reused_proven: int = field(init=False, default=0)  # of those reused: there, and from a slot that held numbers
     is_yielding: bool = field(init=False, default=False)  # it loses its slot when no launch writes to that any more
     num_preemptions: int = field(init=False, default=0)
     num_tokens_placed: int = field(init=False, default=0)  # those that it had when it got its slot
@@ -88,6 +88,11 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def wants_prompt_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be reported; who had to start anew has them."""
+        return self.prompt_logprobs is not None and not self.num_preemptions
 
     @property
     def num_proven(self) -> int:

@@ -195,6 +195,8 @@ class Scheduler:
             request.num_launches += 1
             valid_lengths.append(num_valid)
         self._slots.commit(valid_lengths, reservation)
+        for copy in plan.copies:
+            self._placement.note_copied(copy)
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
         """Takes each row's result once its launch is over, retires who ended. One event per row with news."""
@@ -367,4 +369,4 @@ def _event(request: Request, kept: list[int], result: RowResult) -> TokenEvent:
 
 
 def _num_usable_steps(request: Request) -> int:
-    return request.num_remaining if request.grammar is None else 1
+    return max(1, request.num_remaining) if request.grammar is None else 1  # none remain where only a prompt is wanted

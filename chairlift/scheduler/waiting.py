@@ -40,7 +40,7 @@ class WaitingRoom:
         now = self._clock()
         num_missing = len(requests) - self.num_acceptable(num_places)
         if num_missing > 0:
-            raise QueueFull(self._max_size, self._pace.wait_for(num_missing, now))
+            raise QueueFull(self._max_size, self._wait_for(num_missing, now))
         for request in requests:
             request.arrival_time = request.queue_time = now
             self._queue.add(request)
@@ -62,7 +62,7 @@ class WaitingRoom:
         request = self._queue.pop()
         if request.admission_time is None:
             request.admission_time = now
-        self._pace.note(now)
+        self._pace.note(request.queue_time, now)
         return request
 
     def remove(self, request_id: str) -> Request | None:
@@ -83,12 +83,16 @@ class WaitingRoom:
 
     def estimate_wait(self) -> float:
         """Seconds until those that wait now will have got slots, by the rate at which requests lately did."""
-        return self._pace.wait_for(len(self._queue), self._clock())
+        return self._wait_for(len(self._queue), self._clock())
 
     def check(self) -> None:
         """Asserts that everybody waits in one place, and has no slot."""
         self._queue.check()
         assert all(request.slot is None and request.num_computed == 0 for request in self._queue)
+
+    def _wait_for(self, num_places: int, now: float) -> float:
+        since = min((request.queue_time for request in self._queue.oldest), default=now)
+        return self._pace.wait_for(num_places, since, now)
 
     def _set_deadlines(self, request: Request, now: float, num_alive: int) -> None:
         if request.options.timeout is not None:

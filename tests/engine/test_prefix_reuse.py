@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore, Pacing
 from chairlift.errors import QueueTimeout
 from chairlift.params import RequestOptions, RequestOutput, SamplingParams
-from chairlift.scheduler import StepPlan
+from chairlift.scheduler import StepPlan, TokenEvent
 from tests.engine.async_support import LONG, hold_back, last, make_async_llm, wait_until
 from tests.engine.support import GREEDY, assert_idle, core_of, make_llm, tokens_of
 from tests.engine.test_poison import POISON, assert_failed, poisoned
@@ -79,6 +80,27 @@ def test_the_native_backend_gives_the_same_bits_too() -> None:
             outputs = [*llm.generate(PROMPTS, SCORED), *llm.generate(PROMPTS, SCORED)]
             answers.append([output.outputs for output in outputs])
     assert answers[0] == answers[1]
+
+
+def test_native_attention_reads_what_rows_have_in_common_in_one_place() -> None:
+    (long,) = random_prompts(9, [300], 250)
+    prompts = [[*long, *tail] for tail in TAILS[:3]]
+    with make_llm("bundled", attention_backend="cpu", enable_prefix_caching=False) as llm:
+        expected = [output.outputs for output in llm.generate(prompts, SCORED)]
+    with make_llm("bundled", attention_backend="cpu", max_steps_per_launch=1) as llm:
+        core = core_of(llm)
+        generations = [llm.inputs.prepare(str(index), prompt, SCORED) for index, prompt in enumerate(prompts)]
+        core.add(*[request for generation in generations for request in generation.requests])
+        _steps(core, 2)
+        slots = [generation.requests[0].slot for generation in generations]
+        assert None not in slots
+        blocks = core.cache.blocks[0]
+        for slot in slots[1:]:
+            assert torch.equal(blocks[slot, :, :, :300], blocks[slots[0], :, :, :300])
+            blocks[slot, :, :, :256] = 1e30  # whole chunks of it are read in the first one's slot
+        _steps(core, 100)
+        outputs = [generation.requests[0].token_ids[-6:] for generation in generations]
+    assert outputs == [choices[0].token_ids for choices in expected]
 
 
 def test_a_prompt_that_was_served_before_computes_one_token(tiny: str, computed: list[int]) -> None:
@@ -223,7 +245,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 def test_a_preempted_request_says_what_it_would_have_said(tiny: str) -> None:
     low, high = RequestOptions(priority=1), RequestOptions(priority=0)
-    params = GREEDY.model_copy(update={"max_tokens": 10})
+    params = GREEDY.model_copy(update={"max_tokens": 10, "prompt_logprobs": 1})
     with make_llm(tiny, batch_invariant=True) as llm:
         expected = tokens_of(llm.generate([PROMPTS[0], PROMPTS[1]], params))
     with make_llm(tiny, max_batch_size=1, preempt_after=2, max_steps_per_launch=1, batch_invariant=True) as llm:
@@ -233,15 +255,20 @@ def test_a_preempted_request_says_what_it_would_have_said(tiny: str) -> None:
             for name, prompt, options in (("low", PROMPTS[0], low), ("high", PROMPTS[1], high))
         ]
         core.add(*generations[0].requests)
-        _steps(core, 4)
+        events = _steps(core, 4)
         core.add(*generations[1].requests)
-        _steps(core, 100)
+        events += _steps(core, 100)
     assert generations[0].requests[0].num_preemptions == 1
-    assert [g.requests[0].token_ids[g.requests[0].num_prompt_tokens :] for g in generations] == expected
+    assert [each.requests[0].token_ids[each.requests[0].num_prompt_tokens :] for each in generations] == expected
+    for generation in generations:
+        own = [event for event in events if event.request_id == generation.requests[0].request_id]
+        assert sum(len(event.prompt_logprobs) for event in own) == len(generation.prompt_token_ids) - 1
 
 
-def _steps(core: EngineCore, limit: int) -> None:
+def _steps(core: EngineCore, limit: int) -> list[TokenEvent]:
+    events = []
     for _ in range(limit):
         if core.has_work:
-            core.step()
+            events += core.step()
             core.check()
+    return events

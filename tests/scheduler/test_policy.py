@@ -242,21 +242,45 @@ def test_a_slot_is_not_given_away_while_a_launch_writes_to_it(num_ahead: int) ->
 
 def test_who_is_refused_is_told_when_there_will_be_a_place_by_the_present_rate() -> None:
     engine = FakeEngine(num_slots=1, max_queue_size=2)
-    for number in range(6):  # one every four seconds
+    for number in range(6):  # one slot in four seconds, and always somebody who waits for it
+        engine.add(f"a{number}", PROMPT, 1)
+        if number:
+            engine.now += 4.0
+            engine.step()
+    engine.add("b", PROMPT)
+    with pytest.raises(QueueFull) as caught:
+        engine.scheduler.add(engine.make("c", PROMPT), engine.make("d", PROMPT))
+    assert caught.value.retry_after == pytest.approx(16.0 / 5)
+    with pytest.raises(QueueFull) as caught:
+        engine.scheduler.add(*[engine.make(name, PROMPT) for name in "efg"])
+    assert caught.value.retry_after == pytest.approx(2 * 16.0 / 5)
+    assert engine.scheduler.estimate_wait() == pytest.approx(2 * 16.0 / 5)
+
+
+def test_idle_times_do_not_count_as_waiting() -> None:
+    engine = FakeEngine(num_slots=1, max_queue_size=1)
+    for number in range(3):
         engine.add(f"a{number}", PROMPT, 1)
         engine.step()
-        engine.now += 4.0
+        engine.now += 3600.0
     engine.add("running", PROMPT, 20)
     engine.step()
-    engine.add("b", PROMPT)
-    engine.add("c", PROMPT)
+    engine.add("waiting", PROMPT)
     with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("d", PROMPT))
-    assert caught.value.retry_after == pytest.approx(24.0 / 7)
+        engine.scheduler.add(engine.make("b", PROMPT))
+    assert caught.value.retry_after == 1.0
+
+
+def test_a_queue_that_stands_still_is_slower_the_longer_it_does() -> None:
+    engine = FakeEngine(num_slots=1, max_queue_size=1)
+    engine.add("running", PROMPT, 20)
+    engine.step()
+    engine.now = 50.0
+    engine.add("waiting", PROMPT)
+    engine.now = 80.0
     with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("e", PROMPT), engine.make("f", PROMPT))
-    assert caught.value.retry_after == pytest.approx(2 * 24.0 / 7)
-    assert engine.scheduler.estimate_wait() == pytest.approx(2 * 24.0 / 7)
+        engine.scheduler.add(engine.make("b", PROMPT))
+    assert caught.value.retry_after == 30.0
 
 
 def test_without_anything_to_go_by_it_is_a_second() -> None:

@@ -139,6 +139,21 @@ def test_who_comes_back_is_before_the_others_of_its_tenant_and_has_paid() -> Non
     assert drained(queue) == ["a-returned", "a0", "b0", "a1", "b1"]
 
 
+def test_who_comes_back_does_not_turn_the_rounds_back() -> None:
+    queue = queue_of(
+        make("a-long", tenant="a", num_tokens=100 * QUANTUM),
+        *[make(f"b{at}", tenant="b", num_tokens=QUANTUM) for at in range(100)],
+    )
+    assert tenants(drained(queue, limit=50)) == "b" * 50
+    returned = make("a-returned", 1.0, tenant="a")
+    returned.num_preemptions = 1
+    queue.put_back(returned)
+    assert queue.pop() is returned
+    for at in range(50):
+        queue.add(make(f"c{at}", 2.0, tenant="c", num_tokens=QUANTUM))
+    assert tenants(drained(queue, limit=20)) == "bc" * 10
+
+
 def test_those_who_wait_can_be_listed_roughly_in_order() -> None:
     queue = queue_of(
         make("late", 0.0, priority=1),

@@ -192,6 +192,18 @@ def test_what_was_copied_from_a_prompt_in_work_is_not_kept_before_a_token_proves
     assert engine.slots.warm == {}
 
 
+def test_a_copy_that_was_planned_but_never_made_is_not_kept() -> None:
+    engine = FakeEngine()
+    engine.add("a", SYSTEM + USER)
+    engine.steps(2)
+    b = engine.add("b", [*SYSTEM, 1, 2])
+    assert list(engine.scheduler.schedule().copies) == [SlotCopy(0, 1, 40)]
+    assert (b.slot, b.num_reused) == (1, 40)
+    engine.scheduler.abort("b")  # an interrupt came before the launch
+    assert engine.slots.warm == {}
+    engine.scheduler.check()
+
+
 # Who does not share
 
 

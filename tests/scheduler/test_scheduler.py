@@ -401,3 +401,10 @@ def test_an_id_may_be_used_again_once_its_request_has_ended() -> None:
     trace.step()
     trace.add("a", 6)
     assert trace.step() == Plan([("a", 6)])
+
+
+def test_a_prompt_that_alone_is_wanted_may_end_with_a_chunk_of_one_token() -> None:
+    trace = Trace(budget=4, max_steps=4)
+    trace.add("a", 9, max_tokens=0)
+    assert trace.steps(3) == [Plan([("a", 4)]), Plan([("a", 4)]), Plan([("a", 1)], decode=1)]
+    assert trace.requests["a"].finish_reason is FinishReason.LENGTH

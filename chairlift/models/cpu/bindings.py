@@ -61,6 +61,8 @@ class BatchStruct(ctypes.Structure):
         ("row_offsets", c_void_p),
         ("slots", c_void_p),
         ("cache_lengths", c_void_p),
+        ("common_slots", c_void_p),
+        ("common_lengths", c_void_p),
         ("blocks", c_void_p),
         ("slot_stride", c_int64),
         ("value_offset", c_int64),

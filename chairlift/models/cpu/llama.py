@@ -49,6 +49,9 @@ class CpuLlama:
     ) -> torch.Tensor:
         """int64 `[T]` -> `[T, hidden]`; appends keys and values to the slots."""
         blocks = cache.blocks
+        common = cache.reservation.common_prefixes if cache.reservation else ()
+        common_slots = torch.tensor([prefix.slot for prefix in common], dtype=torch.int32) if common else None
+        common_lengths = torch.tensor([prefix.num_tokens for prefix in common], dtype=torch.int32) if common else None
         arguments = BatchStruct(
             num_rows=len(batch.slots),
             num_tokens=len(input_ids),
@@ -56,6 +59,8 @@ class CpuLlama:
             row_offsets=address(batch.row_offsets),
             slots=address(cache.lookup_table),
             cache_lengths=address(cache.cache_lengths),
+            common_slots=address(common_slots),
+            common_lengths=address(common_lengths),
             blocks=address(blocks),
             slot_stride=blocks.stride(0),
             value_offset=blocks.stride(1),

@@ -27,6 +27,8 @@ struct Batch {
     const int32_t* row_offsets;    // [num_rows + 1]
     const int32_t* slots;          // [num_rows]
     const int32_t* cache_lengths;  // [num_rows]: tokens in the slot before this pass
+    const int32_t* common_slots;   // [num_rows]: a slot that begins like the row's own; or null
+    const int32_t* common_lengths;  // [num_rows]: with so many tokens, all of which are in the row's own slot, too
     void* blocks;
     int64_t slot_stride, value_offset, layer_stride, token_stride;  // in elements
 };

@@ -50,15 +50,22 @@ template <class T> struct SlotAttention {
                              scratch.queries + i * LANES * dim);
             if (task.group < 0) start_merging(scratch.merged[i], task.num_queries, int(dim));
         }
-        const T* keys = static_cast<const T*>(batch.blocks) + layer * batch.layer_stride +
-                        batch.slots[task.row] * batch.slot_stride + task.head * dim;
-        const View<T> view{keys,           keys + batch.value_offset, batch.token_stride,
+        const auto view_of = [&](int64_t slot) {
+            const T* keys = static_cast<const T*>(batch.blocks) + layer * batch.layer_stride +
+                            slot * batch.slot_stride + task.head * dim;
+            return View<T>{keys,           keys + batch.value_offset, batch.token_stride,
                            task.num_heads, int(dim),                  task.num_queries,
                            own_queries,    head_stride,               limits};
+        };
+        // What rows have in common all of them read in one place, so that it stays in the caches from row to row.
+        const int num_common = batch.common_slots ? batch.common_lengths[task.row] : 0;
+        const View<T> own = view_of(batch.slots[task.row]);
+        const View<T> common = num_common ? view_of(batch.common_slots[task.row]) : own;
         const int end = limits[task.num_queries - 1];
         for (int chunk = task.first_chunk; chunk < task.first_chunk + task.num_chunks; chunk++) {
             const int first = chunk * CHUNK, n = end - first < CHUNK ? end - first : CHUNK;
             if (n <= 0) break;
+            const View<T>& view = first + CHUNK <= num_common ? common : own;
             if (task.group < 0) {
                 attend_chunk<T>(scratch, view, first, n, nullptr);
             } else {

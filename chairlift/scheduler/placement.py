@@ -94,7 +94,8 @@ class Placement:
             num_kept = 0
             if request.grammar is None:  # or the grammar may have failed, which is no reason to distrust the others
                 self._forget_warm()
-        unproven = Unproven(slot, num_kept) if is_spoilt or request.num_computed > num_kept else None
+        is_doubtful = is_spoilt or request.has_bad_surplus or request.num_computed > num_kept
+        unproven = Unproven(slot, num_kept) if is_doubtful else None
         if self._index is None:
             num_kept = 0
         elif num_kept:

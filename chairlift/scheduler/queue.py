@@ -1,8 +1,9 @@
 """Who waits, and whose turn it is next: priorities with ageing, and among equals deficit round robin over tenants.
 
-- A lower `priority` comes first. Waiting makes up for it: a level is worth `ageing` seconds, so that a priority is as
-  urgent as `ageing * priority + (time at which its oldest request began to wait)`. That is a constant until the oldest
-  leaves; nothing has to be recomputed as time goes by.
+- A lower `priority` comes first. Waiting makes up for it: a priority is as urgent as `ageing * priority + since`, where
+  `since` is the time since which its oldest request has waited and nobody of it got a slot. So each gets a slot in
+  `ageing` seconds per level, whatever comes above it, and a long backlog below holds up nobody. Until one of it is
+  served that is a constant: nothing has to be recomputed as time goes by.
 - Within a priority tenants take turns, counted in tokens: deficit round robin (Shreedhar and Varghese, 1995). In each
   round a tenant is credited with `QUANTUM` tokens; it may start a request when its credit covers the prompt, and what
   is generated for it is charged later. Rounds are reckoned rather than walked: a tenant's turn is the number of the
@@ -12,6 +13,7 @@ Every operation costs at most the logarithm of the numbers of tenants and priori
 """
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain, count, zip_longest
@@ -21,16 +23,18 @@ from chairlift.scheduler.request import Request
 QUANTUM = 128
 """Tokens that a tenant is credited with per round: a short prompt, or a piece of a long one."""
 
+_MANY = 64  # entries of priorities or tenants that left, before it is worth while to throw them away
+
 
 class WaitingQueue:
     """Requests that wait for a slot. Each carries its own `options.priority`, `options.tenant` and `queue_time`."""
 
     def __init__(self, ageing: float) -> None:
-        """`ageing`: seconds of waiting that are worth one level of priority."""
+        """`ageing`: seconds without a slot that are worth one level of priority."""
         self._ageing = ageing
         self._requests: dict[str, Request] = {}
-        self._rings: dict[int, _Ring] = {}  # by priority; an empty one goes when it comes up in the heap
-        self._heap: list[tuple[float, int]] = []  # one entry per ring: urgency, as it was or less, and priority
+        self._rings: dict[int, _Ring] = {}  # by priority; none is empty
+        self._heap: list[tuple[float, int]] = []  # one or more entries per ring: urgency, as it was, and priority
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -40,13 +44,13 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """Roughly in the order in which they get slots; exactly, with one tenant and nobody coming."""
-        rings = [(self._urgency(priority), ring) for priority, ring in self._rings.items() if ring]
+        rings = [(self._urgency(priority), ring) for priority, ring in self._rings.items()]
         return chain.from_iterable(ring for _, ring in sorted(rings, key=lambda each: each[0]))
 
     @property
     def oldest(self) -> Iterator[Request]:
         """Of each priority who has waited longest."""
-        return (ring.oldest for ring in self._rings.values() if ring)
+        return (ring.oldest for ring in self._rings.values())
 
     def add(self, request: Request) -> None:
         """Behind the others of its tenant."""
@@ -63,16 +67,18 @@ class WaitingQueue:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._rings[request.options.priority].remove(request)
+            self._forget_if_empty(request.options.priority)
         return request
 
     def peek(self) -> Request:
         """Whose turn it is. There must be somebody."""
         return self._next_ring().peek()
 
-    def pop(self) -> Request:
+    def pop(self, now: float) -> Request:
         """Takes out whose turn it is."""
-        request = self._next_ring().pop()
+        request = self._next_ring().pop(now)
         del self._requests[request.request_id]
+        self._forget_if_empty(request.options.priority)
         return request
 
     def charge(self, request: Request, num_tokens: int) -> None:
@@ -85,7 +91,9 @@ class WaitingQueue:
         """Asserts that everybody waits in exactly one place."""
         listed = [request.request_id for ring in self._rings.values() for request in ring]
         assert sorted(listed) == sorted(self._requests), "a request waits twice, or nowhere"
-        assert sorted(priority for _, priority in self._heap) == sorted(self._rings), "a priority is not in the heap"
+        assert all(self._rings.values()), "a priority with which nobody waits"
+        assert self._rings.keys() <= {priority for _, priority in self._heap}, "a priority is not in the heap"
+        assert len(self._heap) <= 2 * len(self._rings) + _MANY, "priorities of those who left are kept"
         for ring in self._rings.values():
             ring.check()
 
@@ -96,20 +104,26 @@ class WaitingQueue:
             heapq.heappush(self._heap, (self._ageing * priority + request.queue_time, priority))
         return self._rings[priority]
 
+    def _forget_if_empty(self, priority: int) -> None:
+        if not self._rings[priority]:
+            del self._rings[priority]
+            if len(self._heap) > 2 * len(self._rings) + _MANY:
+                self._heap = [(self._urgency(each), each) for each in self._rings]
+                heapq.heapify(self._heap)
+
     def _next_ring(self) -> "_Ring":
         """The most urgent one. A ring only becomes less urgent, so that an entry that is out of date comes up early."""
         while True:
             urgency, priority = self._heap[0]
-            if not self._rings[priority]:
+            if priority not in self._rings:
                 heapq.heappop(self._heap)
-                del self._rings[priority]
             elif urgency < self._urgency(priority):
                 heapq.heapreplace(self._heap, (self._urgency(priority), priority))
             else:
                 return self._rings[priority]
 
     def _urgency(self, priority: int) -> float:
-        return self._ageing * priority + self._rings[priority].oldest.queue_time
+        return self._ageing * priority + self._rings[priority].waiting_since
 
 
 class _Line:
@@ -144,6 +158,7 @@ class _Ring:
         self._by_age: OrderedDict[str, Request] = OrderedDict()
         self._places = count()
         self._round = 0
+        self._last_served = -math.inf
         self._heap: list[tuple[int, int, str]] = []  # turn, place, tenant; of a line's entries only its `entry` counts
 
     def __len__(self) -> int:
@@ -156,6 +171,11 @@ class _Ring:
     @property
     def oldest(self) -> Request:
         return next(iter(self._by_age.values()))
+
+    @property
+    def waiting_since(self) -> float:
+        """Somebody has waited since then, and nobody was served."""
+        return max(self.oldest.queue_time, self._last_served)
 
     def add(self, request: Request) -> None:
         self._append(request)
@@ -179,12 +199,11 @@ class _Ring:
     def peek(self) -> Request:
         return self._lines[self._next_tenant()].head
 
-    def pop(self) -> Request:
+    def pop(self, now: float) -> Request:
         line = self._lines[self._next_tenant()]
         request = line.head
-        heapq.heappop(self._heap)
-        line.entry = None
         self._round = max(self._round, line.turn)  # who pays nothing may have had a turn long ago
+        self._last_served = now
         line.pay(_cost(request), self._round)
         self.remove(request)
         return request
@@ -199,6 +218,7 @@ class _Ring:
         assert all(line.requests for line in self._lines.values()), "a line without requests"
         entries = {(line.entry, line.place, tenant) for tenant, line in self._lines.items()}
         assert entries <= set(self._heap), "a tenant has no turn"
+        assert len(self._heap) <= 2 * len(self._lines) + _MANY, "tenants who left are kept"
 
     def _append(self, request: Request) -> None:
         tenant = request.options.tenant
@@ -211,8 +231,15 @@ class _Ring:
         """Tells the heap of a turn that it does not know, or knows as a later one."""
         line = self._lines[tenant]
         if line.entry is None or line.turn < line.entry:
+            self._forget_old_entries()
             line.entry = line.turn
             heapq.heappush(self._heap, (line.turn, line.place, tenant))
+
+    def _forget_old_entries(self) -> None:
+        if len(self._heap) >= 2 * len(self._lines) + _MANY:
+            current = [(line.entry, line.place, tenant) for tenant, line in self._lines.items()]
+            self._heap = [(turn, place, tenant) for turn, place, tenant in current if turn is not None]
+            heapq.heapify(self._heap)
 
     def _next_tenant(self) -> str:
         while True:

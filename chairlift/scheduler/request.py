@@ -51,6 +51,7 @@ class Request:
     slot: int | None = field(init=False, default=None)
     is_proven: bool = field(init=False, default=False)  # a token was sampled from its slot, which so holds numbers
     num_reused_proven: int = field(init=False, default=0)  # of those reused: there, and from a slot that held numbers
+    has_bad_surplus: bool = field(init=False, default=False)  # behind what counts its slot may hold no numbers
     is_yielding: bool = field(init=False, default=False)  # it loses its slot when no launch writes to that any more
     num_preemptions: int = field(init=False, default=0)
     num_tokens_placed: int = field(init=False, default=0)  # those that it had when it got its slot

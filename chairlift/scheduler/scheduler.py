@@ -206,6 +206,8 @@ class Scheduler:
             request = row.request
             request.num_pending -= plan.num_expected(row)
             request.num_launches -= 1
+            if result.error is not None:
+                request.has_bad_surplus = True
             if request in self._leaving:  # what came of it is surplus
                 self._release_if_idle(request)
                 continue

@@ -59,7 +59,7 @@ class WaitingRoom:
     def pop(self) -> Request:
         """Whose turn it is gets a slot now."""
         now = self._clock()
-        request = self._queue.pop()
+        request = self._queue.pop(now)
         if request.admission_time is None:
             request.admission_time = now
         self._pace.note(request.queue_time, now)

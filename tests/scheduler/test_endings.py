@@ -176,3 +176,11 @@ def test_a_slot_of_a_row_that_failed_may_hold_no_numbers() -> None:
     world.step(RowResult([1]), RowResult([1]))
     world.step(RowResult([], error="no"), RowResult([1]))
     assert world.scheduler.take_unproven() == [Unproven(0, 0)]
+
+
+def test_surplus_that_is_no_number_is_not_left_in_the_slot() -> None:
+    world = World(make("a", [7]), num_steps=4)
+    world.step(RowResult([1]))
+    (event,) = world.step(RowResult([3, EOS], error="no number after that"))
+    assert (event.finish_reason, event.error) == (FinishReason.STOP, None)
+    assert world.scheduler.take_unproven() == [Unproven(0, 3)]

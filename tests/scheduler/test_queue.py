@@ -34,7 +34,7 @@ def drained(queue: WaitingQueue, limit: int = 10_000) -> list[str]:
     names = []
     while queue and len(names) < limit:
         expected = queue.peek()
-        request = queue.pop()
+        request = queue.pop(now=0.0)
         assert request is expected
         names.append(request.request_id)
     return names
@@ -148,10 +148,44 @@ def test_who_comes_back_does_not_turn_the_rounds_back() -> None:
     returned = make("a-returned", 1.0, tenant="a")
     returned.num_preemptions = 1
     queue.put_back(returned)
-    assert queue.pop() is returned
+    assert queue.pop(now=2.0) is returned
     for at in range(50):
         queue.add(make(f"c{at}", 2.0, tenant="c", num_tokens=QUANTUM))
     assert tenants(drained(queue, limit=20)) == "bc" * 10
+
+
+def test_a_long_backlog_of_lower_priority_holds_up_nobody_above_it() -> None:
+    queue = queue_of(*[make(f"low{at}", 0.0, priority=1) for at in range(100)])
+    served = []
+    for second in range(100, 130):  # one slot a second, and one urgent request in two
+        if second % 2:
+            queue.add(make(f"urgent{second}", float(second)))
+        served.append(queue.pop(float(second)).request_id)
+    assert served[:4] == ["low0", "urgent101", "low1", "urgent103"]
+    assert [name for name in served if name.startswith("urgent")] == [f"urgent{at}" for at in range(101, 130, 2)]
+
+
+def test_each_priority_gets_a_slot_in_time_whatever_comes_above_it() -> None:
+    queue = queue_of(*[make(f"low{at}", 0.0, priority=2) for at in range(10)])
+    served_low = []
+    for second in range(100):
+        queue.add(make(f"urgent{second}", float(second)))
+        if queue.pop(float(second)).options.priority:
+            served_low.append(second)
+    assert served_low == [21, 43, 65, 87]  # two levels of ten seconds, and then before who came later
+
+
+def test_priorities_and_tenants_of_those_who_left_are_forgotten() -> None:
+    queue = queue_of(make("stays", 0.0, priority=-1000))
+    for at in range(5000):
+        queue.add(make(f"r{at}", 1.0, priority=at, tenant=str(at)))
+        queue.remove(f"r{at}")
+    for at in range(5000):
+        queue.add(make(f"s{at}", 2.0, priority=-1000, tenant=str(at)))
+        queue.remove(f"s{at}")
+    queue.check()
+    assert len(queue._rings) < 200
+    assert len(queue._rings[-1000]._heap) < 200
 
 
 def test_those_who_wait_can_be_listed_roughly_in_order() -> None:
@@ -173,6 +207,7 @@ class Comparison(RuleBasedStateMachine):
         self.waiting: dict[str, Request] = {}
         self.taken: list[Request] = []
         self.time = 0.0
+        self.served: dict[int, float] = {}  # by priority with which somebody waits: when one of them was served
         self.names = count()
 
     @rule(priority=st.integers(-2, 2), tenant=st.sampled_from("abc"), num_tokens=st.integers(1, 3 * QUANTUM))
@@ -185,12 +220,24 @@ class Comparison(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def pop(self) -> None:
-        request = self.queue.pop()
-        urgency = min(each.queue_time + AGEING * each.options.priority for each in self.waiting.values())
-        same = [each for each in self.waiting.values() if each.options.priority == request.options.priority]
-        assert min(each.queue_time for each in same) + AGEING * request.options.priority == urgency
-        del self.waiting[request.request_id]
+        self.time += 1.0
+        urgency = min(map(self._urgency, self.waiting.values()))
+        request = self.queue.pop(self.time)
+        assert self._urgency(request) == urgency
+        self.served[request.options.priority] = self.time
         self.taken.append(request)
+        self._forget(request)
+
+    def _urgency(self, request: Request) -> float:
+        priority = request.options.priority
+        oldest = min(each.queue_time for each in self.waiting.values() if each.options.priority == priority)
+        return AGEING * priority + max(oldest, self.served.get(priority, 0.0))
+
+    def _forget(self, request: Request) -> None:
+        priority = request.options.priority
+        del self.waiting[request.request_id]
+        if all(each.options.priority != priority for each in self.waiting.values()):
+            self.served.pop(priority, None)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), num_tokens=st.integers(0, 4 * QUANTUM))
@@ -211,7 +258,9 @@ class Comparison(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.waiting)))
-        assert self.queue.remove(name) is self.waiting.pop(name)
+        request = self.waiting[name]
+        assert self.queue.remove(name) is request
+        self._forget(request)
 
     @invariant()
     def holds(self) -> None:

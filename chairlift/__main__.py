@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, CliSubCommand, SettingsConfigDict, get_subcommand
 
 from chairlift.api.config import ServerConfig
+from chairlift.api.log_format import LogFormat, set_up_logging
 from chairlift.api.server import check, serve
 from chairlift.bench import BenchConfig, run_bench
 from chairlift.config import EngineConfig
@@ -64,10 +65,11 @@ class CommandLine(BaseSettings):
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stderr)
     try:
         parsed = CliApp.run(CommandLine, cli_args=sys.argv[1:] if arguments is None else arguments)
-        match command := get_subcommand(parsed, is_required=False):
+        command = get_subcommand(parsed, is_required=False)
+        set_up_logging(command.log_format if isinstance(command, ServeCommand) else LogFormat.TEXT)
+        match command:
             case ServeCommand():
                 return _serve(command)
             case GenerateCommand():

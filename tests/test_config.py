@@ -219,7 +219,7 @@ def test_spare_slots_take_room_beside_the_others() -> None:
 @pytest.mark.parametrize(
     ("given", "num_spare"), [({}, 0), ({"preempt_after": 5}, 1), ({"preempt_after": 5, "num_spare_slots": 0}, 0)]
 )
-def test_a_spare_slot_is_there_for_requests_that_lose_theirs(given: dict[str, int], num_spare: int) -> None:
+def test_a_spare_slot_is_there_for_requests_that_lose_theirs(given: dict[str, Any], num_spare: int) -> None:
     assert resolved(**given).num_spare_slots == num_spare
 
 

@@ -38,7 +38,7 @@ class Reply:
     """All answers by their index."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
-    usage: dict[str, int] | None = None
+    usage: dict[str, Any] | None = None
 
     def check_complete(self, num_choices: int) -> None:
         """Every choice is there once and has ended as a choice may end."""

@@ -16,6 +16,9 @@ from chairlift.api.errors import Handler, error_middleware
 from chairlift.api.generate import Job, answer_stream, answer_whole
 from chairlift.api.home import add_page_routes
 from chairlift.api.keys import KeyRing
+from chairlift.api.metrics import Metrics
+from chairlift.api.observation import OBSERVATION
+from chairlift.api.observer import Observer
 from chairlift.api.openapi import describe
 from chairlift.api.replies import Reply
 from chairlift.api.replies.chat import ChatReply
@@ -25,12 +28,13 @@ from chairlift.api.routes import ROUTES
 from chairlift.api.sse import EventStream
 from chairlift.api.tool_choice import AnswerPlan, plan_answer
 from chairlift.api.tools import ToolFamily, family_of_template
+from chairlift.api.tracing import Tracing
 from chairlift.api.watch import SnapshotFeed, add_watch_route
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.completions import CompletionRequest
 from chairlift.api.wire.conversation import Conversation, own_field_names
+from chairlift.api.wire.request import GenerationRequest
 from chairlift.api.wire.responses import ResponsesRequest
-from chairlift.api.wire.sampling import SamplingRequest
 from chairlift.api.wire.service import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -45,7 +49,7 @@ from chairlift.api.wire.structure import WantedStructure
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.inputs import Generation, Prompt
 from chairlift.errors import EngineClosed, InvalidRequest, ModelNotFound
-from chairlift.params import SamplingParams
+from chairlift.params import RequestOptions, SamplingParams
 
 _LARGE_BODY_BYTES = 2**16
 
@@ -72,6 +76,7 @@ class Api:
         self._keys = KeyRing(options.api_keys)
         self._tool_family = options.tool_call_parser or family_of_template(llm.inputs.tokenizer.chat_template)
         self._created = int(time.time())
+        self._metrics = Metrics(llm, model_name)
         self.is_draining = False
         self.num_active = 0  # requests from their headers to the last byte of their replies
 
@@ -85,6 +90,7 @@ class Api:
             methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
             for method in methods:
                 app.router.add_route(method, path, getattr(self, route.handler), expect_handler=meet_expectation)
+        Observer(self._metrics, Tracing(self._model_name)).install(app)
         add_page_routes(app)
         add_watch_route(app, SnapshotFeed(self._llm), self._options.keep_alive_interval)
         return app
@@ -95,8 +101,9 @@ class Api:
         params = body.params(self._llm.inputs.default_params)
         reply = CompletionReply(body, self._model_name, self._llm.inputs)
         prompts: list[Prompt] = list(body.prompts())
-        generations = await self._prepare(prompts, params, reply.id, body.wanted_structure(), "prompt")
-        return await self._answer(request, body, Job(generations, reply))
+        options = self._request_options(request, body)
+        generations = await self._prepare(prompts, params, options, reply.id, body.wanted_structure(), "prompt")
+        return await self._answer(request, body, Job(generations, reply, request[OBSERVATION]))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/chat/completions`"""
@@ -150,6 +157,11 @@ class Api:
             raise EngineClosed("the engine does not answer")
         return _json(Health())
 
+    async def metrics_text(self, request: web.Request) -> web.Response:
+        """`GET /metrics`"""
+        body, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
     async def version(self, _: web.Request) -> web.Response:
         """`GET /version`"""
         return _json(Version(version=chairlift.__version__))
@@ -172,8 +184,17 @@ class Api:
         self._check_model(getattr(body, "model", None))
         return body
 
+    def _request_options(self, request: web.Request, body: GenerationRequest | Conversation) -> RequestOptions:
+        return body.request_options(self._keys.tenant_of(request))
+
     async def _prepare(
-        self, prompts: list[Prompt], params: SamplingParams, name: str, wanted: WantedStructure | None, field: str
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        options: RequestOptions,
+        name: str,
+        wanted: WantedStructure | None,
+        field: str,
     ) -> list[Generation]:
         """Checks all of it before anything runs; complaints name the fields that the client wrote."""
         capacity = self._llm.config.max_batch_size + self._llm.config.max_queue_size
@@ -187,7 +208,7 @@ class Api:
             params = params.model_copy(update={"structured_outputs": wanted.outputs})
         try:
             return [
-                await self._llm.prepare(prompt, params, f"{name}-{index}", field)
+                await self._llm.prepare(prompt, params, f"{name}-{index}", field, options)
                 for index, prompt in enumerate(prompts)
             ]
         except InvalidRequest as error:
@@ -206,13 +227,17 @@ class Api:
         """The one way from a conversation to the engine."""
         inputs = self._llm.inputs
         params = body.params(inputs.default_chat_params)
-        options = body.chat_options(shows_tools=plan.calling is not None)
+        options = self._request_options(request, body)
+        chat_options = body.chat_options(shows_tools=plan.calling is not None)
         with own_field_names(body):
-            token_ids = await asyncio.to_thread(lambda: inputs.encode_chat(body.template_messages(), options))
-            generations = await self._prepare([token_ids], params, reply.id, plan.structure, "messages")
-        return await self._answer(request, body, Job(generations, reply))
+            token_ids = await asyncio.to_thread(lambda: inputs.encode_chat(body.template_messages(), chat_options))
+            generations = await self._prepare([token_ids], params, options, reply.id, plan.structure, "messages")
+        return await self._answer(request, body, Job(generations, reply, request[OBSERVATION]))
 
-    async def _answer(self, request: web.Request, body: SamplingRequest | Conversation, job: Job) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, body: GenerationRequest | Conversation, job: Job
+    ) -> web.StreamResponse:
+        job.observation.note_job(job.reply.id, job.generations, is_streamed=bool(body.stream))
         if not body.stream:
             return await answer_whole(self._llm, job)
         stream = EventStream(request, self._options.keep_alive_interval)

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 from pydantic_settings import NoDecode
 
+from chairlift.api.log_format import LogFormat
 from chairlift.api.tools import ToolFamily
 
 KEYS_VARIABLE = "CHAIRLIFT_API_KEY"  # in the environment; see `keys.gather_keys`
@@ -56,4 +57,11 @@ class ServerConfig(BaseModel):
     keep_alive_interval: Seconds = Field(10.0, description="seconds without news after which a stream gets a comment")
     drain_timeout: float = Field(
         30.0, ge=0.0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM"
+    )
+    log_format: LogFormat = Field(LogFormat.TEXT, description="text: lines for people; json: one object per record")
+    log_interval: float = Field(
+        10.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="seconds between two lines in the log about the batch, while there is one; 0: none",
     )

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from chairlift.api.config import ServerConfig
 from chairlift.api.errors import failure_of
+from chairlift.api.request_ids import REQUEST_ID_HEADER, request_id_of
 
 BODY_TIMEOUT = web.AppKey("BODY_TIMEOUT", float)
 """Of an application: the seconds that `read_body` waits."""
@@ -98,9 +99,11 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """What is no HTTP gets an error body too, and no traceback in the log: in the open, rubbish comes in daily."""
         if status != web.HTTPBadRequest.status_code:
-            return super().handle_error(request, status, exc, message)
-        response = failure_of(web.HTTPBadRequest(text=message)).response()
-        response.force_close()
+            response = super().handle_error(request, status, exc, message)
+        else:
+            response = failure_of(web.HTTPBadRequest(text=message)).response()
+            response.force_close()
+        response.headers[REQUEST_ID_HEADER] = request_id_of(request)  # no application has seen it
         return response
 
     @property

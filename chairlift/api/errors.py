@@ -1,8 +1,9 @@
 """Every failure as OpenAI's error body with the right status."""
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -15,16 +16,18 @@ from chairlift.errors import (
     InvalidRequest,
     ModelNotFound,
     QueueFull,
+    QueueTimeout,
     RequestFailed,
 )
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1
+_RETRY_AFTER_S = 1  # where nothing better is known
 
 _KINDS = {
     InvalidApiKey: (401, "invalid_request_error", "invalid_api_key"),
     QueueFull: (429, "rate_limit_error", "queue_full"),
+    QueueTimeout: (503, "server_error", "queue_timeout"),
     EngineClosed: (503, "server_error", "unavailable"),
     RequestFailed: (500, "server_error", "request_failed"),
     EngineDead: (500, "server_error", "engine_dead"),
@@ -40,12 +43,13 @@ class Failure:
     status: int
     detail: ErrorDetail
     allow: str | None = None  # of a 405: the methods that there are
+    retry_after_s: int = _RETRY_AFTER_S  # of a 429 or 503
 
     def body(self) -> str:
         return ErrorBody(error=self.detail).model_dump_json()
 
     def response(self) -> web.Response:
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        headers = {"Retry-After": str(self.retry_after_s)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.allow is not None:
@@ -65,9 +69,10 @@ def failure_of(error: Exception) -> Failure:
             return Failure(404, detail)
         case InvalidRequest():
             return _invalid(str(error), error.param)
-        case InvalidApiKey() | QueueFull() | EngineClosed() | RequestFailed() | EngineDead():
-            status, kind, code = next(row for known, row in _KINDS.items() if isinstance(error, known))
-            return Failure(status, ErrorDetail(message=str(error), type=kind, code=code))
+        case QueueFull() | QueueTimeout():
+            return replace(_known(error), retry_after_s=max(math.ceil(error.retry_after), _RETRY_AFTER_S))
+        case InvalidApiKey() | EngineClosed() | RequestFailed() | EngineDead():
+            return _known(error)
         case web.RequestPayloadError():
             return _invalid("the body cannot be decoded; check its Content-Encoding", None)
         case web.HTTPException():
@@ -86,6 +91,11 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return await handler(request)
     except Exception as error:
         return failure_of(error).response()
+
+
+def _known(error: Exception) -> Failure:
+    status, kind, code = next(row for known, row in _KINDS.items() if isinstance(error, known))
+    return Failure(status, ErrorDetail(message=str(error), type=kind, code=code))
 
 
 def _invalid(message: str, param: str | None) -> Failure:

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from chairlift.api.wire.base import Ignored, Refused
-from chairlift.params import SamplingParams
+from chairlift.params import RequestOptions, SamplingParams
 
 
 class Fate(StrEnum):
@@ -75,13 +75,13 @@ def _fate(field: FieldInfo) -> Fate:
 
 
 def _description(name: str, field: FieldInfo) -> str:
-    """The field's own; or its mark's reason; or what SamplingParams says of its namesake, which checks it."""
+    """The field's own; or its mark's reason; or what is said of its namesake in the parameters, which check it."""
     for mark in field.metadata:
         if isinstance(mark, (Ignored, Refused)):
             return mark.why
     if field.description is not None:
         return field.description
-    namesake = SamplingParams.model_fields.get(name)
+    namesake = {**_declared(RequestOptions), **_declared(SamplingParams)}.get(name)
     return "" if namesake is None or namesake.description is None else namesake.description
 
 

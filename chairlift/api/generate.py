@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from chairlift.api.errors import failure_of
+from chairlift.api.observation import Observation
 from chairlift.api.replies import Reply
 from chairlift.api.sse import EventStream
 from chairlift.engine.async_llm import AsyncLLM
@@ -20,12 +21,13 @@ class Job:
 
     generations: list[Generation]
     reply: Reply
+    observation: Observation
 
 
 async def answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
     """Waits for every generation to end. A client that leaves meanwhile cancels this, and with it the work."""
     latest: dict[int, RequestOutput] = {}
-    async with aclosing(llm.run_all(job.generations)) as outputs:
+    async with aclosing(job.observation.follow(llm.run_all(job.generations))) as outputs:
         async for index, output in outputs:
             _check(output)
             latest[index] = output
@@ -36,7 +38,7 @@ async def answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
 async def answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.StreamResponse:
     """Sends events as tokens come. What fails before the first of them still gets a status of its own."""
     try:
-        async with stream, aclosing(llm.run_all(job.generations)) as outputs:
+        async with stream, aclosing(job.observation.follow(llm.run_all(job.generations))) as outputs:
             events = job.reply.opening()
             async for index, output in outputs:
                 _check(output)

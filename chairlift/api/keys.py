@@ -14,6 +14,8 @@ from chairlift.api.home import PAGE_PATHS
 from chairlift.api.routes import ROUTES
 from chairlift.errors import ConfigurationError, InvalidApiKey
 
+_TENANT_CHARACTERS = 16  # 64 bits: two of a server's keys will not share them by accident
+
 _OPEN_PATHS = PAGE_PATHS | {route.path for route in ROUTES if route.is_open}
 
 
@@ -28,13 +30,18 @@ class KeyRing:
         digest = _digest(key)
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
+    def tenant_of(self, request: web.Request) -> str | None:
+        """A name for whoever holds the request's key, from which the key cannot be read; None if no keys are asked for.
+
+        It is the same for the same key on every server.
+        """
+        return _digest(_key_of(request)).hex()[:_TENANT_CHARACTERS] if self._digests else None
+
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuses requests without a valid key with `InvalidApiKey`."""
-        if self._digests and request.path not in _OPEN_PATHS:
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not self.knows(key.strip()):
-                raise InvalidApiKey
+        if self._digests and request.path not in _OPEN_PATHS and not self.knows(_key_of(request)):
+            raise InvalidApiKey
         return await handler(request)
 
 
@@ -68,6 +75,12 @@ def read_keys(path: Path) -> list[str]:
     if not keys:
         raise ConfigurationError(f"api_key_file {path} holds no key; write one per line")
     return keys
+
+
+def _key_of(request: web.Request) -> str:
+    """The key that it brings; empty if none, which no key is."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:

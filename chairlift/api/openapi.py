@@ -20,7 +20,7 @@ _ERRORS = {
     "413": "the body is too large",
     "429": "too many requests wait; try again after Retry-After",
     "500": "this request could not be computed, or the engine died",
-    "503": "the server is going down, or its engine is dead",
+    "503": "the request waited as long as it may, the server is going down, or its engine is dead",
 }
 _Mode = Literal["validation", "serialization"]
 

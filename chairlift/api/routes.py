@@ -59,6 +59,7 @@ ROUTES = (
     Route("POST", "/tokenize", "tokenize", "Token ids of a text or of a conversation", TokenizeReply, TokenizeRequest),
     Route("POST", "/detokenize", "detokenize", "The text of token ids", DetokenizeReply, DetokenizeRequest),
     Route("GET", "/health", "health", "Whether requests are served: 200 or 503", Health, is_open=True),
+    Route("GET", "/metrics", "metrics_text", "Counts and durations for Prometheus", None, is_open=True),
     Route("GET", "/version", "version", "The version of Chairlift", Version, is_open=True),
     Route("GET", "/openapi.json", "openapi", "This description", None, is_open=True),
     Route("GET", "/docs", "docs", "This description for people", None, is_open=True),

@@ -14,6 +14,7 @@ from chairlift.api.connections import BODY_TIMEOUT
 from chairlift.api.cors import Cors
 from chairlift.api.keys import gather_keys
 from chairlift.api.listening import check_can_listen, is_open_to_others, listen, tls_context, url_of
+from chairlift.api.request_log import log_activity
 from chairlift.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,11 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
     assert runner.server is not None, "set up"
     signals = _Signals()
     try:
-        with signals.installed(), contextlib.closing(await listen(runner.server, config)) as listening:
+        with (
+            signals.installed(),
+            _reporting(llm, config.log_interval),
+            contextlib.closing(await listen(runner.server, config)) as listening,
+        ):
             if not keys and is_open_to_others(listening):
                 logger.warning(
                     "anybody who reaches this machine can use the server: it asks for no key. Set --api-key,"
@@ -96,6 +101,20 @@ def make_runner(api: Api, config: ServerConfig = ServerConfig()) -> web.AppRunne
     app[BODY_TIMEOUT] = config.body_timeout
     Cors(config.allowed_origin).install(app)
     return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+
+
+@contextlib.contextmanager
+def _reporting(llm: AsyncLLM, interval_s: float) -> Iterator[None]:
+    """Every so many seconds the log gets a line about the batch; 0: never."""
+    if not interval_s:
+        yield
+        return
+    activity = log_activity(llm.read_stats, llm.config.num_slots, interval_s)
+    task = asyncio.create_task(activity, name="chairlift-activity-log")
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 async def _wind_down(llm: AsyncLLM, api: Api, config: ServerConfig, signals: _Signals) -> bool:

@@ -125,6 +125,7 @@ class StreamClient:
             chunk_times=tuple(tally.chunk_times),
             usage_prompt_tokens=tally.prompt_tokens,
             usage_output_tokens=tally.output_tokens,
+            usage_cached_tokens=tally.cached_tokens,
             failure=failure,
             turn=request.turn,
             asked_prompt_tokens=request.prompt_tokens,

@@ -53,6 +53,7 @@ def _raw_figures(record: RequestRecord, started_at: float) -> dict[str, Any]:
         "chunks_s": [arrived_at - started_at for arrived_at in record.chunk_times],
         "ended_s": record.ended_at - started_at,
         "prompt_tokens": record.usage_prompt_tokens,
+        "cached_tokens": record.usage_cached_tokens,
         "output_tokens": record.output_tokens,
         "output_token_source": record.output_token_source,
         "error": None if record.failure is None else str(record.failure),

@@ -30,8 +30,9 @@ class RequestRecord:
 
     `chunk_times` are the arrivals of content chunks, at least one if it ended well. `ended_at` is the arrival
     of the last chunk with a choice, so the usage chunk after it does not count; of a failure, the time it was
-    noticed. `usage_*` are what the server's usage chunk said, None where there was none. `turn` counts from 0 within a
-    conversation. `asked_*` are the lengths asked for; None for a prompt that only the server can count.
+    noticed. `usage_*` are what the server's usage chunk said, None where it said nothing; cached are those of the
+    prompt's tokens that it had computed before. `turn` counts from 0 within a conversation. `asked_*` are the lengths
+    asked for; None for a prompt that only the server can count.
     """
 
     index: int
@@ -41,6 +42,7 @@ class RequestRecord:
     chunk_times: tuple[float, ...] = ()
     usage_prompt_tokens: int | None = None
     usage_output_tokens: int | None = None
+    usage_cached_tokens: int | None = None
     failure: Failure | None = None
     turn: int = 0
     asked_prompt_tokens: int | None = None

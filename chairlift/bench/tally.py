@@ -26,6 +26,7 @@ class StreamTally:
         self.last_choice_at: float | None = None
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
         self._has_finish_reason = False
         self._has_done_mark = False
 
@@ -61,6 +62,7 @@ class StreamTally:
         if usage := chunk.get("usage"):
             self.prompt_tokens = _count(usage, "prompt_tokens")
             self.output_tokens = _count(usage, "completion_tokens")
+            self.cached_tokens = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
 
     def _take_choice(self, choice: dict[str, Any], arrived_at: float) -> None:
         self.last_choice_at = arrived_at

@@ -114,7 +114,7 @@ class EngineCore:
     def add(self, *requests: Request) -> None:
         """Queues requests, all or none. `QueueFull` if too many would wait."""
         self._scheduler.add(*requests)
-        self._journal.note_arrivals(requests)
+        self._journal.look_around()
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request and gives its slot back. None if it has ended already."""
@@ -170,10 +170,10 @@ class EngineCore:
 
     def _abandon(self, *plans: StepPlan) -> None:
         """Of launches that did not come to their end nobody knows whether what they wrote are numbers."""
-        self._journal.forget(row.request.request_id for plan in plans for row in plan.rows)
         for plan in plans:
             self._scheduler.abandon(plan)
         self._scrub()
+        self._journal.look_around()
 
     def _scrub(self) -> None:
         """Overwrites what may be no numbers: attention multiplies even what it does not look at."""

@@ -8,7 +8,7 @@ each row, whatever happens in it.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -24,6 +24,7 @@ from chairlift.engine.snapshot import (
     short_id,
 )
 from chairlift.engine.stats import ROW_COUNTS, STEP_SECONDS, TOKEN_COUNTS, WAIT_SECONDS, EngineStats, Histogram
+from chairlift.params import FinishReason
 from chairlift.scheduler import Request, RowPlan, Scheduler, StepPlan, TokenEvent
 
 
@@ -47,6 +48,10 @@ class Journal:
         self._num_launches = 0
         self._totals = Totals()
         self._num_waiting = self._num_running = self._num_prefilling = self._num_warm = 0
+        self._has_moved = (
+            False  # whether a prompt may have been begun or completed, or a request have ended, since then
+        )
+        self._begun: set[Request] = set()  # whose prompt is computed in part
         self._last_tokens: dict[Request, float] = {}  # of requests with a grammar: when their last token came
         self._step_seconds = Histogram(STEP_SECONDS)
         self._step_rows = Histogram(ROW_COUNTS)
@@ -59,12 +64,6 @@ class Journal:
         """Where the requests are now: to be called when some have come, or left without an event."""
         with self._lock:
             self._look_around()
-
-    def note_arrivals(self, _: Iterable[Request]) -> None:
-        self.look_around()
-
-    def forget(self, _: Iterable[str]) -> None:
-        self.look_around()
 
     def note_launch(self, plan: StepPlan, begin: float) -> None:
         """One that has come to its end; its events must follow. Its time counts from the end of the one before, if it
@@ -86,9 +85,9 @@ class Journal:
             # launches out, have waited for the same time.
             self._token_seconds = (now - self._last_end) / plan.num_steps
             self._num_other_tokens = self._note_masked(plan.rows, now) if self._last_tokens else 0
-            for row in prefill:
-                if row.is_sampled:
-                    self._note_prompt(row.request, now)
+            self._has_moved |= bool(prefill or self._begun)
+            for request in self._completed(prefill):
+                self._note_prompt(request, now)
         self._last_end = now
 
     def note_events(self, events: Sequence[TokenEvent]) -> None:
@@ -103,6 +102,7 @@ class Journal:
             self._totals.num_finished += num_finished
             self._inter_token_seconds.add(self._token_seconds, max(0, num_tokens - self._num_other_tokens))
             self._num_other_tokens = 0
+            self._has_moved |= num_finished > 0
             self._look_around()
 
     def read_stats(self) -> EngineStats:
@@ -144,14 +144,33 @@ class Journal:
         )
 
     def _look_around(self) -> None:
-        """Where the requests are now."""
-        self._num_waiting = self._scheduler.num_waiting
+        """Where the requests are now. While rows only decode there is no need to look at each of them."""
+        if self._has_moved or self._num_running != self._scheduler.num_running:
+            running = self._scheduler.running
+            self._num_prefilling = len([each for each in running if each.num_computed < each.num_prompt_tokens])
+            self._has_moved = False
         self._num_running = self._scheduler.num_running
+        self._num_waiting = self._scheduler.num_waiting
         self._num_warm = len(self._scheduler.warm)
-        self._num_prefilling = sum([_is_prefilling(request) for request in self._scheduler.running])
+
+    def _completed(self, prefill: Sequence[RowPlan]) -> list[Request]:
+        """Requests whose prompt is computed with this launch."""
+        completed = []
+        for row in prefill:
+            if row.is_sampled:
+                completed.append(row.request)
+                self._begun.discard(row.request)
+            elif row.request.first_token_time is None:
+                self._begun.add(row.request)
+        for request in list(self._begun):
+            if request.first_token_time is not None or request.finish_reason is FinishReason.LENGTH:
+                completed.append(request)  # but for its last token, which was planned like a token generated
+            if request.first_token_time is not None or request.finish_reason is not None:
+                self._begun.discard(request)
+        return completed
 
     def _note_prompt(self, request: Request, now: float) -> None:
-        """A row that has caught up with all of its tokens, and whose next one was sampled."""
+        """It has caught up with all of its tokens, and the next one was sampled."""
         num_new = len(request.token_ids) - request.num_prompt_tokens
         if num_new > 1:  # it had lost its slot, and all of this was computed before
             self._totals.num_preemptions += 1
@@ -188,13 +207,10 @@ class Journal:
         return num_tokens
 
 
-def _is_prefilling(request: Request) -> bool:
-    return request.num_computed < request.num_prompt_tokens
-
-
 def _slot(request: Request) -> SlotSnapshot:
+    is_prefilling = request.num_computed < request.num_prompt_tokens
     return SlotSnapshot(
-        state=SlotState.PREFILLING if _is_prefilling(request) else SlotState.DECODING,
+        state=SlotState.PREFILLING if is_prefilling else SlotState.DECODING,
         request_id=short_id(request.request_id),
         num_reused=min(request.num_reused, request.num_prompt_tokens),
         num_computed=request.num_computed,

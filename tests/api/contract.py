@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 from openai import AsyncOpenAI
 from openai import BaseModel as ClientModel
-from openai.types import Completion
+from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from chairlift.api.app import Api, ApiOptions
@@ -103,6 +103,12 @@ async def chunks_of(server: Server, path: str, body: dict[str, Any]) -> list[dic
     assert (last, rest) == ("data: [DONE]", "")
     assert all(event.startswith("data: {") and "\n" not in event for event in events)
     return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def counts(usage: object) -> tuple[int, int, int]:
+    """Tokens of the prompts, of the answers, and of both. What was reused depends on what had been asked before."""
+    read = CompletionUsage.model_validate(usage)
+    return read.prompt_tokens, read.completion_tokens, read.total_tokens
 
 
 def check_chat(reply: dict[str, Any]) -> ChatCompletion:

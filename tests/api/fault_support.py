@@ -84,6 +84,25 @@ def held(owner: object, name: str) -> Iterator[Gate]:
             gate.open()
 
 
+@dataclass
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def clock_of(llm: AsyncLLM) -> Iterator[Clock]:
+    """The scheduler's clock stands still unless it is moved."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._core._scheduler, "_clock", clock)
+        yield clock
+
+
 def forward_of(llm: AsyncLLM) -> Any:
     """What runs the model; `hidden` is called once per step of a launch."""
     return llm._core._runner._forward

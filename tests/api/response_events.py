@@ -65,6 +65,7 @@ class Events:
 
 
 def without_identity(response: dict[str, Any]) -> dict[str, Any]:
-    """What two answers to the same request have in common."""
+    """What two answers to the same request have in common; the second may have reused the first one's prompt."""
     items = [{**item, "id": None, "call_id": None} for item in response["output"]]
-    return {**response, "id": None, "created_at": None, "completed_at": None, "output": items}
+    usage = {**response["usage"], "input_tokens_details": None}
+    return {**response, "id": None, "created_at": None, "completed_at": None, "output": items, "usage": usage}

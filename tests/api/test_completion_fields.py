@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Server
-from tests.api.contract import COMPLETIONS, check_completion, chunks_of, error_of, get, post
+from tests.api.contract import COMPLETIONS, check_completion, chunks_of, counts, error_of, get, post
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
 
 ACCEPTED: dict[str, Any] = {
-    "user": "somebody",
     "metadata": {"a": "b"},
     "safety_identifier": "c",
     "store": False,
@@ -31,11 +30,11 @@ async def test_accepted_fields_change_nothing(server: Server) -> None:
     plain = await post(server, COMPLETIONS, GREEDY)
     for name, value in {**ACCEPTED, "best_of": 1, "n": 1, "echo": False}.items():
         reply = await post(server, COMPLETIONS, {**GREEDY, name: value})
-        assert (reply["choices"], reply["usage"]) == (plain["choices"], plain["usage"]), name
+        assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"])), name
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("name", "value"), [("suffix", "the end"), ("suffix", ""), ("priority", 0)])
+@pytest.mark.parametrize(("name", "value"), [("suffix", "the end"), ("suffix", "")])
 async def test_refused_fields_are_named(server: Server, name: str, value: object) -> None:
     error = await error_of(server, COMPLETIONS, {**GREEDY, name: value})
     assert error["param"] == name
@@ -48,7 +47,7 @@ async def test_null_means_left_out_for_every_field(server: Server) -> None:
     fields = set(document["components"]["schemas"]["CompletionRequest"]["properties"])
     plain = await post(server, COMPLETIONS, GREEDY)
     reply = await post(server, COMPLETIONS, {**GREEDY, **dict.fromkeys(fields - {"prompt", "temperature"})})
-    assert (reply["choices"], reply["usage"]) == (plain["choices"], plain["usage"])
+    assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"]))
 
 
 @pytest.mark.asyncio
@@ -71,15 +70,7 @@ async def test_chunks_have_the_shape_and_the_order_of_the_specification(server: 
     if has_usage:
         usage = raw.pop()
         assert usage["choices"] == []
-        assert (
-            usage["usage"]
-            == whole["usage"]
-            == {
-                "prompt_tokens": len("1 + 1 =Once"),
-                "completion_tokens": 20,
-                "total_tokens": 31,
-            }
-        )
+        assert counts(usage["usage"]) == counts(whole["usage"]) == (len("1 + 1 =Once"), 20, 31)
     assert all(chunk.get("usage") is None and len(chunk["choices"]) == 1 for chunk in raw)
     for choice in whole["choices"]:
         own = [chunk["choices"][0] for chunk in raw if chunk["choices"][0]["index"] == choice["index"]]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Server
-from tests.api.contract import COMPLETIONS, check_completion, chunks_of, post, serving
+from tests.api.contract import COMPLETIONS, check_completion, chunks_of, counts, post, serving
 from tests.api.scores import byte_ids, reference_logprobs
 from tests.engine.tokenizers_made import make_llama2_like
 from tests.support.checkpoints import make_checkpoint
@@ -24,7 +24,7 @@ async def test_a_prompt_comes_before_its_answer(server: Server) -> None:
     plain = check_completion(await post(server, COMPLETIONS, echo(echo=False)))
     echoed = check_completion(await post(server, COMPLETIONS, echo()))
     assert echoed.choices[0].text == TEXT + plain.choices[0].text
-    assert echoed.usage == plain.usage
+    assert counts(echoed.usage) == counts(plain.usage)
 
 
 @pytest.mark.asyncio
@@ -34,11 +34,7 @@ async def test_nothing_but_the_prompt_with_max_tokens_zero(server: Server, logpr
     reply = check_completion(raw)
     assert reply.choices[0].text == TEXT
     assert raw["choices"][0]["finish_reason"] == "length"
-    assert raw["usage"] == {
-        "prompt_tokens": len(TEXT.encode()),
-        "completion_tokens": 0,
-        "total_tokens": len(TEXT.encode()),
-    }
+    assert counts(raw["usage"]) == (len(TEXT.encode()), 0, len(TEXT.encode()))
     assert (raw["choices"][0]["logprobs"] is None) == (logprobs is None)
 
 

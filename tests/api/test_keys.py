@@ -44,14 +44,14 @@ async def test_a_known_key_is_let_in_and_another_is_a_401(url: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_every_path_asks_for_a_key_but_health_version_the_page_and_the_description(url: str) -> None:
+async def test_every_path_asks_for_a_key_but_health_metrics_version_the_page_and_the_description(url: str) -> None:
     async with ClientSession() as http:
         for path in ("/v1/models", "/v1/completions", "/tokenize", "/watch", "/page/nowhere", "/nowhere"):
             async with http.get(url + path) as response:
                 assert response.status == 401
                 assert response.headers["WWW-Authenticate"] == "Bearer"
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
-        for path in ("/health", "/version", "/docs", "/openapi.json", "/", "/page/page.js"):
+        for path in ("/health", "/metrics", "/version", "/docs", "/openapi.json", "/", "/page/page.js"):
             async with http.get(url + path) as response:
                 assert response.status == 200
 

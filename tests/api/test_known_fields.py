@@ -21,7 +21,8 @@ from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.completions import CompletionRequest
 
 VLLM_FIELDS = {
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "priority"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("priority", "cache_salt"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
 }
 VLLM_CHAT_FIELDS = {*VLLM_FIELDS, "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
@@ -66,21 +67,21 @@ def test_every_field_that_the_client_can_send_is_known(body: type[BaseModel], ex
         (
             ChatCompletionRequest,
             {
-                *("user", "metadata", "safety_identifier", "store", "service_tier", "prompt_cache_key"),
+                *("metadata", "safety_identifier", "store", "service_tier", "prompt_cache_key"),
                 *("prompt_cache_retention", "prompt_cache_options", "prediction", "modalities"),
             },
             {
-                *("priority", "audio", "functions", "function_call", "reasoning_effort", "verbosity"),
+                *("audio", "functions", "function_call", "reasoning_effort", "verbosity"),
                 *("web_search_options", "moderation"),
             },
         ),
         (
             CompletionRequest,
             {
-                *("user", "metadata", "safety_identifier", "store", "service_tier", "prompt_cache_key"),
+                *("metadata", "safety_identifier", "store", "service_tier", "prompt_cache_key"),
                 *("prompt_cache_retention", "prompt_cache_options"),
             },
-            {"priority", "suffix"},
+            {"suffix"},
         ),
     ],
 )

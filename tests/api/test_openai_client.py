@@ -9,6 +9,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from chairlift import LLM, SamplingParams
 from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
+from tests.api.contract import counts
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 17 + 25?"}]
 
@@ -38,7 +39,7 @@ async def test_a_streamed_chat_adds_up_to_the_whole_one(client: AsyncOpenAI) -> 
     reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
     assert reasons == [None] * (len(reasons) - 1) + ["stop"]
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
 
 
 @pytest.mark.asyncio
@@ -126,7 +127,7 @@ async def test_a_full_queue_is_a_429_and_the_others_go_on(client: AsyncOpenAI) -
     answered = [reply for reply in replies if not isinstance(reply, BaseException)]
     assert len(refused) == 3
     assert len(answered) == SLOTS + 2
-    assert refused[0].response.headers["Retry-After"] == "1"
+    assert all(int(reply.response.headers["Retry-After"]) >= 1 for reply in refused)
     assert all(reply.usage is not None and reply.usage.completion_tokens == 100 for reply in answered)
 
 

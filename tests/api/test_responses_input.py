@@ -190,13 +190,13 @@ def test_every_field_that_the_client_can_send_is_known() -> None:
         *get_type_hints(response_create_params.ResponseCreateParamsStreaming),
         *get_type_hints(response_create_params.ResponseCreateParamsNonStreaming),
     }
-    assert sent == {row.name for row in fields_of(ResponsesRequest)}
+    assert sent | {"priority", "cache_salt", "timeout"} == {row.name for row in fields_of(ResponsesRequest)}
 
 
 def test_a_field_changes_its_fate_only_where_somebody_decides_it() -> None:
     rows = fields_of(ResponsesRequest)
     assert {row.name for row in rows if row.fate is Fate.IGNORED} == {
-        *("user", "metadata", "safety_identifier", "store", "service_tier"),
+        *("metadata", "safety_identifier", "store", "service_tier"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     }
     assert {row.name for row in rows if row.fate is Fate.REFUSED} == {

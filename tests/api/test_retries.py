@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.api.conftest import Server
-from tests.api.fault_support import Gate, held, post, serving, until_idle
+from tests.api.fault_support import Gate, clock_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
 
 BODY: dict[str, Any] = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
@@ -54,15 +54,16 @@ async def client_as_it_comes(server: Server) -> AsyncIterator[tuple[AsyncOpenAI,
 
 
 @asynccontextmanager
-async def busy(num_waiting: int) -> AsyncIterator[tuple[Server, Gate]]:
-    """One slot, taken, and so many in the queue of two. Each permit of the gate is a step."""
+async def busy(num_waiting: int, has_stood_for_s: float = 0.0) -> AsyncIterator[tuple[Server, Gate]]:
+    """One slot, taken since that time, and so many in the queue of two. Each permit of the gate is a step."""
     async with serving(max_batch_size=1, max_queue_size=QUEUE_SIZE) as server:
-        with held(server.llm._core, "step") as gate:
+        with clock_of(server.llm) as clock, held(server.llm._core, "step") as gate:
             async with await post(server, {**BODY, "max_tokens": 100, "n": 1 + num_waiting, "ignore_eos": True}):
                 await gate.entered()
                 gate.allow()
                 await gate.entered()
                 assert server.num_free_slots == 0
+                clock.now += has_stood_for_s
                 yield server, gate
                 gate.open()
 
@@ -84,6 +85,13 @@ async def test_a_full_queue_says_when_to_come_back(stream: bool) -> None:
         status, headers, reply = await ask_while_busy(server, gate, {**BODY, "stream": stream})
         assert (status, headers["Retry-After"], reply) == (429, "1", {"error": FULL})
         assert headers["Content-Type"] == "application/json; charset=utf-8"
+
+
+@pytest.mark.asyncio
+async def test_the_slower_the_queue_the_later_a_client_is_to_come_back() -> None:
+    async with busy(num_waiting=QUEUE_SIZE, has_stood_for_s=7.5) as (server, gate):
+        status, headers, _ = await ask_while_busy(server, gate, BODY)
+        assert (status, headers["Retry-After"]) == (429, "8")
 
 
 @pytest.mark.asyncio

@@ -112,6 +112,11 @@ def check_stream(content: bytes) -> None:
     assert last == b"[DONE]" or json.loads(last)["type"] in LAST_EVENTS
 
 
+def ran_out_of_time(response: Any) -> bool:
+    """As a request may that asks for a `timeout` of next to nothing."""
+    return bool(response.status_code == 503 and response.json()["error"]["code"] == "queue_timeout")
+
+
 @schema.parametrize()
 @settings(
     max_examples=NUM_EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -122,7 +127,8 @@ def test_whatever_the_description_allows_or_not_is_answered_as_it_says(
     response = case.call(base_url=process.url, session=session, timeout=DEADLINE_S)
     statuses[case.operation.label].add(response.status_code)
     is_stream = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
-    checks = [not_a_server_error, status_code_conformance, content_type_conformance, negative_data_rejection]
+    checks = [status_code_conformance, content_type_conformance, negative_data_rejection]
+    checks += [] if ran_out_of_time(response) else [not_a_server_error]
     # Of a stream the description gives the shape of each event's data, which is not what this check takes it for.
     checks += [unsupported_method] + ([] if is_stream else [response_schema_conformance])
     case.validate_response(response, checks=checks)

@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.api.contract import hermes_client
+from tests.api.contract import counts, hermes_client
 from tests.api.tool_support import QUESTION, body, complete
 
 
@@ -35,7 +35,7 @@ async def test_what_a_tool_said_in_parts_is_the_same() -> None:
         whole = await complete(client, messages=[*asked, {**said, "content": "done"}])
         parts = [{"type": "text", "text": "do"}, {"type": "text", "text": "ne"}]
         pieces = await complete(client, messages=[*asked, {**said, "content": parts}])
-    assert pieces.usage == whole.usage
+    assert counts(pieces.usage) == counts(whole.usage)
     assert pieces.choices[0].message.content == whole.choices[0].message.content
 
 

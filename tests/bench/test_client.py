@@ -15,6 +15,7 @@ from .null_server import (
     Answer,
     NullServer,
     chat_token,
+    event,
     open_stream,
     status,
     stream,
@@ -59,6 +60,14 @@ async def test_the_body_of_a_completion(server: NullServer) -> None:
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
+
+
+@pytest.mark.asyncio
+async def test_what_a_server_had_computed_before_is_kept(server: NullServer) -> None:
+    counts = {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 3}}
+    server.answer = stream(token("a", "length"), event(choices=[], usage=counts), DONE)
+    record = await send_one(server.url)
+    assert (record.usage_prompt_tokens, record.usage_cached_tokens) == (5, 3)
 
 
 @pytest.mark.asyncio

@@ -40,7 +40,7 @@ def test_it_holds_settings_summary_and_raw_figures(tmp_path: Path) -> None:
 
 
 def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
-    bench = result(replace(record(0), sent_at=50.5, turn=2), failed(1, BUSY))
+    bench = result(replace(record(0), sent_at=50.5, turn=2, usage_cached_tokens=4), failed(1, BUSY))
     assert written(tmp_path / "result.json", bench)["requests"] == [
         {
             "index": 0,
@@ -50,6 +50,7 @@ def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
             "chunks_s": [1.0, 1.5, 2.0],
             "ended_s": 2.0,
             "prompt_tokens": 10,
+            "cached_tokens": 4,
             "output_tokens": 3,
             "output_token_source": "server's usage",
             "error": None,
@@ -62,6 +63,7 @@ def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
             "chunks_s": [],
             "ended_s": 10.0,
             "prompt_tokens": None,
+            "cached_tokens": None,
             "output_tokens": 0,
             "output_token_source": "chunks received",
             "error": "HTTP 503: queue is full",

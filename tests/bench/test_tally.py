@@ -89,6 +89,13 @@ def test_without_usage_there_are_no_server_side_counts() -> None:
     assert (tally.prompt_tokens, tally.output_tokens) == (None, None)
 
 
+def test_cached_tokens_are_a_detail_of_the_prompt_s() -> None:
+    usage = b'{"usage": {"prompt_tokens": 9, "completion_tokens": 5, "prompt_tokens_details": %s}}'
+    assert tally_of((usage % b'{"cached_tokens": 7}', 2.0)).cached_tokens == 7
+    assert tally_of((usage % b'{"cached_tokens": 0}', 2.0)).cached_tokens == 0
+    assert tally_of((usage % b"null", 2.0)).cached_tokens is None
+
+
 def test_half_a_usage_is_taken_for_what_it_says() -> None:
     tally = tally_of((b'{"usage": {"completion_tokens": 5}}', 2.0))
     assert (tally.prompt_tokens, tally.output_tokens) == (None, 5)
@@ -109,6 +116,7 @@ def test_half_a_usage_is_taken_for_what_it_says() -> None:
         b'{"choices": [{"delta": "a"}]}',
         b'{"usage": "many"}',
         b'{"usage": {"prompt_tokens": 1, "completion_tokens": "many"}}',
+        b'{"usage": {"prompt_tokens": 1, "prompt_tokens_details": "many"}}',
     ],
 )
 def test_what_is_no_chunk_is_an_error_that_shows_it(event: bytes) -> None:

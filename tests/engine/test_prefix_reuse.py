@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.runner import ModelRunner
 from chairlift.errors import QueueTimeout
 from chairlift.params import RequestOptions, RequestOutput, SamplingParams
-from chairlift.scheduler import StepPlan, TokenEvent
+from chairlift.scheduler import Scheduler, StepPlan, TokenEvent
 from tests.engine.async_support import LONG, hold_back, last, make_async_llm, wait_until
 from tests.engine.support import GREEDY, assert_idle, core_of, make_llm, tokens_of
 from tests.engine.test_poison import POISON, assert_failed, poisoned
@@ -32,13 +34,13 @@ def cached(outputs: list[RequestOutput]) -> list[int]:
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each launch computes."""
     counts: list[int] = []
-    launch = core_module.ModelRunner.launch
+    launch = ModelRunner.launch
 
     def counting(runner: Any, plan: StepPlan) -> Any:
         counts.append(sum(row.num_new_tokens for row in plan.rows) + (plan.num_steps - 1) * len(plan.rows))
         return launch(runner, plan)
 
-    monkeypatch.setattr(core_module.ModelRunner, "launch", counting)
+    monkeypatch.setattr(ModelRunner, "launch", counting)
     return counts
 
 
@@ -231,14 +233,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     def tick(seconds: float) -> None:
         now = 0.0
-        make = core_module.Scheduler
 
         def look() -> float:
             nonlocal now
             now += seconds
             return now
 
-        monkeypatch.setattr(core_module, "Scheduler", lambda *args, **kwargs: make(*args, **kwargs, clock=look))
+        monkeypatch.setattr(core_module, "Scheduler", partial(Scheduler, clock=look))
 
     return tick
 

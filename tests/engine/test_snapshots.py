@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from chairlift import SamplingParams
 from chairlift.engine.snapshot import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
 from chairlift.errors import EngineClosed, EngineDead
 from tests.engine.async_support import LONG, NUM_SLOTS, hold_back, last, make_async_llm, wait_until
@@ -77,7 +78,31 @@ async def test_totals_count_what_ended_however_it_did(tiny: str) -> None:
         seen = await engine.take_snapshot()
     assert seen.totals.num_finished == 2
     assert seen.totals.num_generated_tokens >= len(output.outputs[0].token_ids) == 12
-    assert seen.slots == (SlotSnapshot(), SlotSnapshot())
+    assert [slot.state for slot in seen.slots if slot.request_id] == []
+
+
+@pytest.mark.asyncio
+async def test_tokens_kept_in_a_slot_are_seen_before_and_while_a_request_reuses_them(tiny: str) -> None:
+    prompt = list(range(40))
+    async with make_async_llm(tiny) as engine:
+        await last(engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1)))
+        kept = await engine.take_snapshot()
+        with hold_back(engine) as gate:
+            reader = asyncio.create_task(last(engine.generate([*prompt, 41, 42], LONG, "again")))
+            gate.allow(1)
+            await gate.wait_until_in_step()
+            await gate.wait_until_in_step()
+            look = asyncio.create_task(engine.take_snapshot())
+            await asyncio.sleep(0)
+            gate.allow(1)
+            seen = await look
+            gate.open()
+            await reader
+    assert kept.slots[0] == SlotSnapshot(SlotState.WARM, num_computed=40)
+    (running,) = [slot for slot in seen.slots if slot.state is SlotState.DECODING]
+    assert (running.num_reused, running.num_prompt_tokens) == (40, 42)
+    assert launches_of(seen)[1] == (2, 0, 1)
+    assert (seen.totals.num_prompt_tokens, seen.totals.num_cached_tokens) == (40 + 42, 40)
 
 
 @pytest.mark.asyncio
@@ -134,6 +159,24 @@ async def test_an_engine_that_dies_or_is_closed_tells_who_waits_and_who_comes_la
     await engine.close()
     with pytest.raises(EngineClosed):
         await engine.take_snapshot()
+
+
+@pytest.mark.asyncio
+async def test_statistics_do_not_wait_for_a_step_and_outlive_the_engine(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        with hold_back(engine) as gate:
+            reader = asyncio.create_task(last(engine.generate(PROMPT, LONG)))
+            gate.allow(1)
+            await gate.wait_until_in_step()
+            await gate.wait_until_in_step()
+            held = engine.read_stats()
+            gate.fail(RuntimeError("broken"))
+            await asyncio.gather(reader, return_exceptions=True)
+        assert engine.death is not None
+        after = engine.read_stats()
+    assert (held.num_running, held.num_decoding, held.totals.num_generated_tokens) == (1, 1, 1)
+    assert after.totals == held.totals
+    assert after.step_seconds == held.step_seconds
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,7 @@
 """Traces of the rules that users may rely on under load: priorities, tenants, deadlines, preemption, being refused."""
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.scheduler.fake_engine import FakeEngine, Plan, end_of
 PROMPT = [2, 3, 4, 5]
 
 
-def engine_with(num_slots: int = 1, **policy: float) -> FakeEngine:
+def engine_with(num_slots: int = 1, **policy: Any) -> FakeEngine:
     return FakeEngine(num_slots=num_slots, policy=Policy(enable_prefix_caching=False, **policy))
 
 

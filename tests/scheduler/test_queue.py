@@ -31,7 +31,7 @@ def queue_of(*requests: Request) -> WaitingQueue:
 
 
 def drained(queue: WaitingQueue, limit: int = 10_000) -> list[str]:
-    names = []
+    names: list[str] = []
     while queue and len(names) < limit:
         expected = queue.peek()
         request = queue.pop(now=0.0)

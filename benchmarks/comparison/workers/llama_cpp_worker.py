@@ -11,16 +11,15 @@ import http.client
 import json
 import os
 import re
-import socket
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from serving.health import free_port, wait_until_healthy
+
 from comparison.workers.protocol import Generate, Session, Settings, serve
 
-_POLL_SECONDS = 0.01
 _BATCH_TOKENS = 2048
 _REQUEST_LIMIT_S = 3600.0
 
@@ -30,11 +29,11 @@ def load(session: Session) -> Generate:
     settings = session.settings
     environment = _environment(settings.options["binary"])
     session.imported(llama_cpp=_version(settings.options["binary"], environment))
-    port = _free_port()
+    port = free_port()
     command = _command(settings, port)
     session.about["command"] = command
     server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-    _wait_until_healthy(server, port)
+    wait_until_healthy(server, port)
     pool = ThreadPoolExecutor(settings.max_requests)
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[int]:
@@ -84,21 +83,6 @@ def _complete(port: int, ids: list[int], num_tokens: int) -> int:
     return len(answer["tokens"])
 
 
-def _wait_until_healthy(server: "subprocess.Popen[bytes]", port: int) -> None:
-    while server.poll() is None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        time.sleep(_POLL_SECONDS)
-    raise RuntimeError(f"llama-server ended with exit code {server.returncode}")
-
-
 def _version(binary: str, environment: dict[str, str]) -> str:
     done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False, env=environment)
     found = re.search(r"version: (.*)", done.stdout + done.stderr)
@@ -109,12 +93,6 @@ def _environment(binary: str) -> dict[str, str]:
     """Its shared libraries may lie beside it, wherever it was built."""
     folders = [str(Path(binary).resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")]
     return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, folders))}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

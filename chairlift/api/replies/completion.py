@@ -63,7 +63,8 @@ class CompletionReply:
 
     def _pieces(self, index: int, output: RequestOutput) -> list[CompletionChoice]:
         """What is new of each choice of one prompt."""
-        if output.prompt_logprobs is not None and len(output.prompt_logprobs) < len(output.prompt_token_ids):
+        scores = output.prompt_logprobs
+        if scores is not None and len(scores) < len(output.prompt_token_ids) and not output.finished:
             return []  # another choice may be faster than the one that scores the prompt for all
         if index not in self._echoes:
             self._echoes[index] = self._echo(output)

@@ -7,7 +7,7 @@ from pydantic import StrictBool
 from chairlift.api.wire.base import Body, Ignored, Refused
 from chairlift.api.wire.checks import only
 
-FOR_CACHING = Ignored("a hint about caching")
+FOR_CACHING = Ignored("a hint about caching; prompts that begin alike are found without it")
 STATELESS = "nothing is stored here; send the whole conversation as input"
 
 

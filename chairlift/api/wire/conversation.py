@@ -8,7 +8,7 @@ from chairlift.api.tools import FunctionSpec
 from chairlift.api.wire.structure import WantedStructure
 from chairlift.engine.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
-from chairlift.params import SamplingParams
+from chairlift.params import RequestOptions, SamplingParams
 
 
 class Conversation(Protocol):
@@ -50,6 +50,10 @@ class Conversation(Protocol):
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """How to answer, without what the answer must look like."""
+        ...
+
+    def request_options(self, key_tenant: str | None) -> RequestOptions:
+        """How the request is served beside others; see `GenerationRequest`."""
         ...
 
 

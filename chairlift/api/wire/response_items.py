@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, StrictBool, Tag
 
 from chairlift.api.wire.base import Body, Ignored, Refused
+from chairlift.api.wire.caching import FOR_CACHING
 from chairlift.api.wire.checks import only, only_types, type_of
 from chairlift.api.wire.messages import CalledFunction, ChatMessage, ToolCall
 from chairlift.engine.tokenizer import Message
@@ -23,7 +24,7 @@ class InputText(Body):
 
     type: Literal["input_text"]
     text: str
-    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, Ignored("a hint about caching")] = None
+    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, FOR_CACHING] = None
 
 
 class WrittenText(Body):

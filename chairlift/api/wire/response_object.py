@@ -43,7 +43,7 @@ OutputItem = OutputMessage | OutputCall
 
 
 class InputTokensDetails(BaseModel):
-    cached_tokens: int = 0
+    cached_tokens: int
     cache_write_tokens: int = 0
 
 
@@ -55,7 +55,7 @@ class ResponseUsage(BaseModel):
     """How many tokens a request took."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails = InputTokensDetails()
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails = OutputTokensDetails()
     total_tokens: int
@@ -64,13 +64,14 @@ class ResponseUsage(BaseModel):
     def of(cls, usage: Usage) -> "ResponseUsage":
         return cls(
             input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
             output_tokens=usage.completion_tokens,
             total_tokens=usage.total_tokens,
         )
 
 
 class IncompleteDetails(BaseModel):
-    """Why a response ended early; without a reason: the server went down."""
+    """Why a response ended early; without a reason: its timeout passed, or the server went down."""
 
     reason: Annotated[Literal["max_output_tokens"] | None, LeftOutIfNone] = None
 

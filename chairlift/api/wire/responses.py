@@ -14,9 +14,10 @@ from pydantic import (
 )
 
 from chairlift.api.tools import FunctionSpec
-from chairlift.api.wire.base import Body, Ignored, Refused
-from chairlift.api.wire.caching import FOR_CACHING, STATELESS, PromptCacheOptions
+from chairlift.api.wire.base import Ignored, Refused
+from chairlift.api.wire.caching import STATELESS
 from chairlift.api.wire.checks import deepest_complaint, only, only_types
+from chairlift.api.wire.request import GenerationRequest
 from chairlift.api.wire.response_items import InputItem, template_messages
 from chairlift.api.wire.response_options import (
     ChosenFunction,
@@ -34,15 +35,13 @@ LOGPROBS = "message.output_text.logprobs"
 _FOR_STATISTICS = Ignored("labels a request for its sender's own statistics; the reply repeats it")
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(GenerationRequest):
     """Answer a conversation."""
 
-    model: str | None = Field(None, description="the served model's name; left out: the one there is")
     input: str | Annotated[list[InputItem], Field(fail_fast=True)] = Field(
         description="what the user says, or items: message, function_call, function_call_output"
     )
     instructions: str | None = Field(None, description="a system message before all others")
-    stream: StrictBool | None = Field(None, description="send the answer as server-sent events while it is made")
     stream_options: ResponseStreamOptions | None = Field(None, description="only with stream")
     max_output_tokens: StrictInt | None = Field(
         None, ge=1, description="most new tokens; the room in the slot also bounds it"
@@ -68,14 +67,9 @@ class ResponsesRequest(Body):
         None, description="only false"
     )
 
-    user: Annotated[str | None, _FOR_STATISTICS] = None
     metadata: Annotated[dict[str, str] | None, _FOR_STATISTICS] = None
     safety_identifier: Annotated[str | None, _FOR_STATISTICS] = None
     store: Annotated[StrictBool | None, Ignored("nothing is stored here, and the reply says so")] = None
-    service_tier: Annotated[str | None, Ignored("there is one tier")] = None
-    prompt_cache_key: Annotated[str | None, FOR_CACHING] = None
-    prompt_cache_retention: Annotated[str | None, FOR_CACHING] = None
-    prompt_cache_options: Annotated[PromptCacheOptions | None, FOR_CACHING] = None
 
     previous_response_id: Annotated[None, Refused(STATELESS)] = None
     conversation: Annotated[None, Refused(STATELESS)] = None

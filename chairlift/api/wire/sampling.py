@@ -4,8 +4,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, ValidationError, model_validator
 
-from chairlift.api.wire.base import Body, Ignored, Refused
-from chairlift.api.wire.caching import FOR_CACHING, PromptCacheOptions
+from chairlift.api.wire.base import Body, Ignored
+from chairlift.api.wire.request import GenerationRequest
 from chairlift.api.wire.structure import ResponseFormat, WantedStructure
 from chairlift.errors import InvalidRequest
 from chairlift.params import SamplingParams, StructuredOutputs
@@ -20,11 +20,9 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[StrictBool | None, Ignored("nothing is padded here")] = None
 
 
-class SamplingRequest(Body):
+class SamplingRequest(GenerationRequest):
     """Fields whose limits are those of SamplingParams, so that a limit stands in one place; here only types are."""
 
-    model: str | None = Field(None, description="the served model's name; left out: the one there is")
-    stream: StrictBool | None = Field(None, description="send the answer as server-sent events while it is made")
     stream_options: StreamOptions | None = Field(None, description="only with stream")
 
     n: StrictInt | None = None
@@ -54,15 +52,9 @@ class SamplingRequest(Body):
     guided_choice: list[str] | None = Field(None, description="older name of structured_outputs.choice")
     guided_grammar: str | None = Field(None, description="older name of structured_outputs.grammar")
 
-    user: Annotated[str | None, _FOR_STATISTICS] = None
     metadata: Annotated[dict[str, str] | None, _FOR_STATISTICS] = None
     safety_identifier: Annotated[str | None, _FOR_STATISTICS] = None
     store: Annotated[StrictBool | None, Ignored("nothing is stored here")] = None
-    service_tier: Annotated[str | None, Ignored("there is one tier")] = None
-    prompt_cache_key: Annotated[str | None, FOR_CACHING] = None
-    prompt_cache_retention: Annotated[str | None, FOR_CACHING] = None
-    prompt_cache_options: Annotated[PromptCacheOptions | None, FOR_CACHING] = None
-    priority: Annotated[None, Refused("requests are served in the order in which they come")] = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:

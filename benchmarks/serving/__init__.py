@@ -1,0 +1,1 @@
+"""What measurements of running servers and of mixed steps have in common."""

@@ -1,0 +1,161 @@
+"""The figures of a simulation: latencies, use of the slots, reuse of prefixes, fairness."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulation.fairness import jain
+from simulation.records import Fate, Records
+from simulation.simulation import Outcome
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+_QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A distribution, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Floats) -> "Spread | None":
+        """Of what is a number; None if nothing is."""
+        known = values[~np.isnan(values)]
+        if not known.size:
+            return None
+        p50, p90, p99 = np.quantile(known, _QUANTILES).tolist()
+        return cls(float(known.mean()), p50, p90, p99, float(known.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """How some of the requests were served. Times in seconds; TTFT and slowdown of those that finished."""
+
+    num_requests: int
+    queueing: Spread | None
+    ttft: Spread | None
+    slowdown: float | None  # mean of time taken over time needed alone
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one setting came to. Latencies are of requests that finished, queueing times of all that got a slot."""
+
+    setting: str
+    num_requests: int
+    fates: dict[str, int]
+    num_starved: int  # requests that waited longer for a slot than the limit, whether they got one or not
+    simulated_s: float
+    num_steps: int
+    num_checks: int
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float  # those that were computed or reused
+    queueing: Spread | None
+    ttft: Spread | None
+    tpot: Spread | None
+    longest_overtaking_s: float
+    longest_tenant_gap_s: float
+    slot_use: float | None  # share of the slots' time in use while somebody waited; None: nobody ever did
+    backlogged_share: float  # of the steps' time
+    prefix_hit_rate: float  # of prompt tokens, those that need not be computed
+    num_copied_tokens: int
+    num_preemptions: int
+    jain_served: float  # of tokens received over the fair share, in windows of time
+    jain_slowdown: float  # of tenants' mean slowdowns
+    largest_tenant: GroupFigures  # the one with the most requests
+    other_tenants: GroupFigures | None
+    most_urgent: GroupFigures  # the requests of the lowest priority number
+    less_urgent: GroupFigures | None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, nested as it is here."""
+        return asdict(self)
+
+
+def figures_of(setting: str, outcome: Outcome, starved_after: float) -> Figures:
+    """`starved_after`: seconds of waiting for a slot that count as starving."""
+    records, use = outcome.meter.records, outcome.meter.use
+    fate = records.column("fate")
+    is_finished = fate == Fate.FINISHED
+    tenant = records.column("tenant").astype(int)
+    counts = np.bincount(tenant, minlength=1)
+    is_largest = tenant == counts.argmax()
+    priority = records.column("priority")
+    is_urgent = priority == priority.min()
+    slowdowns = _slowdowns(records)
+    prompts, outputs = records.column("num_prompt_tokens"), records.column("num_output_tokens")
+    was_admitted = ~np.isnan(records.column("admission"))
+    return Figures(
+        setting=setting,
+        num_requests=len(records),
+        fates={each.name.lower(): int((fate == each).sum()) for each in Fate},
+        num_starved=int((_waits(records) > starved_after).sum()),
+        simulated_s=outcome.duration,
+        num_steps=outcome.num_steps,
+        num_checks=outcome.num_checks,
+        output_tokens_per_s=outputs.sum() / outcome.duration,
+        prompt_tokens_per_s=prompts[was_admitted].sum() / outcome.duration,
+        queueing=Spread.of(records.column("admission") - records.column("arrival")),
+        ttft=Spread.of(_ttfts(records)[is_finished]),
+        tpot=Spread.of(_tpots(records)[is_finished]),
+        longest_overtaking_s=use.longest_overtaking,
+        longest_tenant_gap_s=outcome.meter.shares.longest_gap,
+        slot_use=_slot_use(outcome),
+        backlogged_share=use.backlogged / use.busy if use.busy else 0.0,
+        prefix_hit_rate=float(records.column("num_cached_tokens").sum() / max(1.0, prompts[was_admitted].sum())),
+        num_copied_tokens=use.num_copied_tokens,
+        num_preemptions=int(records.column("num_preemptions").sum()),
+        jain_served=outcome.meter.shares.jain,
+        jain_slowdown=jain([float(slowdowns[(tenant == i) & is_finished].mean()) for i in set(tenant[is_finished])]),
+        largest_tenant=_group_figures(records, is_largest, slowdowns),
+        other_tenants=None if is_largest.all() else _group_figures(records, ~is_largest, slowdowns),
+        most_urgent=_group_figures(records, is_urgent, slowdowns),
+        less_urgent=None if is_urgent.all() else _group_figures(records, ~is_urgent, slowdowns),
+    )
+
+
+def _ttfts(records: Records) -> Floats:
+    return records.column("first_token") - records.column("arrival")
+
+
+def _waits(records: Records) -> Floats:
+    """Seconds until the first slot, or until the end without one."""
+    admission = records.column("admission")
+    until = np.where(np.isnan(admission), records.column("end"), admission)
+    return until - records.column("arrival")
+
+
+def _tpots(records: Records) -> Floats:
+    """Seconds for each token after the first; not a number for those of a single one."""
+    num_further = records.column("num_output_tokens") - 1
+    return (records.column("end") - records.column("first_token")) / np.where(num_further > 0, num_further, np.nan)
+
+
+def _slowdowns(records: Records) -> Floats:
+    return (records.column("end") - records.column("arrival")) / records.column("ideal")
+
+
+def _slot_use(outcome: Outcome) -> float | None:
+    use = outcome.meter.use
+    if not use.backlogged:
+        return None
+    return use.backlogged_slots / use.backlogged / outcome.num_slots
+
+
+def _group_figures(records: Records, chosen: Bools, slowdowns: Floats) -> GroupFigures:
+    finished = chosen & (records.column("fate") == Fate.FINISHED)
+    return GroupFigures(
+        num_requests=int(chosen.sum()),
+        queueing=Spread.of((records.column("admission") - records.column("arrival"))[chosen]),
+        ttft=Spread.of(_ttfts(records)[finished]),
+        slowdown=float(slowdowns[finished].mean()) if finished.any() else None,
+    )

@@ -1,0 +1,224 @@
+"""A discrete-event simulation of the engine: the real scheduler and the cache's books, a formula instead of a model.
+
+A step takes the time that the cost model says. What happens meanwhile (requests come, clients leave) happens at its own
+time, between `advance` and `update`, as it does in an engine that works beside its device.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import inf
+
+from chairlift.cache.ledger import SlotLedger
+from chairlift.errors import QueueFull
+from chairlift.params import RequestOptions
+from chairlift.scheduler import Policy, Request, RowResult, Scheduler, StepPlan, TokenEvent
+from simulation.costs import CostModel, StepShape
+from simulation.events import Agenda, Clock
+from simulation.meter import Meter
+from simulation.passenger import Passenger
+from simulation.records import Fate
+from simulation.watch import Watch
+from simulation.workload import Conversation, Turn, Workload, opening
+
+_UNFINISHED = RowResult()
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The sizes of the engine; as the fields of `EngineConfig`."""
+
+    num_slots: int
+    slot_tokens: int
+    max_num_batched_tokens: int
+    max_steps_per_launch: int = 1
+    max_queue_size: int = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is compared: a policy, and which of a request's properties it is told of."""
+
+    name: str
+    policy: Policy
+    knows_tenants: bool = True
+    knows_priorities: bool = True
+
+    def options(self, conversation: Conversation, turn: Turn) -> RequestOptions:
+        """How a request of that conversation is served."""
+        tenant = conversation.tenant if self.knows_tenants else ""
+        return _options(tenant, conversation.priority if self.knows_priorities else 0, turn.timeout)
+
+
+@lru_cache(maxsize=4096)
+def _options(tenant: str, priority: int, timeout: float | None) -> RequestOptions:
+    return RequestOptions(tenant=tenant, priority=priority, timeout=timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulation leaves behind. `duration` is in seconds of the simulation."""
+
+    meter: Meter
+    num_slots: int
+    duration: float
+    num_steps: int
+    num_checks: int
+
+
+class Simulation:
+    """One workload on one machine under one setting. Runs once."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        setting: Setting,
+        cost: CostModel,
+        *,
+        depth: int | None = None,
+        check_every: int = 1,
+        window: float = 10.0,
+    ) -> None:
+        """`depth`: so many requests wait at all times, whenever they were to arrive; None: they come when they are due.
+
+        `check_every`: steps between full checks. `window`: seconds over which tenants' shares are compared.
+        """
+        self._setting, self._cost, self._depth = setting, cost, depth
+        self._clock = Clock()
+        self._slots = SlotLedger(machine.num_slots, machine.slot_tokens)
+        self._scheduler = Scheduler(
+            self._slots,
+            machine.max_num_batched_tokens,
+            machine.max_steps_per_launch,
+            machine.max_queue_size,
+            setting.policy,
+            self._clock,
+        )
+        self._agenda = Agenda(workload, self._clock, self._begin, is_on_demand=depth is not None)
+        self._watch = Watch(self._scheduler, self._slots, machine.max_num_batched_tokens, check_every)
+        self._meter = Meter(cost, window)
+        self._passengers: dict[str, Passenger] = {}
+        self._seated: set[Request] = set()  # who had a slot in the step before
+        self._num_requests = 0
+
+    def run(self) -> Outcome:
+        """Plays until everything has ended. Raises `Breach` if the scheduler does what it must not."""
+        while True:
+            self._agenda.pass_time(self._clock.now)
+            self._keep_backlog()
+            if self._scheduler.has_work:
+                self._step()
+            elif self._agenda.next_time < inf:
+                self._agenda.pass_time(self._agenda.next_time)
+            else:
+                break
+        self._watch.look_at_end(len(self._passengers))
+        watch = self._watch
+        return Outcome(self._meter, self._slots.num_slots, self._clock.now, watch.num_steps, watch.num_checks)
+
+    def _keep_backlog(self) -> None:
+        if self._depth is not None:
+            while self._scheduler.num_waiting < self._depth and self._agenda.begin_next():
+                pass
+
+    def _step(self) -> None:
+        for event in self._scheduler.expire():
+            self._take(event)
+        if not self._scheduler.has_work:
+            return
+        plan = self._scheduler.schedule()
+        self._watch.look_at(plan)
+        self._note_admissions()
+        passengers = [self._passengers[row.request.request_id] for row in plan.rows]
+        seconds = self._cost.seconds(_shape_of(plan)) * plan.num_steps
+        num_backlogged = self._scheduler.num_running if self._scheduler.num_waiting else 0
+        self._meter.note_step(plan, passengers, seconds, num_backlogged, self._clock.now)
+        results = self._compute(plan, passengers)
+        self._agenda.pass_time(self._clock.now + seconds)
+        for event in self._scheduler.update(plan, results):
+            self._take(event)
+        self._watch.look_after()
+
+    def _compute(self, plan: StepPlan, passengers: list[Passenger]) -> list[RowResult]:
+        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
+        reservation = self._slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
+        self._scheduler.advance(plan, reservation)
+        return [
+            passenger.say(plan.num_steps) if row.is_sampled else _UNFINISHED
+            for row, passenger in zip(plan.rows, passengers, strict=True)
+        ]
+
+    def _note_admissions(self) -> None:
+        """Who has a slot for the first time."""
+        seated = set(self._scheduler.running)
+        new = [self._passengers[request.request_id] for request in seated - self._seated]
+        admitted = [passenger for passenger in new if not passenger.is_admitted]
+        for passenger in admitted:
+            passenger.is_admitted = True
+            is_right = passenger.request.admission_time == self._clock.now
+            self._watch.demand(is_right, f"request {passenger.request.request_id} was not admitted when it says")
+        self._meter.note_admissions(admitted, self._clock.now)
+        self._seated = seated
+
+    def _begin(self, conversation: Conversation) -> None:
+        self._submit(conversation, 0, opening(conversation.prefixes))
+
+    def _submit(self, conversation: Conversation, index: int, history: list[int]) -> None:
+        """One turn, behind what was said before."""
+        turn = conversation.turns[index]
+        options = self._setting.options(conversation, turn)
+        passenger = Passenger.of(conversation, index, self._num_requests, history, options, self._clock.now)
+        request = passenger.request
+        self._num_requests += 1
+        self._passengers[request.request_id] = passenger
+        self._meter.note_arrival(passenger, self._clock.now)
+        try:
+            self._scheduler.add(request)
+        except QueueFull:
+            self._end(passenger, Fate.REFUSED)
+            return
+        if turn.patience is not None:
+            self._agenda.plan(self._clock.now + turn.patience, partial(self._leave, request.request_id))
+
+    def _leave(self, request_id: str) -> None:
+        """The client goes away, if its request has not ended."""
+        passenger = self._passengers.get(request_id)
+        if passenger is not None:
+            passenger.has_left = True
+            event = self._scheduler.abort(request_id)
+            self._watch.demand(event is not None, f"request {request_id} cannot be aborted")
+            if event is not None:
+                self._take(event)
+
+    def _take(self, event: TokenEvent) -> None:
+        passenger = self._passengers.get(event.request_id)
+        if passenger is None:
+            self._watch.demand(False, f"there is news of request {event.request_id}, which has ended")
+        elif event.finish_reason is not None:
+            self._end(passenger, passenger.fate(event))
+
+    def _end(self, passenger: Passenger, fate: Fate) -> None:
+        request = passenger.request
+        del self._passengers[request.request_id]
+        if fate is Fate.FINISHED:
+            is_whole = request.num_output_tokens == passenger.turn.num_output_tokens
+            self._watch.demand(is_whole, f"request {request.request_id} was cut short")
+        self._meter.note_end(passenger, fate, self._clock.now)
+        self._go_on(passenger)
+
+    def _go_on(self, passenger: Passenger) -> None:
+        """The next turn of its conversation, after a pause."""
+        conversation, following = passenger.conversation, passenger.index + 1
+        if following < len(conversation.turns):
+            submit = partial(self._submit, conversation, following, passenger.request.token_ids)
+            self._agenda.plan(self._clock.now + conversation.turns[following].pause, submit)
+
+
+def _shape_of(plan: StepPlan) -> StepShape:
+    decode, prefill = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
+    return StepShape(
+        num_prompt_tokens=sum(row.num_new_tokens for row in prefill),
+        num_decode_rows=len(decode),
+        num_context_tokens=sum(row.request.num_computed for row in decode),
+        num_copied_tokens=sum(copy.num_tokens for copy in plan.copies),
+    )

@@ -1,0 +1,252 @@
+"""/metrics tells what was really done, in a form that Prometheus takes; the documents tell of these metrics only."""
+
+import asyncio
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from chairlift.api.app import ApiOptions
+from chairlift.api.routes import ROUTES
+from tests.api.conftest import SLOTS, Server
+from tests.api.contract import CHAT, COMPLETIONS, post, user
+from tests.api.fault_support import forward_of, held, serving, until_idle
+from tests.api.metric_support import PATH, metrics_named_in, scrape
+from tests.engine.async_support import wait_until
+
+ROOT = Path(__file__).parents[2]
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+SIX = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+LONG = {**SIX, "max_tokens": 400}
+
+
+@pytest.mark.asyncio
+async def test_every_family_has_a_type_a_help_and_a_name_of_ours_or_of_the_process(server: Server) -> None:
+    families = (await scrape(server)).families
+    assert len(families) > 20
+    for name, family in families.items():
+        assert name.startswith(("chairlift_", "process_")), name
+        assert family.type in ("counter", "gauge", "histogram"), name
+        assert len(family.documentation) > 10, name
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_has_done_nothing_says_so(server: Server) -> None:
+    seen = await scrape(server)
+    assert seen.values("chairlift_slots", "state") == {"free": SLOTS, "warm": 0, "prefilling": 0, "decoding": 0}
+    outcomes = ["stop", "length", "abort", "timeout", "error", "rejected"]
+    assert seen.values("chairlift_requests_total", "outcome") == dict.fromkeys(outcomes, 0)
+    assert seen.value("chairlift_engine_up") == 1
+    assert seen.value("chairlift_generated_tokens_total") == 0
+    info = seen.families["chairlift_engine_info"].samples[0].labels
+    assert (info["model"], info["max_batch_size"], info["dtype"]) == ("bundled", str(SLOTS), "float32")
+
+
+@pytest.mark.asyncio
+async def test_tokens_steps_and_times_are_those_of_the_requests(server: Server) -> None:
+    for _ in range(2):
+        await post(server, COMPLETIONS, SIX)
+    seen = await scrape(server)
+    assert seen.value("chairlift_prompt_tokens_total") == 16
+    assert seen.value("chairlift_cached_tokens_total") == 7
+    assert seen.value("chairlift_generated_tokens_total") == 12
+    assert seen.value("chairlift_step_rows_count") == 12
+    assert seen.value("chairlift_step_rows_sum") == 12
+    assert seen.value("chairlift_step_tokens_sum") == (8 + 5) + (1 + 5)
+    assert seen.value("chairlift_step_duration_seconds_count") == 12
+    assert seen.value("chairlift_time_to_first_token_seconds_count") == 2
+    assert seen.value("chairlift_inter_token_latency_seconds_count") == 10
+    assert seen.value("chairlift_queue_time_seconds_count") == 2
+    assert seen.value("chairlift_request_duration_seconds_count") == 2
+    assert seen.value("chairlift_request_prompt_tokens_sum") == 16
+    assert seen.value("chairlift_request_generated_tokens_sum") == 12
+    assert seen.value("chairlift_requests_total", outcome="length") == 2
+    assert seen.value("chairlift_slots", state="warm") == 1
+    first, whole = (
+        seen.value(f"chairlift_{name}_sum") for name in ("time_to_first_token_seconds", "request_duration_seconds")
+    )
+    steps, tokens = (
+        seen.value(f"chairlift_{name}_sum") for name in ("step_duration_seconds", "inter_token_latency_seconds")
+    )
+    assert 0 < first < first + tokens <= whole
+    assert 0 < steps <= whole
+
+
+@pytest.mark.asyncio
+async def test_buckets_grow_to_the_count(server: Server) -> None:
+    await post(server, COMPLETIONS, {**SIX, "n": 3})
+    for name, family in (await scrape(server)).families.items():
+        if family.type != "histogram":
+            continue
+        buckets = [sample for sample in family.samples if sample.name == f"{name}_bucket"]
+        bounds = [float(sample.labels["le"]) for sample in buckets]
+        counts = [sample.value for sample in buckets]
+        (count,) = [sample.value for sample in family.samples if sample.name == f"{name}_count"]
+        assert bounds == sorted(set(bounds))
+        assert bounds[-1] == float("inf")
+        assert all(low <= high for low, high in itertools.pairwise(counts)), name
+        assert counts[-1] == count > 0, name
+
+
+@pytest.mark.asyncio
+async def test_every_choice_of_every_prompt_is_a_request_with_an_outcome_of_its_own(server: Server) -> None:
+    await post(server, COMPLETIONS, {**SIX, "prompt": ["a", "b"], "n": 2})
+    await post(server, CHAT, {"messages": user("What is 17 + 25?"), "temperature": 0})
+    await post(server, COMPLETIONS, {"prompt": "1, 2, 3, 4,", "max_tokens": 40, "temperature": 0, "stop": [","]})
+    seen = await scrape(server)
+    assert seen.value("chairlift_requests_total", outcome="length") == 4
+    assert seen.value("chairlift_requests_total", outcome="stop") == 2
+    assert seen.value("chairlift_requests_total", outcome="abort") == 0
+
+
+@pytest.mark.asyncio
+async def test_who_is_turned_away_leaves_fails_or_runs_out_of_time_is_counted_as_that() -> None:
+    async with serving(max_batch_size=1, max_queue_size=0) as server, aiohttp.ClientSession() as http:
+        with held(forward_of(server.llm), "hidden") as gate:
+            leaving = asyncio.create_task(http.post(server.url + COMPLETIONS, json={**LONG, "stream": True}))
+            await gate.entered()
+            refused = asyncio.create_task(post(server, COMPLETIONS, SIX, status=429))
+            await wait_until(lambda: server.llm.num_unfinished == 2, "both have come")
+            gate.open()
+            await refused
+            (await leaving).close()
+            await until_idle(server, server.llm.config.num_slots)
+        await post(server, COMPLETIONS, {**LONG, "timeout": 0.02})
+        seen = await scrape(server)
+        outcomes = seen.values("chairlift_requests_total", "outcome")
+        assert outcomes == {"stop": 0, "length": 0, "abort": 1, "timeout": 1, "error": 0, "rejected": 1}
+        assert seen.value("chairlift_http_responses_total", path=COMPLETIONS, status="429") == 1
+        assert seen.value("chairlift_request_duration_seconds_count") == 0
+
+
+@pytest.mark.asyncio
+async def test_replies_are_counted_by_path_and_status_whatever_paths_clients_make_up(server: Server) -> None:
+    async with aiohttp.ClientSession() as http:
+        for path in ("/v1/nothing", "/../etc", "/page/nowhere.js", "/%0a"):
+            await http.get(server.url + path)
+        await http.post(server.url + COMPLETIONS, data=b"no json")
+        await http.get(server.url + COMPLETIONS)
+        await http.get(server.url + "/v1/models/some/other")
+        await http.get(server.url + "/page/page.js")
+        await http.get(server.url)
+    responses = (await scrape(server)).families["chairlift_http_responses"].samples
+    assert {(each.labels["path"], each.labels["status"]): each.value for each in responses} == {
+        ("other", "404"): 4,
+        (COMPLETIONS, "400"): 1,
+        ("other", "405"): 1,
+        ("/v1/models/{model}", "404"): 1,
+        ("other", "200"): 1,
+        ("/", "200"): 1,
+    }
+
+
+@pytest.mark.asyncio
+async def test_a_scrape_waits_for_no_step_and_tells_of_an_engine_that_hangs_and_of_a_dead_one() -> None:
+    async with serving(step_timeout=0.3) as server, aiohttp.ClientSession() as http:
+        with held(forward_of(server.llm), "hidden") as gate:
+            gate.allow(3)
+            reading = asyncio.create_task(http.post(server.url + COMPLETIONS, json=LONG))
+            for _ in range(4):
+                await gate.entered()
+            held_up = await scrape(server)
+            response = await reading
+            assert response.status == 500
+            dead = await scrape(server)
+    assert held_up.value("chairlift_engine_up") == 1
+    assert held_up.value("chairlift_requests_running") == 1
+    assert held_up.value("chairlift_generated_tokens_total") == 3
+    assert held_up.value("chairlift_slots", state="decoding") == 1
+    assert dead.value("chairlift_engine_up") == 0
+    assert dead.value("chairlift_generated_tokens_total") == 3
+    assert dead.value("chairlift_requests_total", outcome="error") == 1
+
+
+@pytest.mark.asyncio
+async def test_who_waits_is_counted_as_soon_as_it_has_come() -> None:
+    async with serving(max_batch_size=1) as server:
+        with held(forward_of(server.llm), "hidden") as gate:
+            readers = [asyncio.create_task(post(server, COMPLETIONS, SIX)) for _ in range(3)]
+            await gate.entered()
+            await wait_until(lambda: server.llm.num_unfinished == 3, "all have come")
+            gate.allow(1)
+            await gate.entered()
+            seen = await scrape(server)
+            gate.open()
+            await asyncio.gather(*readers)
+        assert (seen.value("chairlift_requests_waiting"), seen.value("chairlift_requests_running")) == (2, 1)
+
+
+@pytest.mark.asyncio
+async def test_no_key_is_asked_for_and_openmetrics_is_spoken_where_it_is_wanted() -> None:
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    async with serving(ApiOptions(api_keys=["secret"])) as server, aiohttp.ClientSession() as http:
+        async with http.get(server.url + PATH, headers=accept) as response:
+            assert response.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+            text = await response.text()
+        async with http.get(server.url + PATH) as plain:
+            assert plain.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        async with http.head(server.url + PATH) as head:
+            assert head.status == 200
+    names = {family.name for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
+    assert {"chairlift_generated_tokens", "chairlift_step_duration_seconds"} <= names
+    assert "secret" not in text
+
+
+@pytest.mark.asyncio
+async def test_the_document_lists_the_metrics_that_there_are_with_their_labels(server: Server) -> None:
+    await post(server, COMPLETIONS, SIX)
+    seen = await scrape(server)
+    rows = re.findall(r"^\| `([a-z_]+)(?:\{([a-z_, ]+)\})?` \| (\w+) \|", read("docs/metrics.md"), re.MULTILINE)
+    told = {(name, tuple(labels.split(", ")) if labels else (), kind) for name, labels, kind in rows}
+    there_are = set()
+    for name, family in seen.families.items():
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        is_info = name == "chairlift_engine_info"  # whose labels are the configuration
+        full_name = f"{name}_total" if family.type == "counter" else name
+        there_are.add((full_name, () if is_info else tuple(sorted(labels)), family.type))
+    assert told == there_are
+    assert metrics_named_in(read("docs/metrics.md")) <= seen.names
+
+
+@pytest.mark.asyncio
+async def test_the_dashboard_asks_for_metrics_that_there_are_with_labels_that_they_have(server: Server) -> None:
+    await post(server, COMPLETIONS, SIX)
+    seen = await scrape(server)
+    dashboard: dict[str, Any] = json.loads(read("examples/grafana-dashboard.json"))
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(queries) >= len(panels) >= 10
+    for query in queries:
+        named = metrics_named_in(query)
+        assert named, query
+        assert named <= seen.names, query
+        labels = set(re.findall(r"by \(([a-z_, ]+)\)", query))
+        known = {label for family in seen.families.values() for sample in family.samples for label in sample.labels}
+        assert {label.strip() for group in labels for label in group.split(",")} <= known | {"instance"}, query
+
+
+def test_panels_have_titles_units_and_places_that_do_not_overlap() -> None:
+    dashboard: dict[str, Any] = json.loads(read("examples/grafana-dashboard.json"))
+    cells: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert panel["title"]
+        assert not own & cells, panel["title"]
+        assert max(x for x, _ in own) < 24, panel["title"]
+        cells |= own
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_metrics_are_a_route_of_the_api() -> None:
+    assert PATH in {route.path for route in ROUTES if route.is_open}
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")

@@ -1,0 +1,128 @@
+"""How a request is served beside others: what a body and its API key say of it, down to the engine."""
+
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from chairlift.api.app import ApiOptions
+from chairlift.params import MAX_PRIORITY, RequestOptions
+from tests.api.conftest import Server
+from tests.api.contract import CHAT, COMPLETIONS, error_of, post, serving, user
+from tests.api.fault_support import Launches, recorded
+
+RESPONSES = "/v1/responses"
+PROMPTS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": user("Hi!")},
+    COMPLETIONS: {"prompt": "Hi!"},
+    RESPONSES: {"input": "Hi!"},
+}
+OURS = {"priority": -3, "timeout": 60.5, "cache_salt": "pepper"}
+AS_ASKED = RequestOptions(priority=-3, timeout=60.5, cache_salt="pepper", tenant="ann")
+
+
+def options_in(launches: Launches) -> set[RequestOptions]:
+    return {request.options for launch in launches.all for request in launch.requests}
+
+
+@pytest.mark.asyncio
+async def test_a_chats_options_reach_the_engine(server: Server, client: AsyncOpenAI) -> None:
+    with recorded(server.llm) as launches:
+        reply = await client.chat.completions.create(
+            model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], user="ann", extra_body=OURS
+        )
+    assert options_in(launches) == {AS_ASKED}
+    assert reply.choices[0].message.content == "17 + 25 = 42."
+
+
+@pytest.mark.asyncio
+async def test_a_responses_options_reach_the_engine(server: Server, client: AsyncOpenAI) -> None:
+    with recorded(server.llm) as launches:
+        reply = await client.responses.create(model="bundled", input="What is 17 + 25?", user="ann", extra_body=OURS)
+    assert options_in(launches) == {AS_ASKED}
+    assert (reply.output_text, reply.user) == ("17 + 25 = 42.", "ann")
+
+
+@pytest.mark.asyncio
+async def test_all_prompts_and_choices_of_a_completion_have_its_options(server: Server, client: AsyncOpenAI) -> None:
+    with recorded(server.llm) as launches:
+        await client.completions.create(
+            model="bundled", prompt=["one", "two"], n=2, max_tokens=2, user="ann", extra_body=OURS
+        )
+    assert options_in(launches) == {AS_ASKED}
+    assert len({request for launch in launches.all for request in launch.rows}) == 4
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_what_is_left_out_has_its_default(server: Server, path: str) -> None:
+    with recorded(server.llm) as launches:
+        await post(server, path, PROMPTS[path])
+    assert options_in(launches) == {RequestOptions()}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_the_outermost_values_are_taken(server: Server, path: str) -> None:
+    for priority in (MAX_PRIORITY, -MAX_PRIORITY):
+        await post(server, path, {**PROMPTS[path], "priority": priority, "timeout": 1e9, "cache_salt": "x" * 256})
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "priority too high": ({"priority": 2**31}, "priority: Input should be less than or equal to 2147483647"),
+    "priority too low": ({"priority": -(2**31)}, "priority: Input should be greater than or equal to -2147483647"),
+    "priority in between": ({"priority": 0.5}, "priority: Input should be a valid integer"),
+    "priority that is true": ({"priority": True}, "priority: Input should be a valid integer"),
+    "no time": ({"timeout": 0}, "timeout: Input should be greater than 0"),
+    "less than no time": ({"timeout": -1}, "timeout: Input should be greater than 0"),
+    "all the time": ({"timeout": float("inf")}, "timeout: Input should be a finite number"),
+    "no number of time": ({"timeout": float("nan")}, "timeout: Input should be"),
+    "time as text": ({"timeout": "5"}, "timeout: Input should be a valid number"),
+    "empty salt": ({"cache_salt": ""}, "cache_salt is empty; leave it out, or give at least one character"),
+    "long salt": ({"cache_salt": "x" * 257}, "cache_salt: String should have at most 256 characters"),
+    "salt that is no text": ({"cache_salt": 5}, "cache_salt: Input should be a valid string"),
+    "user that is no text": ({"user": 5}, "user: Input should be a valid string"),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_bad_options_are_refused_by_name(server: Server, path: str) -> None:
+    for fields, message in BAD.values():
+        for stream in (False, True):
+            error = await error_of(server, path, {**PROMPTS[path], **fields, "stream": stream})
+            assert error["param"] == next(iter(fields))
+            assert error["message"].startswith(message)
+
+
+# --- tenants
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("name", "tenant"), [("ann", "ann"), ("", ""), (None, "")])
+async def test_without_keys_the_user_is_the_tenant(server: Server, name: str | None, tenant: str) -> None:
+    with recorded(server.llm) as launches:
+        await post(server, COMPLETIONS, {"prompt": "Hi!", "max_tokens": 1, "user": name})
+    assert options_in(launches) == {RequestOptions(tenant=tenant)}
+
+
+@pytest.mark.asyncio
+async def test_a_key_is_one_tenant_whatever_user_it_names() -> None:
+    async with serving(ApiOptions(api_keys=["one", "two"])) as server:
+        tenants = {}
+        for key in ("one", "two"):
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+                with recorded(server.llm) as launches:
+                    for name in ("ann", "bob", "two"):
+                        await client.completions.create(model="bundled", prompt="Hi!", max_tokens=1, user=name)
+                    await client.completions.create(model="bundled", prompt="Hi!", max_tokens=1)
+                (tenants[key],) = {options.tenant for options in options_in(launches)}
+    assert tenants == {"one": "7692c3ad3540bb80", "two": "3fc4ccfe745870e2"}  # of their SHA-256
+
+
+@pytest.mark.asyncio
+async def test_hints_of_other_servers_make_no_tenants(server: Server) -> None:
+    hints = {"safety_identifier": "ann", "prompt_cache_key": "bob", "metadata": {"user": "cid"}}
+    with recorded(server.llm) as launches:
+        await post(server, COMPLETIONS, {"prompt": "Hi!", "max_tokens": 1, **hints})
+    assert options_in(launches) == {RequestOptions()}

@@ -1,0 +1,118 @@
+"""What `usage` says of reuse: summed over prompts, always there, in the words of each endpoint."""
+
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from openai.types.completion_usage import PromptTokensDetails
+
+from chairlift.api.wire.response_object import ResponseUsage
+from chairlift.api.wire.usage import Usage
+from chairlift.params import CompletionOutput, RequestOutput
+from tests.api.conftest import Server
+from tests.api.contract import (
+    CHAT,
+    COMPLETIONS,
+    check_chat,
+    check_chat_chunk,
+    check_completion,
+    chunks_of,
+    client_of,
+    post,
+    serving,
+    user,
+)
+
+
+def output_of(num_prompt: int, num_cached: int, *num_generated: int) -> RequestOutput:
+    choices = [CompletionOutput(index, token_ids=[7] * count) for index, count in enumerate(num_generated)]
+    return RequestOutput("r", None, [5] * num_prompt, choices, num_cached_tokens=num_cached)
+
+
+def test_reuse_is_summed_over_the_prompts_of_a_request() -> None:
+    assert Usage.of([output_of(10, 8, 3, 4), output_of(5, 0, 1, 1)]).model_dump() == {
+        "prompt_tokens": 15,
+        "completion_tokens": 9,
+        "total_tokens": 24,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }
+
+
+def test_responses_have_their_own_words_for_it() -> None:
+    assert ResponseUsage.of(Usage.of([output_of(10, 8, 3)])).model_dump() == {
+        "input_tokens": 10,
+        "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 13,
+    }
+
+
+# --- an engine that reuses
+
+
+STORY = "Once upon a time there was a little lift"  # a byte is a token
+QUESTION = "What is 17 + 25?"
+
+
+async def cached(client: AsyncOpenAI, prompt: str | list[str] = STORY, **extra: Any) -> int:
+    """Tokens that a completion says it reused."""
+    reply = await client.completions.create(
+        model="bundled", prompt=prompt, temperature=0, max_tokens=3, extra_body=extra
+    )
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens is not None
+    return reply.usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_that_comes_again_is_reused_but_for_its_last_token(client: AsyncOpenAI) -> None:
+    assert await cached(client) == 0
+    assert await cached(client) == len(STORY) - 1
+    assert await cached(client, STORY + " that went up") == len(STORY)
+    assert await cached(client, [STORY, "never seen", STORY]) == 2 * (len(STORY) - 1)
+
+
+@pytest.mark.asyncio
+async def test_a_salt_keeps_prompts_apart(client: AsyncOpenAI) -> None:
+    assert await cached(client, cache_salt="ours") == 0
+    assert await cached(client) == 0
+    assert await cached(client, cache_salt="theirs") == 0
+    assert await cached(client, cache_salt="ours") == len(STORY) - 1
+
+
+@pytest.mark.asyncio
+async def test_users_share_prompts_unless_they_have_salts(client: AsyncOpenAI) -> None:
+    assert await cached(client, user="ann") == 0
+    assert await cached(client, user="bob") == len(STORY) - 1
+
+
+@pytest.mark.asyncio
+async def test_reuse_can_be_turned_off() -> None:
+    async with serving(enable_prefix_caching=False) as server, client_of(server) as client:
+        assert [await cached(client), await cached(client)] == [0, 0]
+
+
+@pytest.mark.asyncio
+async def test_every_endpoint_and_both_kinds_of_replies_tell_of_it(server: Server) -> None:
+    chat = {"messages": user(QUESTION), "temperature": 0}
+    first = check_chat(await post(server, CHAT, chat))
+    assert (first.usage and first.usage.prompt_tokens_details) == PromptTokensDetails(cached_tokens=0)
+    second = check_chat(await post(server, CHAT, chat))
+    assert second.usage is not None
+    reused = PromptTokensDetails(cached_tokens=second.usage.prompt_tokens - 1)
+    assert second.usage.prompt_tokens_details == reused
+    assert second.choices == first.choices
+    *_, last = await chunks_of(server, CHAT, {**chat, "stream_options": {"include_usage": True}})
+    assert check_chat_chunk(last).usage == second.usage
+    response = await post(server, "/v1/responses", {"input": QUESTION, "temperature": 0})
+    assert response["usage"]["input_tokens_details"] == {
+        "cached_tokens": reused.cached_tokens,
+        "cache_write_tokens": 0,
+    }
+    continued = {"prompt": STORY, "max_tokens": 3}
+    await post(server, COMPLETIONS, continued)
+    *_, last = await chunks_of(server, COMPLETIONS, {**continued, "stream_options": {"include_usage": True}})
+    usage = check_completion(last).usage
+    assert (usage and usage.prompt_tokens_details) == PromptTokensDetails(cached_tokens=len(STORY) - 1)

@@ -1,0 +1,72 @@
+"""benchmarks/scheduler_cost.py in the small: every figure is there. What they are is not for a test to say."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scheduler_cost
+from simulation.timing import StepTimes, make_request, medians, timed_step
+
+from chairlift.cache.ledger import SlotLedger
+from chairlift.params import RequestOptions
+from chairlift.scheduler import Scheduler
+
+VERBS = ["schedule", "reserve", "advance", "update", "scheduler", "total"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["scheduler_cost.py", *flags])
+    assert scheduler_cost.main() == 0
+
+
+def test_all_parts_are_measured_and_the_last_line_is_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "cost.json"
+    small = ["--rows", "1", "4", "--waiting", "0", "10", "--prefix-slots", "3", "--prefix-tokens", "200"]
+    run(monkeypatch, *small, "--steps", "60", "--rounds", "1", "--json", str(path))
+    lines = capsys.readouterr().out.splitlines()
+    report: dict[str, Any] = json.loads(lines[-1])
+    assert json.loads(path.read_text(encoding="utf-8")) == report
+    costs = report["microseconds"]
+    assert list(costs["rows"]) == [
+        "1 decode rows",
+        "4 decode rows",
+        "4 rows, half of them new",
+        "4 rows, all of them new",
+    ]
+    assert len(costs["waiting"]) == 5 * 2
+    assert list(costs["queue"]) == ["10 waiting"]
+    assert list(costs["queue"]["10 waiting"]) == ["add", "abort", "expire none", "expire each of all"]
+    assert len(costs["prefixes"]) == 5
+    assert all(list(figures) == VERBS for part in ("rows", "waiting") for figures in costs[part].values())
+    assert all(value > 0 for figures in costs["rows"].values() for value in figures.values())
+    assert lines[0].startswith("1 decode rows ")
+    assert len(lines) == 4 + 10 + 1 + 5 + 1
+
+
+def test_medians_are_of_each_verb_and_of_their_sums() -> None:
+    times = [StepTimes(1e-6, 2e-6, 3e-6, 4e-6), StepTimes(3e-6, 2e-6, 1e-6, 0.0), StepTimes(2e-6, 9e-6, 2e-6, 2e-6)]
+    assert medians(times) == {
+        "schedule": 2.0,
+        "reserve": 2.0,
+        "advance": 2.0,
+        "update": 2.0,
+        "scheduler": 6.0,
+        "total": 10.0,
+    }
+
+
+def test_a_timed_step_is_a_whole_step() -> None:
+    slots = SlotLedger(2, 20)
+    scheduler = Scheduler(slots, 8, 1, max_queue_size=0)
+    requests = [make_request(3, 2, RequestOptions(tenant="a")), make_request(3, 1, opening=[7, 8])]
+    assert requests[1].prompt_token_ids[:2] == [7, 8]
+    scheduler.add(*requests)
+    timed_step(scheduler, slots)
+    assert [request.num_output_tokens for request in requests] == [1, 1]
+    timed_step(scheduler, slots)
+    assert not scheduler.has_work
+    assert [request.num_output_tokens for request in requests] == [2, 1]

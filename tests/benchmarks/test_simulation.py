@@ -1,0 +1,249 @@
+"""Tiny worlds, whose every time can be reckoned by hand; and breaches, which must be seen."""
+
+from collections.abc import Sequence
+from math import isnan
+from typing import Any
+
+import pytest
+from simulation.costs import LinearCost
+from simulation.figures import Figures, Spread, figures_of
+from simulation.records import Fate
+from simulation.simulation import Machine, Outcome, Setting, Simulation
+from simulation.watch import Breach, Watch
+from simulation.workload import Conversation, Prefix, Turn, opening, text
+
+from chairlift.cache.ledger import SlotLedger
+from chairlift.params import SamplingParams
+from chairlift.scheduler import Policy, Request, RowPlan, Scheduler, StepPlan
+
+SECOND_A_STEP = LinearCost(step=1.0, prompt_token=0.0, decode_row=0.0, context_token=0.0, copied_token=0.0)
+FIRST_COME = Setting("first-come", Policy(enable_prefix_caching=False))
+
+
+def one(arrival: float, num_prompt: int, num_output: int, **others: Any) -> Conversation:
+    """A conversation of one turn; what is not the turn's is the conversation's."""
+    turn = {name: others.pop(name) for name in ("patience", "timeout") if name in others}
+    return Conversation(arrival, (Turn(num_prompt, num_output, num_output, **turn),), **others)
+
+
+def play(
+    *workload: Conversation,
+    num_slots: int = 1,
+    budget: int = 100,
+    setting: Setting = FIRST_COME,
+    cost: LinearCost = SECOND_A_STEP,
+    depth: int | None = None,
+    slot_tokens: int = 100,
+    **machine: int,
+) -> Outcome:
+    sizes = Machine(num_slots, slot_tokens, budget, **machine)
+    return Simulation(iter(workload), sizes, setting, cost, depth=depth).run()
+
+
+def column(outcome: Outcome, name: str) -> list[float]:
+    values: list[float] = outcome.meter.records.column(name).tolist()
+    return values
+
+
+def test_a_request_waits_for_the_slot_of_another() -> None:
+    outcome = play(one(0.0, 3, 2), one(0.5, 3, 3))
+    assert column(outcome, "admission") == [0.0, 2.0]
+    assert column(outcome, "first_token") == [1.0, 3.0]
+    assert column(outcome, "end") == [2.0, 5.0]
+    assert (outcome.duration, outcome.num_steps, outcome.meter.use.busy) == (5.0, 5, 5.0)
+    assert (outcome.meter.use.backlogged, outcome.meter.use.backlogged_slots) == (
+        1.0,
+        1.0,
+    )  # from 1.0 to 2.0
+
+
+def quantiles(spread: Spread | None) -> list[float]:
+    assert spread is not None
+    return [spread.mean, spread.p50, spread.p90, spread.p99, spread.max]
+
+
+def test_figures_of_that_world() -> None:
+    figures = figures_of("x", play(one(0.0, 3, 2), one(0.5, 3, 3)), starved_after=1.0)
+    assert quantiles(figures.queueing) == pytest.approx([0.75, 0.75, 1.35, 1.485, 1.5])
+    assert quantiles(figures.ttft) == pytest.approx([1.75, 1.75, 2.35, 2.485, 2.5])
+    assert figures.tpot == Spread(1.0, 1.0, 1.0, 1.0, 1.0)
+    assert (figures.output_tokens_per_s, figures.prompt_tokens_per_s) == (1.0, 1.2)
+    assert (figures.slot_use, figures.backlogged_share, figures.num_starved) == (1.0, 0.2, 1)
+    assert figures.jain_slowdown == 1.0
+    assert figures.largest_tenant.slowdown == pytest.approx((2 / 2 + 4.5 / 3) / 2)
+    assert figures.other_tenants is None
+
+
+def test_a_step_takes_as_long_as_what_is_in_it() -> None:
+    cost = LinearCost(step=1.0, prompt_token=0.1, decode_row=0.01, context_token=0.001, copied_token=0.0)
+    outcome = play(one(0.0, 10, 3), cost=cost)
+    # 10 prompt tokens; a row with 10 tokens in its slot; a row with 11
+    assert outcome.duration == pytest.approx(2.0 + 1.02 + 1.021)
+
+
+def test_a_long_prompt_is_computed_within_the_budget() -> None:
+    assert column(play(one(0.0, 25, 1), budget=10), "first_token") == [3.0]
+
+
+def test_several_steps_of_a_launch_take_several_times_as_long() -> None:
+    outcome = play(one(0.0, 3, 9), max_steps_per_launch=4)
+    assert column(outcome, "end") == [9.0]
+    assert outcome.num_steps == 3  # 1 + 4 + 4
+
+
+def test_an_end_token_in_the_middle_of_a_launch_ends_the_answer() -> None:
+    turn = Turn(3, num_output_tokens=3, max_tokens=50)
+    outcome = play(Conversation(0.0, (turn,)), max_steps_per_launch=4)
+    assert column(outcome, "num_output_tokens") == [3.0]
+    assert column(outcome, "end") == [5.0]  # the launch is not cut short
+
+
+def test_the_clock_jumps_over_idle_times() -> None:
+    outcome = play(one(5.0, 1, 1), one(100.0, 1, 1))
+    assert column(outcome, "admission") == [5.0, 100.0]
+    assert outcome.duration == 101.0
+
+
+def test_a_client_that_goes_away_gives_its_slot_back() -> None:
+    outcome = play(one(0.0, 3, 50, patience=2.5), one(0.0, 3, 1))
+    assert column(outcome, "fate") == [Fate.LEFT, Fate.FINISHED]
+    assert column(outcome, "end") == [2.5, 4.0]  # within a step, whose end frees the slot
+
+
+def test_a_client_that_goes_away_while_it_waits_never_had_a_slot() -> None:
+    outcome = play(one(0.0, 3, 5), one(0.0, 3, 5, patience=1.5))
+    assert column(outcome, "fate") == [Fate.LEFT, Fate.FINISHED]
+    assert isnan(column(outcome, "admission")[0])
+
+
+def test_a_client_with_patience_enough_gets_its_answer() -> None:
+    assert column(play(one(0.0, 3, 3, patience=3.5)), "fate") == [Fate.FINISHED]
+
+
+def test_timeouts_end_requests_in_the_queue_and_in_slots() -> None:
+    outcome = play(one(0.0, 3, 50, timeout=3.5), one(0.0, 3, 5, timeout=2.5))
+    assert column(outcome, "fate") == [Fate.EXPIRED, Fate.TIMED_OUT]
+    assert column(outcome, "end") == [3.0, 4.0]  # before the next step begins
+    assert column(outcome, "num_output_tokens") == [0.0, 4.0]
+
+
+def test_a_full_queue_refuses() -> None:
+    outcome = play(*[one(0.0, 3, 3)] * 4, max_queue_size=1)
+    fates = figures_of("x", outcome, starved_after=60.0).fates
+    assert fates == {"finished": 2, "left": 0, "timed_out": 0, "expired": 0, "refused": 2}
+
+
+def test_a_turn_follows_the_answer_before_it_and_repeats_it() -> None:
+    turns = (Turn(3, 2, 2), Turn(4, 1, 1, pause=10.0))
+    outcome = play(Conversation(0.0, turns), setting=Setting("prefixes", Policy()))
+    assert column(outcome, "arrival") == [0.0, 12.0]
+    assert column(outcome, "num_prompt_tokens") == [3.0, 9.0]  # 3 + 2 + 4
+    assert column(outcome, "num_cached_tokens") == [0.0, 4.0]  # the last token said has no keys and values
+
+
+def test_a_backlog_is_kept_up_whatever_the_arrival_times() -> None:
+    outcome = play(*[one(1000.0 * i, 3, 2) for i in range(4)], depth=2)
+    assert column(outcome, "admission") == [0.0, 2.0, 4.0, 6.0]
+    assert column(outcome, "arrival") == [0.0, 0.0, 1.0, 3.0]  # as soon as one of the two has a slot
+    assert outcome.duration == 8.0
+
+
+def test_shared_beginnings_are_found_and_copied() -> None:
+    family = (Prefix(1, 40),)
+    requests = [one(10.0 * i, 5, 2, prefixes=family) for i in range(3)]
+    outcome = play(*requests, num_slots=4, setting=Setting("prefixes", Policy()))
+    assert column(outcome, "num_cached_tokens") == [0.0, 40.0, 40.0]
+    figures = figures_of("x", outcome, starved_after=60.0)
+    assert figures.prefix_hit_rate == pytest.approx(80 / 135)
+    without = play(*requests, num_slots=4)
+    assert column(without, "num_cached_tokens") == [0.0, 0.0, 0.0]
+
+
+def test_priorities_are_told_only_where_the_setting_knows_them() -> None:
+    workload = [one(0.0, 3, 2), one(0.5, 3, 2, priority=1), one(0.6, 3, 2, priority=0)]
+    assert column(play(*workload), "priority") == [0.0, 0.0, 1.0]
+    blind = Setting("blind", Policy(enable_prefix_caching=False), knows_priorities=False)
+    outcome = play(*workload, setting=blind)
+    assert column(outcome, "priority") == [0.0, 1.0, 0.0]
+    assert outcome.meter.use.longest_overtaking == 0.0
+    figures = figures_of("x", outcome, starved_after=60.0)
+    assert figures.most_urgent.num_requests == 2
+    assert quantiles(figures.most_urgent.ttft)[-1] == pytest.approx(4.4)
+    assert figures.less_urgent is not None
+    assert quantiles(figures.less_urgent.ttft)[-1] == pytest.approx(2.5)
+    assert play(*workload).meter.use.longest_overtaking == pytest.approx(0.1)
+
+
+def tenants_ends(setting: Setting) -> list[float]:
+    """Ends of a tenant's only request, after ten of another's in the queue, all of some size."""
+    workload = [*[one(0.0, 400, 2, tenant="many")] * 10, one(0.0, 400, 2, tenant="one")]
+    outcome = play(*workload, setting=setting, budget=1000, slot_tokens=1000)
+    ends, tenants = column(outcome, "end"), column(outcome, "tenant")
+    return [end for end, tenant in zip(ends, tenants, strict=True) if outcome.meter.tenants[int(tenant)] == "one"]
+
+
+def test_tenants_are_told_only_where_the_setting_knows_them() -> None:
+    policy = Policy(enable_prefix_caching=False)
+    assert tenants_ends(Setting("blind", policy, knows_tenants=False)) == [22.0]
+    assert tenants_ends(Setting("fair", policy)) == [4.0]
+
+
+def test_preempted_requests_end_too() -> None:
+    setting = Setting("preemption", Policy(preempt_after=2))
+    outcome = play(one(0.0, 3, 9, priority=1), one(3.5, 3, 2), setting=setting)
+    assert column(outcome, "num_preemptions") == [0.0, 1.0]
+    assert column(outcome, "fate") == [Fate.FINISHED, Fate.FINISHED]
+
+
+def test_text_ends_with_what_the_family_begins() -> None:
+    assert opening((Prefix(1, 2),))[:2] != text(1, 2)
+
+
+def request(name: str) -> Request:
+    return Request(name, [1, 2, 3], SamplingParams(max_tokens=None), max_tokens=5, seed=0)
+
+
+def watch(*requests: Request, budget: int = 4) -> tuple[Scheduler, Watch]:
+    slots = SlotLedger(2, 20)
+    scheduler = Scheduler(slots, budget, 1, max_queue_size=10)
+    scheduler.add(*requests)
+    return scheduler, Watch(scheduler, slots, budget, check_every=1)
+
+
+def breach(watching: Watch, rows: Sequence[RowPlan], num_decode_rows: int) -> str:
+    with pytest.raises(Breach) as caught:
+        watching.look_at(StepPlan(tuple(rows), num_decode_rows, 1))
+    return str(caught.value)
+
+
+def test_plans_against_the_rules_are_seen() -> None:
+    scheduler, watching = watch(request("a"), request("b"))
+    (first, second) = scheduler.schedule().rows
+    assert breach(watching, [], 0) == "step 1: nothing is planned though somebody waits"
+    assert breach(watching, [RowPlan(request("c"), 1, True)], 0) == "step 2: rows are planned that have no slot: ['c']"
+    assert breach(watching, [first, first], 0) == "step 3: 6 tokens are planned, the budget is 4"
+    assert breach(watching, [first], 1) == "step 4: a decode row takes more than one token"
+    second.request.num_computed = 2
+    assert breach(watching, [first], 0) == "step 5: decode rows stall: ['b']"
+
+
+def test_what_is_left_behind_is_seen() -> None:
+    scheduler, watching = watch(request("a"))
+    scheduler.schedule()
+    with pytest.raises(Breach, match="step 0: 1 requests never ended"):
+        watching.look_at_end(num_alive=1)
+    with pytest.raises(Breach, match="step 0: only 1 of 2 slots came back"):
+        watching.look_at_end(num_alive=0)
+
+
+def test_books_that_do_not_agree_are_seen() -> None:
+    scheduler, watching = watch(request("a"))
+    (row,) = scheduler.schedule().rows
+    row.request.num_computed = 2
+    with pytest.raises(Breach, match="step 0: a and its slot"):
+        watching.look_after()
+
+
+def test_figures_can_be_written_as_json() -> None:
+    figures: Figures = figures_of("x", play(one(0.0, 3, 2)), starved_after=60.0)
+    assert figures.as_json()["ttft"] == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0}

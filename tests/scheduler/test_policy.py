@@ -64,6 +64,15 @@ def test_tenants_take_turns_whoever_came_first() -> None:
     assert order(engine) == ["a0", "a1", "b0", "a2", "a3", "a4"]
 
 
+def test_who_had_a_long_answer_lets_the_others_go_first() -> None:
+    engine = FakeEngine(num_slots=1, max_seq_len=1024)
+    engine.add("a0", PROMPT, 600, tenant="a")
+    engine.step()
+    for name in ("a1", "a2", "b0", "b1"):
+        engine.add(name, PROMPT, 1, tenant=name[0])
+    assert order(engine) == ["a0", "b0", "b1", "a1", "a2"]
+
+
 # Deadlines
 
 

@@ -148,15 +148,16 @@ class EngineCore:
     def _launch_next(self) -> bool:
         """False if nothing can be planned before the tokens of a launch in flight are known."""
         plan = self._scheduler.schedule()
+        self._scrub()  # slots that were yielded just now, before their new owners write to them
         if not plan.rows:
             return False
         try:
             launch = self._runner.launch(plan)
             self._scheduler.advance(plan, launch.reservation)
+            self._launches.append(launch)
         except BaseException:
             self._abandon(plan)
             raise
-        self._launches.append(launch)
         return True
 
     def _finish(self, launch: Launch) -> list[TokenEvent]:

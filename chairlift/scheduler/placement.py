@@ -2,7 +2,8 @@
 
 A request that ends leaves its slot warm. A new one gets, in this order:
 
-1. the warm slot that shares the longest prefix with it, as it is, if little else in that slot would be lost;
+1. the warm slot that shares the longest prefix with it, as it is, if little else in that slot would be lost, or if it
+   would be the next to go anyhow;
 2. a free slot, or the least recently used warm one, into which the longest prefix is copied from the slot that holds
    it, warm or running. A copy moves bytes that otherwise would have to be computed, layer by layer.
 
@@ -63,7 +64,7 @@ class Placement:
             request.num_reused = 0
         request.slot = slot
         request.num_computed = request.num_reused_proven = request.num_reused
-        request.is_proven = False
+        request.is_proven = request.has_bad_surplus = False
         self._owners[slot] = request
         if self._index is not None:
             self._index.insert(slot, tokens, request.options.cache_salt)
@@ -157,9 +158,9 @@ class Placement:
         warm = self._slots.warm
         if finding.slot not in warm:
             return None
-        is_only_one = not self._slots.num_free and next(iter(warm)) == finding.slot
+        is_next_to_go = not self._slots.num_free and next(iter(warm)) == finding.slot
         is_little_lost = warm[finding.slot] - finding.num_tokens <= _MAX_LOST_TOKENS
-        return finding.slot if is_only_one or is_little_lost else None
+        return finding.slot if is_next_to_go or is_little_lost else None
 
     def _copy(self, request: Request, finding: _Finding) -> SlotCopy | None:
         """The prefix that was found comes into the request's slot, if it is longer than what is there."""
@@ -182,4 +183,4 @@ class Placement:
 
 
 def _is_computing(owner: Request) -> bool:
-    return owner.slot is not None and owner.finish_reason is None and not owner.is_yielding
+    return owner.slot is not None and owner.finish_reason is None

@@ -195,6 +195,7 @@ class _Ring:
             self._enter(tenant)
         else:
             del self._lines[tenant]  # credit and debts are forgotten: who is not in line has no claim on the past
+            self._forget_old_entries()
 
     def peek(self) -> Request:
         return self._lines[self._next_tenant()].head

@@ -99,7 +99,9 @@ def clock_of(llm: AsyncLLM) -> Iterator[Clock]:
     """The scheduler's clock stands still unless it is moved."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm._core._scheduler, "_clock", clock)
+        scheduler = llm._core._scheduler
+        for keeper in (scheduler, scheduler._waiting):
+            patch.setattr(keeper, "_clock", clock)
         yield clock
 
 

@@ -308,3 +308,23 @@ def test_all_that_is_warm_can_be_declared_free() -> None:
     ledger.free_warm()
     assert (ledger.num_free, ledger.warm, ledger.claim(4)) == (4, {}, [0, 1, 2, 3])
     ledger.check()
+
+
+@pytest.mark.parametrize(("length", "num_new", "num_steps"), [(0, 8, 1), (5, 3, 1), (5, 1, 3), (7, 1, 1)])
+def test_a_slot_can_be_filled_to_its_last_token_and_no_further(length: int, num_new: int, num_steps: int) -> None:
+    ledger = SlotLedger(1, 8)
+    ledger.claim(1)
+    ledger.commit([length], ledger.reserve([0], [length]))
+    with pytest.raises(ValueError, match="would overrun"):
+        ledger.reserve([0], [num_new + 1], num_steps)
+    with pytest.raises(ValueError, match="would overrun"):
+        ledger.reserve([0], [num_new], num_steps + 1)
+    ledger.reserve([0], [num_new], num_steps)
+
+
+def test_the_lowest_free_slot_is_claimed_first_also_after_one_was_claimed_by_its_number() -> None:
+    ledger = SlotLedger(4, 8)
+    for slot in sorted(ledger.claim(4), key=[0, 2, 1, 3].index):
+        ledger.release(slot)
+    ledger.claim_slot(0)
+    assert ledger.claim(3) == [1, 2, 3]

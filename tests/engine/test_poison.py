@@ -175,6 +175,32 @@ def test_a_poisoned_step_that_is_interrupted_leaves_a_clean_slot(
         assert_all_finite(llm)
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_what_is_computed_after_the_end_of_a_sequence_leaves_a_clean_slot(tiny: str, caching: bool) -> None:
+    """The second token is poison and ends it, in the first of four steps."""
+    ending = {"logit_bias": {POISON: 100.0}, "stop_token_ids": [POISON], "min_tokens": 1}
+    with make_llm(tiny, max_steps_per_launch=4, enable_prefix_caching=caching) as llm, poisoned(llm):
+        (output,) = llm.generate([PROMPTS[0]], GREEDY.model_copy(update=ending))
+        assert (output.outputs[0].finish_reason, output.outputs[0].error) == ("stop", None)
+        assert_all_finite(llm)
+
+
+def test_a_follower_of_a_poisoned_prompt_that_is_aborted_before_it_says_anything_leaves_a_clean_slot(tiny: str) -> None:
+    shared = [POISON, *range(20, 51)]
+    with make_llm(tiny, max_num_batched_tokens=16) as llm:
+        core = core_of(llm)
+        with poisoned(llm):
+            leader = llm.inputs.prepare("leader", shared + list(range(60, 160)), GREEDY)
+            follower = llm.inputs.prepare("follower", shared + list(range(160, 250)), GREEDY)
+            core.add(*leader.requests, *follower.requests)
+            while not follower.requests[0].num_reused:
+                core.step()
+            core.abort(follower.requests[0].request_id)
+        assert core.cache.ledger.warm == {}
+        assert_all_finite(llm)
+        assert_idle(llm)
+
+
 # --- logits that are no numbers, though what led to them was
 
 

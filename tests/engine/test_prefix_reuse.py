@@ -177,6 +177,24 @@ def test_an_interrupted_copy_is_not_taken_for_what_it_should_have_been(
         assert_idle(llm)
 
 
+def test_an_interrupt_while_a_step_is_planned_leaves_no_slot_with_what_was_never_copied(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    prompt = SYSTEM + list(range(100, 110))
+    with make_llm(tiny) as llm:
+        for earlier in ([3] * 40, SYSTEM + list(range(100)), [4] * 40):  # the next copies from slot 1 into slot 0
+            llm.generate([earlier], GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr("chairlift.scheduler.scheduler._Draft.add_prompt", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([prompt], GREEDY)
+        assert tokens_of(llm.generate([prompt], GREEDY)) == _alone(tiny)
+        assert_idle(llm)
+
+
 def _alone(model: str) -> list[list[int]]:
     with make_llm(model, enable_prefix_caching=False) as llm:
         return tokens_of(llm.generate([SYSTEM + list(range(100, 110))], GREEDY))

@@ -112,6 +112,7 @@ class FakeEngine:
         self._note_ends(self.events)
         self._scrub()
         plan = self.scheduler.schedule()
+        self._scrub()
         if plan.rows:
             self._launch(plan)
         if self._in_flight and (not plan.rows or len(self._in_flight) > self._num_ahead):

@@ -158,6 +158,17 @@ def test_all_that_expired_at_once_are_told_in_the_order_of_their_deadlines() -> 
     assert [event.request_id for event in engine.scheduler.expire()] == ["b", "a", "running"]
 
 
+def test_who_is_turned_away_is_told_how_long_it_waited_since_it_came() -> None:
+    engine = engine_with(queue_timeout=2.0)
+    engine.now = 50.0
+    engine.add("running", PROMPT, 20)
+    engine.add("waiting", PROMPT, 20)
+    engine.step()
+    engine.now = 52.5
+    engine.step()
+    assert engine.events[0].error == "no slot was free within 2.5 s; try again later"
+
+
 # Preemption
 
 
@@ -247,6 +258,20 @@ def test_a_slot_is_not_given_away_while_a_launch_writes_to_it(num_ahead: int) ->
     assert (low.finish_reason, low.num_output_tokens) == ("length", 9)
 
 
+def test_who_lost_its_slot_begins_to_wait_anew() -> None:
+    engine = FakeEngine(num_slots=1, policy=Policy(preempt_after=1, priority_ageing=5.0))
+    low = engine.add("low", PROMPT, 9, priority=1)
+    engine.steps(2)
+    engine.now = 100.0
+    engine.add("high", [6, 7, 8], 3)
+    engine.step()
+    assert low.queue_time == 100.0
+    engine.now = 101.0
+    engine.add("newcomer", [3, 3], 1)
+    engine.finish("newcomer")
+    assert low.slot is None
+
+
 # Being refused
 
 
@@ -291,6 +316,20 @@ def test_a_queue_that_stands_still_is_slower_the_longer_it_does() -> None:
     with pytest.raises(QueueFull) as caught:
         engine.scheduler.add(engine.make("b", PROMPT))
     assert caught.value.retry_after == 30.0
+
+
+def test_nobody_is_told_to_wait_longer_than_ten_minutes() -> None:
+    engine = FakeEngine(num_slots=1)
+    for name in "abc":
+        engine.add(name, PROMPT, 2)
+        engine.now += 5.0
+        engine.steps(2)
+    engine.add("running", PROMPT, 20)
+    engine.add("waiting", PROMPT, 20)
+    engine.add("waiting too", PROMPT, 20)
+    engine.step()
+    engine.now += 1e6
+    assert engine.scheduler.estimate_wait() == 600.0
 
 
 def test_without_anything_to_go_by_it_is_a_second() -> None:

@@ -198,6 +198,32 @@ def test_those_who_wait_can_be_listed_roughly_in_order() -> None:
     assert [request.request_id for request in queue] == ["a0", "b0", "a1", "late"]
 
 
+def test_who_comes_back_does_not_turn_back_the_rounds_for_newcomers() -> None:
+    queue = queue_of(make("a-long", tenant="a", num_tokens=100 * QUANTUM))
+    for at in range(60):
+        queue.add(make(f"b{at}", tenant="b", num_tokens=QUANTUM))
+    assert tenants(drained(queue, limit=50)) == "b" * 50
+    returned = make("a-returned", 1.0, tenant="a")
+    returned.num_preemptions = 1
+    queue.put_back(returned)
+    assert queue.pop(now=2.0) is returned
+    for at in range(5):
+        queue.add(make(f"c{at}", 2.0, tenant="c", num_tokens=QUANTUM))
+    assert tenants(drained(queue, limit=10)) == "bcbcbcbcbc"
+
+
+def test_priorities_and_tenants_of_those_who_left_are_forgotten_though_others_still_wait() -> None:
+    queue = queue_of(make("patient"))
+    for at in range(1000):
+        queue.add(make(f"p{at}", float(at), priority=at))
+        queue.add(make(f"t{at}", float(at), tenant=f"t{at}"))
+        queue.remove(f"p{at}")
+        queue.remove(f"t{at}")
+        queue.check()
+    assert (len(queue._rings), len(queue._heap) < 100, len(queue._rings[0]._heap) < 100) == (1, True, True)
+    assert drained(queue) == ["patient"]
+
+
 class Comparison(RuleBasedStateMachine):
     """Whatever comes and goes: whose turn it is has the most urgent priority, and is the first of its tenant."""
 

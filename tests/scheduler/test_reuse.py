@@ -3,7 +3,7 @@
 import pytest
 
 from chairlift.params import SamplingParams
-from chairlift.scheduler import Request, RowResult, SlotCopy
+from chairlift.scheduler import Policy, Request, RowResult, SlotCopy
 from chairlift.scheduler.placement import Unproven
 from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, FakeEngine, Plan
 
@@ -204,6 +204,55 @@ def test_a_copy_that_was_planned_but_never_made_is_not_kept() -> None:
     engine.scheduler.check()
 
 
+@pytest.mark.parametrize(("num_shared", "rows"), [(15, [("a", 16), ("b", 16)]), (16, [("a", 17)])])
+def test_from_sixteen_tokens_on_a_prefix_is_waited_for(num_shared: int, rows: list[tuple[str, int]]) -> None:
+    engine = FakeEngine()
+    engine.add("a", [*SYSTEM[:num_shared], 1])
+    engine.add("b", [*SYSTEM[:num_shared], 2])
+    assert engine.step() == Plan(rows)
+
+
+@pytest.mark.parametrize(("num_lost", "slot"), [(64, 0), (65, 1)])
+def test_a_warm_slot_is_taken_as_it_is_if_no_more_than_sixty_four_tokens_are_lost(num_lost: int, slot: int) -> None:
+    engine = FakeEngine(max_seq_len=256, budget=256)
+    served(engine, "a", SYSTEM + list(range(300, 300 + num_lost)))
+    engine.add("b", SYSTEM + USER)
+    engine.step()
+    assert engine.slot_of("b") == slot
+
+
+def test_who_waits_for_another_is_not_waited_for() -> None:
+    engine = FakeEngine(budget=128, max_seq_len=128)
+    a = engine.add("a", SYSTEM[:20] + list(range(300, 340)))
+    b = engine.add("b", [*SYSTEM, 1])
+    c = engine.add("c", [*SYSTEM, 2])
+    engine.step()
+    assert (b.leader, c.leader) == (a, a)
+
+
+def test_who_leaves_waits_for_nobody_any_more() -> None:
+    engine = FakeEngine()
+    a, b = engine.add("a", SYSTEM), engine.add("b", SYSTEM)
+    engine.step()
+    assert b.leader is a
+    engine.abort("b")
+    assert b.leader is None
+
+
+def test_who_came_back_and_left_before_it_said_anything_leaves_nothing_that_is_not_known_to_be_sound() -> None:
+    engine = FakeEngine(num_slots=1, budget=4, policy=Policy(preempt_after=1))
+    low = engine.add("low", USER, priority=1)
+    while low.num_output_tokens < 2:
+        engine.step()
+    engine.add("high", [5, 6, 7], 1)
+    while low.slot is not None or low.num_preemptions == 0:
+        engine.step()
+    while low.num_computed == 0:
+        engine.step()
+    engine.abort("low")
+    assert engine.slots.warm == {}
+
+
 # Who does not share
 
 
@@ -215,6 +264,16 @@ def test_another_salt_shares_nothing() -> None:
     c = engine.add("c", SYSTEM, salt="x")
     assert engine.step() == Plan([("b", 40), ("c", 1)])
     assert (b.num_cached_tokens, c.num_cached_tokens) == (0, 39)
+
+
+def test_another_salt_neither_waits_for_nor_finds_a_prompt_that_runs() -> None:
+    engine = FakeEngine(budget=128)
+    for name, salt in (("a", "x"), ("b", "y"), ("c", "")):
+        engine.add(name, SYSTEM, salt=salt)
+    assert engine.step() == Plan([("a", 40), ("b", 40), ("c", 40)])
+    d = engine.add("d", SYSTEM, salt="z")
+    engine.step()
+    assert d.num_cached_tokens == 0
 
 
 def test_without_reuse_slots_are_free_when_they_are_released_and_equal_prompts_are_computed_each() -> None:

@@ -8,7 +8,7 @@ A request that ends leaves its slot warm. A new one gets, in this order:
    it, warm or running. A copy moves bytes that otherwise would have to be computed, layer by layer.
 
 At least one token is left to compute, so that there are logits. If a prompt is being computed that shares even more,
-the request sits in its slot until that is there, and then copies it: equal prompts are computed once.
+the request sits in its slot for that step, and then copies it: equal prompts are computed once.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,6 @@ class _Finding:
     slot: int | None = None
     num_tokens: int = 0
     leader: Request | None = None
-    num_awaited: int = 0
 
 
 class Placement:
@@ -70,13 +69,8 @@ class Placement:
             self._index.insert(slot, tokens, request.options.cache_salt)
         return self._follow_or_copy(request, finding)
 
-    def must_wait(self, request: Request) -> bool:
-        """Whether its prefix is still being computed for somebody else, who goes on with it."""
-        leader = request.leader
-        return leader is not None and _is_computing(leader) and leader.num_computed < request.num_awaited
-
     def follow(self, request: Request) -> SlotCopy | None:
-        """For a request that waited: what has to be copied into its slot, unless it finds somebody else to wait for."""
+        """For a request that waited: what has to be copied into its slot, unless it has to wait for somebody else."""
         return self._follow_or_copy(request, self._find(request, pack_tokens(request.token_ids)))
 
     def note_copied(self, copy: SlotCopy) -> None:
@@ -141,14 +135,14 @@ class Placement:
             seen |= prefix.slots
         if num_awaited < num_tokens + _MIN_AWAITED_TOKENS:
             leader = None
-        return _Finding(slot, num_tokens, leader, num_awaited)
+        return _Finding(slot, num_tokens, leader)
 
     def _can_lead(self, owner: Request, request: Request) -> bool:
         """Only who waits for nobody leads: so nobody waits for himself."""
         return owner is not request and owner.leader is None and _is_computing(owner)
 
     def _follow_or_copy(self, request: Request, finding: _Finding) -> SlotCopy | None:
-        request.leader, request.num_awaited = finding.leader, finding.num_awaited
+        request.leader = finding.leader
         if finding.leader is not None:
             return None  # the whole prefix will be copied in one piece
         return self._copy(request, finding)
@@ -166,7 +160,7 @@ class Placement:
         """The prefix that was found comes into the request's slot, if it is longer than what is there."""
         target = request.slot
         assert target is not None, "a request is placed before anything is copied for it"
-        if finding.slot is None or finding.slot == target or finding.num_tokens <= request.num_computed:
+        if finding.slot is None or finding.num_tokens <= request.num_computed:  # as it is of its own slot
             return None
         owner = self._owners.get(finding.slot)
         self._num_to_prove[target] = finding.num_tokens if owner is None else min(owner.num_proven, finding.num_tokens)

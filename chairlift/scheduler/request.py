@@ -56,7 +56,6 @@ class Request:
     num_preemptions: int = field(init=False, default=0)
     num_tokens_placed: int = field(init=False, default=0)  # those that it had when it got its slot
     leader: "Request | None" = field(init=False, default=None)  # computes a prefix that this one waits for, to copy it
-    num_awaited: int = field(init=False, default=0)  # tokens of that prefix
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: int | str | None = field(init=False, default=None)
     error: str | None = field(init=False, default=None)

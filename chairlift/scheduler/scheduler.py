@@ -13,8 +13,8 @@
 - If the policy has it so, a request of higher priority takes the slot of a running one when there is no other. That one
   goes back to the queue; its slot stays warm, so that it loses little.
 
-Nothing starves: every running row gets a token per step, each ends after at most `max_tokens` of its own, and waiting
-makes up for a lower priority.
+Nothing starves: every row that decodes goes on, each ends after at most `max_tokens` of its own, prompts are computed
+in order, and waiting makes up for a lower priority.
 """
 
 import time
@@ -168,7 +168,7 @@ class Scheduler:
             num_pending = request.num_pending
             if num_pending and not request.can_be_planned:
                 continue
-            if len(request.token_ids) + num_pending - request.num_computed == 1:
+            if len(request.token_ids) + num_pending - request.num_computed == 1:  # num_uncomputed, without a call
                 decode.append(row)
             else:
                 begun.append(request)
@@ -220,6 +220,8 @@ class Scheduler:
                 self._retire(request, now)
             elif request.is_yielding:
                 self._release_if_idle(request)
+            elif request.has_bad_surplus:
+                self._distrust_surplus(request)
         return events
 
     def abandon(self, plan: StepPlan) -> None:
@@ -234,7 +236,8 @@ class Scheduler:
                 request.num_launches = request.num_pending = 0
                 request.finish_reason = request.finish_reason or FinishReason.ABORT
                 request.end_time = self._clock()
-                self._running.pop(request.request_id, None)
+                if request not in self._leaving:  # whose name somebody else may have by now
+                    del self._running[request.request_id]
                 self._release(request, is_spoilt=True)
 
     def check(self) -> None:
@@ -262,8 +265,6 @@ class Scheduler:
         for request in begun:
             if not draft.num_left:
                 return
-            if self._placement.must_wait(request):
-                continue
             copy = None
             if request.leader is not None:
                 copy = self._placement.follow(request)
@@ -324,6 +325,12 @@ class Scheduler:
         self._waiting.charge(request, request.num_output_tokens)
         self._leaving.add(request)
         self._release_if_idle(request)
+
+    def _distrust_surplus(self, request: Request) -> None:
+        """Of a row that goes on behind what it keeps: with a grammar, of a launch of several steps."""
+        assert request.slot is not None, f"{request.request_id} goes on without a slot"
+        self._unproven.append(Unproven(request.slot, request.num_computed))
+        request.has_bad_surplus = False
 
     def _release_if_idle(self, request: Request) -> None:
         """Takes the slot of a request that ended or yields it, once no launch writes to it."""

@@ -184,3 +184,12 @@ def test_surplus_that_is_no_number_is_not_left_in_the_slot() -> None:
     (event,) = world.step(RowResult([3, EOS], error="no number after that"))
     assert (event.finish_reason, event.error) == (FinishReason.STOP, None)
     assert world.scheduler.take_unproven() == [Unproven(0, 3)]
+
+
+def test_a_grammar_row_goes_on_without_the_surplus_that_is_no_number() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6, 8)), num_steps=4)
+    world.step(RowResult([5]))
+    world.step(RowResult([6, 6], error="no number after that"))
+    assert world.scheduler.take_unproven() == [Unproven(0, 2)]
+    assert world.step(RowResult([8])) == [TokenEvent("a", [8], FinishReason.STOP)]
+    assert world.scheduler.take_unproven() == []

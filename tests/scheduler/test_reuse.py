@@ -253,6 +253,18 @@ def test_who_came_back_and_left_before_it_said_anything_leaves_nothing_that_is_n
     assert engine.slots.warm == {}
 
 
+def test_a_slot_that_a_failed_launch_wrote_to_is_not_kept() -> None:
+    engine = FakeEngine()
+    engine.add("a", USER)
+    engine.steps(2)
+    plan = engine.scheduler.schedule()
+    engine.slots.reserve([engine.slot_of("a")], [1])
+    engine.scheduler.abandon(plan)
+    assert engine.slots.warm == {}
+    assert engine.scheduler.take_unproven() == [Unproven(0, 0)]
+    engine.scheduler.check()
+
+
 # Who does not share
 
 

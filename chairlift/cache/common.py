@@ -38,6 +38,8 @@ class CommonPrefixes:
 
     def cut(self, slot: int, num_kept: int) -> None:
         """What a slot holds beyond its first tokens will be overwritten."""
+        if not self._prefixes:
+            return
         own = self.of(slot)
         self._set(slot, CommonPrefix(own.slot, min(own.num_tokens, num_kept)))
         losing = {

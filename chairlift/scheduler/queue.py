@@ -34,7 +34,8 @@ class WaitingQueue:
         self._ageing = ageing
         self._requests: dict[str, Request] = {}
         self._rings: dict[int, _Ring] = {}  # by priority; none is empty
-        self._heap: list[tuple[float, int]] = []  # one or more entries per ring: urgency, as it was, and priority
+        self._heap: list[tuple[float, int]] = []  # one entry per ring: urgency, as it was, and priority
+        self._entered: set[int] = set()  # priorities in the heap, also such with which nobody waits any more
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -92,7 +93,8 @@ class WaitingQueue:
         listed = [request.request_id for ring in self._rings.values() for request in ring]
         assert sorted(listed) == sorted(self._requests), "a request waits twice, or nowhere"
         assert all(self._rings.values()), "a priority with which nobody waits"
-        assert self._rings.keys() <= {priority for _, priority in self._heap}, "a priority is not in the heap"
+        assert sorted(priority for _, priority in self._heap) == sorted(self._entered), "a priority is entered twice"
+        assert self._rings.keys() <= self._entered, "a priority is not in the heap"
         assert len(self._heap) <= 2 * len(self._rings) + _MANY, "priorities of those who left are kept"
         for ring in self._rings.values():
             ring.check()
@@ -101,7 +103,9 @@ class WaitingQueue:
         priority = request.options.priority
         if priority not in self._rings:
             self._rings[priority] = _Ring()
-            heapq.heappush(self._heap, (self._ageing * priority + request.queue_time, priority))
+            if priority not in self._entered:
+                self._entered.add(priority)
+                heapq.heappush(self._heap, (self._ageing * priority + request.queue_time, priority))
         return self._rings[priority]
 
     def _forget_if_empty(self, priority: int) -> None:
@@ -110,6 +114,7 @@ class WaitingQueue:
             if len(self._heap) > 2 * len(self._rings) + _MANY:
                 self._heap = [(self._urgency(each), each) for each in self._rings]
                 heapq.heapify(self._heap)
+                self._entered = set(self._rings)
 
     def _next_ring(self) -> "_Ring":
         """The most urgent one. A ring only becomes less urgent, so that an entry that is out of date comes up early."""
@@ -117,6 +122,7 @@ class WaitingQueue:
             urgency, priority = self._heap[0]
             if priority not in self._rings:
                 heapq.heappop(self._heap)
+                self._entered.remove(priority)
             elif urgency < self._urgency(priority):
                 heapq.heapreplace(self._heap, (self._urgency(priority), priority))
             else:

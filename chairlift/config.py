@@ -103,7 +103,10 @@ class EngineConfig(BaseModel):
         None, gt=0.0, allow_inf_nan=False, description="seconds that a request may wait for a slot; unset: for ever"
     )
     priority_ageing: float = Field(
-        30.0, gt=0.0, allow_inf_nan=False, description="seconds of waiting that are worth one level of priority"
+        30.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="seconds in which nobody of a priority got a slot that make up for one level of priority",
     )
     preempt_after: Count | None = Field(
         None,

@@ -83,7 +83,7 @@ _COUNTERS = (
     _Counter("chairlift_generated_tokens", "Tokens generated.", lambda stats: stats.totals.num_generated_tokens),
     _Counter(
         "chairlift_preemptions",
-        "Times that a request lost its slot to another, counted when it has caught up in a new one.",
+        "Times that a request lost its slot to another.",
         lambda stats: stats.totals.num_preemptions,
     ),
 )

@@ -48,9 +48,7 @@ class Journal:
         self._num_launches = 0
         self._totals = Totals()
         self._num_waiting = self._num_running = self._num_prefilling = self._num_warm = 0
-        self._has_moved = (
-            False  # whether a prompt may have been begun or completed, or a request have ended, since then
-        )
+        self._has_moved = False  # a prompt may have been begun or completed, or a request have ended, since then
         self._begun: set[Request] = set()  # whose prompt is computed in part
         self._last_tokens: dict[Request, float] = {}  # of requests with a grammar: when their last token came
         self._step_seconds = Histogram(STEP_SECONDS)
@@ -151,6 +149,7 @@ class Journal:
             self._has_moved = False
         self._num_running = self._scheduler.num_running
         self._num_waiting = self._scheduler.num_waiting
+        self._totals.num_preemptions = self._scheduler.num_preemptions
         self._num_warm = len(self._scheduler.warm)
 
     def _completed(self, prefill: Sequence[RowPlan]) -> list[Request]:
@@ -171,9 +170,7 @@ class Journal:
 
     def _note_prompt(self, request: Request, now: float) -> None:
         """It has caught up with all of its tokens, and the next one was sampled."""
-        num_new = len(request.token_ids) - request.num_prompt_tokens
-        if num_new > 1:  # it had lost its slot, and all of this was computed before
-            self._totals.num_preemptions += 1
+        if request.num_preemptions:  # it had lost its slot, and all of this was computed before
             self._num_other_tokens += 1
             self._inter_token_seconds.add(now - request.queue_time)
             return

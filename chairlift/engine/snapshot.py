@@ -70,7 +70,7 @@ class Totals:
     num_cached_tokens: int = 0  # those of them that were reused
     num_generated_tokens: int = 0
     num_finished: int = 0  # requests that ended, however they did
-    num_preemptions: int = 0  # requests that lost their slot to another and got one again, each time
+    num_preemptions: int = 0  # requests that lost their slot to another, each time
     num_first_tokens: int = 0  # requests of which a first token was made
     seconds_to_first_token: float = 0.0  # their sum, each from its request's coming
 

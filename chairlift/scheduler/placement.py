@@ -46,9 +46,7 @@ class Placement:
         self._slots = slots
         self._index = PrefixIndex() if enable_prefix_caching else None
         self._owners: dict[int, Request] = {}
-        self._num_to_prove: dict[
-            int, int
-        ] = {}  # by target of a copy that was planned: tokens that are known as numbers
+        self._num_to_prove: dict[int, int] = {}  # by target of a copy not made yet: tokens known to be numbers
 
     def place(self, request: Request) -> SlotCopy | None:
         """A slot for the request, which there must be, and what has to be copied into it first."""

@@ -11,7 +11,7 @@ class Policy:
     """What users may choose of how requests are served; the fields of `EngineConfig` of these names."""
 
     enable_prefix_caching: bool = True
-    priority_ageing: float = 30.0  # seconds of waiting that are worth one level of priority
+    priority_ageing: float = 30.0  # seconds in which nobody of a priority got a slot that make up for a level
     preempt_after: int | None = None  # tokens generated before a slot may be lost; None: it never is
     queue_timeout: float | None = None  # seconds to wait for a slot
 

@@ -90,6 +90,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_preemptions(self) -> int:
+        """Times that a request lost its slot to another."""
+        return self._waiting.num_preemptions
+
+    @property
     def waiting(self) -> Iterable[Request]:
         """Roughly in the order in which they get slots."""
         return self._waiting
@@ -314,6 +319,7 @@ class Scheduler:
         now = self._clock()
         if request.slot is None:
             request.end_time = now
+            self._waiting.charge(request, request.num_output_tokens)  # of who had lost a slot; the others have none
         else:
             self._retire(request, now)
         return TokenEvent(request.request_id, [], FinishReason.ABORT, request.stop_reason)

@@ -20,6 +20,7 @@ class WaitingRoom:
         self._clock = clock
         self._deadlines = Deadlines()
         self._pace = Pace()
+        self.num_preemptions = 0  # requests that were put back, each time
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -49,6 +50,7 @@ class WaitingRoom:
     def put_back(self, request: Request) -> None:
         """A request that had to leave its slot waits again, before the others of its tenant."""
         request.num_preemptions += 1
+        self.num_preemptions += 1
         request.queue_time = self._clock()
         self._queue.put_back(request)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift import SamplingParams
+from chairlift import AsyncLLM, SamplingParams
 from chairlift.engine.snapshot import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
 from chairlift.errors import EngineClosed, EngineDead
-from tests.engine.async_support import LONG, NUM_SLOTS, hold_back, last, make_async_llm, wait_until
+from tests.engine.async_support import LONG, NUM_SLOTS, StepGate, hold_back, last, make_async_llm, wait_until
 from tests.engine.support import GREEDY
 
 PROMPT = [5, 6, 7, 8]
@@ -19,6 +19,18 @@ PROMPT = [5, 6, 7, 8]
 def launches_of(snapshot: Snapshot) -> list[tuple[int, int, int]]:
     assert all(launch.seconds > 0 for launch in snapshot.launches)
     return [(launch.num_prefill_tokens, launch.num_decode_rows, launch.num_steps) for launch in snapshot.launches]
+
+
+async def look_in_two_steps(engine: AsyncLLM, gate: StepGate) -> Snapshot:
+    """A snapshot taken after the second step from here, after which the engine runs freely."""
+    await gate.wait_until_in_step()
+    await gate.wait_until_in_step()
+    look = asyncio.create_task(engine.take_snapshot())
+    await asyncio.sleep(0)
+    gate.allow(1)
+    seen = await look
+    gate.open()
+    return seen
 
 
 @pytest.mark.asyncio
@@ -43,13 +55,7 @@ async def test_slots_queue_launches_and_totals_are_those_between_two_launches(ti
             await gate.wait_until_in_step()
             await wait_until(lambda: engine.num_unfinished == 3, "all have come")
             gate.allow(2)
-            await gate.wait_until_in_step()
-            await gate.wait_until_in_step()
-            look = asyncio.create_task(engine.take_snapshot())
-            await asyncio.sleep(0)
-            gate.allow(1)
-            seen = await look
-            gate.open()
+            seen = await look_in_two_steps(engine, gate)
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
@@ -90,13 +96,7 @@ async def test_tokens_kept_in_a_slot_are_seen_before_and_while_a_request_reuses_
         with hold_back(engine) as gate:
             reader = asyncio.create_task(last(engine.generate([*prompt, 41, 42], LONG, "again")))
             gate.allow(1)
-            await gate.wait_until_in_step()
-            await gate.wait_until_in_step()
-            look = asyncio.create_task(engine.take_snapshot())
-            await asyncio.sleep(0)
-            gate.allow(1)
-            seen = await look
-            gate.open()
+            seen = await look_in_two_steps(engine, gate)
             await reader
     assert kept.slots[0] == SlotSnapshot(SlotState.WARM, num_computed=40)
     (running,) = [slot for slot in seen.slots if slot.state is SlotState.DECODING]

@@ -7,6 +7,7 @@ tokens were computed there, kept from an earlier request or copied.
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, RequestOptions, SamplingParams
@@ -83,19 +84,9 @@ class FakeEngine:
         self._said[name] = list(prompt)
         return request
 
-    def add(
-        self,
-        name: str,
-        prompt: list[int],
-        max_tokens: int = 20,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        salt: str = "",
-        timeout: float | None = None,
-    ) -> Request:
+    def add(self, name: str, prompt: list[int], max_tokens: int = 20, **options: Any) -> Request:
         """Queues what `make` makes of these."""
-        request = self.make(name, prompt, max_tokens, priority=priority, tenant=tenant, salt=salt, timeout=timeout)
+        request = self.make(name, prompt, max_tokens, **options)
         self.scheduler.add(request)
         return request
 

@@ -73,6 +73,21 @@ def test_who_had_a_long_answer_lets_the_others_go_first() -> None:
     assert order(engine) == ["a0", "b0", "b1", "a1", "a2"]
 
 
+def test_who_lost_its_slot_and_leaves_pays_for_what_it_had() -> None:
+    engine = FakeEngine(num_slots=1, max_seq_len=1024, policy=Policy(preempt_after=600))
+    engine.add("a0", PROMPT, 900, priority=1, tenant="a")
+    engine.step()
+    for name in ("a1", "b0"):
+        engine.add(name, PROMPT, 1, priority=1, tenant=name[0])
+    while engine.requests["a0"].num_output_tokens < 600:
+        engine.step()
+    engine.add("high", PROMPT, 1)
+    engine.finish("high")
+    engine.abort("a0")
+    assert engine.scheduler.num_preemptions == 1
+    assert order(engine) == ["b0", "a1"]
+
+
 # Deadlines
 
 

@@ -1,4 +1,4 @@
-# Two commands are enough: `make serve` and `make test`. Each sets up what it needs first.
+# Two commands are enough: `make serve` and `make test`. Each sets up what it needs first; CI runs `make test-all`.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,10 +7,10 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint bench gpu clean
+.PHONY: help setup serve test test-all attacks browser lint bench gpu clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make the virtual environment and install the project into it
 
@@ -24,8 +24,29 @@ $(STAMP): pyproject.toml constraints.txt
 serve: setup ## serve the bundled model on http://127.0.0.1:8000 (ARGS="--port 9000 --model DIR ...")
 	$(BIN)/chairlift serve $(ARGS)
 
-test: setup lint ## run every check: lint, types, import directions, tests (ARGS="-k name ...")
-	$(BIN)/python -m pytest $(ARGS)
+PYTEST := $(BIN)/python -m pytest
+SPREAD := -n 2 --dist loadfile
+
+test: setup lint ## the checks of every day: lint, types, import directions, tests (ARGS="-k name ...": only these tests)
+	$(PYTEST) $(if $(ARGS),$(ARGS),$(SPREAD) -m 'not slow')
+
+# Some attacks measure how long others have to wait, so they run by themselves.
+TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
+
+test-all: setup browser lint ## every check, as CI runs them: also soaks, attacks, the page in a browser, long fuzzing
+	$(PYTEST) $(SPREAD) --hypothesis-profile=ci tests/soak tests $(addprefix --ignore=,$(TIMED))
+	$(PYTEST) $(TIMED)
+
+attacks: setup ## attack a server and measure with its full strictness how long others wait; on an idle machine
+	$(PYTEST) tests/attacks $(ARGS)
+
+browser: ## install Chromium for the tests of the page, where apt-get can; without it they are skipped
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then true; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium chromium-driver \
+		|| echo "Chromium cannot be installed: the tests of the page are skipped"; \
+	else echo "there is no Chromium: the tests of the page are skipped"; fi
 
 lint: setup ## ruff, mypy strict, import-linter
 	$(BIN)/ruff check .
@@ -33,8 +54,8 @@ lint: setup ## ruff, mypy strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## offline throughput of a random 135 M model beside transformers (ARGS="--requests 1 8 32 ...")
-	$(BIN)/python benchmarks/offline_throughput.py --peer transformers $(ARGS)
+bench: setup ## offline throughput of a random 135 M model beside transformers (ARGS="--workloads 8x128+128 ...")
+	$(BIN)/python benchmarks/compare.py --peer transformers --workloads 1x128+128 8x128+128 32x128+128 $(ARGS)
 
 # Where a GPU is there may be no network: then the environment is the one of $(PYTHON), as it is.
 gpu: ## on a CUDA GPU: every GPU test, and the benchmark beside the device's ceilings (ARGS="--parts large ...")

@@ -6,11 +6,11 @@
         --peer llama.cpp=llama.cpp/bin/llama-server,gguf=models/135m-bf16.gguf
 
 A peer is KIND[=PATH][,key=value...]: PATH is its Python (llama.cpp: its llama-server), the rest are options of its
-worker in benchmarks/comparison/workers, and `as=NAME` lets one kind take part twice, ourselves as well
+worker in benchmarks/peers/workers, and `as=NAME` lets one kind take part twice, ourselves as well
 (`chairlift,as=int8,quantization=int8`). CONTRIBUTING says how to make their environments. Workloads are
 REQUESTSxPROMPT+OUTPUT tokens, all requests sent at once, decoded greedily past any end of text; the clock runs over
 prefill and decode, and a workload of one output token counts prompt tokens. Prompts are random, the same for all
-engines, new in each round. Who is not at turn is stopped. An engine that gives too few tokens has failed.
+engines, new in each round. All others are stopped meanwhile. An engine that gives too few tokens has failed.
 
 Figures are medians over rounds, ratios medians of the rounds' ratios (how many times as fast Chairlift is), the ceiling
 what the machine's memory and matrix products allow, as measured in between (comparison/ceiling.py). "Best peer" is
@@ -19,7 +19,6 @@ the fastest of vLLM, OpenVINO GenAI and llama.cpp. The last line is JSON; the ex
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,15 +26,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from comparison.ceiling import ModelShape
-from comparison.contest import Contest, Entrant, Limits
-from comparison.engines import Engine, UsageError
-from comparison.machine import describe_commit, describe_machine, usable_cores
-from comparison.plot import draw
-from comparison.report import table
-from comparison.results import OURS, Trial, record
-from comparison.workers.protocol import Settings
-from comparison.workload import DEFAULT_WORKLOADS, Workload
+from comparison.ceiling import DEFAULT_WORKLOADS, ModelShape, Workload
+from comparison.contest import Contest, Entrant, Limits, record
+from comparison.report import draw, table
+from machine import describe_commit, describe_machine, print_report, usable_cores
+from peers.engines import Engine, UsageError, exit_on_signals, take_part
+from peers.workers.protocol import Settings
 from shapes import SHAPES, make_checkpoint
 
 _BYTES = {"bfloat16": 2, "float32": 4}
@@ -46,7 +42,7 @@ def main() -> int:
     """Compares, prints a table, and as the last line everything as JSON; returns the exit code."""
     arguments = _parse_arguments()
     try:
-        engines = _engines(arguments.peer)
+        engines = take_part(arguments.peer)
     except UsageError as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
@@ -55,9 +51,7 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         model = arguments.model or make_checkpoint(arguments.shape, Path(scratch) / "model", arguments.dtype)
         report = compare(engines, model.absolute(), logs, arguments)
-    print(json.dumps(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    print_report(report, arguments.json)
     if arguments.plot is not None:
         draw(report, arguments.plot)
     return 1 if report["failed"] else 0
@@ -86,7 +80,7 @@ def compare(engines: Sequence[Engine], model: Path, logs: Path, arguments: argpa
             for name, each in standings.items()
         },
         "results": [record(trial, standings, shape) for trial in trials],
-        "failed": _has_failed(trials),
+        "failed": any(score.failure for trial in trials for score in trial.scores.values()),
     }
 
 
@@ -113,15 +107,6 @@ def _workload(text: str) -> Workload:
         return Workload.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _engines(peers: Sequence[str]) -> list[Engine]:
-    engines = [Engine(OURS, "chairlift", sys.executable), *map(Engine.parse, peers)]
-    names = [engine.name for engine in engines]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"--peer {name}: named twice; tell them apart with as=NAME")
-    return engines
 
 
 def _settings(arguments: argparse.Namespace, model: Path, shape: ModelShape) -> Settings:
@@ -153,16 +138,6 @@ def _described(arguments: argparse.Namespace, settings: Settings) -> dict[str, A
     }
 
 
-def _has_failed(trials: Sequence[Trial]) -> bool:
-    return any(score.failure for trial in trials for score in trial.scores.values())
-
-
-def _exit(number: int, _frame: object) -> None:
-    """So that workers are ended on the way out, those that are stopped too."""
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _exit)
-    signal.signal(signal.SIGINT, _exit)
+    exit_on_signals()
     sys.exit(main())

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from comparison.machine import describe_commit, describe_machine
+from machine import describe_commit, describe_machine, print_report
 from on_gpu.parts import PARTS, Setup
 from on_gpu.report import make_lines, table
 from on_gpu.scale import SCALES, model_shape
@@ -50,9 +50,7 @@ def main() -> int:
         print(json.dumps(PARTS[arguments.part](setup)))
         return 0
     report = measure(arguments)
-    print(json.dumps(report))
-    if (path := arguments.json or _default_path(report["device"], arguments)) is not None:
-        path.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    print_report(report, arguments.json or _default_path(report["device"], arguments))
     return 1 if report["failures"] else 0
 
 

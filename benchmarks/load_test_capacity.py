@@ -18,9 +18,9 @@ from typing import cast
 
 import uvloop
 
-from chairlift.bench import BenchConfig
-from chairlift.bench.runner import make_test
-from chairlift.bench.summary import Summary, summarize
+from chairlift.loadtest import BenchConfig
+from chairlift.loadtest.runner import make_test
+from chairlift.loadtest.summary import Summary, summarize
 
 _MODELS = b'{"object":"list","data":[{"id":"null","object":"model"}]}'
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n%s\r\n\r\n"

@@ -4,7 +4,8 @@
 
 rows       a step in which all rows decode, and steps in which rows are admitted and end
 waiting    a step in which slots come and go, against the number of requests that wait
-queue      add, abort and expire with a long queue
+queue      add, abort and expire with a long queue; newcomers to a full one that are refused, or displace somebody
+journal    what the engine's statistics take per step, beside a step in which all rows decode and some end
 prefixes   finding the longest prefix among 256 slots of 8,192 tokens, in its worst cases; `schedule` is all that it
            takes to admit such a prompt
 
@@ -12,57 +13,42 @@ A figure is the lowest median of some rounds: other programs can only make it wo
 """
 
 import argparse
-import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from statistics import median
 
-from simulation.timing import US_PER_S, make_request, medians, time_calls, timed_step
+from harness import US_PER_S, make_request, medians, time_calls, timed_step
+from machine import print_report
+from simulation.events import Clock
 from simulation.workload import text
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, pack_tokens
+from chairlift.engine.journal import Journal
+from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions
 from chairlift.scheduler import Policy, Request, Scheduler
 
 Figures = dict[str, float]
 
-_PARTS = ("rows", "waiting", "queue", "prefixes")
 _ENDLESS = 2**31
 _SLOT_TOKENS = 8192
 _WARM_UP = 50  # steps
 
 
-class ManualClock:
-    """Stands still until it is set."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def main() -> int:
     """Measures, prints a line for each figure, and as the last line all figures as JSON."""
     arguments = _parse_arguments()
-    parts: dict[str, Callable[[argparse.Namespace], dict[str, Figures]]] = {
-        "rows": measure_rows,
-        "waiting": measure_waiting,
-        "queue": measure_queue,
-        "prefixes": measure_prefixes,
-    }
     report = {}
     for name in arguments.parts:
-        report[name] = _lowest([parts[name](arguments) for _ in range(arguments.rounds)])
+        report[name] = _lowest([_PARTS[name](arguments) for _ in range(arguments.rounds)])
         for case, figures in report[name].items():
             print(f"{case:<44}" + "  ".join(f"{verb} {cost:,.1f}" for verb, cost in figures.items()))
-    line = json.dumps({"python": platform.python_version(), "steps": arguments.steps, "microseconds": report})
-    if arguments.json is not None:
-        arguments.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    whole = {"python": platform.python_version(), "steps": arguments.steps, "microseconds": report}
+    print_report(whole, arguments.json)
     return 0
 
 
@@ -146,7 +132,7 @@ def measure_queue(arguments: argparse.Namespace) -> dict[str, Figures]:
 
 
 def _queue(num_waiting: int) -> Figures:
-    clock = ManualClock()
+    clock = Clock()
     slots = SlotLedger(1, _SLOT_TOKENS)
     scheduler = Scheduler(slots, 8, 1, _ENDLESS, Policy(queue_timeout=100.0), clock)
     waiting = _some(num_waiting)
@@ -162,12 +148,51 @@ def _queue(num_waiting: int) -> Figures:
     clock.now = 101.0
     num_before = scheduler.num_waiting
     all_at_once = time_calls(lambda _: scheduler.expire(), [None])
-    return {**figures, "expire each of all": round(all_at_once / (num_before - scheduler.num_waiting), 2)}
+    each_expired = round(all_at_once / (num_before - scheduler.num_waiting), 2)
+    return {**figures, "expire each of many": each_expired, **_full_queue(num_waiting)}
 
 
-def _some(count: int) -> list[Request]:
-    options = [RequestOptions(tenant=f"t{i}") for i in range(10)]
+def _full_queue(num_waiting: int) -> Figures:
+    """No place is left: newcomers that are refused, and newcomers for whom somebody leaves."""
+    slots = SlotLedger(1, _SLOT_TOKENS)
+    scheduler = Scheduler(slots, 8, 1, num_waiting)
+    scheduler.add(make_request(8, 1000))
+    scheduler.schedule()
+    for request in _some(num_waiting):
+        scheduler.add(request)
+
+    def refuse(request: Request) -> None:
+        try:
+            scheduler.add(request)
+        except QueueFull:
+            return
+        raise AssertionError("there was a place")
+
+    count = max(1, min(1000, num_waiting // 2))
+    return {
+        "refuse": time_calls(refuse, _some(count, priority=1)),
+        "displace": time_calls(scheduler.add, _some(count, priority=-1)),
+    }
+
+
+def _some(count: int, priority: int = 0) -> list[Request]:
+    options = [RequestOptions(tenant=f"t{i}", priority=priority) for i in range(10)]
     return [make_request(16, 16, options[i % len(options)]) for i in range(count)]
+
+
+def measure_journal(arguments: argparse.Namespace) -> dict[str, Figures]:
+    """The largest number of rows; every other step one of them ends and another request takes its place."""
+    num_rows = max(arguments.rows)
+    slots = SlotLedger(num_rows, _SLOT_TOKENS)
+    scheduler = Scheduler(slots, 32 * num_rows, 1, max_queue_size=num_rows)
+    journal, times = Journal(scheduler), []
+    scheduler.add(*[make_request(16, 2 * (row + 1)) for row in range(num_rows)])
+    for _ in range(arguments.steps):
+        times.append(timed_step(scheduler, slots, journal))
+        scheduler.add(*[make_request(16, 2 * num_rows) for _ in range(num_rows - scheduler.num_running)])
+    noted = round(US_PER_S * median(each.journal for each in times), 2)
+    reading = time_calls(lambda _: journal.read_stats(), range(100))
+    return {f"{num_rows} rows": {"note a step": noted, "read": reading, **medians(times)}}
 
 
 def measure_prefixes(arguments: argparse.Namespace) -> dict[str, Figures]:
@@ -212,9 +237,18 @@ def _admission(contents: list[list[int]], wanted: list[int]) -> float:
     return round(US_PER_S * timed_step(scheduler, slots).schedule, 2)
 
 
+_PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Figures]]] = {
+    "rows": measure_rows,
+    "waiting": measure_waiting,
+    "queue": measure_queue,
+    "journal": measure_journal,
+    "prefixes": measure_prefixes,
+}
+
+
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 100, 10_000, 100_000])
     parser.add_argument("--steps", type=int, default=1000, help="measured for each figure")

@@ -1,12 +1,18 @@
-"""Checkpoints of known shapes with random weights, so that speed can be measured where nothing can be downloaded."""
+"""Checkpoints of known shapes with random weights, and a tokenizer with which they can be talked to.
+
+Speed can then be measured where nothing can be downloaded.
+"""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from chairlift.loadtest.workload import WORDS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -25,7 +31,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 8192,
         "vocab_size": 128256,
     },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+    },
 }
+"""Fields of a config.json, of a Llama unless model_type says otherwise."""
+
 _MAX_POSITIONS = 4096
 
 
@@ -34,13 +52,10 @@ def make_checkpoint(shape: str, directory: Path, dtype: str = "bfloat16") -> Pat
     if (directory / "model.safetensors").is_file():
         return directory
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=_MAX_POSITIONS, tie_word_embeddings=True)
-    config.architectures = ["LlamaForCausalLM"]
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        LlamaForCausalLM(config).save_pretrained(directory)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    fields = {"model_type": "llama", **SHAPES[shape]}
+    config = AutoConfig.for_model(**fields, max_position_embeddings=_MAX_POSITIONS, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
     _byte_tokenizer().save_pretrained(directory)
     return directory
 
@@ -52,6 +67,49 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+
+
+UNKNOWN = "<unk>"
+ROLES = ("system", "user", "assistant")
+END_OF_MESSAGE = "<|end|>"
+MESSAGE_TOKENS = 2  # what the template adds to each message
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_SPACE = "▁"
+
+
+def make_servable(weights: Path, directory: Path, max_positions: int) -> Path:
+    """Writes a checkpoint with the weights of another, by links, for so many positions; returns its directory."""
+    directory.mkdir(parents=True)
+    for file in weights.glob("model*"):
+        (directory / file.name).symlink_to(file.resolve())
+    config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = max_positions
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    word_tokenizer(config["vocab_size"]).save_pretrained(directory)
+    return directory
+
+
+def word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """The load test's words first, then as many more as it takes; the marks of messages are the last ids.
+
+    The marks are no special tokens: an answer that holds one is repeated with it.
+    """
+    marks = [*(f"<|{role}|>" for role in ROLES), END_OF_MESSAGE]
+    num_more = vocab_size - len(WORDS) - len(marks) - 1
+    if num_more < 0:
+        raise ValueError(f"a vocabulary of {vocab_size} has no room for the {len(WORDS)} words of the load test")
+    words = [*WORDS, *(f"word{number}" for number in range(num_more))]
+    vocab = {UNKNOWN: 0} | {_SPACE + word: position for position, word in enumerate(words, 1)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE)
+    tokenizer.decoder = decoders.Metaspace(replacement=_SPACE)
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, unk_token=UNKNOWN, chat_template=CHAT_TEMPLATE
+    )
 
 
 if __name__ == "__main__":

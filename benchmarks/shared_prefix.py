@@ -5,11 +5,11 @@
 Users come all at once or at a rate, each with a conversation of several turns after one system prompt; turn 2 repeats
 turn 1 and its answer. The load test (`chairlift bench`) plays them through /v1/chat/completions, streaming, greedy,
 past any end of text. Every server takes part with the same weights, tokenizer and chat template
-(serving/checkpoint.py), so prompts have the same lengths, and serves all users at the same time if they so come.
+(shapes.py), so prompts have the same lengths, and serves all users at the same time if they so come.
 Chairlift takes part twice, with `--enable-prefix-caching` and without ("no-reuse"). A peer is
 KIND=PYTHON[,key=value...] as for compare.py; options are flags of its server.
 
-All servers are up for the whole run, but who is not at turn is stopped. Each first serves all users once with other
+All servers are up for the whole run, but stopped while another is measured. Each first serves all users once with other
 texts, which is not counted; then rounds, the order rotating, with texts new to all. Ratios are medians of the rounds'
 ratios: how many times as late as Chairlift's a server's median first token comes. The last line is JSON; the exit code
 is 1 if any request failed.
@@ -18,30 +18,26 @@ is 1 if any request failed.
 import argparse
 import asyncio
 import json
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from comparison.ceiling import ModelShape
-from comparison.engines import Engine, UsageError
-from comparison.machine import describe_commit, describe_machine, usable_cores
-from comparison.results import OURS
-from comparison.worker import WorkerError
-from comparison.workers.protocol import Settings
-from serving.checkpoint import make_servable
-from serving.host import Host
-from serving.prefix_report import Series, Trial, record, table
-from serving.visits import Arrival, Round, Visits
-from shapes import SHAPES, make_checkpoint
+from machine import describe_commit, describe_machine, print_report, usable_cores
+from peers.engines import Engine, UsageError, exit_on_signals, take_part
+from peers.server import Host
+from peers.worker import WorkerError
+from peers.workers.protocol import Settings
+from prefix_visits import Arrival, Round, Series, Trial, Visits, record, table
+from shapes import SHAPES, make_checkpoint, make_servable
 
-from chairlift.bench.failures import BenchError
-from chairlift.bench.runner import make_test
+from chairlift.loadtest.records import BenchError
+from chairlift.loadtest.runner import make_test
 
 _NO_REUSE = Engine("no-reuse", "chairlift", sys.executable, {"enable_prefix_caching": "false"})
 _BYTES_PER_NUMBER = {"bfloat16": 2, "float32": 4}
@@ -51,18 +47,15 @@ _WARM_UP_SEED = 0  # rounds have those from 1 on
 def main() -> int:
     """Measures, prints a table, and as the last line everything as JSON; returns the exit code."""
     arguments = _parse_arguments()
-    signal.signal(signal.SIGTERM, _exit)  # so that servers are ended on the way out, those that are stopped too
     with tempfile.TemporaryDirectory() as scratch:
         logs = arguments.logs or Path(scratch) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         try:
-            report = measure(_engines(arguments.peer), _settings(arguments, Path(scratch)), logs, arguments)
+            report = measure(take_part(arguments.peer, _NO_REUSE), _settings(arguments, Path(scratch)), logs, arguments)
         except (UsageError, WorkerError) as error:
             print(f"shared_prefix.py: {error}", file=sys.stderr)
             return 2
-    print(json.dumps(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    print_report(report, arguments.json)
     return 1 if report["failed"] else 0
 
 
@@ -137,8 +130,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=list(_BYTES_PER_NUMBER), default="bfloat16")
     parser.add_argument("--peer", action="append", default=[], metavar="KIND[=PATH][,key=value...]")
     parser.add_argument("--arrivals", type=_arrival, nargs="+", default=[Arrival(), Arrival(0.5)], metavar="all|RATE")
-    parser.add_argument("--users", type=_count, default=64)
-    parser.add_argument("--turns", type=_count, default=2, help="of each user")
+    parser.add_argument("--users", dest="num_users", type=_count, default=64)
+    parser.add_argument("--turns", dest="num_turns", type=_count, default=2, help="of each user")
     parser.add_argument("--prefix-tokens", type=_count, default=1500, help="of the system prompt that all share")
     parser.add_argument("--question-tokens", type=_count, default=40, help="of a user's message")
     parser.add_argument("--output-tokens", type=_count, default=32, help="of an answer")
@@ -164,24 +157,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _engines(peers: Sequence[str]) -> list[Engine]:
-    engines = [Engine(OURS, "chairlift", sys.executable), _NO_REUSE, *map(Engine.parse, peers)]
-    names = [engine.name for engine in engines]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"--peer {name}: named twice; tell them apart with as=NAME")
-    return engines
-
-
 def _visits(arguments: argparse.Namespace) -> Visits:
-    return Visits(
-        num_users=arguments.users,
-        num_turns=arguments.turns,
-        prefix_tokens=arguments.prefix_tokens,
-        question_tokens=arguments.question_tokens,
-        output_tokens=arguments.output_tokens,
-        think_time=arguments.think_time,
-    )
+    return Visits(**{each.name: getattr(arguments, each.name) for each in fields(Visits)})
 
 
 def _settings(arguments: argparse.Namespace, scratch: Path) -> Settings:
@@ -189,9 +166,9 @@ def _settings(arguments: argparse.Namespace, scratch: Path) -> Settings:
     visits = _visits(arguments)
     weights = arguments.model or make_checkpoint(arguments.shape, scratch / "weights", arguments.dtype)
     model = make_servable(weights.absolute(), scratch / "model", visits.max_tokens)
-    fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     num_bytes = _BYTES_PER_NUMBER[arguments.dtype]
-    cached_bytes = ModelShape.of(fields, num_bytes, num_bytes).cached_bytes(visits.num_users * visits.max_tokens)
+    cached_bytes = ModelShape.of(config, num_bytes, num_bytes).cached_bytes(visits.num_users * visits.max_tokens)
     return Settings(
         model=str(model),
         dtype=arguments.dtype,
@@ -221,9 +198,6 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _exit(number: int, _frame: object) -> None:
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

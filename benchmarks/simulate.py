@@ -8,23 +8,22 @@ is synthetic, or a file in the load test's trace format (docs/scheduling.md). Th
 """
 
 import argparse
-import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
-from simulation.arguments import cost_of, machine_of, parse_arguments, settings_of, synthetic_of
-from simulation.costs import CostModel
-from simulation.figures import Figures, figures_of
-from simulation.replay import read_workload
-from simulation.simulation import Machine, Setting, Simulation
-from simulation.synthetic import conversations
-from simulation.table import format_table
+from machine import print_report
+from simulation.costs import COSTS
+from simulation.figures import Figures, figures_of, format_table
+from simulation.simulation import Machine, Setting, Simulation, settings
 from simulation.watch import Breach
-from simulation.workload import Workload
+from simulation.workload import Synthetic, Workload, capacity, conversations, read_workload
 
-from chairlift.bench.failures import BenchError
+from chairlift.loadtest.records import BenchError
 
+_DEFAULT_REQUESTS = 20_000
+_DEFAULT_LOAD = 0.8
 _SMALL = 20_000  # requests: up to here everything is checked at every step
 _SELDOM = 1000
 
@@ -34,7 +33,7 @@ def main() -> int:
 
     The exit code is 2 for input that cannot be used, 1 if the scheduler did what it must not.
     """
-    arguments = parse_arguments(__doc__)
+    arguments = _parse_arguments()
     try:
         figures = _simulate_all(arguments)
     except (BenchError, ValueError) as error:
@@ -44,57 +43,87 @@ def main() -> int:
         print(f"WRONG: {breach}", file=sys.stderr)
         return 1
     print(format_table(figures))
-    report = json.dumps({"arguments": _named(arguments), "results": [each.as_json() for each in figures]})
-    if arguments.json is not None:
-        arguments.json.write_text(report + "\n", encoding="utf-8")
-    if arguments.plot is not None:
-        from simulation.plot import write_plot  # matplotlib comes with an extra of the package
-
-        write_plot(figures, arguments.plot)
-    print(report)
+    named = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    print_report({"arguments": named, "results": [each.as_json() for each in figures]}, arguments.json)
     return 0
 
 
 def _simulate_all(arguments: argparse.Namespace) -> list[Figures]:
-    cost, figures = cost_of(arguments), []
+    figures = []
+    compared = settings(arguments.ageing)
     for budget in arguments.budgets:
-        machine = machine_of(arguments, budget)
-        for setting in settings_of(arguments):
+        machine = _machine(arguments, budget)
+        for name in arguments.settings:
             begin = perf_counter()
-            result = _simulate(setting, machine, cost, arguments)
-            print(
-                f"{result.setting}: {result.num_requests} requests in {perf_counter() - begin:.0f} s", file=sys.stderr
-            )
+            result = _simulate(compared[name], machine, arguments)
+            elapsed = perf_counter() - begin
+            print(f"{result.setting}: {result.num_requests} requests in {elapsed:.0f} s", file=sys.stderr)
             figures.append(result)
     return figures
 
 
-def _simulate(setting: Setting, machine: Machine, cost: CostModel, arguments: argparse.Namespace) -> Figures:
-    workload, num_requests = _workload(arguments, machine, cost)
+def _simulate(setting: Setting, machine: Machine, arguments: argparse.Namespace) -> Figures:
+    workload, num_requests = _workload(arguments, machine)
     simulation = Simulation(
         workload,
         machine,
         setting,
-        cost,
+        COSTS[arguments.cost],
         depth=arguments.backlog,
         check_every=arguments.check_every or (1 if num_requests <= _SMALL else _SELDOM),
         window=arguments.window,
     )
-    outcome = simulation.run()
+    played = simulation.run()
     budget = f" {machine.max_num_batched_tokens}" if len(arguments.budgets) > 1 else ""
-    return figures_of(setting.name + budget, outcome, arguments.starved_after)
+    return figures_of(setting.name + budget, played, arguments.starved_after)
 
 
-def _workload(arguments: argparse.Namespace, machine: Machine, cost: CostModel) -> tuple[Workload, int]:
-    if arguments.workload is None:
-        settings = synthetic_of(arguments, machine, cost)
-        return conversations(settings), settings.num_requests
-    lines = read_workload(arguments.workload, machine.slot_tokens, arguments.requests, arguments.speedup)
-    return iter(lines), len(lines)
+def _machine(arguments: argparse.Namespace, budget: int) -> Machine:
+    if budget < arguments.slots:
+        raise ValueError(f"a budget of {budget} tokens cannot feed {arguments.slots} slots: raise --budgets")
+    if arguments.backlog is not None and not 0 < arguments.backlog <= arguments.queue:
+        raise ValueError(f"--backlog must be above 0 and at most --queue, not {arguments.backlog}")
+    return Machine(arguments.slots, arguments.slot_tokens, budget, arguments.steps_per_launch, arguments.queue)
 
 
-def _named(arguments: argparse.Namespace) -> dict[str, object]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+def _workload(arguments: argparse.Namespace, machine: Machine) -> tuple[Workload, int]:
+    if arguments.workload is not None:
+        lines = read_workload(arguments.workload, machine.slot_tokens, arguments.requests, arguments.speedup)
+        return iter(lines), len(lines)
+    num_requests = _DEFAULT_REQUESTS if arguments.requests is None else arguments.requests
+    synthetic = Synthetic.of_flags(arguments, num_requests)
+    if arguments.backlog is None and arguments.rate is None:
+        rate = arguments.load * capacity(synthetic, machine.num_slots, COSTS[arguments.cost])
+        synthetic = replace(synthetic, rate=rate)
+    return conversations(synthetic), num_requests
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = list(settings(0.0))
+    parser.add_argument("--settings", nargs="+", choices=names, default=names)
+    parser.add_argument("--ageing", type=float, default=30.0, help="seconds of waiting worth a level of priority")
+    parser.add_argument("--starved-after", type=float, default=3600.0, help="seconds in the queue; counted")
+    parser.add_argument("--window", type=float, default=10.0, help="seconds over which tenants' shares are compared")
+    parser.add_argument("--check-every", type=int, help="steps between full checks (1; large workloads: 1000)")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    group = parser.add_argument_group("the machine")
+    group.add_argument("--cost", choices=COSTS, default="135m-cpu", help="how long a step takes")
+    group.add_argument("--slots", type=int, default=64)
+    group.add_argument("--slot-tokens", type=int, default=2048)
+    group.add_argument("--budgets", type=int, nargs="+", default=[1024], help="tokens of a step; each is simulated")
+    group.add_argument("--steps-per-launch", type=int, default=1)
+    group.add_argument("--queue", type=int, default=2**31, help="requests that may wait")
+    group = parser.add_argument_group("the workload")
+    group.add_argument("--workload", type=Path, help="file of one JSON object per line; by default a synthetic one")
+    group.add_argument("--speedup", type=float, default=1.0, help="of the file's times")
+    group.add_argument("--requests", type=int, help="by default all of the file, or 20,000")
+    pressure = group.add_mutually_exclusive_group()
+    pressure.add_argument("--backlog", type=int, help="so many wait at all times, however fast they are served")
+    pressure.add_argument("--rate", type=float, help="conversations a second")
+    pressure.add_argument("--load", type=float, default=_DEFAULT_LOAD, help="rate as a share of what can be served")
+    Synthetic.add_flags(parser)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

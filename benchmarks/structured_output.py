@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.inputs import InputProcessor
+from chairlift.engine.text.inputs import InputProcessor
 from chairlift.params import StructuredOutputs
 
 _SCHEMA = {

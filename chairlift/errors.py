@@ -2,13 +2,19 @@
 
 ChairliftError
 ├── InvalidRequest (ValueError)      the caller's input cannot be served; `param` names the field
+│   ├── ContextLengthExceeded        prompt and answer together are longer than a sequence may be
+│   ├── InvalidGrammar               a grammar or schema that cannot be compiled
 │   └── ModelNotFound                a request names a model that is not served here
 ├── ConfigurationError (ValueError)  a setting that cannot work on this machine or with this model
 │   └── CheckpointError              a checkpoint that is missing, damaged or not a supported model
 ├── CacheFull (ValueError)           more slots asked for than are free
 ├── InvalidApiKey                    a request without a key that this server knows
-├── QueueFull                        the bounded waiting queue has no place left
-├── QueueTimeout                     the request waited longer for a slot than it may
+├── Unserved                         the request got no slot; `retry_after` says when to try again
+│   ├── QueueFull                    the waiting queue has no place for it
+│   └── QueueTimeout                 it waited longer for a slot than it may
+├── ClientTooBusy                    one client has too many requests being read or checked
+├── ServerTooBusy                    all clients together have too many requests being read or checked
+├── GrammarsBusy                     no grammar can be compiled now: there are too many others
 ├── EngineClosed                     the engine was closed, or is draining; nothing new is taken
 ├── RequestFailed                    this one request could not be computed; the others go on
 └── EngineDead                       a step failed or hung; the engine serves nothing any more
@@ -17,7 +23,7 @@ ChairliftError
 
 
 class ChairliftError(Exception):
-    """Base of all of them: `except ChairliftError` catches what this package raises on purpose."""
+    """Base of all exceptions that this package raises on purpose."""
 
 
 class InvalidRequest(ChairliftError, ValueError):
@@ -26,6 +32,20 @@ class InvalidRequest(ChairliftError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and answer together are longer than a sequence may be; the message says how long that is."""
+
+
+class InvalidGrammar(InvalidRequest):
+    """The grammar or schema that an answer must follow cannot be compiled, for a `reason`, in a `line` of it."""
+
+    def __init__(self, reason: str | None, line: int | None = None) -> None:
+        place = "" if line is None else f"line {line}: "
+        super().__init__(f"the grammar or schema cannot be compiled: {place}{reason}", "structured_outputs")
+        self.reason = reason
+        self.line = line
 
 
 class ModelNotFound(InvalidRequest):
@@ -56,20 +76,35 @@ class CacheFull(ChairliftError, ValueError):
         self.num_free = num_free
 
 
-class QueueFull(ChairliftError):
-    """The waiting queue has no place left; try again in about `retry_after` seconds."""
-
-    def __init__(self, max_queue_size: int, retry_after: float = 1.0) -> None:
-        super().__init__(f"the waiting queue is full ({max_queue_size} requests); try again later")
-        self.retry_after = retry_after
-
-
-class QueueTimeout(ChairliftError):
-    """The request waited longer for a slot than it may; the queue may be shorter in `retry_after` seconds."""
+class Unserved(ChairliftError):
+    """The request left the queue, or found no place in it; the queue may be shorter in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class QueueFull(Unserved):
+    """The waiting queue has no place for this request."""
+
+
+class QueueTimeout(Unserved):
+    """The request waited longer for a slot than it may."""
+
+
+class ClientTooBusy(ChairliftError):
+    """One client has as many requests being read or checked as it may."""
+
+
+class ServerTooBusy(ChairliftError):
+    """More requests are being read or checked than the server can hold."""
+
+
+class GrammarsBusy(ChairliftError):
+    """Too many grammars are being compiled, or no thread or process can be started for another one."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"this grammar cannot be compiled now: {reason}; try again later")
 
 
 class EngineClosed(ChairliftError):

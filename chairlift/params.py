@@ -3,6 +3,7 @@
 Names and meaning follow vLLM. A field that does not exist is an error, never ignored.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Self
@@ -12,10 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 
 from chairlift.errors import InvalidRequest
 
-MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARACTERS = 2**18
+MAX_SCHEMA_DEPTH = 120  # llguidance reads 127 levels
 MAX_TOKENS_NAMED = 1024  # in logit_bias or stop_token_ids: they cost host time in every step
+MAX_PATTERN = 1024  # tokens of a pattern that repetition detection looks for
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1
 
@@ -25,18 +27,20 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else ([] if value is None else value)
 
 
-StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_as_list)]
-
+Strings = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_as_list)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
 
-    STOP = "stop"  # an end token, a stop token or a stop string
+    STOP = "stop"  # an end token, a stop token, a stop string, or a repetition
     LENGTH = "length"  # max_tokens, or the slot is full
     ABORT = "abort"  # the caller took it back, the server is going down, or it could not be computed
 
+
+GRAMMAR_LIMIT = "grammar_limit"
+"""The stop reason of a sequence whose grammar turned out too costly: its error tells the client what to change."""
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
@@ -50,7 +54,7 @@ class StructuredOutputs:
     )
     json_object: StrictBool | None = Field(default=None, description="true: any JSON object")
     regex: GrammarText | None = Field(default=None, description="regular expression that the whole text matches")
-    choice: list[GrammarText] | None = Field(
+    choice: Annotated[list[GrammarText], Field(fail_fast=True)] | None = Field(
         default=None, min_length=1, max_length=10_000, description="the texts to choose from"
     )
     grammar: GrammarText | None = Field(default=None, description="context-free grammar in Lark's or GBNF's notation")
@@ -64,6 +68,44 @@ class StructuredOutputs:
                 f" {' and '.join(given) or 'none'}",
                 "structured_outputs",
             )
+        excess = find_excess(self.json if isinstance(self.json, dict) else self.choice)
+        if excess is not None:
+            name = "the list of choices" if self.json is None else "the schema"
+            raise InvalidRequest(f"structured_outputs: {name} {excess}; simplify it", "structured_outputs")
+
+
+def find_excess(schema: object) -> str | None:
+    """What exceeds the limits of a schema, if anything does. Looks at no more of it than the limits allow."""
+    num_characters, waiting = 0, [(schema, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > MAX_SCHEMA_DEPTH:
+            return f"is nested more than {MAX_SCHEMA_DEPTH} levels deep"
+        num_characters += len(value) + 2 if isinstance(value, dict | list | str) else 1
+        if isinstance(value, dict):
+            num_characters += sum(len(key) + 3 for key in value if isinstance(key, str))
+        if num_characters > MAX_GRAMMAR_CHARACTERS:
+            return f"has more than {MAX_GRAMMAR_CHARACTERS} characters"
+        if isinstance(value, dict | list):
+            waiting += [(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
+    return None
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class RepetitionDetection:
+    """Ends a text whose last tokens are one pattern `min_count` times in a row; names and meaning as in vLLM."""
+
+    max_pattern_size: int = Field(ge=1, le=MAX_PATTERN, description="most tokens of the pattern")
+    min_pattern_size: int = Field(default=1, ge=0, le=MAX_PATTERN, description="fewest; 0 means 1")
+    min_count: int = Field(ge=2, le=MAX_PATTERN, description="how many times in a row the pattern must stand there")
+
+    def __post_init__(self) -> None:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise InvalidRequest(
+                f"repetition_detection: min_pattern_size {self.min_pattern_size} is above max_pattern_size"
+                f" {self.max_pattern_size}",
+                "repetition_detection",
+            )
 
 
 class SamplingParams(BaseModel):
@@ -71,7 +113,7 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="independent continuations of the prompt")
+    n: int = Field(1, ge=1, le=128, description="independent continuations of the prompt")
     max_tokens: int | None = Field(
         16, ge=0, description="most new tokens; left open (unset or None), the room in the slot also bounds it"
     )
@@ -95,7 +137,7 @@ class SamplingParams(BaseModel):
     seed: int | None = Field(
         None, ge=-MAX_SEED - 1, le=MAX_SEED, description="same seed, same tokens, whatever else is in the batch"
     )
-    stop: StopStrings = Field(
+    stop: Strings = Field(
         default_factory=list, max_length=64, description="strings that end the text and are not part of it"
     )
     stop_token_ids: list[int] = Field(
@@ -111,6 +153,20 @@ class SamplingParams(BaseModel):
         None, ge=0, le=MAX_LOGPROBS, description="the same for the tokens of the prompt, but for the first"
     )
     structured_outputs: StructuredOutputs | None = Field(None, description="what the text must look like")
+    bad_words: Strings = Field(
+        default_factory=list,
+        max_length=1024,
+        description="words that are not written, neither at the beginning nor behind a space",
+    )
+    allowed_token_ids: list[int] | None = Field(
+        None, min_length=1, max_length=2**20, description="the only tokens that may be sampled"
+    )
+    repetition_detection: RepetitionDetection | None = Field(
+        None, description="end the text once it repeats a pattern of tokens"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="keep only so many of the prompt's last tokens; -1: as many as fit"
+    )
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> Self:
@@ -123,6 +179,10 @@ class SamplingParams(BaseModel):
         return self.temperature == 0.0
 
     @property
+    def truncates_prompt(self) -> bool:
+        return self.truncate_prompt_tokens is not None
+
+    @property
     def is_max_tokens_open(self) -> bool:
         """True if the caller did not say how long the answer may be."""
         return self.max_tokens is None or "max_tokens" not in self.model_fields_set
@@ -130,13 +190,16 @@ class SamplingParams(BaseModel):
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class RequestOptions:
-    """How a request is served beside others; nothing of it changes what is generated. `pydantic.ValidationError`."""
+    """How a request is served beside others; it does not change what is generated."""
 
     priority: int = Field(
         default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower is served first; waiting makes up for it"
     )
     tenant: str = Field(default="", description="who shares the machine with others, each with the same right to it")
     cache_salt: str = Field(default="", description="only requests with the same salt reuse each other's prompts")
+    queue_share: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="share of the waiting queue that the tenant's requests may fill"
+    )
     timeout: float | None = Field(
         default=None, gt=0.0, allow_inf_nan=False, description="seconds after its arrival until it is given up"
     )
@@ -145,9 +208,12 @@ class RequestOptions:
 DEFAULT_OPTIONS = RequestOptions()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Logprob:
-    """A token's natural log-probability by the model's own logits, before temperature, penalties, bias and masks."""
+    """A token's natural log-probability by the model's own logits, before temperature, penalties, bias and masks.
+
+    Not frozen: hundreds are made in every step, and freezing costs more than the rest of making one.
+    """
 
     logprob: float
     rank: int  # 1: no token was likelier
@@ -155,7 +221,7 @@ class Logprob:
 
 
 TokenLogprobs = dict[int, Logprob]
-"""Of one position: first the token that stands there, then the likeliest ones in order."""
+"""One position's: first the token that stands there, then the likeliest ones in order."""
 
 
 @dataclass(slots=True)
@@ -166,10 +232,12 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for the end token
+    # The stop token or stop string that ended it, "repetition_detected", "timeout" or GRAMMAR_LIMIT; None for the end
+    # token, and for other aborts.
+    stop_reason: int | str | None = None
     error: str | None = None  # why it could not be computed; its finish reason is then ABORT
-    logprobs: list[TokenLogprobs] | None = None  # one per token, if asked for
-    text_offsets: list[int] | None = None  # with logprobs: where in the text each token's characters begin
+    logprobs: Sequence[TokenLogprobs] | None = None  # one per token, if asked for; a list once it has finished
+    text_offsets: Sequence[int] | None = None  # with logprobs: where in the text each token's characters begin
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -177,6 +245,27 @@ class CompletionOutput:
         if self.logprobs is None:
             return None
         return sum(next(iter(position.values())).logprob for position in self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When a request came, got its first slot and its first token, by `time.perf_counter()`; None: it has not yet."""
+
+    arrival: float
+    admission: float | None
+    first_token: float | None
+
+    def first_of(self, other: "RequestTimes") -> "RequestTimes":
+        """Of both, whatever came first."""
+        return RequestTimes(
+            min(self.arrival, other.arrival),
+            _first(self.admission, other.admission),
+            _first(self.first_token, other.first_token),
+        )
+
+
+def _first(*times: float | None) -> float | None:
+    return min((time for time in times if time is not None), default=None)
 
 
 @dataclass(slots=True)
@@ -189,6 +278,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # if asked for; None for the first token
     num_cached_tokens: int = 0  # of the prompt, whose keys and values an earlier request had left or shared
+    times: RequestTimes | None = field(default=None, compare=False)  # the earliest of all continuations
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,50 @@
-"""Settings that hold for every test: no hub, few threads, quiet tokenizers."""
+"""Settings that hold for every test: no hub, few threads, quiet tokenizers, how many examples hypothesis makes up."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.support import fork_server
+
+# A test that takes its input from hypothesis names no settings of its own, so that `--hypothesis-profile` decides.
+for _name, _num_examples in (("everyday", 40), ("ci", 300)):
+    settings.register_profile(
+        _name,
+        max_examples=_num_examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+settings.load_profile("everyday")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_spreading = bool(getattr(config.option, "numprocesses", None))  # over workers, which then share a fork server
+    if is_spreading and fork_server.is_possible():
+        fork_server.ensure_started()
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    is_last_of_file = nextitem is None or nextitem.path != item.path
+    if is_last_of_file and not gc.get_freeze_count():  # a server that ended in this process has undone it
+        _freeze()
+
+
+def _freeze() -> None:
+    """Excludes what is imported from garbage collections: then they are quick and frequent, and free engines early."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    fork_server.stop()

@@ -1,15 +1,61 @@
-"""The most tokens per second that a machine allows, counted: a step reads each weight once, multiplies it per token.
+"""Workloads, and the most tokens per second that a machine allows for them.
+
+A step reads each weight once and multiplies it once per token.
 
 Prompts are one pass: their FLOPs without the head, but for each prompt's last token. Every further token is one pass
 over all requests. A pass takes the larger of its FLOPs over the matrix rate and its bytes (weights and cached keys and
 values) over the memory bandwidth. Norms, rope, sampling and activations count as nothing.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Self
 
-from comparison.workload import Workload
+_MAX_TOKEN_ID = 200  # ids that every vocabulary has, the byte tokenizer's too
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of one size, all sent at the same time. Written `32x128+64`: 32 prompts of 128 tokens, 64 out each."""
+
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError for anything that is not REQUESTSxPROMPT+OUTPUT, each at least 1."""
+        if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)):
+            raise ValueError(f"{text!r} is no workload: write REQUESTSxPROMPT+OUTPUT, for instance 8x128+128")
+        return cls(*map(int, match.groups()))
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_requests}x{self.prompt_tokens}+{self.output_tokens}"
+
+    @property
+    def is_prefill(self) -> bool:
+        """Only the first token is asked for, so prompt tokens are what is counted."""
+        return self.output_tokens == 1
+
+    @property
+    def unit(self) -> str:
+        return "prompt tokens/s" if self.is_prefill else "output tokens/s"
+
+    @property
+    def num_counted_tokens(self) -> int:
+        """Tokens of all requests that a rate in `unit` counts."""
+        return self.num_requests * (self.prompt_tokens if self.is_prefill else self.output_tokens)
+
+    def prompts(self, turn: str, vocab_size: int) -> list[list[int]]:
+        """Random token ids: the same for every engine, others for every request and every `turn`."""
+        rng, limit = Random(f"{self.name} {turn}"), min(_MAX_TOKEN_ID, vocab_size)
+        return [[rng.randrange(limit) for _ in range(self.prompt_tokens)] for _ in range(self.num_requests)]
+
+
+DEFAULT_WORKLOADS = ["1x128+128", "8x128+128", "32x128+128", "1x1024+1", "32x1024+64"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +109,7 @@ class ModelShape:
 
     @property
     def num_layer_weights(self) -> int:
-        """Of all layers' matrices."""
+        """Weights in the matrices of all layers."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
@@ -72,7 +118,7 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     def attention_flops(self, num_pairs: int) -> int:
-        """Of that many pairs of a query and a key: a product and a sum for each number, for the keys and the values."""
+        """FLOPs for that many pairs of a query and a key: a product and a sum for each number, for keys and values."""
         return 4 * self.num_layers * self.num_heads * self.head_dim * num_pairs
 
     def cached_bytes(self, num_tokens: int) -> int:

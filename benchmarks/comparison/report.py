@@ -1,9 +1,13 @@
-"""The table of a comparison."""
+"""The table and the picture of a comparison."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peers.engines import OURS
 
 from comparison.ceiling import ModelShape
-from comparison.results import OURS, Standing, Trial
+from comparison.contest import Standing, Trial
 
 _WIDTH = 11
 
@@ -53,3 +57,34 @@ def _failures(trials: Sequence[Trial], standings: Mapping[str, Standing]) -> lis
 
 def _cell(value: float | None, width: int, decimals: int, missing: str = "failed") -> str:
     return f"{missing:>{width}}" if value is None else f"{value:{width}.{decimals}f}"
+
+
+_OUR_COLOUR, _THEIR_COLOUR, _CEILING_COLOUR = "#2a6f97", "#b8c4cc", "#c1121f"
+
+
+def draw(report: Mapping[str, Any], file: Path) -> None:
+    """Needs matplotlib (the extra `[bench]`)."""
+    from matplotlib.figure import Figure
+
+    results = report["results"]
+    figure = Figure(figsize=(3.2 * len(results), 3.6), layout="constrained")
+    for axes, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
+        _draw_workload(axes, result)
+    machine, settings = report["machine"], report["settings"]
+    figure.suptitle(f"{settings['shape']} {settings['precision']}, {machine['cpu']}, {settings['threads']} threads")
+    figure.savefig(file, dpi=150)
+
+
+def _draw_workload(axes: Any, result: Mapping[str, Any]) -> None:
+    engines = {name: each for name, each in result["engines"].items() if each["median"] is not None}
+    colours = [_OUR_COLOUR if name == OURS else _THEIR_COLOUR for name in engines]
+    axes.bar(list(engines), [each["median"] for each in engines.values()], color=colours)
+    for position, each in enumerate(engines.values()):
+        axes.plot([position] * len(each["rates"]), each["rates"], ".", color="black", markersize=3)
+    if result["ceiling"] is not None:
+        axes.axhline(result["ceiling"], color=_CEILING_COLOUR, linestyle="--", linewidth=1, label="ceiling")
+        axes.legend(frameon=False, fontsize=7)
+    axes.set_title(result["workload"], fontsize=10)
+    axes.set_ylabel(result["unit"], fontsize=8)
+    axes.tick_params(axis="x", rotation=60, labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)

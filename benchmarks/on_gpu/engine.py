@@ -8,13 +8,12 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from comparison.workload import Workload
+from comparison.ceiling import Workload
 
 from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore, Pacing
 from chairlift.scheduler import Request
-from on_gpu.idle import Idle, profile_idle
-from on_gpu.rates import wait_for
+from on_gpu.device import Idle, profile_idle, wait_for
 from on_gpu.scale import Decode
 
 _NUM_WARM = 17  # tokens of each row before the clock runs: two launches of eight, after the prompt's
@@ -22,7 +21,7 @@ _NUM_WARM = 17  # tokens of each row before the clock runs: two launches of eigh
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Of a decode step, in the mean over a time in which rows had that many generated tokens in the middle."""
+    """Mean seconds of a decode step, and how many tokens the rows had generated in the middle of that time."""
 
     seconds: float
     num_generated: int

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison.workload import Workload
+from comparison.ceiling import Workload
+from peers.workers.protocol import Generate
+from peers.workers.transformers_worker import continuous_batch, static_batch
 
-from on_gpu import peers
+from on_gpu import transformers_peer
+from on_gpu.device import measure_rates
 from on_gpu.engine import Engine
-from on_gpu.rates import measure_rates
 from on_gpu.scale import SCALES, Decode, Scale, hugging_face_config, write_config
 
 Measurement = dict[str, Any]
@@ -105,12 +107,13 @@ def small(setup: Setup) -> list[Measurement]:
 
 def transformers_static(setup: Setup) -> list[Measurement]:
     """transformers' `generate`."""
-    return _contests(setup, "transformers generate", peers.static_batch(_peer(setup, "sdpa")))
+    return _contests(setup, "transformers generate", static_batch(_peer(setup, "sdpa")))
 
 
 def transformers_continuous(setup: Setup) -> list[Measurement]:
     """transformers' `generate_batch`."""
-    generate = peers.continuous_batch(_peer(setup, peers.best_attention()), setup.scale.contests)
+    batches = [(each.num_requests, each.prompt_tokens + each.output_tokens) for each in setup.scale.contests]
+    generate = continuous_batch(_peer(setup, transformers_peer.best_attention()), batches, max_batch_tokens=512)
     return _contests(setup, "transformers generate_batch", generate)
 
 
@@ -146,17 +149,17 @@ def _decodes(setup: Setup, engine: Engine, shape: str, decodes: tuple[Decode, ..
 def _peer(setup: Setup, attention: str) -> Any:
     num_positions = max(each.prompt_tokens + each.output_tokens for each in setup.scale.contests)
     config = hugging_face_config(setup.scale.large, num_positions, setup.dtype)
-    return peers.make_model(config, getattr(torch, setup.dtype), setup.torch_device, attention)
+    return transformers_peer.make_model(config, getattr(torch, setup.dtype), setup.torch_device, attention)
 
 
-def _contests(setup: Setup, who: str, generate: peers.Generate) -> list[Measurement]:
+def _contests(setup: Setup, who: str, generate: Generate) -> list[Measurement]:
     vocab_size = setup.scale.large["vocab_size"]
     return [
         {
             "kind": "contest",
             "who": who,
             "workload": each.name,
-            "seconds": peers.seconds(generate, each, vocab_size, setup.torch_device),
+            "seconds": transformers_peer.seconds(generate, each, vocab_size, setup.torch_device),
         }
         for each in setup.scale.contests
     ]

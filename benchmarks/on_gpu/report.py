@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from comparison.ceiling import ModelShape, Rates, decode_step, prefill
-from comparison.workload import Workload
+from comparison.ceiling import ModelShape, Rates, Workload, decode_step, prefill
+from peers.engines import OURS
 
 from on_gpu.parts import Measurement
 
 PREFILL_TARGET = 0.55  # of the matrix rate
 CONTEST_TARGET = 3.0  # times as fast as transformers
 IDLE_TARGET = 0.05  # of the time, between steps
-_OURS = "chairlift"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Line:
 def make_lines(measurements: Sequence[Measurement], shapes: dict[str, ModelShape]) -> list[Line]:
     """In the order in which they were measured. Without rates there are no floors, and so no verdicts on them."""
     rates = next((_rates(each) for each in measurements if each["kind"] == "rates"), None)
-    ours = {each["workload"]: each["seconds"] for each in _contests(measurements) if each["who"] == _OURS}
+    ours = {each["workload"]: each["seconds"] for each in _contests(measurements) if each["who"] == OURS}
     lines: list[Line] = []
     for each in measurements:
         if each["kind"] == "rates":
@@ -109,7 +108,7 @@ def _idle_line(each: Measurement) -> Line:
 
 def _contest_line(each: Measurement, ours: float | None) -> Line:
     what = f"{each['workload']}, {each['who']}"
-    if each["who"] == _OURS or ours is None:
+    if each["who"] == OURS or ours is None:
         return Line(what, f"{each['seconds']:.3f} s")
     return Line(what, f"{each['seconds']:.3f} s", f"{ours:.3f} s", each["seconds"] / ours, CONTEST_TARGET)
 

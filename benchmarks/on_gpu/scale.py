@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comparison.ceiling import ModelShape
-from comparison.workload import Workload
+from comparison.ceiling import ModelShape, Workload
 from shapes import SHAPES
 from transformers import LlamaConfig
 
@@ -88,7 +87,7 @@ SCALES = {
 
 
 def hugging_face_config(fields: Mapping[str, Any], num_positions: int, dtype: str) -> LlamaConfig:
-    """Of a Llama that reads that many tokens."""
+    """The config of a Llama that reads that many tokens."""
     config = LlamaConfig(**{"tie_word_embeddings": False, **fields}, max_position_embeddings=num_positions)
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = dtype

@@ -1,14 +1,15 @@
-"""The figures of a simulation: latencies, use of the slots, reuse of prefixes, fairness."""
+"""The figures of a simulation, latencies, use of the slots, reuse of prefixes, fairness; and as a table."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulation.fairness import jain
-from simulation.records import Fate, Records
-from simulation.simulation import Outcome
+from simulation.meter import jain
+from simulation.requests import Fate, Records
+from simulation.simulation import Played
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -28,7 +29,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Floats) -> "Spread | None":
-        """Of what is a number; None if nothing is."""
+        """The spread of the values that are numbers; None if there are none."""
         known = values[~np.isnan(values)]
         if not known.size:
             return None
@@ -81,9 +82,9 @@ class Figures:
         return asdict(self)
 
 
-def figures_of(setting: str, outcome: Outcome, starved_after: float) -> Figures:
+def figures_of(setting: str, played: Played, starved_after: float) -> Figures:
     """`starved_after`: seconds of waiting for a slot that count as starving."""
-    records, use = outcome.meter.records, outcome.meter.use
+    records, use = played.meter.records, played.meter.use
     fate = records.column("fate")
     is_finished = fate == Fate.FINISHED
     tenant = records.column("tenant").astype(int)
@@ -99,22 +100,22 @@ def figures_of(setting: str, outcome: Outcome, starved_after: float) -> Figures:
         num_requests=len(records),
         fates={each.name.lower(): int((fate == each).sum()) for each in Fate},
         num_starved=int((_waits(records) > starved_after).sum()),
-        simulated_s=outcome.duration,
-        num_steps=outcome.num_steps,
-        num_checks=outcome.num_checks,
-        output_tokens_per_s=outputs.sum() / outcome.duration,
-        prompt_tokens_per_s=prompts[was_admitted].sum() / outcome.duration,
+        simulated_s=played.duration,
+        num_steps=played.num_steps,
+        num_checks=played.num_checks,
+        output_tokens_per_s=outputs.sum() / played.duration,
+        prompt_tokens_per_s=prompts[was_admitted].sum() / played.duration,
         queueing=Spread.of(records.column("admission") - records.column("arrival")),
         ttft=Spread.of(_ttfts(records)[is_finished]),
         tpot=Spread.of(_tpots(records)[is_finished]),
         longest_overtaking_s=use.longest_overtaking,
-        longest_tenant_gap_s=outcome.meter.shares.longest_gap,
-        slot_use=_slot_use(outcome),
+        longest_tenant_gap_s=played.meter.shares.longest_gap,
+        slot_use=_slot_use(played),
         backlogged_share=use.backlogged / use.busy if use.busy else 0.0,
         prefix_hit_rate=float(records.column("num_cached_tokens").sum() / max(1.0, prompts[was_admitted].sum())),
         num_copied_tokens=use.num_copied_tokens,
         num_preemptions=int(records.column("num_preemptions").sum()),
-        jain_served=outcome.meter.shares.jain,
+        jain_served=played.meter.shares.jain,
         jain_slowdown=jain([float(slowdowns[(tenant == i) & is_finished].mean()) for i in set(tenant[is_finished])]),
         largest_tenant=_group_figures(records, is_largest, slowdowns),
         other_tenants=None if is_largest.all() else _group_figures(records, ~is_largest, slowdowns),
@@ -144,11 +145,11 @@ def _slowdowns(records: Records) -> Floats:
     return (records.column("end") - records.column("arrival")) / records.column("ideal")
 
 
-def _slot_use(outcome: Outcome) -> float | None:
-    use = outcome.meter.use
+def _slot_use(played: Played) -> float | None:
+    use = played.meter.use
     if not use.backlogged:
         return None
-    return use.backlogged_slots / use.backlogged / outcome.num_slots
+    return use.backlogged_slots / use.backlogged / played.num_slots
 
 
 def _group_figures(records: Records, chosen: Bools, slowdowns: Floats) -> GroupFigures:
@@ -159,3 +160,64 @@ def _group_figures(records: Records, chosen: Bools, slowdowns: Floats) -> GroupF
         ttft=Spread.of(_ttfts(records)[finished]),
         slowdown=float(slowdowns[finished].mean()) if finished.any() else None,
     )
+
+
+_LABEL_WIDTH, _COLUMN_WIDTH = 34, 22
+_NOTHING = "-"
+
+Cell = Callable[[Figures], str]
+
+_ROWS: tuple[tuple[str, Cell], ...] = (
+    ("requests", lambda f: f"{f.num_requests:,}"),
+    ("finished", lambda f: f"{f.fates['finished']:,}"),
+    (
+        "left / expired / timed out",
+        lambda f: f"{f.fates['left']:,} / {f.fates['expired']:,} / {f.fates['timed_out']:,}",
+    ),
+    ("refused, queue full", lambda f: f"{f.fates['refused']:,}"),
+    ("starved", lambda f: f"{f.num_starved:,}"),
+    ("simulated hours", lambda f: f"{f.simulated_s / 3600:.2f}"),
+    ("steps (full checks)", lambda f: f"{f.num_steps:,} ({f.num_checks:,})"),
+    ("output tokens/s", lambda f: f"{f.output_tokens_per_s:,.0f}"),
+    ("queueing, s: p50 p90 p99", lambda f: _quantiles(f.queueing, 1)),
+    ("longest wait, s", lambda f: _NOTHING if f.queueing is None else f"{f.queueing.max:,.1f}"),
+    ("TTFT, s: p50 p90 p99", lambda f: _quantiles(f.ttft, 1)),
+    ("TPOT, ms: p50 p90 p99", lambda f: _quantiles(f.tpot, 1000)),
+    ("slots in use under backlog", lambda f: _NOTHING if f.slot_use is None else f"{f.slot_use:.1%}"),
+    ("time under backlog", lambda f: f"{f.backlogged_share:.1%}"),
+    ("prefix hit rate, tokens", lambda f: f"{f.prefix_hit_rate:.1%}"),
+    ("copied tokens", lambda f: f"{f.num_copied_tokens:,}"),
+    ("preemptions", lambda f: f"{f.num_preemptions:,}"),
+    ("Jain, tokens over fair share", lambda f: f"{f.jain_served:.3f}"),
+    ("Jain, mean slowdown", lambda f: f"{f.jain_slowdown:.3f}"),
+    ("largest tenant's TTFT, s", lambda f: _ttft(f.largest_tenant)),
+    ("other tenants' TTFT, s", lambda f: _ttft(f.other_tenants)),
+    ("largest tenant's slowdown", lambda f: _slowdown(f.largest_tenant)),
+    ("other tenants' slowdown", lambda f: _slowdown(f.other_tenants)),
+    ("most urgent requests' TTFT, s", lambda f: _ttft(f.most_urgent)),
+    ("less urgent requests' TTFT, s", lambda f: _ttft(f.less_urgent)),
+    ("overtaken by at most, s", lambda f: f"{f.longest_overtaking_s:,.1f}"),
+    ("a tenant waits at most, s", lambda f: f"{f.longest_tenant_gap_s:,.1f}"),
+)
+
+
+def format_table(figures: Sequence[Figures]) -> str:
+    """The table, without a line break at its end."""
+    lines = [" " * _LABEL_WIDTH + "".join(f"{each.setting:>{_COLUMN_WIDTH}}" for each in figures)]
+    for label, cell in _ROWS:
+        lines.append(f"{label:<{_LABEL_WIDTH}}" + "".join(f"{cell(each):>{_COLUMN_WIDTH}}" for each in figures))
+    return "\n".join(lines)
+
+
+def _quantiles(spread: Spread | None, factor: float) -> str:
+    if spread is None:
+        return _NOTHING
+    return " ".join(f"{factor * value:.3g}" for value in (spread.p50, spread.p90, spread.p99))
+
+
+def _ttft(group: GroupFigures | None) -> str:
+    return _NOTHING if group is None else _quantiles(group.ttft, 1)
+
+
+def _slowdown(group: GroupFigures | None) -> str:
+    return _NOTHING if group is None or group.slowdown is None else f"{group.slowdown:.1f}"

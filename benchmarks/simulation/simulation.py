@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import inf
 
+from harness import launch, num_context_tokens, take_copies
+
 from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import RequestOptions
-from chairlift.scheduler import Policy, Request, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import Policy, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
 from simulation.costs import CostModel, StepShape
 from simulation.events import Agenda, Clock
 from simulation.meter import Meter
-from simulation.passenger import Passenger
-from simulation.records import Fate
+from simulation.requests import Fate, SimulatedRequest
 from simulation.watch import Watch
 from simulation.workload import Conversation, Turn, Workload, opening
 
@@ -54,8 +55,26 @@ def _options(tenant: str, priority: int, timeout: float | None) -> RequestOption
     return RequestOptions(tenant=tenant, priority=priority, timeout=timeout)
 
 
+PREEMPT_AFTER = 32
+"""Tokens that a row may generate before it can lose its slot, where preemption is on."""
+
+
+def settings(ageing: float) -> dict[str, Setting]:
+    """What is compared, each one step further than the one before. `ageing`: seconds of waiting worth a priority."""
+    plain, policy = Policy(enable_prefix_caching=False, priority_ageing=ageing), Policy(priority_ageing=ageing)
+    preempting = Policy(priority_ageing=ageing, preempt_after=PREEMPT_AFTER)
+    compared = (
+        Setting("first-come", plain, knows_tenants=False, knows_priorities=False),
+        Setting("prefixes", policy, knows_tenants=False, knows_priorities=False),
+        Setting("fair", policy, knows_priorities=False),
+        Setting("priorities", policy),
+        Setting("preemption", preempting),
+    )
+    return {setting.name: setting for setting in compared}
+
+
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Played:
     """What a simulation leaves behind. `duration` is in seconds of the simulation."""
 
     meter: Meter
@@ -97,11 +116,11 @@ class Simulation:
         self._agenda = Agenda(workload, self._clock, self._begin, is_on_demand=depth is not None)
         self._watch = Watch(self._scheduler, self._slots, machine.max_num_batched_tokens, check_every)
         self._meter = Meter(cost, window)
-        self._passengers: dict[str, Passenger] = {}
-        self._seated: set[Request] = set()  # who had a slot in the step before
+        self._requests: dict[str, SimulatedRequest] = {}
+        self._seated: set[RequestState] = set()  # who had a slot in the step before
         self._num_requests = 0
 
-    def run(self) -> Outcome:
+    def run(self) -> Played:
         """Plays until everything has ended. Raises `Breach` if the scheduler does what it must not."""
         while True:
             self._agenda.pass_time(self._clock.now)
@@ -112,9 +131,9 @@ class Simulation:
                 self._agenda.pass_time(self._agenda.next_time)
             else:
                 break
-        self._watch.look_at_end(len(self._passengers))
+        self._watch.look_at_end(len(self._requests))
         watch = self._watch
-        return Outcome(self._meter, self._slots.num_slots, self._clock.now, watch.num_steps, watch.num_checks)
+        return Played(self._meter, self._slots.num_slots, self._clock.now, watch.num_steps, watch.num_checks)
 
     def _keep_backlog(self) -> None:
         if self._depth is not None:
@@ -129,34 +148,33 @@ class Simulation:
         plan = self._scheduler.schedule()
         self._watch.look_at(plan)
         self._note_admissions()
-        passengers = [self._passengers[row.request.request_id] for row in plan.rows]
-        seconds = self._cost.seconds(_shape_of(plan)) * plan.num_steps
+        requests = [self._requests[row.request.request_id] for row in plan.rows]
+        num_copied = take_copies(self._slots)
+        seconds = self._cost.seconds(_shape_of(plan, num_copied)) * plan.num_steps
         num_backlogged = self._scheduler.num_running if self._scheduler.num_waiting else 0
-        self._meter.note_step(plan, passengers, seconds, num_backlogged, self._clock.now)
-        results = self._compute(plan, passengers)
+        self._meter.note_step(plan, requests, seconds, num_backlogged, num_copied, self._clock.now)
+        results = self._compute(plan, requests)
         self._agenda.pass_time(self._clock.now + seconds)
         for event in self._scheduler.update(plan, results):
             self._take(event)
         self._watch.look_after()
 
-    def _compute(self, plan: StepPlan, passengers: list[Passenger]) -> list[RowResult]:
-        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
-        reservation = self._slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
-        self._scheduler.advance(plan, reservation)
+    def _compute(self, plan: StepPlan, requests: list[SimulatedRequest]) -> list[RowResult]:
+        launch(self._scheduler, self._slots, plan)
         return [
-            passenger.say(plan.num_steps) if row.is_sampled else _UNFINISHED
-            for row, passenger in zip(plan.rows, passengers, strict=True)
+            simulated.say(plan.num_steps) if row.is_sampled else _UNFINISHED
+            for row, simulated in zip(plan.rows, requests, strict=True)
         ]
 
     def _note_admissions(self) -> None:
         """Who has a slot for the first time."""
         seated = set(self._scheduler.running)
-        new = [self._passengers[request.request_id] for request in seated - self._seated]
-        admitted = [passenger for passenger in new if not passenger.is_admitted]
-        for passenger in admitted:
-            passenger.is_admitted = True
-            is_right = passenger.request.admission_time == self._clock.now
-            self._watch.demand(is_right, f"request {passenger.request.request_id} was not admitted when it says")
+        new = [self._requests[request.request_id] for request in seated - self._seated]
+        admitted = [simulated for simulated in new if not simulated.is_admitted]
+        for simulated in admitted:
+            simulated.is_admitted = True
+            is_right = simulated.state.admission_time == self._clock.now
+            self._watch.demand(is_right, f"request {simulated.request.request_id} was not admitted when it says")
         self._meter.note_admissions(admitted, self._clock.now)
         self._seated = seated
 
@@ -167,58 +185,57 @@ class Simulation:
         """One turn, behind what was said before."""
         turn = conversation.turns[index]
         options = self._setting.options(conversation, turn)
-        passenger = Passenger.of(conversation, index, self._num_requests, history, options, self._clock.now)
-        request = passenger.request
+        simulated = SimulatedRequest.of(conversation, index, self._num_requests, history, options, self._clock.now)
+        request = simulated.request
         self._num_requests += 1
-        self._passengers[request.request_id] = passenger
-        self._meter.note_arrival(passenger, self._clock.now)
+        self._requests[request.request_id] = simulated
+        self._meter.note_arrival(simulated, self._clock.now)
         try:
-            self._scheduler.add(request)
+            simulated.board(self._scheduler)
         except QueueFull:
-            self._end(passenger, Fate.REFUSED)
+            self._end(simulated, Fate.REFUSED)
             return
         if turn.patience is not None:
             self._agenda.plan(self._clock.now + turn.patience, partial(self._leave, request.request_id))
 
     def _leave(self, request_id: str) -> None:
         """The client goes away, if its request has not ended."""
-        passenger = self._passengers.get(request_id)
-        if passenger is not None:
-            passenger.has_left = True
+        simulated = self._requests.get(request_id)
+        if simulated is not None:
+            simulated.has_left = True
             event = self._scheduler.abort(request_id)
             self._watch.demand(event is not None, f"request {request_id} cannot be aborted")
             if event is not None:
                 self._take(event)
 
     def _take(self, event: TokenEvent) -> None:
-        passenger = self._passengers.get(event.request_id)
-        if passenger is None:
+        simulated = self._requests.get(event.request_id)
+        if simulated is None:
             self._watch.demand(False, f"there is news of request {event.request_id}, which has ended")
         elif event.finish_reason is not None:
-            self._end(passenger, passenger.fate(event))
+            self._end(simulated, simulated.fate(event))
 
-    def _end(self, passenger: Passenger, fate: Fate) -> None:
-        request = passenger.request
-        del self._passengers[request.request_id]
+    def _end(self, simulated: SimulatedRequest, fate: Fate) -> None:
+        name = simulated.request.request_id
+        del self._requests[name]
         if fate is Fate.FINISHED:
-            is_whole = request.num_output_tokens == passenger.turn.num_output_tokens
-            self._watch.demand(is_whole, f"request {request.request_id} was cut short")
-        self._meter.note_end(passenger, fate, self._clock.now)
-        self._go_on(passenger)
+            is_whole = simulated.state.num_output_tokens == simulated.turn.num_output_tokens
+            self._watch.demand(is_whole, f"request {name} was cut short")
+        self._meter.note_end(simulated, fate, self._clock.now)
+        self._go_on(simulated)
 
-    def _go_on(self, passenger: Passenger) -> None:
+    def _go_on(self, simulated: SimulatedRequest) -> None:
         """The next turn of its conversation, after a pause."""
-        conversation, following = passenger.conversation, passenger.index + 1
+        conversation, following = simulated.conversation, simulated.index + 1
         if following < len(conversation.turns):
-            submit = partial(self._submit, conversation, following, passenger.request.token_ids)
+            submit = partial(self._submit, conversation, following, simulated.state.token_ids)
             self._agenda.plan(self._clock.now + conversation.turns[following].pause, submit)
 
 
-def _shape_of(plan: StepPlan) -> StepShape:
-    decode, prefill = plan.rows[: plan.num_decode_rows], plan.rows[plan.num_decode_rows :]
+def _shape_of(plan: StepPlan, num_copied_tokens: int) -> StepShape:
     return StepShape(
-        num_prompt_tokens=sum(row.num_new_tokens for row in prefill),
-        num_decode_rows=len(decode),
-        num_context_tokens=sum(row.request.num_computed for row in decode),
-        num_copied_tokens=sum(copy.num_tokens for copy in plan.copies),
+        num_prompt_tokens=sum(row.num_new_tokens for row in plan.rows[plan.num_decode_rows :]),
+        num_decode_rows=plan.num_decode_rows,
+        num_context_tokens=num_context_tokens(plan),
+        num_copied_tokens=num_copied_tokens,
     )

@@ -7,6 +7,8 @@ own `check()`, which goes through all slots and requests. At the end: every requ
 claimed.
 """
 
+from harness import stalled, without_slot
+
 from chairlift.cache.ledger import SlotLedger
 from chairlift.scheduler import Scheduler, StepPlan
 
@@ -30,15 +32,14 @@ class Watch:
         """After `schedule`: the plan keeps to the rules."""
         self.num_steps += 1
         self.demand(bool(plan.rows), "nothing is planned though somebody waits")
-        homeless = [row.request.request_id for row in plan.rows if row.request.slot is None]
-        self.demand(not homeless, f"rows are planned that have no slot: {homeless}")
+        slotless = without_slot(plan)
+        self.demand(not slotless, f"rows are planned that have no slot: {slotless}")
         num_planned = sum(row.num_new_tokens for row in plan.rows)
         self.demand(num_planned <= self._budget, f"{num_planned} tokens are planned, the budget is {self._budget}")
         decode = plan.rows[: plan.num_decode_rows]
         self.demand(all(row.num_new_tokens == 1 for row in decode), "a decode row takes more than one token")
-        others = set(self._scheduler.running).difference(row.request for row in plan.rows)
-        stalled = sorted(request.request_id for request in others if request.num_uncomputed == 1)
-        self.demand(not stalled, f"decode rows stall: {stalled}")
+        stalling = stalled(self._scheduler, plan)
+        self.demand(not stalling, f"decode rows stall: {stalling}")
 
     def look_after(self) -> None:
         """After `update`: now and then everything is checked."""
@@ -49,7 +50,7 @@ class Watch:
         """Nothing is left behind."""
         self._check()
         self.demand(num_alive == 0, f"{num_alive} requests never ended")
-        claimable = self._slots.num_claimable
+        claimable = self._slots.slots_remaining
         self.demand(claimable == self._slots.num_slots, f"only {claimable} of {self._slots.num_slots} slots came back")
 
     def demand(self, is_right: bool, complaint: str) -> None:

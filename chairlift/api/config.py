@@ -1,15 +1,25 @@
-"""What the server can be told: where to listen, who may come in, how long it waits for whom."""
+"""What the server can be told: where to listen, who may come in, what one request may cost, how long to wait for whom.
 
+Importing this costs neither aiohttp nor torch: the command line reads its flags here.
+"""
+
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
-from pydantic_settings import NoDecode
 
-from chairlift.api.log_format import LogFormat
 from chairlift.api.tools import ToolFamily
 
-KEYS_VARIABLE = "CHAIRLIFT_API_KEY"  # in the environment; see `keys.gather_keys`
+KEYS_VARIABLE = "CHAIRLIFT_API_KEY"
+"""The environment variable with keys, separated by commas."""
+
+
+class LogFormat(StrEnum):
+    """What a record of the log becomes."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 def _split(value: object) -> object:
@@ -17,51 +27,73 @@ def _split(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-_SPLIT = BeforeValidator(_split)
-Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Timeout = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Many = BeforeValidator(_split)
 
 
 class ServerConfig(BaseModel):
-    """Where and how to listen. Field descriptions are the help texts of the command line's flags."""
+    """Settings of the HTTP server. Field descriptions are the help texts of the command line's flags."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    # Where, and as what
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    ssl_certfile: Path | None = Field(None, description="certificate, and its chain, for https; a PEM file")
+    ssl_keyfile: Path | None = Field(None, description="the certificate's private key; a PEM file without a password")
     served_model_name: str | None = Field(None, description="the model's name for clients, if not that of --model")
     tool_call_parser: ToolFamily | None = Field(
         None, description="how the model writes tool calls; left out: what its chat template teaches"
     )
-    api_key: Annotated[list[SecretStr], NoDecode, _SPLIT] = Field(
+
+    # Who may come in, and how much of the server is theirs
+    api_key: Annotated[list[SecretStr], Many] = Field(
         [],
         description="a key that clients must send; may be given several times. Keys in the environment's"
         f" {KEYS_VARIABLE}, separated by commas, are valid too, and do not show in the list of processes",
     )
-    api_key_file: Path | None = Field(None, description="file with such keys, one per line")
-    allowed_origin: Annotated[list[str], NoDecode, _SPLIT] = Field(
+    api_key_file: Path | None = Field(
+        None,
+        description="file with such keys, one per line; limits of its own may follow a key:"
+        " KEY priority=-10:10 queue=0.25",
+    )
+    key_priority_range: str = Field(
+        "0:100", description="priorities that a key's requests may have, LOWEST:HIGHEST; lower is served first"
+    )
+    key_queue_share: float = Field(
+        0.5, gt=0.0, le=1.0, description="share of the waiting queue that one key's requests may fill"
+    )
+    share_prefixes: bool = Field(
+        False,
+        description="let keys reuse each other's computed prompts; a key can then find out what others have sent",
+    )
+    allowed_origin: Annotated[list[str], Many] = Field(
         [],
         description="origin whose web pages may use the server (CORS), such as https://app.example.org; may be given"
         " several times; *: all",
     )
-    ssl_certfile: Path | None = Field(None, description="certificate, and its chain, for https; a PEM file")
-    ssl_keyfile: Path | None = Field(None, description="the certificate's private key; a PEM file without a password")
+    allowed_host: Annotated[list[str], Many] = Field(
+        [],
+        description="name by which clients may call a server that asks for no key and listens on this machine only,"
+        " beside localhost and its addresses; may be given several times; *: all",
+    )
+
+    # How much is read of a client, and how long it is waited for
     max_body_bytes: int = Field(10 * 2**20, ge=1, description="largest request body; more is refused")
-    header_timeout: Seconds = Field(
+    header_timeout: Timeout = Field(
         10.0,
         description="seconds in which a request's headers must come, counted from its first byte; the first request's,"
         " and a TLS handshake, from the connection's start",
     )
-    body_timeout: Seconds = Field(60.0, description="seconds in which a request's body must come after its headers")
-    idle_timeout: Seconds = Field(75.0, description="seconds that a connection may be silent between two requests")
-    write_timeout: Seconds = Field(60.0, description="seconds that a client may leave unread what is sent to it")
-    keep_alive_interval: Seconds = Field(10.0, description="seconds without news after which a stream gets a comment")
-    drain_timeout: float = Field(
-        30.0, ge=0.0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM"
-    )
+    body_timeout: Timeout = Field(60.0, description="seconds in which a request's body must come after its headers")
+    idle_timeout: Timeout = Field(75.0, description="seconds that a connection may be silent between two requests")
+    write_timeout: Timeout = Field(60.0, description="seconds that a client may leave unread what is sent to it")
+    keep_alive_interval: Timeout = Field(10.0, description="seconds without news after which a stream gets a comment")
+    drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after SIGTERM")
+
+    # What is logged
     log_format: LogFormat = Field(LogFormat.TEXT, description="text: lines for people; json: one object per record")
-    log_interval: float = Field(
-        10.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="seconds between two lines in the log about the batch, while there is one; 0: none",
+    log_interval: Seconds = Field(
+        10.0, description="seconds between two lines in the log about the batch, while there is one; 0: none"
     )

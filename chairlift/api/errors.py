@@ -1,43 +1,64 @@
-"""Every failure as OpenAI's error body with the right status."""
+"""Every failure as OpenAI's error body with the right status.
 
+However long what a client sent may be, its error body repeats at most a kilobyte of it.
+"""
+
+import json
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aiohttp import web
 from pydantic import ValidationError
 
-from chairlift.api.wire.base import ErrorBody, ErrorDetail
+from chairlift.api.routes import ROUTES
+from chairlift.api.telemetry.observation import OBSERVATION
+from chairlift.api.wire.base import ErrorBody, ErrorDetail, complaint_of
 from chairlift.errors import (
+    ChairliftError,
+    ClientTooBusy,
+    ContextLengthExceeded,
     EngineClosed,
     EngineDead,
+    GrammarsBusy,
     InvalidApiKey,
     InvalidRequest,
     ModelNotFound,
     QueueFull,
     QueueTimeout,
     RequestFailed,
+    ServerTooBusy,
 )
 
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1  # where nothing better is known
+_MAX_MESSAGE_BYTES = 800
+_MAX_PARAM_BYTES = 100
+_MAX_REASON_BYTES = 200  # in the log
 
-_KINDS = {
-    InvalidApiKey: (401, "invalid_request_error", "invalid_api_key"),
-    QueueFull: (429, "rate_limit_error", "queue_full"),
-    QueueTimeout: (503, "server_error", "queue_timeout"),
-    EngineClosed: (503, "server_error", "unavailable"),
-    RequestFailed: (500, "server_error", "request_failed"),
-    EngineDead: (500, "server_error", "engine_dead"),
+_STATUSES: dict[type[ChairliftError], tuple[int, str | None]] = {
+    ModelNotFound: (404, "model_not_found"),
+    ContextLengthExceeded: (400, "context_length_exceeded"),
+    InvalidRequest: (400, None),
+    InvalidApiKey: (401, "invalid_api_key"),
+    QueueFull: (429, "queue_full"),
+    QueueTimeout: (503, "queue_timeout"),
+    ClientTooBusy: (429, "client_too_busy"),
+    ServerTooBusy: (503, "server_too_busy"),
+    GrammarsBusy: (503, "grammars_busy"),
+    EngineClosed: (503, "unavailable"),
+    RequestFailed: (500, "request_failed"),
+    EngineDead: (500, "engine_dead"),
 }
+"""Status and code; of several that fit, the first."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ErrorReply:
     """A status and the body that explains it."""
 
     status: int
@@ -57,31 +78,40 @@ class Failure:
         return web.Response(status=self.status, text=self.body(), content_type="application/json", headers=headers)
 
 
-def failure_of(error: Exception) -> Failure:
+def error_reply(error: Exception) -> ErrorReply:
     """What to tell a client. An exception that nobody expected is logged and becomes a 500."""
-    match error:
-        case ValidationError():
-            return _describe(error)
-        case ModelNotFound():
-            detail = ErrorDetail(
-                message=str(error), type="invalid_request_error", param=error.param, code="model_not_found"
-            )
-            return Failure(404, detail)
-        case InvalidRequest():
-            return _invalid(str(error), error.param)
-        case QueueFull() | QueueTimeout():
-            return replace(_known(error), retry_after_s=max(math.ceil(error.retry_after), _RETRY_AFTER_S))
-        case InvalidApiKey() | EngineClosed() | RequestFailed() | EngineDead():
-            return _known(error)
-        case web.RequestPayloadError():
-            return _invalid("the body cannot be decoded; check its Content-Encoding", None)
-        case web.HTTPException():
-            kind = "invalid_request_error" if error.status < 500 else "server_error"
-            detail = ErrorDetail(message=_http_message(error), type=kind)
-            return Failure(error.status, detail, allow=error.headers.get("Allow"))
-        case _:
-            logger.error("a request failed unexpectedly", exc_info=error)
-            return Failure(500, ErrorDetail(message=f"internal error: {type(error).__name__}", type="server_error"))
+    if isinstance(error, ValidationError):
+        error = complaint_of(error)
+    elif isinstance(error, RecursionError):
+        error = InvalidRequest("the body is nested too deeply; nest less")
+    elif isinstance(error, web.RequestPayloadError):
+        error = InvalidRequest("the body cannot be decoded; check its Content-Encoding")
+    for kind, (status, code) in _STATUSES.items():
+        if isinstance(error, kind):
+            detail = _detail(status, str(error), getattr(error, "param", None), code)
+            retry_after = math.ceil(getattr(error, "retry_after", _RETRY_AFTER_S))
+            return ErrorReply(status, detail, retry_after_s=max(retry_after, _RETRY_AFTER_S))
+    if isinstance(error, web.HTTPException):
+        message = error.text or error.reason
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            message = f"the body is too large: {message}"
+        return ErrorReply(error.status, _detail(error.status, message), allow=error.headers.get("Allow"))
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return ErrorReply(500, _detail(500, f"internal error: {type(error).__name__}"))
+
+
+def _detail(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorDetail:
+    kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+    param = None if param is None else _shorten(param, _MAX_PARAM_BYTES)
+    return ErrorDetail(message=_shorten(message, _MAX_MESSAGE_BYTES), type=kind, param=param, code=code)
+
+
+def _shorten(text: str, max_bytes: int) -> str:
+    """As much of its beginning as JSON writes in so many bytes."""
+    shorter = text[:max_bytes]
+    while len(json.dumps(shorter)) > max_bytes + 2:
+        shorter = shorter[: len(shorter) * 3 // 4]
+    return text if shorter == text else f"{shorter}..."
 
 
 @web.middleware
@@ -90,36 +120,19 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except Exception as error:
-        return failure_of(error).response()
+        reply = error_reply(_name_alternatives(request, error))
+        if OBSERVATION in request:
+            request[OBSERVATION].reason = _shorten(reply.detail.message, _MAX_REASON_BYTES)
+        return reply.response()
 
 
-def _known(error: Exception) -> Failure:
-    status, kind, code = next(row for known, row in _KINDS.items() if isinstance(error, known))
-    return Failure(status, ErrorDetail(message=str(error), type=kind, code=code))
-
-
-def _invalid(message: str, param: str | None) -> Failure:
-    return Failure(400, ErrorDetail(message=message, type="invalid_request_error", param=param))
-
-
-def _describe(error: ValidationError) -> Failure:
-    """One complaint, with the field's name in it: our own if there is one, else the first."""
-    complaints = error.errors(include_url=False)
-    for complaint in complaints:
-        cause = complaint.get("ctx", {}).get("error")
-        if isinstance(cause, InvalidRequest):
-            return _invalid(str(cause), cause.param)
-    first = complaints[0]
-    path = ".".join(str(part) for part in first["loc"])
-    param = str(first["loc"][0]) if path else None
-    if first["type"] == "extra_forbidden":
-        return _invalid(f"unknown or unsupported field: {path}", path)
-    if first["type"] == "json_invalid":
-        return _invalid(f"the body is not JSON: {first['msg']}", None)
-    return _invalid(f"{path}: {first['msg']}" if path else first["msg"], param)
-
-
-def _http_message(error: web.HTTPException) -> str:
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return f"the body is too large: {error.text}"
-    return error.text or error.reason
+def _name_alternatives(request: web.Request, error: Exception) -> Exception:
+    """The router's own words would say no more than the status."""
+    if error is not request.match_info.http_exception:
+        return error
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        error.text = f"{request.path} takes {' or '.join(sorted(error.allowed_methods))}, not {request.method}"
+    if isinstance(error, web.HTTPNotFound):
+        known = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
+        return web.HTTPNotFound(text=f"there is no {_shorten(request.path, _MAX_PARAM_BYTES)} here; there are {known}")
+    return error

@@ -1,4 +1,4 @@
-"""The endpoints, once: what the application serves and what /openapi.json and docs/api.md tell."""
+"""The endpoints, in one table: what the application serves, what needs no key, what the description tells."""
 
 from dataclasses import dataclass
 
@@ -16,17 +16,18 @@ from chairlift.api.wire.service import (
     ModelList,
     TokenizeReply,
     TokenizeRequest,
+    TokenizerInfo,
     Version,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One endpoint; `handler` names a method of `Api`."""
+    """One endpoint. With a `chunk` it generates; otherwise `name` is the method of `Api` that answers."""
 
     method: str
     path: str
-    handler: str
+    name: str
     summary: str
     reply: type[BaseModel] | None  # None: something else than JSON of a fixed shape
     body: type[BaseModel] | None = None
@@ -34,30 +35,24 @@ class Route:
     is_open: bool = False  # without a key: what load balancers ask, and what tells no secret
 
 
+_CHAT = "Answer a conversation"
+_RESPONSES = "Answer a conversation, in items and named events; nothing is stored"
+_TOKENIZE = "Token ids of a text or of a conversation"
+_INFO = "Special tokens and chat template of the tokenizer"
+_RESET = "Forget what earlier prompts left, so that a benchmark starts afresh; no body"
+_CHAT_SHAPES = (ChatCompletion, ChatCompletionRequest, ChatCompletionChunk)
+_RESPONSES_SHAPES = (ResponseObject, ResponsesRequest, ResponsesEvent)
+
 ROUTES = (
-    Route(
-        "POST",
-        "/v1/chat/completions",
-        "chat_completions",
-        "Answer a conversation",
-        ChatCompletion,
-        ChatCompletionRequest,
-        ChatCompletionChunk,
-    ),
-    Route(
-        "POST",
-        "/v1/responses",
-        "responses",
-        "Answer a conversation, in items and named events; nothing is stored",
-        ResponseObject,
-        ResponsesRequest,
-        ResponsesEvent,
-    ),
+    Route("POST", "/v1/chat/completions", "chat_completions", _CHAT, *_CHAT_SHAPES),
+    Route("POST", "/v1/responses", "responses", _RESPONSES, *_RESPONSES_SHAPES),
     Route("POST", "/v1/completions", "completions", "Continue texts", Completion, CompletionRequest, Completion),
     Route("GET", "/v1/models", "models", "The models that are served: one", ModelList),
     Route("GET", "/v1/models/{model}", "model", "One model", ModelCard),
-    Route("POST", "/tokenize", "tokenize", "Token ids of a text or of a conversation", TokenizeReply, TokenizeRequest),
+    Route("POST", "/tokenize", "tokenize", _TOKENIZE, TokenizeReply, TokenizeRequest),
     Route("POST", "/detokenize", "detokenize", "The text of token ids", DetokenizeReply, DetokenizeRequest),
+    Route("GET", "/tokenizer_info", "tokenizer_info", _INFO, TokenizerInfo),
+    Route("POST", "/reset_prefix_cache", "reset_prefix_cache", _RESET, Health),
     Route("GET", "/health", "health", "Whether requests are served: 200 or 503", Health, is_open=True),
     Route("GET", "/metrics", "metrics_text", "Counts and durations for Prometheus", None, is_open=True),
     Route("GET", "/version", "version", "The version of Chairlift", Version, is_open=True),

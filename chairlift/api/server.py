@@ -2,19 +2,27 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
-from collections.abc import Iterator
+import ssl
+import sys
+from collections.abc import Coroutine, Iterator
 
 from aiohttp import web
 
-from chairlift.api.app import Api, ApiOptions
+from chairlift.api.app import Api
 from chairlift.api.config import KEYS_VARIABLE, ServerConfig
-from chairlift.api.connections import BODY_TIMEOUT
-from chairlift.api.cors import Cors
-from chairlift.api.keys import gather_keys
-from chairlift.api.listening import check_can_listen, is_open_to_others, listen, tls_context, url_of
-from chairlift.api.request_log import log_activity
+from chairlift.api.http.access import Cors, gather_keys
+from chairlift.api.http.connections import (
+    check_can_listen,
+    is_open_to_others,
+    listen,
+    renew_certificate,
+    tls_context,
+    url_of,
+)
+from chairlift.api.telemetry.log import log_activity
 from chairlift.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -25,28 +33,8 @@ EXIT_CUT_SHORT = 3  # requests still ran when their time was over; 2 is for wron
 _DEATH_NOTICE_S = 2.0  # how long a dead engine's server goes on to say so
 _LAST_CHUNK_S = 2.0  # how long streams that were cut short have to say so
 _POLL_S = 0.02
-
-
-class _Signals:
-    """Counts SIGTERM and SIGINT: the first drains, the second stops at once."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-
-    def receive(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.receive)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+_SWITCH_INTERVAL_S = 0.001
+_COLLECTOR_THRESHOLDS = (10_000, 10, 30)  # objects made since a collection of the young ones; those until one of older
 
 
 def check(config: ServerConfig) -> None:
@@ -59,34 +47,32 @@ def check(config: ServerConfig) -> None:
 
 async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
     """Serves until a signal or the engine's death; returns the process's exit code."""
-    keys = gather_keys(config)
-    options = ApiOptions(
-        api_keys=keys,
-        tool_call_parser=config.tool_call_parser,
-        max_body_bytes=config.max_body_bytes,
-        keep_alive_interval=config.keep_alive_interval,
-    )
-    api = Api(llm, config.served_model_name or llm.config.model, options)
-    runner = make_runner(api, config)
+    api = Api(llm, config)
+    runner = make_runner(api)
     await runner.setup()
     assert runner.server is not None, "set up"
-    signals = _Signals()
+    context = tls_context(config)
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    was_cut_short = False
     try:
         with (
-            signals.installed(),
+            _short_pauses(),
+            _signals(config, context, stop, hurry),
             _reporting(llm, config.log_interval),
-            contextlib.closing(await listen(runner.server, config)) as listening,
+            contextlib.closing(await listen(runner.server, config, context)) as listening,
         ):
-            if not keys and is_open_to_others(listening):
+            is_open = is_open_to_others(listening)
+            api.cors.is_strict = not api.keys and not is_open
+            if not api.keys and is_open:
                 logger.warning(
                     "anybody who reaches this machine can use the server: it asks for no key. Set --api-key,"
                     " --api-key-file or %s, or listen on 127.0.0.1",
                     KEYS_VARIABLE,
                 )
             logger.info("serving on %s", url_of(listening, config))
-            await _first_of(signals.first, llm.died)
-            api.is_draining = True
-            was_cut_short = await _wind_down(llm, api, config, signals)
+            await _first_of(stop.wait(), llm.died.wait())
+            api.drain()
+            was_cut_short = await _wind_down(llm, api, config.drain_timeout, hurry)
     finally:
         await llm.close()
         await runner.cleanup()
@@ -95,12 +81,56 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
     return EXIT_CUT_SHORT if was_cut_short else EXIT_OK
 
 
-def make_runner(api: Api, config: ServerConfig = ServerConfig()) -> web.AppRunner:  # noqa: B008 - frozen
+def make_runner(api: Api) -> web.AppRunner:
     """The production runner. Handler cancellation is what turns a client that left into an abort."""
-    app = api.make_app()
-    app[BODY_TIMEOUT] = config.body_timeout
-    Cors(config.allowed_origin).install(app)
-    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    return web.AppRunner(api.make_app(), handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False)
+
+
+@contextlib.contextmanager
+def _signals(
+    config: ServerConfig, context: ssl.SSLContext | None, stop: asyncio.Event, hurry: asyncio.Event
+) -> Iterator[None]:
+    """The first SIGTERM or SIGINT sets `stop`, the next one `hurry`. SIGHUP renews the certificate: to a server it says
+    that its files have changed, not that anybody has left.
+    """
+
+    def end() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    def renew() -> None:
+        if context is None:
+            logger.info("SIGHUP: there is no certificate to read again; nothing was done")
+        else:
+            renew_certificate(context, config)
+
+    loop = asyncio.get_running_loop()
+    handlers = {signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: renew}
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in handlers:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _short_pauses() -> Iterator[None]:
+    """Shortens two pauses of every stream: the garbage collector walks through all objects (0.2 s), most of which were
+    there from the start, again and again while a large reply is made; and a thread that wants the interpreter's lock
+    waits for 5 ms before it asks.
+    """
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTOR_THRESHOLDS)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
@@ -117,40 +147,34 @@ def _reporting(llm: AsyncLLM, interval_s: float) -> Iterator[None]:
         task.cancel()
 
 
-async def _wind_down(llm: AsyncLLM, api: Api, config: ServerConfig, signals: _Signals) -> bool:
+async def _wind_down(llm: AsyncLLM, api: Api, timeout_s: float, hurry: asyncio.Event) -> bool:
     """Lets what runs come to its end, or ends it; True if something had to be cut short."""
     if llm.death is not None:
         await asyncio.sleep(_DEATH_NOTICE_S)
         return True
-    logger.info("going down: %d requests have %.0f s to finish", api.num_active, config.drain_timeout)
+    logger.info("going down: %d requests have %.0f s to finish", api.num_active, timeout_s)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_first_of(_Drained(api), signals.second, llm.died), config.drain_timeout)
+        await asyncio.wait_for(_first_of(_idle(api), hurry.wait(), llm.died.wait()), timeout_s)
     if not api.num_active:
         return False
     logger.info("ending %d requests that still run", api.num_active)
     await llm.abort_all()
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_Drained(api).wait(), _LAST_CHUNK_S)
+        await asyncio.wait_for(_idle(api), _LAST_CHUNK_S)
     return True
 
 
-class _Drained:
-    """Looks like an event that is set once nothing runs."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
-
-    async def wait(self) -> None:
-        while self._api.num_active:
-            await asyncio.sleep(_POLL_S)
+async def _idle(api: Api) -> None:
+    while api.num_active:
+        await asyncio.sleep(_POLL_S)
 
 
-async def _first_of(*events: asyncio.Event | _Drained) -> None:
+async def _first_of(*waits: Coroutine[None, None, object]) -> None:
     """Waits for any one of them."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Cache slots: who owns them (`ledger`, plain Python), what is in them, and the tensors behind them (`manager`).
+"""Cache slots: who owns them (`ledger`), what their tokens are (`prefixes`), and the tensors behind them (`manager`).
 
 The public names are loaded on first use, so that the scheduler can import the ledger without importing torch.
 """
@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 from chairlift.errors import CacheFull
 
 if TYPE_CHECKING:
-    from chairlift.cache.collection import ContinuousBatchingKVCacheCollection
-    from chairlift.cache.manager import ContinuousBatchingKVCacheManager, InputSymbol
-    from chairlift.cache.params import KVCacheParams
+    from chairlift.cache.manager import (
+        ContinuousBatchingKVCacheCollection,
+        ContinuousBatchingKVCacheManager,
+        InputSymbol,
+        KVCacheParams,
+    )
 
 __all__ = [
     "CacheFull",
@@ -20,17 +23,10 @@ __all__ = [
     "KVCacheParams",
 ]
 
-_HOMES = {
-    "ContinuousBatchingKVCacheCollection": "collection",
-    "ContinuousBatchingKVCacheManager": "manager",
-    "InputSymbol": "manager",
-    "KVCacheParams": "params",
-}
-
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    from chairlift.cache import manager
+
+    return getattr(manager, name)

@@ -1,12 +1,15 @@
 """The books of the cache: which slots are claimed, how long each is, what is in flight. Plain Python, no tensors.
 
 A slot is free, warm or claimed. A claimed slot has a committed length, and is in flight between the `reserve` that
-announces writes to it and the `commit` that says how many of them count. A warm slot is nobody's, but its first tokens
-are still what they were, for whoever claims it with them or copies them; it serves as a free one when no other is left.
+announces writes to it and the `commit` that says how many of them count. A warm slot has no owner, but its first tokens
+stay valid for whoever claims it with them or copies them; it is claimed like a free one when no free one is left.
 
                        committed                 reserved: new_tokens + num_steps - 1
     slot  |=============================|- - - - - - - - - - - - - -|                    |
           0                          length            length + reserved            max_seq_len
+
+The books run ahead of the tensors: copies and overwritings are noted in `owed`, in order, and the cache's manager
+performs them before the next forward pass (`settle`).
 
 Every public method takes the lock, changes all of its rows or none, and may be called from any thread.
 """
@@ -14,13 +17,39 @@ Every public method takes the lock, changes all of its rows or none, and may be 
 import heapq
 import itertools
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chairlift.cache.common import CommonPrefix, CommonPrefixes
 from chairlift.errors import CacheFull
 
-_tickets = itertools.count()  # one count for all ledgers, so that no reservation fits another one's
+_tickets = itertools.count()  # shared by all ledgers, so that no reservation fits another ledger
+_MIN_COMMON_TOKENS = 128  # shorter common prefixes are not worth tracking
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """The first tokens of one slot also become those of another: keys and values of all layers."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scrub:
+    """A slot is overwritten with zeros from a token on: it may hold NaN, and attention multiplies what it masks."""
+
+    slot: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommonPrefix:
+    """The first tokens of some slot are also those of this one."""
+
+    slot: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +60,7 @@ class Reservation:
     seq_ids: tuple[int, ...]
     lengths: tuple[int, ...]
     num_reserved: tuple[int, ...]
-    common_prefixes: tuple[CommonPrefix, ...] = ()  # by row: where else its first tokens stand; empty: nowhere
+    common_prefixes: tuple[CommonPrefix, ...] = ()  # by row: where else its first tokens are; empty: nowhere
 
 
 class SlotLedger:
@@ -42,8 +71,9 @@ class SlotLedger:
             raise ValueError(f"need at least one slot of one token, not {num_slots} slots of {max_seq_len}")
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
+        self.owed: deque[SlotCopy | Scrub] = deque()  # what the tensors have yet to do, in this order
         self._lock = threading.RLock()
-        self._free = list(range(num_slots))  # a heap: the lowest id is claimed first, which keeps batches dense
+        self._free = list(range(num_slots))  # a heap: claiming the lowest id first keeps batches dense
         self._warm: dict[int, int] = {}  # slot -> tokens that are still valid, the least recently used slot first
         self._lengths: dict[int, int] = {}  # claimed slot -> committed tokens
         self._in_flight: dict[int, int] = {}  # slot -> ticket
@@ -51,28 +81,34 @@ class SlotLedger:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has and that hold nothing of use."""
+        """Slots without owner and without valid tokens."""
         with self._lock:
             return len(self._free)
 
     @property
-    def num_claimable(self) -> int:
-        """Free and warm slots."""
+    def slots_remaining(self) -> int:
+        """Slots that can still be claimed: free and warm ones."""
         with self._lock:
             return len(self._free) + len(self._warm)
 
     @property
     def warm(self) -> dict[int, int]:
-        """Of each warm slot the tokens that are still valid; the least recently used slot comes first."""
+        """The valid tokens of each warm slot; the least recently used slot comes first."""
         with self._lock:
             return dict(self._warm)
+
+    @property
+    def claimed(self) -> set[int]:
+        """All claimed slots."""
+        with self._lock:
+            return set(self._lengths)
 
     def contains(self, seq_id: int) -> bool:
         """True if the slot is claimed; False also for ids out of range."""
         with self._lock:
             return seq_id in self._lengths
 
-    def length_of(self, seq_id: int) -> int:
+    def cache_length_of(self, seq_id: int) -> int:
         """Committed tokens of a claimed slot. ValueError if it is not claimed."""
         with self._lock:
             self._check_claimed(seq_id)
@@ -91,8 +127,8 @@ class SlotLedger:
         with self._lock:
             if batch_size < 0:
                 raise ValueError(f"cannot claim {batch_size} slots")
-            if batch_size > self.num_claimable:
-                raise CacheFull(batch_size, self.num_claimable)
+            if batch_size > self.slots_remaining:
+                raise CacheFull(batch_size, self.slots_remaining)
             num_free = min(batch_size, len(self._free))
             seq_ids = [heapq.heappop(self._free) for _ in range(num_free)]
             seq_ids += itertools.islice(self._warm, batch_size - num_free)
@@ -103,7 +139,7 @@ class SlotLedger:
             return seq_ids
 
     def claim_slot(self, seq_id: int, num_kept: int = 0) -> None:
-        """Claims that very slot, of a warm one with its first `num_kept` tokens.
+        """Claims that very slot, a warm one with its first `num_kept` tokens.
 
         ValueError if it is taken or out of range, or has fewer valid tokens.
         """
@@ -121,7 +157,7 @@ class SlotLedger:
             self._lengths[seq_id] = num_kept
 
     def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
-        """Books that the first tokens of one slot were copied to another, whose committed length they are from now on.
+        """Copies the first tokens of one slot to another, whose committed length they become.
 
         A warm source counts as used. ValueError if the source has fewer valid tokens, or the target is not claimed, is
         in flight or is the source.
@@ -136,9 +172,15 @@ class SlotLedger:
                 self._warm[source] = self._warm.pop(source)  # the most recently used is the last
             self._lengths[target] = num_tokens
             self._common.note_copy(source, target, num_tokens)
+            self.owed.append(SlotCopy(source, target, num_tokens))
+
+    def scrub(self, seq_id: int, start: int) -> None:
+        """Overwrites a slot from a token on with zeros, before anything is computed next."""
+        with self._lock:
+            self.owed.append(Scrub(seq_id, start))
 
     def release(self, seq_id: int, num_kept: int = 0) -> None:
-        """A claimed slot is nobody's any more: free, or warm if its first `num_kept` tokens stay valid.
+        """Gives a claimed slot back: it is free, or warm if its first `num_kept` tokens stay valid.
 
         ValueError if it is not claimed, in flight, or has fewer tokens.
         """
@@ -153,13 +195,16 @@ class SlotLedger:
             else:
                 heapq.heappush(self._free, seq_id)
 
-    def free_warm(self) -> None:
-        """What warm slots hold is of no use any more: they are free."""
+    def free_warm(self, seq_ids: Iterable[int]) -> None:
+        """Makes warm slots free. ValueError if one of them is not warm."""
         with self._lock:
-            for seq_id in self._warm:
+            chosen = set(seq_ids)
+            if not chosen <= self._warm.keys():
+                raise ValueError(f"slots {sorted(chosen - self._warm.keys())} are not warm")
+            for seq_id in chosen:
+                del self._warm[seq_id]
                 heapq.heappush(self._free, seq_id)
                 self._common.cut(seq_id, 0)
-            self._warm.clear()
 
     def reserve(
         self, seq_ids: Sequence[int], new_tokens: Sequence[int] | None = None, num_steps: int = 1
@@ -192,23 +237,31 @@ class SlotLedger:
         ValueError, before anything changes: a reservation that is not in flight (any more), a wrong count, a
         negative length, or more than was reserved.
         """
-        if len(valid_lengths) != len(reservation.seq_ids):
-            raise ValueError(
-                f"{len(reservation.seq_ids)} rows are in flight, but valid_lengths has {len(valid_lengths)} entries"
-            )
+        seq_ids = reservation.seq_ids
+        if len(valid_lengths) != len(seq_ids):
+            raise ValueError(f"{len(seq_ids)} rows are in flight, but valid_lengths has {len(valid_lengths)} entries")
         with self._lock:
             ticket, lengths, in_flight = reservation.ticket, self._lengths, self._in_flight
-            rows = zip(reservation.seq_ids, valid_lengths, reservation.num_reserved, strict=True)
-            for seq_id, valid, reserved in rows:
+            for seq_id, valid, reserved in zip(seq_ids, valid_lengths, reservation.num_reserved, strict=True):
                 if in_flight.get(seq_id) != ticket:
                     raise ValueError(f"slot {seq_id} is not in flight with these cache inputs")
                 if not 0 <= valid <= reserved:
                     raise ValueError(f"slot {seq_id}: cannot commit {valid} tokens, {reserved} were reserved")
-            for seq_id, valid in zip(reservation.seq_ids, valid_lengths, strict=True):
+            for seq_id, valid in zip(seq_ids, valid_lengths, strict=True):
                 lengths[seq_id] += valid
                 del in_flight[seq_id]
 
-    def abandon(self, seq_ids: Sequence[int]) -> None:
+    def rewind(self, seq_id: int) -> None:
+        """Takes the last committed token of a claimed slot back. ValueError if it is in flight or there is none."""
+        with self._lock:
+            self._check_claimed(seq_id)
+            self._check_idle(seq_id)
+            if not self._lengths[seq_id]:
+                raise ValueError(f"slot {seq_id} has no token to take back")
+            self._lengths[seq_id] -= 1
+            self._common.cut(seq_id, self._lengths[seq_id])
+
+    def abandon(self, seq_ids: Iterable[int]) -> None:
         """Ends what is in flight for these slots, if anything is; nothing of it counts."""
         with self._lock:
             for seq_id in seq_ids:
@@ -228,23 +281,20 @@ class SlotLedger:
     def _check_rows(self, seq_ids: Sequence[int], counts: Sequence[int], num_steps: int) -> None:
         lengths, in_flight, most = self._lengths, self._in_flight, self.max_seq_len - num_steps + 1
         for seq_id, count in zip(seq_ids, counts, strict=True):
-            if seq_id not in lengths or seq_id in in_flight or count < 0 or lengths[seq_id] + count > most:
-                self._refuse_row(seq_id, count, num_steps)
+            if seq_id in lengths and seq_id not in in_flight and 0 <= count <= most - lengths[seq_id]:
+                continue
+            self._check_claimed(seq_id)
+            self._check_idle(seq_id)
+            if count < 0:
+                raise ValueError(f"slot {seq_id}: cannot write {count} tokens")
+            end = lengths[seq_id] + count + num_steps - 1
+            raise ValueError(
+                f"slot {seq_id} would overrun: {lengths[seq_id]} tokens held, {count} new and"
+                f" {num_steps - 1} further steps make {end}, and a slot holds {self.max_seq_len}"
+            )
         if len(set(seq_ids)) < len(seq_ids):
             twice = next(seq_id for seq_id in seq_ids if seq_ids.count(seq_id) > 1)
             raise ValueError(f"slot {twice} is given twice")
-
-    def _refuse_row(self, seq_id: int, count: int, num_steps: int) -> None:
-        """Says what is wrong with a row that cannot be reserved."""
-        self._check_claimed(seq_id)
-        self._check_idle(seq_id)
-        if count < 0:
-            raise ValueError(f"slot {seq_id}: cannot write {count} tokens")
-        end = self._lengths[seq_id] + count + num_steps - 1
-        raise ValueError(
-            f"slot {seq_id} would overrun: {self._lengths[seq_id]} tokens held, {count} new and"
-            f" {num_steps - 1} further steps make {end}, and a slot holds {self.max_seq_len}"
-        )
 
     def _check_num_valid(self, seq_id: int, num_tokens: int) -> None:
         num_valid = self.num_valid(seq_id)
@@ -263,3 +313,49 @@ class SlotLedger:
     def _check_idle(self, seq_id: int) -> None:
         if seq_id in self._in_flight:
             raise ValueError(f"slot {seq_id} is in flight")
+
+
+class CommonPrefixes:
+    """Where else the beginning of a slot can be read, because one was copied from the other.
+
+    Attention that reads the same memory for every row finds it in the processor's caches from the second row on. Every
+    chain of copies leads to one place; when that slot changes, another copy takes its part.
+    """
+
+    def __init__(self) -> None:
+        self._prefixes: dict[int, CommonPrefix] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._prefixes)
+
+    def of(self, slot: int) -> CommonPrefix:
+        """That slot itself, with no tokens, if it has nothing in common with another."""
+        return self._prefixes.get(slot) or CommonPrefix(slot, 0)
+
+    def note_copy(self, source: int, target: int, num_tokens: int) -> None:
+        """The first tokens of `source` are now those of `target`, whatever that held before."""
+        self.cut(target, 0)
+        known = self.of(source)
+        self._set(target, CommonPrefix(known.slot if known.num_tokens >= num_tokens else source, num_tokens))
+
+    def cut(self, slot: int, num_kept: int) -> None:
+        """What a slot holds beyond its first tokens will be overwritten."""
+        if not self._prefixes:
+            return
+        own = self.of(slot)
+        self._set(slot, CommonPrefix(own.slot, min(own.num_tokens, num_kept)))
+        losing = {
+            each: prefix.num_tokens
+            for each, prefix in self._prefixes.items()
+            if prefix.slot == slot and prefix.num_tokens > num_kept
+        }
+        if losing:
+            heir = max(losing, key=lambda each: losing[each])
+            for each, num_tokens in losing.items():
+                self._set(each, CommonPrefix(heir, 0 if each == heir else num_tokens))
+
+    def _set(self, slot: int, prefix: CommonPrefix) -> None:
+        if prefix.num_tokens >= _MIN_COMMON_TOKENS:
+            self._prefixes[slot] = prefix
+        else:
+            self._prefixes.pop(slot, None)

@@ -10,11 +10,30 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chairlift.cache.collection import ContinuousBatchingKVCacheCollection
-from chairlift.cache.ledger import SlotLedger
-from chairlift.cache.params import KVCacheParams
+from chairlift.cache.ledger import Reservation, SlotCopy, SlotLedger
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheParams:
+    """Element type, heads and head size of the cache, and the number of devices that share the heads."""
+
+    dtype: torch.dtype
+    n_kv_heads: int
+    head_dim: int
+    n_devices: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("n_kv_heads", "head_dim", "n_devices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_kv_heads % self.n_devices:
+            raise ValueError(f"n_kv_heads ({self.n_kv_heads}) is not divisible by n_devices ({self.n_devices})")
+
+    @property
+    def n_kv_heads_per_device(self) -> int:
+        return self.n_kv_heads // self.n_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +45,46 @@ class InputSymbol:
     dims: tuple[int | str, ...]
 
 
-class ContinuousBatchingKVCacheManager:
-    """Owns the blocks of every device and, through its ledger, the books of the slots. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class ContinuousBatchingKVCacheCollection:
+    """One device's cache as a forward pass sees it: the blocks, and where its rows live in them. Owns nothing.
+
+    Keys and values of row i occupy `blocks[lookup_table[i], :, layer, :cache_lengths[i]]`; the forward appends after
+    them. What lies beyond is stale and must never be read.
+    """
+
+    blocks: torch.Tensor  # [n_slots, 2, num_layers, max_seq_len, n_kv_heads_per_device, head_dim]
+    cache_lengths: torch.Tensor  # int32 [batch], on the device: tokens committed before this forward
+    lookup_table: torch.Tensor  # int32 [batch], on the device: row -> slot
+    is_cache_empty: bool  # True only if every row has length 0
+    max_seq_length: int  # most new tokens of any row
+    max_cache_length: int  # largest length of any row after this forward
+    reservation: Reservation | None = None  # the host's side of the fetch; `step` needs it
+
+    def get_key_cache(self, layer_idx: int) -> torch.Tensor:
+        """Keys of one layer: a strided view `[n_slots, max_seq_len, heads, head_dim]`, no copy."""
+        return self._layer(0, layer_idx)
+
+    def get_value_cache(self, layer_idx: int) -> torch.Tensor:
+        """Values of one layer: a strided view `[n_slots, max_seq_len, heads, head_dim]`, no copy."""
+        return self._layer(1, layer_idx)
+
+    def cache_length(self, batch_idx: int) -> int:
+        """Tokens of that row before this forward. Waits for the device."""
+        return int(self.cache_lengths[batch_idx])
+
+    def _layer(self, kv_idx: int, layer_idx: int) -> torch.Tensor:
+        num_layers = self.blocks.shape[2]
+        if not 0 <= layer_idx < num_layers:
+            raise IndexError(f"layer {layer_idx} is not in [0, {num_layers})")
+        return self.blocks[:, kv_idx, layer_idx]
+
+
+class ContinuousBatchingKVCacheManager(SlotLedger):
+    """The ledger together with the tensors that it keeps the books of: who has it has the cache. Thread-safe.
+
+    The scheduler claims, commits and releases on this very object, and knows it as a `SlotLedger`; the runner fetches.
+    """
 
     def __init__(
         self,
@@ -41,17 +98,20 @@ class ContinuousBatchingKVCacheManager:
             raise ValueError(f"params.n_devices is {params.n_devices}, but {len(devices)} devices are given")
         if num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, not {num_layers}")
+        super().__init__(max_cache_batch_size, max_seq_len)
         self.params = params
-        self.max_cache_batch_size = max_cache_batch_size
-        self.max_seq_len = max_seq_len
         self.num_layers = num_layers
         self.devices = [torch.device(device) for device in devices]
-        self.ledger = SlotLedger(max_cache_batch_size, max_seq_len)
         # Zeroed: attention kernels multiply masked elements by zero, which a NaN in stale memory would survive.
         self.blocks = [
             torch.zeros(self.block_shape(max_cache_batch_size), dtype=params.dtype, device=device)
             for device in self.devices
         ]
+
+    @property
+    def max_cache_batch_size(self) -> int:
+        """Slots, claimed or not."""
+        return self.num_slots
 
     def block_shape(self, n_sequences: int) -> list[int]:
         """`[n_sequences, 2, num_layers, max_seq_len, n_kv_heads_per_device, head_dim]`; 2: keys and values."""
@@ -83,7 +143,7 @@ class ContinuousBatchingKVCacheManager:
 
     def input_symbols(self) -> list[tuple[InputSymbol, ...]]:
         """Per device the four inputs that `fetch` provides to a forward."""
-        block_dims: list[int | str] = [*self.block_shape(self.max_cache_batch_size)]
+        block_dims: list[int | str] = [*self.block_shape(self.num_slots)]
         block_dims[0] = "num_slots"
         symbols = (
             InputSymbol("blocks", self.params.dtype, tuple(block_dims)),
@@ -93,60 +153,16 @@ class ContinuousBatchingKVCacheManager:
         )
         return [symbols for _ in self.devices]
 
-    @property
-    def slots_remaining(self) -> int:
-        """Slots that can still be claimed: free and warm ones."""
-        return self.ledger.num_claimable
-
-    def contains(self, seq_id: int) -> bool:
-        """True if the slot is claimed; False also for ids out of range."""
-        return self.ledger.contains(seq_id)
-
-    def cache_length_of(self, seq_id: int) -> int:
-        """Committed tokens of a claimed slot. ValueError if it is not claimed."""
-        return self.ledger.length_of(seq_id)
-
-    def claim(self, batch_size: int) -> list[int]:
-        """Unique ids of `batch_size` slots, each of length 0. `CacheFull` (and nothing claimed) if there are fewer."""
-        return self.ledger.claim(batch_size)
-
-    def claim_slot(self, seq_id: int, num_kept: int = 0) -> None:
-        """Claims that very slot, of a warm one with its first `num_kept` tokens. ValueError as in the ledger."""
-        self.ledger.claim_slot(seq_id, num_kept)
-
-    def release(self, seq_id: int, num_kept: int = 0) -> None:
-        """The slot is free again, or warm if its first `num_kept` tokens are to stay valid. ValueError if it is not
-        claimed, in flight, or has fewer tokens.
-        """
-        self.ledger.release(seq_id, num_kept)
-
-    def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
-        """The target, claimed and not in flight, begins with the source's first tokens from now on, and ends with them.
-
-        ValueError as in `SlotLedger.copy_prefix`, before anything changes.
-        """
-        self.ledger.copy_prefix(source, target, num_tokens)
-        self.copy_blocks(source, target, num_tokens)
-
-    def copy_blocks(self, source: int, target: int, num_tokens: int) -> None:
-        """Keys and values of all layers in one strided copy, on the device; the books are the caller's business."""
-        for blocks in self.blocks:
-            blocks[target, :, :, :num_tokens].copy_(blocks[source, :, :, :num_tokens])
-
-    def scrub(self, seq_id: int, start: int = 0) -> None:
-        """Overwrites a slot from a token on with zeros: attention multiplies even what it does not look at."""
-        for blocks in self.blocks:
-            blocks[seq_id, :, :, start:].zero_()
-
     def fetch(
         self, seq_ids: Sequence[int], new_tokens: Sequence[int] | None = None, num_steps: int = 1
     ) -> list[ContinuousBatchingKVCacheCollection]:
-        """One view per device, rows in the order given.
+        """One view per device, rows in the order given; what is owed to the blocks is done before.
 
         `new_tokens[i]` tokens of row i are about to be written (1 each if None), then one more in each of
         `num_steps - 1` further steps. ValueError as in `SlotLedger.reserve`, before anything changes.
         """
-        reservation = self.ledger.reserve(seq_ids, new_tokens, num_steps)
+        reservation = self.reserve(seq_ids, new_tokens, num_steps)
+        self.settle()
         first = [reserved - (num_steps - 1) for reserved in reservation.num_reserved]
         lengths = torch.tensor(reservation.lengths, dtype=torch.int32)
         slots = torch.tensor(reservation.seq_ids, dtype=torch.int32)
@@ -192,11 +208,27 @@ class ContinuousBatchingKVCacheManager:
         reservation = inflight[0].reservation if inflight else None
         if reservation is None:
             raise ValueError("these cache inputs do not come from fetch")
-        self.ledger.commit(valid_lengths, reservation)
+        self.commit(valid_lengths, reservation)
 
-    def check(self) -> None:
-        """Asserts the invariants of the books."""
-        self.ledger.check()
+    def settle(self) -> None:
+        """Does to the blocks what the ledger owes them. On a device it happens after all that was launched before."""
+        with self._lock:
+            while self.owed:
+                job = self.owed[0]
+                if isinstance(job, SlotCopy):
+                    self._copy_blocks(job.source, job.target, job.num_tokens)
+                else:
+                    self._zero_blocks(job.slot, job.start)
+                self.owed.popleft()  # only now, so that an interrupt leaves it for the next time
+
+    def _copy_blocks(self, source: int, target: int, num_tokens: int) -> None:
+        """Keys and values of all layers in one strided copy."""
+        for blocks in self.blocks:
+            blocks[target, :, :, :num_tokens].copy_(blocks[source, :, :, :num_tokens])
+
+    def _zero_blocks(self, slot: int, start: int) -> None:
+        for blocks in self.blocks:
+            blocks[slot, :, :, start:].zero_()
 
 
 def _block_shape(params: KVCacheParams, n_sequences: int, max_seq_len: int, num_layers: int) -> list[int]:

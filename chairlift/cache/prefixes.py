@@ -53,6 +53,9 @@ class PrefixIndex:
         self._roots: dict[str, _Node] = {}
         self._entries: dict[int, _Entry] = {}
 
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._entries
+
     @property
     def slots(self) -> set[int]:
         """Those that are known."""

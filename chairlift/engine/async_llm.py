@@ -3,20 +3,17 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
-from chairlift.engine.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
-from chairlift.engine.outputs import GenerationState, OutputProcessor
-from chairlift.engine.snapshot import Snapshot
-from chairlift.engine.stats import EngineStats
-from chairlift.engine.thread import Abort, Add, EngineThread, Look, Stop, Update
-from chairlift.engine.tokenizer import ChatOptions, Message
+from chairlift.engine.stats import EngineStats, Snapshot
+from chairlift.engine.text.inputs import DEFAULT_CHAT, DEFAULT_TEXT, Generation, InputProcessor, Prompt, TextOptions
+from chairlift.engine.text.outputs import GenerationState, OutputProcessor
+from chairlift.engine.text.tokenizer import ChatOptions, Message
+from chairlift.engine.thread import Abort, Add, Call, EngineThread, Stop, Taken, Update
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
@@ -24,48 +21,44 @@ logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
 
+_Result = TypeVar("_Result")
 
 Numbered = tuple[int, RequestOutput]
 """Which of the generations that run together, and its newest output."""
+
+
+class OffLoop(Protocol):
+    """Calls a function that takes long in some thread, as `asyncio.to_thread` does."""
+
+    async def __call__(self, function: Callable[..., _Result], /, *args: Any) -> _Result: ...
 
 
 class _Mailbox:
     """News of generations that run together. A slow reader finds the newest states, not a backlog; an error ends it."""
 
     def __init__(self, states: list[GenerationState]) -> None:
-        self.states = states
-        self.error: Exception | None = None
-        self._changed: dict[int, None] = {}  # in order, each once
+        self.states = {state.generation.request_id: state for state in states}
+        self._indices = {request_id: index for index, request_id in enumerate(self.states)}
+        self._changed: dict[str, None] = {}  # in order, each once
+        self._error: Exception | None = None
         self._has_news = asyncio.Event()
 
-    def notify(self, index: int) -> None:
-        self._changed[index] = None
+    def notify(self, request_id: str) -> None:
+        self._changed[request_id] = None
         self._has_news.set()
 
     def fail(self, error: Exception) -> None:
-        self.error = error
+        self._error = error
         self._has_news.set()
 
     async def wait(self) -> list[Numbered]:
         """Each generation that changed since the last look, as it is now; or the error."""
         await self._has_news.wait()
         self._has_news.clear()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         changed, self._changed = self._changed, {}
-        return [(index, self.states[index].snapshot()) for index in changed]
-
-
-@dataclass(frozen=True, slots=True)
-class _Address:
-    """Where a generation's news go."""
-
-    mailbox: _Mailbox
-    index: int
-
-    @property
-    def state(self) -> GenerationState:
-        return self.mailbox.states[self.index]
+        return [(self._indices[request_id], self.states[request_id].snapshot()) for request_id in changed]
 
 
 class AsyncLLM:
@@ -79,9 +72,10 @@ class AsyncLLM:
         self._core = EngineCore(EngineConfig(model=model, **config))
         self.config = self._core.config
         self.inputs = InputProcessor(self.config, self._core.vocab_size)
+        self.inputs.vocabulary.load()  # later, all requests would wait for that
         self._outputs = OutputProcessor(self.inputs.tokenizer)
-        self._addresses: dict[str, _Address] = {}
-        self._looks: set[asyncio.Future[Snapshot]] = set()
+        self._mailboxes: dict[str, _Mailbox] = {}  # by the generation's id; those that run together share one
+        self._answers: set[asyncio.Future[Any]] = set()  # that the engine's thread owes
         self._thread: EngineThread | None = None
         self._watch: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -97,7 +91,7 @@ class AsyncLLM:
     @property
     def num_unfinished(self) -> int:
         """Generations that have not ended."""
-        return len(self._addresses)
+        return len(self._mailboxes)
 
     async def prepare(
         self,
@@ -106,13 +100,20 @@ class AsyncLLM:
         request_id: str | None = None,
         param: str = "prompt",
         options: RequestOptions = DEFAULT_OPTIONS,
+        text_options: TextOptions = DEFAULT_TEXT,
+        off_loop: OffLoop = asyncio.to_thread,
     ) -> Generation:
         """Tokenizes and checks off the event loop. `InvalidRequest` if the prompt or params cannot be served.
 
-        `param` is the field that the prompt came from, for the errors that name it.
+        `param`: the field that the prompt came from, for errors. `off_loop` calls what takes long, but not grammars,
+        which are compiled in threads of their own; `GrammarsBusy` if that is not possible now.
         """
-        chosen_id = request_id or uuid4().hex
-        return await asyncio.to_thread(self.inputs.prepare, chosen_id, prompt, params, param, options)
+        chosen_id, compiled = request_id or uuid4().hex, None
+        if params is not None and params.structured_outputs is not None:
+            shared = asyncio.wrap_future(self.inputs.grammars.compile(params.structured_outputs))
+            shared.add_done_callback(_retrieve)  # a client who leaves awaits it no longer
+            compiled = await asyncio.shield(shared)
+        return await off_loop(self.inputs.prepare, chosen_id, prompt, params, param, options, text_options, compiled)
 
     async def generate(
         self,
@@ -140,8 +141,8 @@ class AsyncLLM:
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[RequestOutput]:
         """Answers a conversation; otherwise like `generate`."""
-        token_ids = await asyncio.to_thread(self.inputs.encode_chat, messages, chat_options)
         chosen = params or self.inputs.default_chat_params
+        token_ids = await asyncio.to_thread(self.inputs.encode_chat, messages, chat_options, chosen.truncates_prompt)
         async with contextlib.aclosing(self.generate(token_ids, chosen, request_id, options)) as outputs:
             async for output in outputs:
                 yield output
@@ -158,12 +159,12 @@ class AsyncLLM:
         Leaving the iterator early, or an error in one of them, ends them all. Otherwise like `generate`.
         """
         thread = self._usable_thread()
-        for generation in generations:
-            if generation.request_id in self._addresses:
-                raise ValueError(f"request {generation.request_id!r} is already running")
+        names = [generation.request_id for generation in generations]
+        for index, name in enumerate(names):
+            if name in self._mailboxes or name in names[:index]:
+                raise ValueError(f"request {name!r} is already running")
         mailbox = _Mailbox([self._outputs.open(generation) for generation in generations])
-        for index, generation in enumerate(generations):
-            self._addresses[generation.request_id] = _Address(mailbox, index)
+        self._mailboxes.update(dict.fromkeys(names, mailbox))
         thread.send(Add([request for generation in generations for request in generation.requests]))
         unfinished = set(range(len(generations)))
         try:
@@ -172,34 +173,35 @@ class AsyncLLM:
                     yield index, output
                     if output.finished:
                         unfinished.discard(index)
-        finally:
-            self._forget(mailbox)
+        finally:  # a reader that leaves early aborts what is unfinished
+            unfinished_ids: list[str] = []
+            for name, state in mailbox.states.items():
+                del self._mailboxes[name]
+                self._outputs.close(state)
+                unfinished_ids += state.unfinished_ids
+            if unfinished_ids:
+                thread.send(Abort(unfinished_ids))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a generation; who iterates over it gets what there is, with finish reason "abort"."""
-        address = self._addresses.get(request_id)
-        if address is not None and self._thread is not None:
-            self._thread.send(Abort(address.state.unfinished_ids))
+        """Ends a generation; its reader gets what there is, with finish reason "abort"."""
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is not None and self._thread is not None:
+            self._thread.send(Abort(mailbox.states[request_id].unfinished_ids))
 
     async def abort_all(self) -> None:
         """Ends every generation."""
-        for request_id in list(self._addresses):
-            await self.abort(request_id)
+        await asyncio.gather(*map(self.abort, self._mailboxes))
 
     async def take_snapshot(self) -> Snapshot:
-        """The engine after its present launch, or right away if it is idle. Raises `EngineClosed` or `EngineDead`."""
-        thread = self._usable_thread()
-        loop = asyncio.get_running_loop()
-        look: asyncio.Future[Snapshot] = loop.create_future()
-        self._looks.add(look)
-        try:
-            thread.send(Look(lambda snapshot: _call_if_open(loop, _resolve, look, snapshot)))
-            return await look
-        finally:
-            self._looks.discard(look)
+        """The engine's state after its present launch. Raises `EngineClosed` or `EngineDead`."""
+        return await self._call(EngineCore.take_snapshot)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets all prompts, so that later requests reuse nothing. Raises `EngineClosed` or `EngineDead`."""
+        await self._call(EngineCore.reset_prefix_cache)
 
     def read_stats(self) -> EngineStats:
-        """What the engine has done so far; also of one that hangs, is dead or was closed."""
+        """What the engine has done so far, also if it hangs, is dead or was closed."""
         return self._core.read_stats()
 
     async def close(self) -> None:
@@ -215,6 +217,7 @@ class AsyncLLM:
                 self._thread = None  # and with it the way back from the thread: the memory is free at once
             else:
                 logger.error("the engine thread did not stop; it is left behind")
+        await asyncio.to_thread(self.inputs.close)
         if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -223,36 +226,41 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def start(self) -> None:
-        """Starts the engine's thread, and the watch over it, in the running event loop."""
+    async def _call(self, function: Callable[[EngineCore], _Result]) -> _Result:
+        """Calls a function in the engine's thread between two launches and returns its result."""
+        thread = self._usable_thread()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Result] = loop.create_future()
+        self._answers.add(answer)
+        try:
+            thread.send(Call(function, lambda result: _call_if_open(loop, _resolve, answer, result)))
+            return await answer
+        finally:
+            self._answers.discard(answer)
+
+    def _usable_thread(self) -> EngineThread:
+        """The engine's thread, which starts with the first request, and with it the watch over it."""
+        if self.death is not None:
+            raise EngineDead(f"the engine died: {_describe(self.death)}")
+        if self._is_closed:
+            raise EngineClosed("the engine was closed")
         if self._thread is None:
             loop = asyncio.get_running_loop()
             self._thread = EngineThread(self._core, lambda update: _call_if_open(loop, self._take, update))
             self._thread.start()
             self._watch = loop.create_task(self._watch_over(self._thread), name="chairlift-watchdog")
-
-    def _usable_thread(self) -> EngineThread:
-        if self.death is not None:
-            raise EngineDead(f"the engine died: {_describe(self.death)}")
-        if self._is_closed:
-            raise EngineClosed("the engine was closed")
-        self.start()
-        assert self._thread is not None, "just started"
         return self._thread
 
     async def _watch_over(self, thread: EngineThread) -> None:
-        """A step that does not come back, or a thread that is gone, is the engine's death: nobody may wait for it."""
+        """Declares the engine dead if a step does not come back or the thread is gone, so that nobody waits for it."""
         limit = self.config.step_timeout
         interval = min(1.0, limit / 4)
         seen, num_looks = None, 0
         while self.death is None:
-            # Looks are counted rather than time taken: a process that was stopped, or a loop that was blocked, is not
-            # the engine's fault.
+            # It counts looks rather than time: a stopped process or a blocked loop is not the engine's fault.
             await asyncio.sleep(interval)
             progress = thread.progress
             num_looks = num_looks + 1 if progress is not None and progress == seen else 0
@@ -266,28 +274,27 @@ class AsyncLLM:
         """On the event loop: one step's news."""
         try:
             self._distribute(update)
-        except Exception as error:  # on the text side; whoever waits for that text must not wait for ever
+        except Exception as error:  # on the text side; its readers must not wait for ever
             logger.critical("delivering a step's tokens failed", exc_info=error)
             self._die(error)
+        finally:
+            if self._thread is not None:
+                self._thread.send(Taken())
 
     def _distribute(self, update: Update) -> None:
         delivery = self._outputs.process(update.events)
         for state in delivery.changed:
-            address = self._address_of(state)
-            address.mailbox.notify(address.index)
-        for failure in delivery.failed:
-            self._address_of(failure.state).mailbox.fail(failure.error)
+            self._mailboxes[state.generation.request_id].notify(state.generation.request_id)
+        for state, error in delivery.failed.items():
+            self._mailboxes[state.generation.request_id].fail(error)
         if delivery.to_abort and self._thread is not None:
             self._thread.send(Abort(delivery.to_abort))
         for rejection in update.rejections:
             rejected = self._outputs.state_of(rejection.requests[0].request_id)
             if rejected is not None:
-                self._address_of(rejected).mailbox.fail(rejection.error)
+                self._mailboxes[rejected.generation.request_id].fail(rejection.error)
         if update.death is not None:
             self._die(update.death)
-
-    def _address_of(self, state: GenerationState) -> _Address:
-        return self._addresses[state.generation.request_id]
 
     def _die(self, error: BaseException) -> None:
         if self.death is not None:
@@ -300,32 +307,28 @@ class AsyncLLM:
             self._thread.send(Stop())
 
     def _fail_all(self, error: Exception) -> None:
-        for address in self._addresses.values():
-            address.mailbox.fail(error)
-        for look in self._looks:
-            if not look.done():
-                look.set_exception(error)
-
-    def _forget(self, mailbox: _Mailbox) -> None:
-        """Whoever leaves early is an abort."""
-        unfinished: list[str] = []
-        for state in mailbox.states:
-            del self._addresses[state.generation.request_id]
-            self._outputs.close(state)
-            unfinished += state.unfinished_ids
-        if unfinished and self._thread is not None:
-            self._thread.send(Abort(unfinished))
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(error)
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_exception(error)
 
 
 def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineHung) else f"a step failed: {type(error).__name__}: {error}"
 
 
-def _resolve(look: asyncio.Future[Snapshot], snapshot: Snapshot) -> None:
-    if not look.done():  # who asked may have left
-        look.set_result(snapshot)
+def _retrieve(future: asyncio.Future[_Result]) -> None:
+    """Whoever awaits it gets its exception; asyncio need not log that nobody did."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _resolve(answer: asyncio.Future[_Result], result: _Result) -> None:
+    if not answer.done():  # the caller may have left
+        answer.set_result(result)
 
 
 def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Any, *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed while a step was running: nobody is left to tell
+    with contextlib.suppress(RuntimeError):  # the loop was closed while a step was running
         loop.call_soon_threadsafe(callback, *args)

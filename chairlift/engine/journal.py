@@ -1,8 +1,7 @@
 """What an engine has done: the last launches, totals and distributions, for snapshots and for statistics.
 
-Kept by the engine's thread, after each launch. What concerns a request is read off the request when its prompt is
-computed, and what concerns all rows alike is counted once for all of them; so a launch costs the journal a glance at
-each row, whatever happens in it.
+Kept by the engine's thread, after each launch. What concerns a request is counted when its prompt is computed, and what
+all rows have in common is counted once, so that the journal costs a launch no more than a look at each row.
 """
 
 import threading
@@ -12,9 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from chairlift.engine.snapshot import (
+from chairlift.engine.stats import (
     MAX_LAUNCHES_SHOWN,
     MAX_WAITING_SHOWN,
+    ROW_COUNTS,
+    STEP_SECONDS,
+    TOKEN_COUNTS,
+    WAIT_SECONDS,
+    EngineStats,
+    Histogram,
     LaunchRecord,
     SlotSnapshot,
     SlotState,
@@ -23,23 +28,18 @@ from chairlift.engine.snapshot import (
     WaitingSnapshot,
     short_id,
 )
-from chairlift.engine.stats import ROW_COUNTS, STEP_SECONDS, TOKEN_COUNTS, WAIT_SECONDS, EngineStats, Histogram
 from chairlift.params import FinishReason
-from chairlift.scheduler import Request, RowPlan, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import RequestState, RowPlan, Scheduler, StepPlan, TokenEvent
 
 
 class Journal:
-    """The books of one engine.
-
-    Everything is called by the engine's owner, but for `read_stats`: that may be called from any thread at any time,
-    and waits for nothing but the few microseconds in which a launch is being booked.
-    """
+    """The counts of one engine. Belongs to the engine's thread, except for `read_stats`."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
         """`clock`: the scheduler's, and that of the times at which launches begin."""
         self._scheduler = scheduler
         self._clock = clock
-        self._lock = threading.Lock()  # of all that `read_stats` tells
+        self._lock = threading.Lock()  # for what `read_stats` reads
         self._start = clock()
         self._last_end = self._start  # of a launch
         self._token_seconds = 0.0  # from one token of a row to the next, in the newest launch
@@ -49,8 +49,8 @@ class Journal:
         self._totals = Totals()
         self._num_waiting = self._num_running = self._num_prefilling = self._num_warm = 0
         self._has_moved = False  # a prompt may have been begun or completed, or a request have ended, since then
-        self._begun: set[Request] = set()  # whose prompt is computed in part
-        self._last_tokens: dict[Request, float] = {}  # of requests with a grammar: when their last token came
+        self._begun: set[RequestState] = set()  # their prompts are computed in part
+        self._last_tokens: dict[RequestState, float] = {}  # when the last token of those that sit launches out came
         self._step_seconds = Histogram(STEP_SECONDS)
         self._step_rows = Histogram(ROW_COUNTS)
         self._step_tokens = Histogram(TOKEN_COUNTS)
@@ -59,14 +59,12 @@ class Journal:
         self._inter_token_seconds = Histogram(STEP_SECONDS)
 
     def look_around(self) -> None:
-        """Where the requests are now: to be called when some have come, or left without an event."""
+        """Counts requests by where they are: to be called when some have come, or left without an event."""
         with self._lock:
             self._look_around()
 
     def note_launch(self, plan: StepPlan, begin: float) -> None:
-        """One that has come to its end; its events must follow. Its time counts from the end of the one before, if it
-        began before that.
-        """
+        """Counts a launch that is over; its events must follow. Its time begins with the end of the one before."""
         now = self._clock()
         prefill = plan.rows[plan.num_decode_rows :]
         num_prefill_tokens = sum(row.num_new_tokens for row in prefill)
@@ -79,8 +77,8 @@ class Journal:
             self._step_seconds.add(seconds / plan.num_steps, plan.num_steps)
             self._step_rows.add(len(plan.rows), plan.num_steps)
             self._step_tokens.add(num_prefill_tokens + plan.num_decode_rows, plan.num_steps)
-            # A row that decodes has its token before from the launch before: all but those with a grammar, which sit
-            # launches out, have waited for the same time.
+            # A row that decodes has its token before from the launch before: all but those that need it on the host,
+            # and so sit launches out, have waited for the same time.
             self._token_seconds = (now - self._last_end) / plan.num_steps
             self._num_other_tokens = self._note_masked(plan.rows, now) if self._last_tokens else 0
             self._has_moved |= bool(prefill or self._begun)
@@ -89,7 +87,7 @@ class Journal:
         self._last_end = now
 
     def note_events(self, events: Sequence[TokenEvent]) -> None:
-        """Of the launch that was noted just before, or of requests that were ended between launches."""
+        """Counts events of the launch noted just before, or of requests that were ended between launches."""
         num_tokens = num_finished = 0
         for event in events:
             num_tokens += len(event.new_token_ids)
@@ -104,7 +102,7 @@ class Journal:
             self._look_around()
 
     def read_stats(self) -> EngineStats:
-        """From any thread; also of an engine that hangs or is dead."""
+        """The counts so far. From any thread, at any time."""
         with self._lock:
             return EngineStats(
                 time=self._clock() - self._start,
@@ -142,21 +140,24 @@ class Journal:
         )
 
     def _look_around(self) -> None:
-        """Where the requests are now. While rows only decode there is no need to look at each of them."""
+        """Counts requests by where they are; while rows only decode, without looking at each of them."""
         if self._has_moved or self._num_running != self._scheduler.num_running:
             running = self._scheduler.running
             self._num_prefilling = len([each for each in running if each.num_computed < each.num_prompt_tokens])
             self._has_moved = False
+        if not self._scheduler.num_running:
+            self._begun.clear()  # or the prompts of those that left would stay until the next launch
+            self._last_tokens.clear()
         self._num_running = self._scheduler.num_running
         self._num_waiting = self._scheduler.num_waiting
         self._totals.num_preemptions = self._scheduler.num_preemptions
         self._num_warm = len(self._scheduler.warm)
 
-    def _completed(self, prefill: Sequence[RowPlan]) -> list[Request]:
+    def _completed(self, prefill: Sequence[RowPlan]) -> list[RequestState]:
         """Requests whose prompt is computed with this launch."""
         completed = []
         for row in prefill:
-            if row.is_sampled:
+            if row.is_sampled and not row.request.is_late:
                 completed.append(row.request)
                 self._begun.discard(row.request)
             elif row.request.first_token_time is None:
@@ -168,7 +169,7 @@ class Journal:
                 self._begun.discard(request)
         return completed
 
-    def _note_prompt(self, request: Request, now: float) -> None:
+    def _note_prompt(self, request: RequestState, now: float) -> None:
         """It has caught up with all of its tokens, and the next one was sampled."""
         if request.num_preemptions:  # it had lost its slot, and all of this was computed before
             self._num_other_tokens += 1
@@ -176,25 +177,24 @@ class Journal:
             return
         self._totals.num_prompt_tokens += request.num_prompt_tokens
         self._totals.num_cached_tokens += request.num_cached_tokens
-        assert request.arrival_time is not None, "it came"
         assert request.admission_time is not None, "it got a slot"
         self._queue_seconds.add(request.admission_time - request.arrival_time)
-        if request.first_token_time is None:  # the prompt alone was wanted, or nobody waits for it any more
+        if request.first_token_time is None:  # only the prompt was wanted, or the request was aborted
             return
         seconds = request.first_token_time - request.arrival_time
         self._first_token_seconds.add(seconds)
         self._totals.num_first_tokens += 1
         self._totals.seconds_to_first_token += seconds
         self._num_other_tokens += 1
-        if request.grammar is not None:
+        if request.needs_newest_token:
             self._last_tokens[request] = now
 
     def _note_masked(self, rows: Sequence[RowPlan], now: float) -> int:
-        """Tokens of rows with a grammar: how many there are, and how long after the one before each came."""
+        """Tokens of rows that sit launches out: how many, and how long after the one before each came."""
         num_tokens = 0
         for row in rows:
-            last = self._last_tokens.get(row.request) if row.request.grammar is not None else None
-            if last is not None:
+            last = self._last_tokens.get(row.request) if row.request.needs_newest_token else None
+            if last is not None and not row.request.is_late:
                 num_tokens += 1
                 self._inter_token_seconds.add(now - last)
                 self._last_tokens[row.request] = now
@@ -204,7 +204,7 @@ class Journal:
         return num_tokens
 
 
-def _slot(request: Request) -> SlotSnapshot:
+def _slot(request: RequestState) -> SlotSnapshot:
     is_prefilling = request.num_computed < request.num_prompt_tokens
     return SlotSnapshot(
         state=SlotState.PREFILLING if is_prefilling else SlotState.DECODING,
@@ -216,5 +216,5 @@ def _slot(request: Request) -> SlotSnapshot:
     )
 
 
-def _waiting(request: Request, now: float) -> WaitingSnapshot:
+def _waiting(request: RequestState, now: float) -> WaitingSnapshot:
     return WaitingSnapshot(short_id(request.request_id), request.num_prompt_tokens, now - request.queue_time)

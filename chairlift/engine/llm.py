@@ -1,24 +1,20 @@
-"""`LLM`: a Python call. The calling thread itself drives the engine, so there is nothing to start or to wait for."""
+"""`LLM`: a Python call. The calling thread itself drives the engine."""
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tqdm import tqdm
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
-from chairlift.engine.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
-from chairlift.engine.outputs import GenerationState, OutputProcessor
-from chairlift.engine.tokenizer import ChatOptions, Message
+from chairlift.engine.text.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
+from chairlift.engine.text.outputs import GenerationState, OutputProcessor
+from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueTimeout
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
-
-logger = logging.getLogger(__name__)
 
 _PROGRESS_DELAY_S = 1.0  # short work needs no progress bar
 
@@ -72,28 +68,38 @@ class LLM:
         """Answers a conversation, or each of several: lists of `{"role": ..., "content": ...}`.
 
         `params` None: the model's own defaults, for as long as the answer is. `chat_options`: tools, and how the
-        template renders the conversation. Otherwise like `generate`.
+        template renders the conversation; what messages and tools say is text, also where it spells a special token.
+        Otherwise like `generate`.
         """
         is_single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if is_single else messages
-        prompts = [self.inputs.encode_chat(conversation, chat_options) for conversation in conversations]
-        return self.generate(prompts, self.inputs.default_chat_params if params is None else params, use_tqdm, options)
+        chosen = self.inputs.default_chat_params if params is None else params
+        each_params = _one_per_prompt(chosen, len(conversations), "params")
+        prompts = [
+            self.inputs.encode_chat(conversation, chat_options, own_params is not None and own_params.truncates_prompt)
+            for conversation, own_params in zip(conversations, each_params, strict=True)
+        ]
+        return self.generate(prompts, chosen, use_tqdm, options)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what earlier prompts computed, so that later calls start cold, for instance in a benchmark."""
+        with self._turn:
+            self._usable_core().reset_prefix_cache()
 
     def close(self) -> None:
         """Gives the memory back. Calls after it raise `EngineClosed`."""
         with self._turn:
             self._core = None
+            self.inputs.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, generations: list[Generation], use_tqdm: bool) -> list[RequestOutput]:
-        disable = None if use_tqdm else True  # None: tqdm looks whether standard error is a terminal
+        disable = None if use_tqdm else True  # None: unless standard error is a terminal
         with self._turn, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
             core = self._usable_core()
             states = [self._outputs.open(generation) for generation in generations]
@@ -109,7 +115,8 @@ class LLM:
     def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
         waiting = deque(states)
         while waiting or core.has_work:
-            while waiting and len(waiting[0].generation.requests) <= core.num_acceptable:
+            # What the queue cannot take waits here, so that it displaces nothing. An idle engine says why it refuses.
+            while waiting and (core.can_take(waiting[0].generation.requests) or not core.has_work):
                 core.add(*waiting.popleft().generation.requests)
             try:
                 events = core.step()
@@ -119,9 +126,9 @@ class LLM:
             delivery = self._outputs.process(events)
             for request_id in delivery.to_abort:
                 core.abort(request_id)
-            for failure in delivery.failed:
-                if not isinstance(failure.error, QueueTimeout):  # which its output tells, and the others go on
-                    raise failure.error
+            for failure in delivery.failed.values():
+                if not isinstance(failure, QueueTimeout):  # its output tells, and the others go on
+                    raise failure
             bar.update(sum(state.is_finished for state in delivery.changed))
 
     def _usable_core(self) -> EngineCore:

@@ -1,8 +1,9 @@
 """The two seams between the event loop and the engine: the inbox in, the mailbox out. One file holds both.
 
-The engine thread is the only owner of scheduler, cache and model. Commands reach it through the inbox, which it
-empties between two steps; what it has to tell goes out through one callback per step, which must be quick and must
-not block (`loop.call_soon_threadsafe`).
+The engine thread is the only owner of scheduler, cache and model; what passes through the seams is frozen, or given
+away. Commands come in through the inbox, which the thread empties between two steps; updates go out through one
+callback per step, which must not block (`loop.call_soon_threadsafe`). The loop answers each with `Taken`; when it falls
+behind, the thread takes no step until it has caught up, so that updates do not pile up.
 """
 
 import logging
@@ -10,13 +11,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 from chairlift.engine.core import EngineCore
-from chairlift.engine.snapshot import Snapshot
 from chairlift.errors import QueueFull
 from chairlift.scheduler import Request, TokenEvent
 
 logger = logging.getLogger(__name__)
+
+MAX_UPDATES_AHEAD = 8
+"""Updates not taken by the loop at which the thread stops stepping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,22 @@ class Abort:
 
 
 class Stop:
-    """End the thread. What still runs is not told; abort it before."""
+    """End the thread. Abort what still runs before: it gets no event."""
+
+
+class Taken:
+    """The loop has taken an update."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Hand over a snapshot. `deliver` must be quick and must not block."""
+class Call:
+    """Call this with the engine and deliver what it returns. `deliver` must not block."""
 
-    deliver: Callable[[Snapshot], None]
+    function: Callable[[EngineCore], Any]
+    deliver: Callable[[Any], None]
 
 
-Command = Add | Abort | Look | Stop
+Command = Add | Abort | Call | Stop | Taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class Rejection:
     """Sequences that the scheduler did not take, and why."""
 
     requests: list[Request]
-    error: QueueFull
+    error: QueueFull | ValueError
 
 
 @dataclass(slots=True)
@@ -68,7 +77,7 @@ class Update:
 
 
 class EngineThread:
-    """Runs an `EngineCore` in a thread of its own: between two steps it obeys commands, otherwise it steps."""
+    """Runs an `EngineCore` in a thread of its own, and obeys commands between two steps."""
 
     def __init__(self, core: EngineCore, deliver: Callable[[Update], None]) -> None:
         self._core = core
@@ -76,11 +85,12 @@ class EngineThread:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
         self._num_turns = 0
+        self._num_untaken = 0  # updates
         self._is_waiting = True
 
     @property
     def progress(self) -> int | None:
-        """Grows with every step; None while there is nothing to do."""
+        """Grows with every step; None while the thread waits for work, or for the loop."""
         return None if self._is_waiting else self._num_turns
 
     @property
@@ -103,9 +113,13 @@ class EngineThread:
         try:
             while self._turn():
                 pass
-        except BaseException as error:  # whatever it was, somebody waits for tokens
+        except BaseException as error:  # whatever it was, clients wait for tokens
             logger.critical("the engine died in a step", exc_info=error)
             self._deliver(Update(death=error))
+
+    @property
+    def _can_step(self) -> bool:
+        return self._core.has_work and self._num_untaken < MAX_UPDATES_AHEAD
 
     def _turn(self) -> bool:
         """Obeys what has come in, then takes one step. False after `Stop`."""
@@ -115,16 +129,20 @@ class EngineThread:
             if isinstance(command, Stop):
                 return False
             self._obey(command, update)
-        if update:
-            self._deliver(update)  # who was refused need not wait for the step
-        if self._core.has_work and (events := self._core.step()):
-            self._deliver(Update(events=events))
+        self._tell(update)  # who was refused need not wait for the step
+        if self._can_step:
+            self._tell(Update(events=self._core.step()))
         return True
 
+    def _tell(self, update: Update) -> None:
+        if update:
+            self._num_untaken += 1
+            self._deliver(update)
+
     def _commands(self) -> list[Command]:
-        """All that has come in; waits for something if there is nothing else to do."""
+        """All commands that have come in; waits for one if no step can be taken."""
         commands = []
-        if not self._core.has_work:
+        if not self._can_step:
             self._is_waiting = True
             commands.append(self._inbox.get())
             self._is_waiting = False
@@ -132,15 +150,17 @@ class EngineThread:
             commands.append(self._inbox.get())
         return commands
 
-    def _obey(self, command: Add | Abort | Look, update: Update) -> None:
-        if isinstance(command, Look):
-            command.deliver(self._core.take_snapshot())
-            return
-        if isinstance(command, Abort):
-            ended = [self._core.abort(request_id) for request_id in command.request_ids]
-            update.events += [event for event in ended if event is not None]
-            return
-        try:
-            self._core.add(*command.requests)
-        except QueueFull as error:
-            update.rejections.append(Rejection(command.requests, error))
+    def _obey(self, command: Add | Abort | Call | Taken, update: Update) -> None:
+        match command:
+            case Taken():
+                self._num_untaken -= 1
+            case Call():
+                command.deliver(command.function(self._core))
+            case Abort():
+                ended = [self._core.abort(request_id) for request_id in command.request_ids]
+                update.events += [event for event in ended if event is not None]
+            case Add():
+                try:
+                    update.events += self._core.add(*command.requests)
+                except (QueueFull, ValueError) as error:
+                    update.rejections.append(Rejection(command.requests, error))

@@ -1,7 +1,8 @@
-"""A Hugging Face checkpoint on disk: where it lies and which tensors it holds. Knows no model."""
+"""A Hugging Face checkpoint on disk: where it is and which tensors it holds."""
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ BUNDLED = "bundled"
 _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_PLAIN_NAME = re.compile(r"[^/\\\x00.][^/\\\x00]*\.safetensors")
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -37,11 +39,6 @@ class Checkpoint:
                 raise CheckpointError(f"{self.directory} lacks {path.name} (weights must be safetensors)")
         return files
 
-    @property
-    def num_parameters(self) -> int:
-        """As its configuration says, without a look at the weights."""
-        return self.config.num_parameters
-
 
 def open_checkpoint(model: str) -> Checkpoint:
     """Finds a checkpoint by directory or hub id ("bundled": the one in the package) and reads its configuration."""
@@ -51,10 +48,14 @@ def open_checkpoint(model: str) -> Checkpoint:
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return sorted(index.parent / name for name in names)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of weights: {error}") from error
+    for name in names:
+        # A link may lead elsewhere, as in the hub's cache: its maker is the folder's, not this file's.
+        if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+            raise CheckpointError(f"{index} names {name!r}; weights must be files beside it, ending in .safetensors")
+    return [index.parent / name for name in names]
 
 
 def find_directory(model: str) -> Path:
@@ -65,12 +66,12 @@ def find_directory(model: str) -> Path:
     if model and path.is_dir():
         return path
     if path.is_file() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"{model!r} is no directory, and no hub id of the form owner/name")
+        raise CheckpointError(f"{model!r} is neither a directory nor a hub id of the form owner/name")
     try:
         return _download(model)
     except Exception as error:  # the hub's client raises its own, requests' and OS errors; each means the same here
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{model!r} is no directory, and fetching it from the hub failed: {reason}") from error
+        raise CheckpointError(f"{model!r} is not a directory, and fetching it from the hub failed: {reason}") from error
 
 
 @functools.cache  # one look-up per process, so that weights and tokenizer are of one revision
@@ -79,32 +80,32 @@ def _download(hub_id: str) -> Path:
 
 
 class WeightReader:
-    """Looks into all weight files of a checkpoint and reads single tensors, without loading the rest.
+    """Reads single tensors from the weight files of a checkpoint.
 
     A file is mapped anew for each tensor: an open mapping keeps every page that was read, so that a model would be in
     memory twice while it is loaded.
     """
 
     def __init__(self, files: list[Path]) -> None:
-        self._home: dict[str, Path] = {}  # tensor name -> its file
+        self._files: dict[str, Path] = {}  # tensor name -> its file
         for path in files:
             try:
                 with safe_open(path, framework="pt") as handle:
                     names: list[str] = list(handle.keys())
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
-            self._home.update(dict.fromkeys(names, path))
+            self._files.update(dict.fromkeys(names, path))
 
     @property
     def names(self) -> set[str]:
-        return set(self._home)
+        return set(self._files)
 
-    def home(self, name: str) -> Path:
+    def file_of(self, name: str) -> Path:
         """The file that holds that tensor."""
-        return self._home[name]
+        return self._files[name]
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU. KeyError if there is none of that name."""
-        with safe_open(self._home[name], framework="pt") as handle:
+        with safe_open(self._files[name], framework="pt") as handle:
             tensor: torch.Tensor = handle.get_tensor(name)
         return tensor

@@ -1,6 +1,7 @@
-"""A Llama's shape, read from a Hugging Face config and checked."""
+"""What a Hugging Face config says of a model, checked: the description that the wiring is built from."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from transformers import LlamaConfig
 from chairlift.config import DType
 from chairlift.errors import CheckpointError
 
-ARCHITECTURE = "LlamaForCausalLM"
 _ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
@@ -40,7 +40,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the wiring needs to know. Names as in Hugging Face's config."""
+    """The shape of a decoder. Names as in Hugging Face's config."""
 
     vocab_size: int
     hidden_size: int
@@ -62,32 +62,21 @@ class ModelConfig:
         """Elements of all layers' keys and values for one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
-    @property
-    def num_parameters(self) -> int:
-        """Weights, biases and norms; a tied head counts once."""
-        query_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = 2 * self.hidden_size * (query_rows + kv_rows)
-        if self.has_attention_bias:
-            attention += query_rows + 2 * kv_rows + self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        if self.has_mlp_bias:
-            mlp += 2 * self.intermediate_size + self.hidden_size
-        num_embeddings = 1 if self.is_tied else 2
-        embeddings = num_embeddings * self.vocab_size * self.hidden_size
-        return embeddings + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
-
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """Reads `config.json`. CheckpointError if it is missing, not a Llama's, or asks for what is not supported."""
+    """Reads `config.json`. CheckpointError if it is missing, or asks for what is not supported."""
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{directory} has no config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         architectures = raw.get("architectures")
-        if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
-            raise CheckpointError(f"{path} is for {architectures or 'no architecture'}; supported: {ARCHITECTURE}")
-        return _from_hugging_face(LlamaConfig.from_dict(raw), path)
+        known = [name for name in _READERS if isinstance(architectures, list) and name in architectures]
+        if not known:
+            raise CheckpointError(
+                f"{path} is for {architectures or 'no architecture'}; supported: {', '.join(_READERS)}"
+            )
+        return _READERS[known[0]](raw, path)
     except CheckpointError:
         raise
     except Exception as error:  # the file may hold anything; whatever transformers makes of it is about the file
@@ -95,7 +84,8 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
 
 
-def _from_hugging_face(config: LlamaConfig, path: Path) -> ModelConfig:
+def _read_llama(raw: dict[str, Any], path: Path) -> ModelConfig:
+    config = LlamaConfig.from_dict(raw)
     if config.hidden_act not in ("silu", "swish"):
         raise CheckpointError(f"{path}: hidden_act {config.hidden_act!r} is not supported, only silu")
     for name in _POSITIVE_FIELDS:
@@ -136,3 +126,7 @@ def _read_rope(parameters: dict[str, Any], path: Path) -> RopeConfig:
         raise CheckpointError(f"{path}: rope type {kind} needs {', '.join(missing)}")
     theta = parameters.get("rope_theta", 10000.0)
     return RopeConfig(theta=theta, kind=kind, **{name: parameters[name] for name in _ROPE_FIELDS[kind]})
+
+
+_READERS: dict[str, Callable[[dict[str, Any], Path], ModelConfig]] = {"LlamaForCausalLM": _read_llama}
+"""By architecture: what reads its config.json."""

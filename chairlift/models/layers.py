@@ -1,14 +1,80 @@
 """Parts that architectures are wired from."""
 
+import functools
+import logging
 import math
+import platform
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from chairlift.models.config import RopeConfig
-from chairlift.models.fusion import fused
-from chairlift.models.linear import Linear
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function of tensors that torch compiles when it is first called with one on a CUDA device.
+
+    Torch's elementwise operators between the products of a layer are some thirty kernels of a few microseconds each;
+    compiled, they are four.
+    """
+
+    @functools.cache
+    def compiled() -> Callable[_P, _R]:
+        if (obstacle := _find_compile_obstacle()) is not None:
+            logger.warning("%s runs operator by operator, which is slower: %s", function.__name__, obstacle)
+            return function
+        return torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        first = args[0]
+        is_cuda = isinstance(first, torch.Tensor) and first.is_cuda
+        return (compiled() if is_cuda else function)(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _find_compile_obstacle() -> str | None:
+    """Why torch.compile cannot make kernels here; None if it can. It needs Triton and a C compiler."""
+    try:
+        torch.compile(F.silu)(torch.zeros(256, device="cuda"))
+    except Exception as error:  # the compiler's own, a missing program's or library's: each means the same here
+        return next(iter(str(error).splitlines()), type(error).__name__)
+    return None
+
+
+class Linear(nn.Linear):
+    """`x W^T + b`. On a CPU in bfloat16 the weight can be packed once, which oneDNN otherwise does in every call."""
+
+    _packed: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        """Brings the weight into oneDNN's blocked layout, which is opaque, and frees the plain one."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
+        del self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, in] -> [T, out]`"""
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """True where packing pays: measured on x86, it does for bfloat16 and does not for float32."""
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return has_onednn and is_x86 and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 
 
 class RMSNorm(nn.Module):
@@ -38,7 +104,7 @@ class GatedMLP(nn.Module):
         return projected
 
 
-@fused
+@compiled_on_gpu
 def _add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +115,7 @@ def _add_rms_norm(
     return total, (total * scale).to(total.dtype) * weight
 
 
-@fused
+@compiled_on_gpu
 def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`[T, 2 N] -> [T, N]`"""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -64,7 +130,7 @@ def rope_tables(config: RopeConfig, head_dim: int, max_seq_len: int, device: tor
     return torch.stack((angles.cos(), angles.sin()))
 
 
-@fused
+@compiled_on_gpu
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates heads `[T, H, D]` by their positions' angles `[T, 1, D]` (halves paired, as in Hugging Face)."""
     low, high = x.chunk(2, dim=-1)

@@ -11,8 +11,7 @@ from torch import nn
 
 from chairlift.models.attention import Attend
 from chairlift.models.config import ModelConfig
-from chairlift.models.layers import GatedMLP, RMSNorm, apply_rope, rope_tables
-from chairlift.models.linear import Linear, can_pack
+from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, rope_tables
 
 
 class _SelfAttention(nn.Module):
@@ -31,8 +30,7 @@ class _SelfAttention(nn.Module):
         rotated = apply_rope(heads[:, :num_rotated], cos, sin)
         query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
         value = heads[:, num_rotated:]
-        attended = attend(self.layer_idx, query, key, value)
-        projected: torch.Tensor = self.o_proj(attended.flatten(1))
+        projected: torch.Tensor = self.o_proj(attend(self.layer_idx, query, key, value).flatten(1))
         return projected
 
 
@@ -89,6 +87,11 @@ class Llama(nn.Module):
             "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
         }
 
+    def ignored_tensors(self, names: Iterable[str]) -> set[str]:
+        """Tensors that a checkpoint may hold in vain: a tied head's copy, and rotary tables of older formats."""
+        tied = {"lm_head.weight"} if self.config.is_tied else set()
+        return tied | {name for name in names if name.endswith(".rotary_emb.inv_freq")}
+
     def finalize(self, max_seq_len: int) -> None:
         """Once the weights are loaded: ties the head and prepares rotary tables below that position."""
         weight = self.model.embed_tokens.weight
@@ -121,7 +124,8 @@ class Llama(nn.Module):
         logits: torch.Tensor = self.lm_head(hidden)
         return logits.float()
 
-    def ignored_tensors(self, names: Iterable[str]) -> set[str]:
-        """Tensors that a checkpoint may hold in vain: a tied head's copy, and rotary tables of older formats."""
-        tied = {"lm_head.weight"} if self.config.is_tied else set()
-        return tied | {name for name in names if name.endswith(".rotary_emb.inv_freq")}
+
+def count_parameters(config: ModelConfig) -> int:
+    """Weights, biases and norms of a model of that shape; a tied head counts once. Allocates nothing."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Llama(config).parameters())

@@ -7,7 +7,6 @@ one parameter, in order) and `ignored_tensors` (what a checkpoint may hold altho
 
 import logging
 import time
-from dataclasses import dataclass
 
 import torch
 
@@ -26,42 +25,41 @@ def load_model(checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: i
     """The model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor."""
     start = time.perf_counter()
     model = _empty_model(checkpoint.config, dtype, device)
-    load_weights(model, WeightReader(checkpoint.weight_files))
+    _load_weights(model, WeightReader(checkpoint.weight_files))
     model.finalize(max_seq_len)
     _log("loaded %s: %.1f MB of %s weights in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
 def make_dummy_model(checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: int, seed: int) -> Llama:
-    """The model with random weights that depend on the seed and the kind of device; only the configuration is read."""
+    """The model with random weights that depend on the seed and the kind of device; only the configuration is read.
+
+    Matrices are normal with deviation 1 / sqrt(inputs), so that products keep the scale of what goes in (LeCun et al.,
+    "Efficient BackProp", 1998); norms one; biases zero.
+    """
     start = time.perf_counter()
     model = _empty_model(checkpoint.config, dtype, device)
-    fill_with_noise(model, seed)
-    model.finalize(max_seq_len)
-    _log("made up weights for %s: %.1f MB in %s in %.2f s", checkpoint, model, dtype, start)
-    return model
-
-
-def fill_with_noise(model: Llama, seed: int) -> None:
-    """Matrices normal with deviation 1 / sqrt(inputs), so that products keep the scale of what goes in (LeCun et al.,
-    "Efficient BackProp", 1998); norms one; biases zero."""
-    generator = torch.Generator(model.model.embed_tokens.weight.device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
         else:
             parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+    model.finalize(max_seq_len)
+    _log("made up weights for %s: %.1f MB in %s in %.2f s", checkpoint, model, dtype, start)
+    return model
 
 
 def _empty_model(config: ModelConfig, dtype: DType, device: str) -> Llama:
     with torch.device("meta"):
         model = Llama(config)
+    num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.num_bytes
     try:
         return model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
-            f"{device} ran out of memory for {config.num_parameters * dtype.num_bytes / 1e9:.1f} GB of weights;"
-            " end what else uses it, or choose a smaller model or another dtype"
+            f"{device} ran out of memory for {num_bytes / 1e9:.1f} GB of weights; end what else uses it, or choose a"
+            " smaller model or another dtype"
         ) from error
 
 
@@ -70,47 +68,38 @@ def _log(message: str, checkpoint: Checkpoint, model: Llama, dtype: DType, start
     logger.info(message, checkpoint.directory, num_bytes / 1e6, dtype, time.perf_counter() - start)
 
 
-def load_weights(model: Llama, reader: WeightReader) -> None:
+def _load_weights(model: Llama, reader: WeightReader) -> None:
     """Fills every parameter from the reader. CheckpointError if names or shapes do not match exactly."""
-    parts = [part for pair in model.named_parameters() for part in _parts(*pair, model.fused)]
-    wanted = {part.name for part in parts}
-    missing = sorted(wanted - reader.names)
-    leftover = sorted(reader.names - wanted - model.ignored_tensors(reader.names))
+    places: dict[str, torch.Tensor] = {}  # by tensor of the checkpoint: a parameter, or some rows of a fused one
+    for name, parameter in model.named_parameters():
+        places |= _places_in(name, parameter, model.fused)
+    missing = sorted(places.keys() - reader.names)
+    leftover = sorted(reader.names - places.keys() - model.ignored_tensors(reader.names))
     if missing:
         raise CheckpointError(f"the checkpoint lacks {_listed(missing)}")
     if leftover:
         raise CheckpointError(f"the checkpoint has tensors that this model has no place for: {_listed(leftover)}")
-    for part in sorted(parts, key=lambda part: reader.home(part.name)):
-        _fill(part, reader)
+    for name in sorted(places, key=reader.file_of):
+        _fill(places[name], name, reader)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor of the checkpoint and its place: all of a parameter, or some rows of a fused one."""
-
-    name: str
-    place: torch.Tensor
-
-
-def _parts(name: str, parameter: torch.Tensor, fused: dict[str, dict[str, int]]) -> list[_Part]:
+def _places_in(name: str, parameter: torch.Tensor, fused: dict[str, dict[str, int]]) -> dict[str, torch.Tensor]:
     """`...self_attn.qkv_proj.weight` -> q_proj, k_proj and v_proj; other names stand for themselves."""
     for target, rows in fused.items():
         if f".{target}." in name:
             names = [name.replace(f".{target}.", f".{part}.") for part in rows]
-            return [_Part(*pair) for pair in zip(names, torch.split(parameter, list(rows.values())), strict=True)]
-    return [_Part(name, parameter)]
+            return dict(zip(names, torch.split(parameter, list(rows.values())), strict=True))
+    return {name: parameter}
 
 
-def _fill(part: _Part, reader: WeightReader) -> None:
+def _fill(place: torch.Tensor, name: str, reader: WeightReader) -> None:
     try:
-        tensor = reader.read(part.name)
+        tensor = reader.read(name)
     except Exception as error:  # a file that ends early shows only when its bytes are touched
-        raise CheckpointError(f"tensor {part.name} cannot be read: {error}") from error
-    if tensor.shape != part.place.shape:
-        raise CheckpointError(
-            f"tensor {part.name} has shape {list(tensor.shape)}; the model needs {list(part.place.shape)}"
-        )
-    part.place.copy_(tensor)
+        raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
+    if tensor.shape != place.shape:
+        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}; the model needs {list(place.shape)}")
+    place.copy_(tensor)
 
 
 def _listed(names: list[str]) -> str:

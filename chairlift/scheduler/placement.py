@@ -15,19 +15,10 @@ from dataclasses import dataclass
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, pack_tokens
-from chairlift.scheduler.plan import SlotCopy
-from chairlift.scheduler.request import Request
+from chairlift.scheduler.request import Contents, RequestState
 
 _MAX_LOST_TOKENS = 64  # behind a shared prefix in a warm slot: fewer are not worth a copy
 _MIN_AWAITED_TOKENS = 16  # fewer are sooner computed than waited for
-
-
-@dataclass(frozen=True, slots=True)
-class Unproven:
-    """Contents of a slot that nobody has sampled from, from a token on: whether they are numbers is not known."""
-
-    slot: int
-    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,60 +27,57 @@ class _Finding:
 
     slot: int | None = None
     num_tokens: int = 0
-    leader: Request | None = None
+    leader: RequestState | None = None
 
 
 class Placement:
-    """Gives requests their slots, and keeps what slots of earlier ones hold in mind."""
+    """Gives requests their slots, and remembers what the slots of earlier ones hold."""
 
     def __init__(self, slots: SlotLedger, enable_prefix_caching: bool) -> None:
         self._slots = slots
+        self._foreign = slots.claimed  # for other purposes
         self._index = PrefixIndex() if enable_prefix_caching else None
-        self._owners: dict[int, Request] = {}
-        self._num_to_prove: dict[int, int] = {}  # by target of a copy not made yet: tokens known to be numbers
+        self._owners: dict[int, RequestState] = {}
 
-    def place(self, request: Request) -> SlotCopy | None:
-        """A slot for the request, which there must be, and what has to be copied into it first."""
+    @property
+    def slots(self) -> set[int]:
+        """Those that were given to requests."""
+        return set(self._owners)
+
+    def place(self, request: RequestState) -> None:
+        """Gives the request a slot, which there must be, with what of its tokens can be reused."""
         tokens = pack_tokens(request.token_ids)
         finding = self._find(request, tokens)
         slot = self._choose(finding)
-        if slot is not None:
-            self._slots.claim_slot(slot, finding.num_tokens)
-            request.num_reused = finding.num_tokens
-        else:
+        if slot is None:
             (slot,) = self._slots.claim(1)
-            request.num_reused = 0
+            num_reused = 0
+        else:
+            num_reused = finding.num_tokens
+            self._slots.claim_slot(slot, num_reused)
         request.slot = slot
-        request.num_computed = request.num_reused_proven = request.num_reused
-        request.is_proven = request.has_bad_surplus = False
+        request.num_computed = request.num_reused = num_reused
+        request.contents = Contents(num_reused)
         self._owners[slot] = request
         if self._index is not None:
             self._index.insert(slot, tokens, request.options.cache_salt)
-        return self._follow_or_copy(request, finding)
+        self._follow_or_copy(request, finding)
 
-    def follow(self, request: Request) -> SlotCopy | None:
-        """For a request that waited: what has to be copied into its slot, unless it has to wait for somebody else."""
-        return self._follow_or_copy(request, self._find(request, pack_tokens(request.token_ids)))
+    def follow(self, request: RequestState) -> None:
+        """A request that waited for a leader copies what that has computed, or waits for another one."""
+        self._follow_or_copy(request, self._find(request, pack_tokens(request.token_ids)))
 
-    def note_copied(self, copy: SlotCopy) -> None:
-        """What was planned has been done: before that nobody may count on it."""
-        self._owners[copy.target].num_reused_proven = self._num_to_prove.pop(copy.target)
-
-    def release(self, request: Request, *, is_spoilt: bool = False) -> Unproven | None:
-        """Its slot is warm, as far as what is in it is known to be numbers; the rest of it is returned.
-
-        `is_spoilt`: what it holds may be no numbers, and so may be what it was copied from.
-        """
-        slot = request.slot
+    def release(self, request: RequestState) -> None:
+        """Its slot is warm as far as its contents are sound; the rest is scrubbed."""
+        slot, contents = request.slot, request.contents
         assert slot is not None, f"{request.request_id} has no slot to release"
-        num_kept = request.num_proven
-        if is_spoilt:
-            num_kept = 0
-            if request.grammar is None:  # or the grammar may have failed, which is no reason to distrust the others
-                self._forget_warm()
-        is_doubtful = is_spoilt or request.has_bad_surplus or request.num_computed > num_kept
-        unproven = Unproven(slot, num_kept) if is_doubtful else None
-        if self._index is None:
+        if request.error is not None:
+            self._forget_sources(request)
+        start = contents.to_scrub(request.num_computed)
+        if start is not None:
+            self._slots.scrub(slot, start)
+        num_kept = contents.num_sound(request.num_computed)
+        if self._index is None or slot not in self._index:  # it must not be found (any more)
             num_kept = 0
         elif num_kept:
             self._index.insert(slot, pack_tokens(request.token_ids[:num_kept]), request.options.cache_salt)
@@ -97,12 +85,35 @@ class Placement:
             self._index.remove(slot)
         self._slots.release(slot, num_kept)
         del self._owners[slot]
-        self._num_to_prove.pop(slot, None)
         request.slot = request.leader = None
-        return unproven
+
+    def scrub_surplus(self, request: RequestState) -> None:
+        """For a row that goes on behind what it keeps: the first token of a launch of several steps."""
+        assert request.slot is not None, f"{request.request_id} goes on without a slot"
+        self._slots.scrub(request.slot, request.num_computed)
+        request.contents.has_bad_surplus = False
+
+    def abandon(self) -> None:
+        """Wherever a step failed or was interrupted: slots in use are free again, and scrubbed."""
+        for slot in self._slots.claimed - self._foreign:
+            self._slots.abandon([slot])
+            self._slots.scrub(slot, 0)
+            self._slots.release(slot)
+            if self._index is not None:
+                self._index.remove(slot)
+        self._owners.clear()
+
+    def forget_prefixes(self) -> None:
+        """What is in a slot now is no longer found, neither by newcomers nor by those that wait for a longer prefix.
+
+        Its owner goes on in it. As the index does not know that slot, it will not be warm.
+        """
+        if self._index is not None:
+            self._index = PrefixIndex()
+        self._slots.free_warm(self._slots.warm)
 
     def check(self) -> None:
-        """Asserts that the index knows what the books know."""
+        """Asserts that the index knows what the ledger knows."""
         self._slots.check()
         warm = self._slots.warm
         if self._index is not None:
@@ -111,9 +122,10 @@ class Placement:
             assert set(warm) <= self._index.slots, "a warm slot is not known"
         else:
             assert not warm, "a slot is warm though nothing is reused"
+        assert self._slots.claimed - self._foreign == set(self._owners), "a slot belongs to nobody"
         assert all(request.slot == slot for slot, request in self._owners.items()), "a slot has another owner"
 
-    def _find(self, request: Request, tokens: bytes) -> _Finding:
+    def _find(self, request: RequestState, tokens: bytes) -> _Finding:
         if self._index is None or request.wants_prompt_scored:
             return _Finding()
         most = len(request.token_ids) - 1
@@ -128,22 +140,17 @@ class Placement:
                 if num_valid > num_tokens:
                     slot, num_tokens = candidate, num_valid
                 owner = self._owners.get(candidate)
-                if leader is None and num_valid < num_shared and owner is not None and self._can_lead(owner, request):
+                if leader is None and num_valid < num_shared and owner is not None and _can_lead(owner, request):
                     leader, num_awaited = owner, num_shared
             seen |= prefix.slots
         if num_awaited < num_tokens + _MIN_AWAITED_TOKENS:
             leader = None
         return _Finding(slot, num_tokens, leader)
 
-    def _can_lead(self, owner: Request, request: Request) -> bool:
-        """Only who waits for nobody leads: so nobody waits for himself."""
-        return owner is not request and owner.leader is None and _is_computing(owner)
-
-    def _follow_or_copy(self, request: Request, finding: _Finding) -> SlotCopy | None:
+    def _follow_or_copy(self, request: RequestState, finding: _Finding) -> None:
         request.leader = finding.leader
-        if finding.leader is not None:
-            return None  # the whole prefix will be copied in one piece
-        return self._copy(request, finding)
+        if finding.leader is None:  # otherwise the whole prefix will be copied in one piece
+            self._copy(request, finding)
 
     def _choose(self, finding: _Finding) -> int | None:
         """The warm slot that the request gets as it is; None if it gets another."""
@@ -154,25 +161,37 @@ class Placement:
         is_little_lost = warm[finding.slot] - finding.num_tokens <= _MAX_LOST_TOKENS
         return finding.slot if is_next_to_go or is_little_lost else None
 
-    def _copy(self, request: Request, finding: _Finding) -> SlotCopy | None:
-        """The prefix that was found comes into the request's slot, if it is longer than what is there."""
-        target = request.slot
+    def _copy(self, request: RequestState, finding: _Finding) -> None:
+        """Copies the prefix that was found into the request's slot, if it is longer than what is there."""
+        source, target, num_tokens = finding.slot, request.slot, finding.num_tokens
         assert target is not None, "a request is placed before anything is copied for it"
-        if finding.slot is None or finding.num_tokens <= request.num_computed:  # as it is of its own slot
-            return None
-        owner = self._owners.get(finding.slot)
-        self._num_to_prove[target] = finding.num_tokens if owner is None else min(owner.num_proven, finding.num_tokens)
-        self._slots.copy_prefix(finding.slot, target, finding.num_tokens)
-        request.num_computed = request.num_reused = finding.num_tokens
-        request.num_reused_proven = 0
-        return SlotCopy(finding.slot, target, finding.num_tokens)
+        if source is None or num_tokens <= request.num_computed:  # as it is where the slot is taken as it is
+            return
+        owner = self._owners.get(source)
+        num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
+        self._slots.copy_prefix(source, target, num_tokens)
+        request.num_computed = request.num_reused = num_tokens
+        request.contents.copied(min(num_sound, num_tokens))
 
-    def _forget_warm(self) -> None:
-        if self._index is not None:
-            for slot in self._slots.warm:
-                self._index.remove(slot)
-        self._slots.free_warm()
+    def _forget_sources(self, request: RequestState) -> None:
+        """Frees the warm slots that hold what a failed row had reused: the cause may lie there.
+
+        A token was sampled from every warm slot, so it holds numbers; but an infinite key may spoil one query and not
+        another. Slots that share less with the row, or have another salt, are kept: if they are bad, whoever fails for
+        them will free them.
+        """
+        if self._index is None or not request.num_reused or request.may_allow_nothing:
+            return
+        tokens = pack_tokens(request.token_ids[: request.num_reused])
+        warm = self._slots.warm
+        matches = self._index.match(tokens, request.options.cache_salt)
+        doubtful = next((each.slots & warm.keys() for each in matches if each.num_tokens == request.num_reused), set())
+        for slot in doubtful:
+            self._index.remove(slot)
+        self._slots.free_warm(doubtful)
 
 
-def _is_computing(owner: Request) -> bool:
-    return owner.slot is not None and owner.finish_reason is None
+def _can_lead(owner: RequestState, request: RequestState) -> bool:
+    """Whether the request may wait for the owner, which must not wait itself: so there are no cycles."""
+    is_computing = owner.slot is not None and owner.finish_reason is None
+    return is_computing and owner.leader is None and owner is not request

@@ -1,45 +1,32 @@
 """What one step is to do, and what came of it.
 
-What is made by the hundred in every step is not frozen: to freeze an object costs more than the rest of making it.
+Objects made by the hundred in every step are not frozen: freezing one costs more than the rest of making it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from chairlift.errors import QueueTimeout
-from chairlift.params import FinishReason, TokenLogprobs
-from chairlift.scheduler.request import Request
+from chairlift.errors import QueueFull, QueueTimeout
+from chairlift.params import FinishReason, RequestTimes, TokenLogprobs
+from chairlift.scheduler.request import RequestState
 
 
 @dataclass(slots=True)
 class RowPlan:
     """One request's share of a step: its next `num_new_tokens` uncomputed tokens."""
 
-    request: Request
+    request: RequestState
     num_new_tokens: int
-    is_sampled: bool  # True if the row catches up with all tokens that there are, so that a new one can be sampled
-
-
-@dataclass(frozen=True, slots=True)
-class SlotCopy:
-    """The first tokens of one slot also become those of another: keys and values of all layers."""
-
-    source: int
-    target: int
-    num_tokens: int
+    is_sampled: bool  # True if the row catches up with all its tokens, so that a new one can be sampled
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch: decode rows first, then prefill rows; `num_steps > 1` only if every row decodes.
-
-    `copies` are made before anything is computed, in their order; each target is the slot of one of the rows.
-    """
+    """One launch: decode rows first, then prefill rows; `num_steps > 1` only if every row decodes."""
 
     rows: tuple[RowPlan, ...]
     num_decode_rows: int
     num_steps: int
-    copies: tuple[SlotCopy, ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -47,10 +34,25 @@ class StepPlan:
         return self.num_decode_rows == len(self.rows)
 
     def num_expected(self, row: RowPlan) -> int:
-        """Tokens that one of the rows gets if it goes on: one a step, but with a grammar only the first."""
+        """Tokens that one of the rows gets if it goes on: one a step, or only the first."""
         if not row.is_sampled:
             return 0
-        return self.num_steps if row.request.grammar is None else 1
+        return 1 if row.request.needs_newest_token else self.num_steps
+
+
+class Draft:
+    """The prompts of the step being planned, and the tokens it may still compute. Lives as long as one `schedule`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_left = num_tokens
+        self.prefill: list[RowPlan] = []
+
+    def add_prompt(self, request: RequestState) -> None:
+        """As much of what the request has to compute as there is room for, which must be some."""
+        num_wanted = request.num_uncomputed
+        num_new = min(num_wanted, self.num_left)
+        self.num_left -= num_new
+        self.prefill.append(RowPlan(request, num_new, is_sampled=num_new == num_wanted))
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ class RowResult:
     logprobs: Sequence[TokenLogprobs] = ()  # one per token, if asked for
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # of prompt tokens after those computed
     error: str | None = None  # why no valid token follows those; the other rows are sound
+    stop_reason: str | None = None  # of an error: GRAMMAR_LIMIT if the client can do something about it
+    is_late: bool = False  # its mask was: it has no token yet, and has to be computed once more
 
 
 @dataclass(slots=True)
@@ -75,8 +79,7 @@ class TokenEvent:
     has_end_token: bool = False  # the last of the new tokens ended the sequence and is no part of its text
     logprobs: Sequence[TokenLogprobs] = ()  # one per new token, if asked for
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    rejection: QueueTimeout | None = None  # it waited longer than it may, and never got a slot
-
-    @property
-    def is_rejected(self) -> bool:
-        return self.rejection is not None
+    rejection: QueueTimeout | QueueFull | None = None  # why it leaves the queue without ever having had a slot
+    # with the first tokens, and with the end
+    times: RequestTimes | None = field(default=None, compare=False)
+    num_cached_tokens: int = field(default=0, compare=False)  # of the prompt: reused when it got its first slot

@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine: token ids only, no text.
+"""One sequence: what a client asks for, which never changes, and how far the engine has come with it.
 
 There are no phases. `num_computed` tokens have keys and values in the slot and chase the `num_tokens` that there are;
 a prompt, a chunk of one and a decode step are all "catching up":
@@ -7,75 +7,196 @@ a prompt, a chunk of one and a decode step are all "catching up":
                0                     num_computed ^                     ^ num_tokens
                                                   |-- num_uncomputed ---|      decoding: exactly 1
 
-Pending are the tokens of launches in flight: where the device works beside the host, the next step is planned before
+Pending tokens are those of launches in flight: where the device works beside the host, the next step is planned before
 they are known. A launch counts as computed as soon as it has begun, on the assumption that the sequence goes on.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Protocol
 
-from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
+from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestTimes, SamplingParams
+
+REPETITION_DETECTED = "repetition_detected"
+"""The stop reason of a sequence that repeats itself; vLLM's word for it."""
 
 
 class Grammar(Protocol):
     """What a sequence must look like, and how far it has come. One per sequence."""
+
+    @property
+    def is_ready(self) -> bool:
+        """False while its row must sit out because the mask for its next token is late."""
+        ...
 
     def advance(self, token_id: int) -> bool:
         """Takes the next token. True if the text is complete and nothing can follow. Raises if it does not fit."""
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """A prompt and what has been generated for it. `max_tokens` is resolved: it fits into a slot.
+class TokenFilter(Protocol):
+    """Which tokens the sampler may draw, beside what a grammar says. One per sequence."""
 
-    With a grammar the end of the grammar is the end of the text: `min_tokens` and `ignore_eos` do not count.
+    @property
+    def follows_text(self) -> bool:
+        """Whether they depend on the tokens so far; always the same."""
+        ...
+
+
+class RepetitionWatch(Protocol):
+    """Whether a sequence repeats itself. One per sequence."""
+
+    def advance(self, token_id: int) -> bool:
+        """Takes the next token. True if the sequence now ends in a repetition."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What is to be computed: a prompt and how to continue it. `max_tokens` is resolved: it fits into a slot.
+
+    Whatever has a state of its own is made by the engine (`new_...`), so that both threads may hold a request. With a
+    grammar the end of the grammar is the end of the text: `min_tokens` and `ignore_eos` do not count.
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     max_tokens: int
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
-    grammar: Grammar | None = None
+    new_grammar: Callable[[], Grammar] | None = None
     prompt_logprobs: int | None = None  # likeliest tokens to report at each position of the prompt
     options: RequestOptions = DEFAULT_OPTIONS
+    new_token_filter: Callable[[], TokenFilter] | None = None
+    new_repetition_watch: Callable[[], RepetitionWatch] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Requests that were added together: while none of them has had a slot, all keep their places or none does."""
+
+    has_started: bool = False
+
+
+@dataclass(slots=True)
+class Contents:
+    """Which keys and values in a request's slot are sound, that is, are numbers.
+
+    Tokens are sound once a token was sampled after them, or if they were reused from sound ones. What is not known to
+    be sound is neither reused nor left in the slot: attention multiplies even what it masks, and NaN survives that.
+    """
+
+    num_reused: int = 0  # sound tokens that the slot had when it was given, or that were copied into it
+    is_sampled: bool = False
+    has_bad_surplus: bool = False
+
+    def copied(self, num_sound: int) -> None:
+        """The slot now begins with a copy, of which so many tokens are sound."""
+        self.num_reused = num_sound
+
+    def sampled(self) -> None:
+        """A token was sampled after all that was computed before."""
+        self.is_sampled = True
+
+    def surplus_spoilt(self) -> None:
+        """What was computed behind the tokens that count may be no numbers."""
+        self.has_bad_surplus = True
+
+    def spoilt(self) -> None:
+        """Nothing in the slot is known to be sound any more."""
+        self.num_reused, self.is_sampled, self.has_bad_surplus = 0, False, True
+
+    def num_sound(self, num_computed: int) -> int:
+        """How many of the computed tokens are sound."""
+        return num_computed if self.is_sampled else self.num_reused
+
+    def to_scrub(self, num_computed: int) -> int | None:
+        """The token from which on the slot must be overwritten when it is given back; None: it need not be."""
+        num_sound = self.num_sound(num_computed)
+        return num_sound if self.has_bad_surplus or num_computed > num_sound else None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class RequestState:
+    """How far a request has come. Belongs to the scheduler's thread alone."""
+
+    request: InitVar[Request]
+    arrival_time: float  # this and the other times: seconds by the scheduler's clock
+    request_id: str = field(init=False)
+    params: SamplingParams = field(init=False)
+    options: RequestOptions = field(init=False)
+    max_tokens: int = field(init=False)
+    min_tokens: int = field(init=False)
+    seed: int = field(init=False)
+    prompt_logprobs: int | None = field(init=False)
+    eos_token_ids: frozenset[int] = field(init=False)
+    end_token_ids: frozenset[int] = field(init=False)  # sampling one of them ends the sequence
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    # from its first slot on
+    grammar: Grammar | None = field(init=False, default=None)
+    token_filter: TokenFilter | None = field(init=False, default=None)
+    repetition: RepetitionWatch | None = field(init=False, default=None)
+    # Whether the host works out from the newest token what may come next. Then nothing can be planned before that token
+    # is known, and of a launch of several steps only the first counts.
+    needs_newest_token: bool = field(init=False, default=False)
+    # in its slot
+    slot: int | None = field(init=False, default=None)
+    contents: Contents = field(init=False, default_factory=Contents)
     num_computed: int = field(init=False, default=0)
     num_reused: int = field(init=False, default=0)  # of those computed: found in the slot, or copied into it
-    num_cached_tokens: int = field(init=False, default=0)  # of the prompt: reused when it got its first slot
     num_pending: int = field(init=False, default=0)
     num_launches: int = field(init=False, default=0)  # in flight that write to the slot
-    slot: int | None = field(init=False, default=None)
-    is_proven: bool = field(init=False, default=False)  # a token was sampled from its slot, which so holds numbers
-    num_reused_proven: int = field(init=False, default=0)  # of those reused: there, and from a slot that held numbers
-    has_bad_surplus: bool = field(init=False, default=False)  # behind what counts its slot may hold no numbers
-    is_yielding: bool = field(init=False, default=False)  # it loses its slot when no launch writes to that any more
-    num_preemptions: int = field(init=False, default=0)
     num_tokens_placed: int = field(init=False, default=0)  # those that it had when it got its slot
-    leader: "Request | None" = field(init=False, default=None)  # computes a prefix that this one waits for, to copy it
+    leader: "RequestState | None" = field(init=False, default=None)  # computes a prefix that this one waits to copy
+    is_late: bool = field(init=False, default=False)  # its newest turn gave no token, because its mask was late
+    is_yielding: bool = field(init=False, default=False)  # it loses its slot when no launch writes to that any more
+    # altogether
+    group: Group = field(init=False, default_factory=Group)  # of one that is added alone: its own
+    num_cached_tokens: int = field(init=False, default=0)  # of the prompt: reused when it got its first slot
+    num_preemptions: int = field(init=False, default=0)
+    queue_time: float = field(init=False)  # when it came, or came back, to the queue
+    admission_time: float | None = field(init=False, default=None)  # when it got its first slot
+    first_token_time: float | None = field(init=False, default=None)
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: int | str | None = field(init=False, default=None)
     error: str | None = field(init=False, default=None)
     has_end_token: bool = field(init=False, default=False)
-    min_tokens: int = field(init=False)
-    end_token_ids: frozenset[int] = field(init=False)  # sampling one of them ends the sequence
-    # When it was added, got its first slot, its first token, and ended: the scheduler's clock, None before.
-    arrival_time: float | None = field(init=False, default=None)
-    queue_time: float = field(init=False, default=0.0)  # when it came, or came back, to the queue
-    admission_time: float | None = field(init=False, default=None)
-    first_token_time: float | None = field(init=False, default=None)
-    end_time: float | None = field(init=False, default=None)
+    _new: Request | None = field(init=False)  # until it starts
 
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
-        self.num_prompt_tokens = len(self.prompt_token_ids)
-        self.min_tokens = self.params.min_tokens if self.grammar is None else 0
-        if self.params.ignore_eos and self.grammar is None:
-            self.eos_token_ids = frozenset()
-        self.end_token_ids = self.eos_token_ids.union(self.params.stop_token_ids)
+    def __post_init__(self, request: Request) -> None:
+        self._new = request
+        self.request_id, self.params, self.options = request.request_id, request.params, request.options
+        self.max_tokens, self.seed, self.prompt_logprobs = request.max_tokens, request.seed, request.prompt_logprobs
+        has_grammar = request.new_grammar is not None
+        self.min_tokens = 0 if has_grammar else request.params.min_tokens
+        ignores_eos = request.params.ignore_eos and not has_grammar
+        self.eos_token_ids = frozenset() if ignores_eos else request.eos_token_ids
+        self.end_token_ids = self.eos_token_ids.union(request.params.stop_token_ids)
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.queue_time = self.arrival_time
+
+    def start(self, now: float) -> None:
+        """It gets a slot; the first time, whatever follows its tokens is made."""
+        request, self._new = self._new, None
+        if request is None:
+            return
+        self.admission_time = now
+        self.group.has_started = True
+        if request.new_grammar is not None:
+            self.grammar = request.new_grammar()
+        if request.new_token_filter is not None:
+            self.token_filter = request.new_token_filter()
+        if request.new_repetition_watch is not None:
+            self.repetition = request.new_repetition_watch()
+        follows_text = self.token_filter is not None and self.token_filter.follows_text
+        self.needs_newest_token = self.grammar is not None or follows_text
+
+    @property
+    def times(self) -> RequestTimes:
+        return RequestTimes(self.arrival_time, self.admission_time, self.first_token_time)
 
     @property
     def num_tokens(self) -> int:
@@ -91,13 +212,8 @@ class Request:
 
     @property
     def wants_prompt_scored(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be reported; who had to start anew has them."""
+        """Whether log-probabilities of its prompt are still to be reported: before a preemption they were."""
         return self.prompt_logprobs is not None and not self.num_preemptions
-
-    @property
-    def num_proven(self) -> int:
-        """Computed tokens whose keys and values are known to be numbers."""
-        return self.num_computed if self.is_proven else self.num_reused_proven
 
     @property
     def num_remaining(self) -> int:
@@ -106,8 +222,15 @@ class Request:
 
     @property
     def can_be_planned(self) -> bool:
-        """Whether its next step can be planned: a grammar has to see a token first, and a length's end is known."""
-        return not self.num_pending or (self.grammar is None and self.num_remaining > 0 and not self.is_yielding)
+        """Whether its next step can be planned: it may need the newest token or a mask for that; an end is known."""
+        if self.grammar is not None and not self.grammar.is_ready:
+            return False
+        return not self.num_pending or (not self.needs_newest_token and self.num_remaining > 0 and not self.is_yielding)
+
+    @property
+    def may_allow_nothing(self) -> bool:
+        """Whether it may fail by what it asks for, though all numbers are sound."""
+        return self.grammar is not None or self.token_filter is not None
 
     def accept(self, sampled: list[int]) -> list[int]:
         """Appends sampled tokens up to and including the one that ends the sequence; returns those kept."""
@@ -121,16 +244,19 @@ class Request:
         return sampled
 
     def drop_surplus(self) -> None:
-        """Once it has ended: what was computed for tokens that did not come, or will not count, is of no use."""
+        """Once it has ended, uncounts what was computed for tokens that did not come, or do not count."""
         self.num_computed = min(self.num_computed, max(self.num_prompt_tokens, len(self.token_ids) - 1))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, stop_reason: str | None = None) -> None:
         """Ends the sequence: it cannot be computed."""
         self.finish_reason = FinishReason.ABORT
+        self.stop_reason = stop_reason
         self.error = reason
+        self.contents.spoilt()
 
     def _ends_with(self, token: int) -> bool:
         num_output = len(self.token_ids) - self.num_prompt_tokens  # the pending ones come after it
+        is_repeating = self.repetition is not None and self.repetition.advance(token)
         if token in self.end_token_ids and num_output > self.min_tokens:
             self.finish_reason = FinishReason.STOP
             self.stop_reason = None if token in self.eos_token_ids else token
@@ -139,6 +265,9 @@ class Request:
             self.finish_reason = self.finish_reason or FinishReason.STOP
         elif num_output >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
+        elif is_repeating and num_output >= self.min_tokens:
+            self.finish_reason = FinishReason.STOP
+            self.stop_reason = REPETITION_DETECTED
         else:
             return False
         return True

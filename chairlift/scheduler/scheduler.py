@@ -5,12 +5,12 @@
   find a slot (`placement`: which one, and what of the prompt need not be computed). A prompt that does not fit is
   computed in chunks, so it never stalls the decoding of others.
 - When nobody waits and nobody is being prefilled, several decode steps go into one launch. A row whose next token needs
-  a mask from the host (a grammar) keeps only the first token of such a launch.
-- A step may be planned while the tokens of the one before are still being computed: rows go on with a token that only
-  the device knows. Those that must show it to the host first (a grammar) sit that step out. A row that turns out to
-  have ended has been planned once too often: its surplus is dropped, and its slot is free when no launch writes to it.
-- Who has waited or run longer than it may is told so (`expire`).
-- If the policy has it so, a request of higher priority takes the slot of a running one when there is no other. That one
+  a mask from the host (a grammar, bad words) keeps only the first token of such a launch.
+- A step may be planned while the tokens of the one before are still being computed. Rows that must show their token to
+  the host first sit that step out. A row that turns out to have ended has been planned once too often: its surplus is
+  dropped, and its slot is free when no launch writes to it.
+- A row whose mask is late gets no token in that launch; its newest token is computed once more when the mask is ready.
+- If the policy allows it, a request of higher priority takes the slot of a running one when there is no other. That one
   goes back to the queue; its slot stays warm, so that it loses little.
 
 Nothing starves: every row that decodes goes on, each ends after at most `max_tokens` of its own, prompts are computed
@@ -19,37 +19,39 @@ in order, and waiting makes up for a lower priority.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Self
 
 from chairlift.cache.ledger import Reservation, SlotLedger
-from chairlift.errors import QueueTimeout
+from chairlift.config import EngineConfig
 from chairlift.params import FinishReason
-from chairlift.scheduler.placement import Placement, Unproven
-from chairlift.scheduler.plan import RowPlan, RowResult, SlotCopy, StepPlan, TokenEvent
-from chairlift.scheduler.policy import DEFAULT_POLICY, Policy
-from chairlift.scheduler.preemption import choose_victim
-from chairlift.scheduler.request import Request
+from chairlift.scheduler.placement import Placement
+from chairlift.scheduler.plan import Draft, RowPlan, RowResult, StepPlan, TokenEvent
+from chairlift.scheduler.request import Request, RequestState
 from chairlift.scheduler.waiting import WaitingRoom
 
 TIMED_OUT = "timeout"
-"""The stop reason of a request that ran longer than it may."""
+"""The stop reason of a request that ran for too long."""
+
+_MAX_EXPIRED = 256  # requests in a step: to end one takes some ten microseconds, and thousands may be due at once
 
 
-class _Draft:
-    """The step being planned: what it may still compute, and what it consists of. Lives as long as one `schedule`."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What users may choose of how requests are served; the fields of `EngineConfig` of these names."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_left = num_tokens
-        self.prefill: list[RowPlan] = []
-        self.copies: list[SlotCopy] = []
+    enable_prefix_caching: bool = True
+    priority_ageing: float = 30.0  # seconds without a slot for anybody of a priority that make up for a level
+    preempt_after: int | None = None  # tokens generated before a slot may be lost; None: it never is
+    preempt_levels: int = 1  # of priority by which the one that takes a slot must be above the one that loses it
+    queue_timeout: float | None = None  # seconds to wait for a slot
 
-    def add_prompt(self, request: Request, copy: SlotCopy | None) -> None:
-        """As much of what the request has to compute as there is room for, which must be some."""
-        num_wanted = request.num_uncomputed
-        num_new = min(num_wanted, self.num_left)
-        self.num_left -= num_new
-        self.prefill.append(RowPlan(request, num_new, is_sampled=num_new == num_wanted))
-        if copy is not None:
-            self.copies.append(copy)
+    @classmethod
+    def of(cls, config: EngineConfig) -> Self:
+        return cls(**{each.name: getattr(config, each.name) for each in fields(cls)})
+
+
+DEFAULT_POLICY = Policy()
 
 
 class Scheduler:
@@ -67,23 +69,21 @@ class Scheduler:
     ) -> None:
         """`clock`: seconds, which never go back. `max_num_running`: None: as many as there are slots."""
         self._slots = slots
-        self._num_slots = slots.num_free  # others may have been claimed for other purposes
-        self._max_num_running = self._num_slots if max_num_running is None else max_num_running
+        self._max_num_running = slots.slots_remaining if max_num_running is None else max_num_running
         if max_num_batched_tokens < self._max_num_running:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_steps_per_launch = max_steps_per_launch
-        self._preempt_after = policy.preempt_after
+        self._policy = policy
         self._clock = clock
         self._placement = Placement(slots, policy.enable_prefix_caching)
-        self._waiting = WaitingRoom(policy, max_queue_size, clock)
+        self.waiting = WaitingRoom(policy.priority_ageing, policy.queue_timeout, max_queue_size, clock)
         self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
-        self._leaving: set[Request] = set()  # ended, but a launch still writes to their slots
-        self._unproven: list[Unproven] = []
+        self._leaving: set[RequestState] = set()  # ended, but a launch still writes to their slots
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -92,73 +92,64 @@ class Scheduler:
     @property
     def num_preemptions(self) -> int:
         """Times that a request lost its slot to another."""
-        return self._waiting.num_preemptions
+        return self.waiting.num_preemptions
 
     @property
-    def waiting(self) -> Iterable[Request]:
-        """Roughly in the order in which they get slots."""
-        return self._waiting
-
-    @property
-    def running(self) -> Iterator[Request]:
+    def running(self) -> Iterator[RequestState]:
         """Those that have a slot."""
         return (row.request for row in self._running.values())
 
     @property
     def warm(self) -> dict[int, int]:
-        """Of each warm slot the tokens that can be reused."""
+        """The reusable tokens of each warm slot."""
         return self._slots.warm
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self.waiting or self._running)
 
-    @property
-    def num_acceptable(self) -> int:
-        """Requests that `add` would take now: places in the queue, and slots that nobody waits for yet."""
-        return self._waiting.num_acceptable(self._num_places)
+    def can_take(self, requests: Sequence[Request]) -> bool:
+        """Whether there are places in the queue, or slots that nobody waits for yet, so that nobody leaves for them."""
+        return self.waiting.can_take(requests, self._num_places)
 
-    def add(self, *requests: Request) -> None:
-        """Queues requests, all or none; they start as there are slots. `QueueFull` if too many would wait."""
-        known: set[str] = set()
+    def add(self, *requests: Request) -> list[TokenEvent]:
+        """Queues requests, all or none; they start as there are slots. Returns the ends of those who leave for them.
+
+        `QueueFull` if too many would wait and none of them is served after these.
+        """
+        names: set[str] = set()
         for request in requests:
             name = request.request_id
-            if name in self._waiting or name in self._running or name in known:
+            if name in names or self.find(name) is not None:
                 raise ValueError(f"request {name!r} is already here")
-            known.add(name)
-        self._waiting.add(requests, self._num_places, len(self._running))
+            names.add(name)
+        return self.waiting.add(requests, self._num_places, len(self._running))
+
+    def find(self, request_id: str) -> RequestState | None:
+        """A request that waits or runs. None if it is not here (any more)."""
+        row = self._running.get(request_id)
+        return self.waiting.find(request_id) if row is None else row.request
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request wherever it is, between two steps. None if it is not here (any more)."""
-        row = self._running.get(request_id)
-        request = self._waiting.remove(request_id) if row is None else row.request
+        request = self.find(request_id)
         if request is None:
             return None
+        self.waiting.remove(request_id)
         return self._end(request)
 
     def expire(self) -> list[TokenEvent]:
-        """Ends all requests whose time is up. To be called before `schedule`."""
-        events = []
-        while (request := self._waiting.pop_overdue()) is not None:
+        """Ends requests whose time is up, so many in a step. To be called before `schedule`."""
+        events: list[TokenEvent] = []
+        while len(events) < _MAX_EXPIRED and (request := self.waiting.pop_overdue()) is not None:
             request.stop_reason = TIMED_OUT
-            events.append(self._end(request))
-            if request.admission_time is None and request.end_time is not None:
-                waited = request.end_time - request.queue_time
-                error = QueueTimeout(f"no slot was free within {waited:.1f} s; try again later", self.estimate_wait())
-                events[-1].rejection, events[-1].error = error, str(error)
+            has_started = request.admission_time is not None
+            events.append(self._end(request) if has_started else self.waiting.time_out(request))
         return events
 
-    def take_unproven(self) -> list[Unproven]:
-        """Contents of slots that were given back since the last call and may be no numbers.
-
-        They must be overwritten before the next step: attention would carry a NaN to a slot's next owner.
-        """
-        unproven, self._unproven = self._unproven, []
-        return unproven
-
-    def estimate_wait(self) -> float:
-        """Seconds until those that wait now will have got slots, by the rate at which requests lately did."""
-        return self._waiting.estimate_wait()
+    def reset_prefix_cache(self) -> None:
+        """Nothing that was computed so far will be reused by others; running requests go on."""
+        self._placement.forget_prefixes()
 
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.
@@ -167,29 +158,27 @@ class Scheduler:
         """
         self._preempt_if_wanted()
         decode: list[RowPlan] = []
-        begun: list[Request] = []
+        begun: list[RequestState] = []
         for row in self._running.values():
             request = row.request
             num_pending = request.num_pending
-            if num_pending and not request.can_be_planned:
+            if (num_pending or request.grammar is not None) and not request.can_be_planned:
                 continue
             if len(request.token_ids) + num_pending - request.num_computed == 1:  # num_uncomputed, without a call
                 decode.append(row)
             else:
                 begun.append(request)
-        draft = _Draft(self._max_num_batched_tokens - len(decode))
+        draft = Draft(self._max_num_batched_tokens - len(decode))
         if begun:
             self._go_on(begun, draft)
-        if self._waiting:
+        if self.waiting:
             self._admit(draft)
-        num_steps = 1 if draft.prefill or self._waiting else self._steps_for(decode)
-        return StepPlan((*decode, *draft.prefill), len(decode), num_steps, tuple(draft.copies))
+        most = 1 if draft.prefill or self.waiting else self._max_steps_per_launch
+        num_steps = 1 if most == 1 else _num_steps(decode, most, self._slots.max_seq_len)
+        return StepPlan((*decode, *draft.prefill), len(decode), num_steps)
 
     def advance(self, plan: StepPlan, reservation: Reservation) -> None:
-        """The plan's launch has begun: books what it computes as if no row ended in it, so that more can be planned.
-
-        Whoever did end has no use for the books of its slot any more. `update` must follow, in the same order.
-        """
+        """The plan's launch has begun: books it as if no row ended in it. `update` must follow, in the same order."""
         valid_lengths = []
         for row in plan.rows:
             request, num_expected = row.request, plan.num_expected(row)
@@ -200,8 +189,6 @@ class Scheduler:
             request.num_launches += 1
             valid_lengths.append(num_valid)
         self._slots.commit(valid_lengths, reservation)
-        for copy in plan.copies:
-            self._placement.note_copied(copy)
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
         """Takes each row's result once its launch is over, retires who ended. One event per row with news."""
@@ -212,166 +199,156 @@ class Scheduler:
             request.num_pending -= plan.num_expected(row)
             request.num_launches -= 1
             if result.error is not None:
-                request.has_bad_surplus = True
+                request.contents.surplus_spoilt()
             if request in self._leaving:  # what came of it is surplus
                 self._release_if_idle(request)
                 continue
-            kept = _accept(request, result)
-            if kept and request.first_token_time is None:
-                request.first_token_time = now
+            request.is_late = result.is_late
+            kept = _step_back(request, self._slots) if result.is_late else _accept(request, result)
             if kept or result.prompt_logprobs or request.finish_reason is not None:
-                events.append(_event(request, kept, result))
+                events.append(_event(request, kept, result, now))
             if request.finish_reason is not None:
-                self._retire(request, now)
+                self._retire(request)
             elif request.is_yielding:
                 self._release_if_idle(request)
-            elif request.has_bad_surplus:
-                self._distrust_surplus(request)
+            elif request.contents.has_bad_surplus:
+                self._placement.scrub_surplus(request)
         return events
 
-    def abandon(self, plan: StepPlan) -> None:
-        """A launch that failed or was interrupted: its requests leave without an event, and their slots are free.
-
-        Other launches with these requests must be abandoned, too.
-        """
-        for row in plan.rows:
-            request = row.request
-            if request.slot is not None:
-                self._slots.abandon([request.slot])
-                request.num_launches = request.num_pending = 0
-                request.finish_reason = request.finish_reason or FinishReason.ABORT
-                request.end_time = self._clock()
-                if request not in self._leaving:  # whose name somebody else may have by now
-                    del self._running[request.request_id]
-                self._release(request, is_spoilt=True)
+    def abandon(self) -> None:
+        """After a failed or interrupted step all requests with a slot leave, without an event; those that wait stay."""
+        for request in (*self.running, *self._leaving):
+            request.finish_reason = request.finish_reason or FinishReason.ABORT
+            request.slot = request.leader = None
+            request.num_launches = request.num_pending = 0
+        self._running.clear()
+        self._leaving.clear()
+        self._placement.abandon()
 
     def check(self) -> None:
         """Asserts that requests and slots agree. For tests, and for when the engine is idle."""
         self._placement.check()
-        self._waiting.check()
+        self.waiting.check()
         running, leaving = list(self.running), self._leaving
         owners = [*running, *leaving]
         assert len({request.slot for request in owners}) == len(owners), "two requests share a slot"
-        assert self._slots.num_claimable + len(owners) == self._num_slots, "a slot belongs to nobody"
+        assert {request.slot for request in owners} == self._placement.slots, "a slot belongs to nobody"
         assert all(request.finish_reason is not None and request.num_launches for request in leaving)
         for request in running:
             assert request.slot is not None, f"{request.request_id} runs without a slot"
             assert request.num_launches or not request.num_pending, f"nobody computes {request.request_id}'s tokens"
             assert request.num_launches or not request.is_yielding, f"{request.request_id} keeps a slot that it yields"
-            assert self._slots.length_of(request.slot) == request.num_computed, f"{request.request_id} and its slot"
+            length = self._slots.cache_length_of(request.slot)
+            assert length == request.num_computed, f"{request.request_id} and its slot"
 
     @property
     def _num_places(self) -> int:
         """Requests that may start to run."""
-        return min(self._slots.num_claimable, self._max_num_running - len(self._running))
+        return min(self._slots.slots_remaining, self._max_num_running - len(self._running))
 
-    def _go_on(self, begun: list[Request], draft: _Draft) -> None:
-        """The next chunks of prompts that have slots, but of those that wait for another's to copy it."""
+    def _go_on(self, begun: list[RequestState], draft: Draft) -> None:
+        """The next chunks of prompts that have slots, except those that wait for a leader."""
         for request in begun:
             if not draft.num_left:
                 return
-            copy = None
             if request.leader is not None:
-                copy = self._placement.follow(request)
-                self._note_reuse(request)
+                self._placement.follow(request)
+                _note_reuse(request)
             if request.leader is None:
-                draft.add_prompt(request, copy)
+                draft.add_prompt(request)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Gives waiting requests slots, in their order, while there is a slot and budget for each."""
-        while self._waiting and draft.num_left and self._num_places:
-            request = self._waiting.pop()
-            copy = self._place(request)
+        while self.waiting and draft.num_left and self._num_places:
+            request = self.waiting.pop()
+            self._placement.place(request)
+            request.num_tokens_placed = len(request.token_ids)
+            _note_reuse(request)
+            self._running[request.request_id] = RowPlan(request, 1, is_sampled=True)
             if request.leader is None:
-                draft.add_prompt(request, copy)
-
-    def _place(self, request: Request) -> SlotCopy | None:
-        copy = self._placement.place(request)
-        request.num_tokens_placed = len(request.token_ids)
-        self._note_reuse(request)
-        self._running[request.request_id] = RowPlan(request, 1, is_sampled=True)
-        return copy
-
-    def _note_reuse(self, request: Request) -> None:
-        """What a request finds again when it comes back was its own."""
-        if not request.num_preemptions:
-            request.num_cached_tokens = request.num_reused
+                draft.add_prompt(request)
 
     def _preempt_if_wanted(self) -> None:
         """Takes the slot of a running request if one of higher priority waits and there is no other."""
-        if self._preempt_after is not None and self._waiting and not self._num_places:
-            victim = choose_victim(self.running, self._waiting.peek(), self._preempt_after)
+        if self._policy.preempt_after is not None and self.waiting and not self._num_places:
+            victim = _choose_victim(self.running, self.waiting.peek(), self._policy)
             if victim is not None:
                 victim.is_yielding = True
                 self._release_if_idle(victim)
 
-    def _steps_for(self, decode: list[RowPlan]) -> int:
-        """Bounded by the setting, by the room in every slot, and by the longest that any row still wants."""
-        if self._max_steps_per_launch == 1:
-            return 1
-        room = min((self._slots.max_seq_len - row.request.num_computed for row in decode), default=1)
-        wanted = max((_num_usable_steps(row.request) for row in decode), default=1)
-        return min(self._max_steps_per_launch, room, wanted)
-
-    def _end(self, request: Request) -> TokenEvent:
-        """Between two steps, for a request that does not wait any more."""
+    def _end(self, request: RequestState) -> TokenEvent:
+        """Between two steps, for a request that no longer waits."""
         request.finish_reason = FinishReason.ABORT
-        now = self._clock()
         if request.slot is None:
-            request.end_time = now
-            self._waiting.charge(request, request.num_output_tokens)  # of who had lost a slot; the others have none
+            self.waiting.charge(request)  # if it had a slot and lost it; the others have generated nothing
         else:
-            self._retire(request, now)
-        return TokenEvent(request.request_id, [], FinishReason.ABORT, request.stop_reason)
+            self._retire(request)
+        return _event(request, [], RowResult(), self._clock())
 
-    def _retire(self, request: Request, now: float) -> None:
+    def _retire(self, request: RequestState) -> None:
         del self._running[request.request_id]
-        request.end_time = now
         request.drop_surplus()
-        self._waiting.charge(request, request.num_output_tokens)
+        self.waiting.charge(request)
         self._leaving.add(request)
         self._release_if_idle(request)
 
-    def _distrust_surplus(self, request: Request) -> None:
-        """Of a row that goes on behind what it keeps: with a grammar, of a launch of several steps."""
-        assert request.slot is not None, f"{request.request_id} goes on without a slot"
-        self._unproven.append(Unproven(request.slot, request.num_computed))
-        request.has_bad_surplus = False
-
-    def _release_if_idle(self, request: Request) -> None:
+    def _release_if_idle(self, request: RequestState) -> None:
         """Takes the slot of a request that ended or yields it, once no launch writes to it."""
-        if not request.num_launches:
-            self._release(request, is_spoilt=request.error is not None)
-            if request.finish_reason is None:
-                self._put_back(request)
-
-    def _release(self, request: Request, *, is_spoilt: bool) -> None:
+        if request.num_launches:
+            return
         self._leaving.discard(request)
-        unproven = self._placement.release(request, is_spoilt=is_spoilt)
-        if unproven is not None:
-            self._unproven.append(unproven)
-
-    def _put_back(self, request: Request) -> None:
-        del self._running[request.request_id]
-        request.is_yielding = False
-        request.num_computed = request.num_reused = 0
-        self._waiting.put_back(request)
+        self._placement.release(request)
+        if request.finish_reason is None:
+            del self._running[request.request_id]
+            request.is_yielding = False
+            request.num_computed = request.num_reused = 0
+            self.waiting.put_back(request)
 
 
-def _accept(request: Request, result: RowResult) -> list[int]:
+def _choose_victim(running: Iterable[RequestState], waiting: RequestState, policy: Policy) -> RequestState | None:
+    """The first of the lowest priority, at least `preempt_levels` below `waiting`'s, of those that generated enough
+    tokens since they got a slot. None also while a request yields already, until its launches are over.
+    """
+    victim: RequestState | None = None
+    lowest = waiting.options.priority + policy.preempt_levels - 1
+    for request in running:
+        if request.is_yielding:
+            return None
+        priority = request.options.priority
+        is_able = len(request.token_ids) - request.num_tokens_placed >= (policy.preempt_after or 0)
+        if is_able and priority > lowest:
+            victim, lowest = request, priority
+    return victim
+
+
+def _note_reuse(request: RequestState) -> None:
+    """What a request finds again when it comes back was its own, and does not count."""
+    if not request.num_preemptions:
+        request.num_cached_tokens = request.num_reused
+
+
+def _step_back(request: RequestState, slots: SlotLedger) -> list[int]:
+    """Its newest token has to be computed once more, to have another one sampled after it."""
+    assert request.slot is not None, f"{request.request_id} goes on without a slot"
+    slots.rewind(request.slot)
+    request.num_computed -= 1
+    return []
+
+
+def _accept(request: RequestState, result: RowResult) -> list[int]:
     """Takes what counts. An error counts only if the request gets to it."""
     sampled = result.token_ids
-    usable = sampled if request.grammar is None else sampled[:1]
+    usable = sampled[:1] if request.needs_newest_token else sampled
     if sampled:
-        request.is_proven = True
+        request.contents.sampled()
     kept = request.accept(usable)
-    if result.error is not None and request.finish_reason is None and (request.grammar is None or not usable):
-        request.fail(result.error)
+    if result.error is not None and request.finish_reason is None and not (request.needs_newest_token and usable):
+        request.fail(result.error, result.stop_reason)
     return kept
 
 
-def _event(request: Request, kept: list[int], result: RowResult) -> TokenEvent:
-    return TokenEvent(
+def _event(request: RequestState, kept: list[int], result: RowResult, now: float) -> TokenEvent:
+    event = TokenEvent(
         request.request_id,
         kept,
         request.finish_reason,
@@ -381,7 +358,20 @@ def _event(request: Request, kept: list[int], result: RowResult) -> TokenEvent:
         result.logprobs[: len(kept)],
         result.prompt_logprobs,
     )
+    is_first = request.first_token_time is None and bool(kept)
+    if is_first:
+        request.first_token_time = now
+    if is_first or request.finish_reason is not None:
+        event.times, event.num_cached_tokens = request.times, request.num_cached_tokens
+    return event
 
 
-def _num_usable_steps(request: Request) -> int:
-    return max(1, request.num_remaining) if request.grammar is None else 1  # none remain where only a prompt is wanted
+def _num_steps(decode: list[RowPlan], most: int, max_seq_len: int) -> int:
+    """Bounded also by the room in every slot, and by the longest that any row still wants."""
+    room = min((max_seq_len - row.request.num_computed for row in decode), default=1)
+    wanted = max((_num_usable_steps(row.request) for row in decode), default=1)
+    return min(most, room, wanted)
+
+
+def _num_usable_steps(request: RequestState) -> int:
+    return 1 if request.needs_newest_token else max(1, request.num_remaining)  # none: only a prompt is wanted

@@ -1,21 +1,26 @@
 """A server on the production runner, in the test's own event loop, and clients for it."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
+import pytest
 import pytest_asyncio
+from aiohttp import web_app
 from openai import AsyncOpenAI
 
 from chairlift.api.app import Api
 from chairlift.api.config import ServerConfig
-from chairlift.api.listening import listen, url_of
+from chairlift.api.http.connections import listen, url_of
 from chairlift.api.server import make_runner
 from chairlift.engine.async_llm import AsyncLLM
 
 SLOTS = 4
 MAX_SEQ_LEN = 512
+ENGINE: dict[str, Any] = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "dtype": "float32", "num_threads": 1}
 
 
 @dataclass(frozen=True)
@@ -31,19 +36,28 @@ class Server:
         return self.llm._core.cache.slots_remaining
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[Server]:
-    """The bundled model with four slots and room for two in the queue."""
-    llm = AsyncLLM(max_batch_size=SLOTS, max_seq_len=MAX_SEQ_LEN, max_queue_size=2, dtype="float32")
-    api = Api(llm, "bundled")
+@asynccontextmanager
+async def serving(config: ServerConfig = ServerConfig(), **engine: Any) -> AsyncIterator[Server]:  # noqa: B008 - frozen
+    """The production server in this event loop, on the bundled model with four slots unless told otherwise."""
+    llm = AsyncLLM(**{**ENGINE, **engine})
+    config = config.model_copy(update={"port": 0, "served_model_name": "bundled"})
+    api = Api(llm, config)
     runner = make_runner(api)
     await runner.setup()
     assert runner.server is not None, "set up"
-    config = ServerConfig(port=0)
     with contextlib.closing(await listen(runner.server, config)) as listening:
-        yield Server(url_of(listening, config), llm, api)
-        await llm.close()
-        await runner.cleanup()
+        try:
+            yield Server(url_of(listening, config), llm, api)
+        finally:
+            await llm.close()
+            await runner.cleanup()
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    """A server with room for two in the queue."""
+    async with serving(max_queue_size=2) as server:
+        yield server
 
 
 @pytest_asyncio.fixture
@@ -58,3 +72,10 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
     """A plain HTTP client, for what the official one would not send."""
     async with aiohttp.ClientSession() as session:
         yield session
+
+
+@pytest.fixture(autouse=True)
+def _no_applications_kept() -> Iterator[None]:
+    """aiohttp caches the middlewares of the last 1,024 applications, and with each its engine."""
+    yield
+    web_app._cached_build_middleware.cache_clear()

@@ -9,48 +9,33 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
-from aiohttp import web
 from openai import AsyncOpenAI
 from openai import BaseModel as ClientModel
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from chairlift.api.app import Api, ApiOptions
-from chairlift.api.server import make_runner
+from chairlift.api.config import ServerConfig
 from chairlift.api.tools import ToolFamily
-from chairlift.engine.async_llm import AsyncLLM
-from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
+from tests.api.conftest import ENGINE as ENGINE
+from tests.api.conftest import Server
+from tests.api.conftest import serving as serving
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-ENGINE: dict[str, Any] = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "dtype": "float32", "num_threads": 1}
 
-# vLLM's extension of choices: which stop string or token it was.
-_OUR_OWN_FIELDS = {"stop_reason"}
+# vLLM's extensions: which stop string or token it was, and tokens where they are asked for.
+_OUR_OWN_FIELDS = {"stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
 
 _Reply = TypeVar("_Reply", bound=ClientModel)
 
 
 @asynccontextmanager
-async def serving(options: ApiOptions = ApiOptions(), **config: Any) -> AsyncIterator[Server]:  # noqa: B008 - frozen
-    """A server in this event loop, on the bundled model unless `model` says otherwise."""
-    llm = AsyncLLM(**{**ENGINE, **config})
-    api = Api(llm, "bundled", options)
-    runner = make_runner(api)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0]
-    try:
-        yield Server(f"http://{host}:{port}", llm, api)
-    finally:
-        await llm.close()
-        await runner.cleanup()
-
-
-@asynccontextmanager
 async def hermes_client(**config: Any) -> AsyncIterator[AsyncOpenAI]:
     """A client of a server that reads Hermes calls out of answers, whatever the template teaches."""
-    async with serving(ApiOptions(tool_call_parser=ToolFamily.HERMES), **config) as server, client_of(server) as client:
+    async with (
+        serving(ServerConfig(tool_call_parser=ToolFamily.HERMES), **config) as server,
+        client_of(server) as client,
+    ):
         yield client
 
 

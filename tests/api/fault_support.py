@@ -1,47 +1,22 @@
 """Faults for a real server: calls that are held back until a test lets them go, and a record of every launch."""
 
 import asyncio
-import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import pytest
 
-from chairlift.api.app import Api, ApiOptions
-from chairlift.api.config import ServerConfig
-from chairlift.api.listening import listen, url_of
-from chairlift.api.server import make_runner
 from chairlift.engine.async_llm import AsyncLLM
-from chairlift.engine.runner import Launch as Begun
-from chairlift.scheduler import Request, StepPlan
-from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
+from chairlift.engine.execution.runner import Launch as Begun
+from chairlift.scheduler import RequestState, StepPlan
+from tests.api.conftest import SLOTS, Server
+from tests.api.conftest import serving as serving
 from tests.engine.async_support import DEADLINE_S, wait_until
-
-
-@asynccontextmanager
-async def serving(
-    options: ApiOptions = ApiOptions(),  # noqa: B008 - frozen
-    config: ServerConfig = ServerConfig(port=0),  # noqa: B008 - frozen
-    **engine: Any,
-) -> AsyncIterator[Server]:
-    """The bundled model on the production runner; four slots unless told otherwise."""
-    usual = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "dtype": "float32", "num_threads": 1}
-    llm = AsyncLLM(**{**usual, **engine})
-    api = Api(llm, "bundled", options)
-    runner = make_runner(api, config)
-    await runner.setup()
-    assert runner.server is not None, "set up"
-    with contextlib.closing(await listen(runner.server, config)) as listening:
-        try:
-            yield Server(url_of(listening, config), llm, api)
-        finally:
-            await llm.close()
-            await runner.cleanup()
 
 
 class Gate:
@@ -53,11 +28,11 @@ class Gate:
         self._entered = threading.Semaphore(0)
         self._is_open = False
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         self._entered.release()
         if not self._is_open:
             self._permits.acquire()
-        return self._function(*args)
+        return self._function(*args, **named)
 
     def allow(self, num_calls: int = 1) -> None:
         self._permits.release(num_calls)
@@ -100,7 +75,7 @@ def clock_of(llm: AsyncLLM) -> Iterator[Clock]:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         scheduler = llm._core._scheduler
-        for keeper in (scheduler, scheduler._waiting):
+        for keeper in (scheduler, scheduler.waiting):
             patch.setattr(keeper, "_clock", clock)
         yield clock
 
@@ -115,7 +90,7 @@ class Launch:
     """What one launch computes: requests and their tokens in its first step."""
 
     rows: dict[str, int]
-    requests: list[Request]
+    requests: list[RequestState]
     num_steps: int
     num_free_slots: int
 

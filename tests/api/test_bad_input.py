@@ -1,6 +1,8 @@
 """Bad input: the right status, OpenAI's error body, the field's name, and nothing lost for the others."""
 
 import asyncio
+import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +11,9 @@ import pytest
 
 from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
 
+JSON = {"Content-Type": "application/json"}
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -51,10 +56,73 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
         "stream_options.x",
         "unknown",
     ),
-    "message without content": ({"messages": [{"role": "user"}]}, "messages", "role user needs content"),
+    "message without content": ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: Field required"),
     "message without a role": ({"messages": [{"content": "a"}]}, "messages", "messages.0.role: Field required"),
     "unknown role": ({"messages": [{"role": "robot", "content": "a"}]}, "messages", "messages.0.role"),
     "answer of a tool to no call": ({"messages": [{"role": "tool", "content": "4"}]}, "messages", "tool_call_id"),
+    "no message": ({"messages": [1]}, "messages", "messages.0: Input should be an object"),
+    "text that is a number": (
+        {"messages": [*HELLO * 3, {"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        "messages",
+        "messages.3.content.0.text: Input should be a valid string",
+    ),
+    "content that is a number": (
+        {"messages": [{"role": "assistant", "content": 5}]},
+        "messages",
+        "messages.0.content: Input should be a valid string or a list",
+    ),
+    "part without its text": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages",
+        "messages.0.content.0: a part of type text needs the field text",
+    ),
+    "unknown field of a user's message": (
+        {"messages": [{"role": "user", "content": "a", "foo": 1}]},
+        "messages.0.foo",
+        "unknown or unsupported field: messages.0.foo",
+    ),
+    "unknown field of a part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "int": 1}]}]},
+        "messages.0.content.0.int",
+        "unknown or unsupported field: messages.0.content.0.int",
+    ),
+    "call without a name": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"arguments": "{}"}}]}]},
+        "messages",
+        "messages.0.tool_calls.0.function.name: Field required",
+    ),
+    "tool that is a text": ({"messages": HELLO, "tools": ["f"]}, "tools", "tools.0: Input should be an object"),
+    "choice without its function": (
+        {"messages": HELLO, "tool_choice": {"type": "function"}},
+        "tool_choice",
+        "tool_choice.function: Field required",
+    ),
+    "stop that is a number": (
+        {"messages": HELLO, "stop": 5},
+        "stop",
+        "stop: Input should be a valid string or a list",
+    ),
+    "stop with a number": ({"messages": HELLO, "stop": ["a", 5]}, "stop", "stop.1: Input should be a valid string"),
+    "format without its type": (
+        {"messages": HELLO, "response_format": {}},
+        "response_format",
+        "response_format.type: Field required",
+    ),
+    "schema that is a list": (
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}},
+        "response_format",
+        "response_format.json_schema.schema: Input should be an object",
+    ),
+    "schema in guided_json that is a list": (
+        {"messages": HELLO, "guided_json": []},
+        "guided_json",
+        "guided_json: Input should be a valid string or an object",
+    ),
+    "a repetition of nothing": (
+        {"messages": HELLO, "repetition_detection": {"max_pattern_size": 0, "min_count": 2}},
+        "repetition_detection",
+        "repetition_detection.max_pattern_size: Input should be greater than or equal to 1",
+    ),
     "picture": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages",
@@ -112,6 +180,31 @@ async def test_every_bad_chat_is_refused_by_name(server: Server, http: aiohttp.C
 
 
 @pytest.mark.asyncio
+async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    said = {"role": "user", "content": [{"type": "text", "text": "Hi!", "image_url": None}], "weight": None}
+    body: dict[str, Any] = {
+        "messages": [said],
+        "best_of": None,
+        "enable_thinking": None,
+        "max_tokens": 1,
+        "stream": False,
+        "stream_options": None,
+        "tools": [{"type": "function", "function": {"name": "f", "x": None}, "cache_control": None}],
+        "response_format": {"type": "text", "grammar": None},
+        "structured_outputs": {"choice": ["a"], "disable_fallback": None, "json": None},
+        "tool_choice": "none",
+    }
+    async with http.post(f"{server.url}/v1/chat/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+    for name in ("best_of", "weight"):
+        await expect_error(
+            http, f"{server.url}/v1/chat/completions", {**body, name: 1}, name, f"unsupported field: {name}"
+        )
+
+
+@pytest.mark.asyncio
 async def test_a_bad_streaming_request_has_a_status_and_no_stream(server: Server, http: aiohttp.ClientSession) -> None:
     for body in ({"prompt": ""}, {"prompt": "a", "top_p": 2}, {"prompt": [99_999]}):
         async with http.post(f"{server.url}/v1/completions", json={**body, "stream": True}) as response:
@@ -129,7 +222,7 @@ async def test_every_bad_completion_is_refused_by_name(server: Server, http: aio
 @pytest.mark.asyncio
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b'{"prompt": "a"', b"[]", b"null", rb'{"prompt": "\ud83d"}'])
 async def test_a_body_that_is_not_an_object_is_a_400(server: Server, http: aiohttp.ClientSession, raw: bytes) -> None:
-    async with http.post(f"{server.url}/v1/completions", data=raw) as response:
+    async with http.post(f"{server.url}/v1/completions", data=raw, headers=JSON) as response:
         assert response.status == 400
         assert (await response.json())["error"]["type"] == "invalid_request_error"
 
@@ -142,7 +235,7 @@ async def test_a_body_of_50_mb_is_a_413(server: Server, http: aiohttp.ClientSess
             yield b"a" * 1_000_000
         yield b'"}'
 
-    async with http.post(f"{server.url}/v1/completions", data=body()) as response:
+    async with http.post(f"{server.url}/v1/completions", data=body(), headers=JSON) as response:
         assert response.status == 413
         assert "too large" in (await response.json())["error"]["message"]
 
@@ -155,6 +248,119 @@ async def test_unknown_paths_and_methods_answer_in_the_same_form(server: Server,
     async with http.get(f"{server.url}/v1/completions") as response:
         assert response.status == 405
         assert "error" in await response.json()
+
+
+@pytest.mark.asyncio
+async def test_a_404_says_what_was_asked_for_and_what_there_is(server: Server, http: aiohttp.ClientSession) -> None:
+    async with http.post(f"{server.url}/v1/v1/chat/completions", json={}) as response:
+        message = (await response.json())["error"]["message"]
+    assert message.startswith(
+        "there is no /v1/v1/chat/completions here; there are POST /v1/chat/completions, POST /v1/"
+    )
+    async with http.get(f"{server.url}/v1/completions") as response:
+        assert (await response.json())["error"]["message"] == "/v1/completions takes POST, not GET"
+
+
+ENORMOUS = 10**8
+NUMBERS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": HELLO},
+    COMPLETIONS: {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", NUMBERS)
+@pytest.mark.parametrize("number", [ENORMOUS, 10**30, 10**4000, -(10**4000)], ids=["1e8", "1e30", "1e4000", "-1e4000"])
+async def test_numbers_of_any_size_make_no_work(
+    server: Server, http: aiohttp.ClientSession, path: str, number: int
+) -> None:
+    for name in ("n", "top_logprobs", "logprobs", "best_of", "min_tokens", "seed", "top_k", "priority", "timeout"):
+        body = {**NUMBERS[path], "logprobs": True, name: number, "max_tokens": 1}
+        async with http.post(server.url + path, json=body) as response:
+            assert response.status == 400 or name in ("seed", "top_k", "priority", "timeout")
+            assert response.status in (200, 400)
+            assert len(await response.read()) < 1500
+
+
+@pytest.mark.asyncio
+async def test_choices_are_counted_before_anything_is_made_for_them(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    tracemalloc.start()
+    try:
+        await expect_error(
+            http, server.url + CHAT, {"messages": HELLO, "n": ENORMOUS}, "n", "less than or equal to 128"
+        )
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+LONG = "ü\x00" * 20_000
+ECHOING: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": HELLO, LONG: 1}),
+    (CHAT, {"messages": HELLO, "model": LONG}),
+    (CHAT, {"messages": HELLO, "response_format": {LONG: 1}}),
+    (CHAT, {"messages": [{"role": LONG, "content": "a"}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+    (CHAT, {"messages": HELLO, "metadata": {LONG: LONG}}),
+    (CHAT, {"messages": HELLO, "user": LONG}),
+    (CHAT, {"messages": HELLO, "guided_json": LONG}),
+    (CHAT, {"messages": HELLO, "guided_regex": "(" + LONG}),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": LONG}}]}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": LONG, "function": {"name": "f", "arguments": LONG}}]}
+            ]
+        },
+    ),
+    (COMPLETIONS, {"prompt": LONG}),
+    (COMPLETIONS, {"prompt": [10**4000]}),
+    ("/v1/responses", {"input": [{"type": LONG}]}),
+    ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": LONG, "output": ""}]}),
+    ("/v1/responses", {"input": "a", "include": [LONG]}),
+    ("/tokenize", {"prompt": "a", LONG: 1}),
+    ("/detokenize", {"tokens": [-(10**4000)]}),
+    (f"/v1/{'ü' * 1000}", {}),
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "body"), ECHOING, ids=range(len(ECHOING)))
+async def test_an_error_repeats_no_more_than_a_kilobyte_of_its_request(
+    server: Server, http: aiohttp.ClientSession, path: str, body: dict[str, Any]
+) -> None:
+    async with http.post(server.url + path, json=body) as response:
+        assert response.status in (400, 404)
+        assert len(await response.read()) < 1200
+
+
+def nested(opening: str, closing: str, depth: int) -> str:
+    return opening * depth + closing * depth
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("depth", [150, 990, 5_000, 50_000])
+async def test_what_is_nested_too_deeply_is_a_400_wherever_it_stands(
+    server: Server, http: aiohttp.ClientSession, depth: int
+) -> None:
+    lists, objects = nested("[", "]", depth), nested('{"a":', "}", depth).replace(":}", ":1}", 1)
+    calls = json.dumps([{"id": "1", "function": {"name": "f", "arguments": f'{{"a":{lists}}}'}}])
+    bodies = {
+        f'{{"messages": [{{"role": "user", "content": {lists}}}]}}': CHAT,
+        f'{{"messages": [{{"role": "assistant", "tool_calls": {calls}}}]}}': CHAT,
+        f'{{"messages": {json.dumps(HELLO)}, "guided_json": {json.dumps(objects)}}}': CHAT,
+        f'{{"messages": {json.dumps(HELLO)}, "chat_template_kwargs": {objects}}}': CHAT,
+        f'{{"prompt": {lists}}}': COMPLETIONS,
+        f'{{"input": {lists}}}': "/v1/responses",
+    }
+    for body, path in bodies.items():
+        async with http.post(server.url + path, data=body, headers=JSON) as response:
+            assert response.status in ((400,) if depth > 200 else (200, 400))
+            assert len(await response.read()) < 3000
 
 
 @pytest.mark.asyncio
@@ -194,7 +400,7 @@ async def test_many_wrong_elements_are_refused_at_once(server: Server, http: aio
 
 @pytest.mark.asyncio
 async def test_a_body_that_is_not_what_its_encoding_says_is_a_400(server: Server, http: aiohttp.ClientSession) -> None:
-    headers = {"Content-Encoding": "gzip"}
+    headers = {**JSON, "Content-Encoding": "gzip"}
     async with http.post(f"{server.url}/v1/completions", data=b"no gzip", headers=headers) as response:
         assert response.status == 400
         assert "Content-Encoding" in (await response.json())["error"]["message"]

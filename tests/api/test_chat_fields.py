@@ -20,12 +20,13 @@ ACCEPTED: dict[str, Any] = {
     "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
     "prediction": {"type": "content", "content": "17 + 25 = 41."},
     "modalities": ["text"],
+    "reasoning_effort": "none",
+    "tool_choice": "auto",
 }
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},
     "functions": [{"name": "f"}],
     "function_call": "auto",
-    "reasoning_effort": "low",
     "verbosity": "high",
     "web_search_options": {},
     "moderation": {},
@@ -57,6 +58,8 @@ async def test_refused_fields_are_named(server: Server) -> None:
         error = await error_of(server, CHAT, {**GREEDY, name: value})
         assert error["param"] == name
         assert error["message"].startswith(f"{name} is not supported: ")
+    error = await error_of(server, CHAT, {**GREEDY, "reasoning_effort": "low"})
+    assert error["message"].startswith('reasoning_effort: only "none" is supported: ')
 
 
 @pytest.mark.asyncio
@@ -74,7 +77,10 @@ async def test_unknown_fields_are_refused_at_every_depth(server: Server) -> None
     bodies: list[tuple[dict[str, Any], str]] = [
         ({"tempreature": 1}, "tempreature"),
         ({"messages": [{"role": "user", "content": "a", "mood": "good"}]}, "messages.0.mood"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+            "messages.0.content.0.x",
+        ),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
         ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools.0.function.x"),

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from chairlift.api.wire.chat import ChatCompletionRequest
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, check_chat, counts, error_of, post, user
 
@@ -44,6 +45,64 @@ async def test_a_reply_can_be_sent_back_as_the_client_holds_it(client: AsyncOpen
         again: Any = [*QUESTION, sent, *user("What is 1 + 1?")]
         reply = await client.chat.completions.create(model="bundled", messages=again, temperature=0)
         assert reply.choices[0].finish_reason == "stop"
+
+
+# What the replies of other servers, and the clients that hold them, have besides what was said.
+ADDED: dict[str, Any] = {
+    "provider_specific_fields": {"refusal": None, "stop_sequence": "x"},
+    "reasoning_content": "It is a sum.",
+    "reasoning": None,
+    "reasoning_details": [{"type": "reasoning.text", "text": "It is a sum."}],
+    "thinking_blocks": [{"type": "thinking", "thinking": "It is a sum.", "signature": "s"}],
+    "function_call": None,
+    "annotations": [],
+    "images": [],
+    "audio": None,
+    "refusal": None,
+    "id": "chatcmpl-1",
+    "whatever_comes_next": {"a": [1]},
+}
+
+
+@pytest.mark.asyncio
+async def test_what_other_servers_add_to_an_assistants_message_changes_nothing(server: Server) -> None:
+    function: dict[str, Any] = {"name": "add", "arguments": '{"a": 17, "b": 25}'}
+    call = {"id": "a", "type": "function", "function": function}
+    extended = {**call, "index": 0, "extra_content": {"google": 1}, "function": {**function, "parsed": {}}}
+    result = {"role": "tool", "tool_call_id": "a", "content": "42"}
+    part = {"type": "text", "text": "Wait."}
+    plain = [*QUESTION, {"role": "assistant", "content": [part], "tool_calls": [call]}, result]
+    said = {"role": "assistant", "content": [{**part, "annotations": []}], "tool_calls": [extended], **ADDED}
+    expected = await post(server, CHAT, {**GREEDY, "messages": plain})
+    reply = await post(server, CHAT, {**GREEDY, "messages": [*QUESTION, said, result]})
+    assert (reply["choices"], counts(reply["usage"])) == (expected["choices"], counts(expected["usage"]))
+    for speaker in ({"role": "user"}, {"role": "system"}, {"role": "tool", "tool_call_id": "a"}):
+        message = {"content": "a", "reasoning_details": [], **speaker}
+        error = await error_of(server, CHAT, {**GREEDY, "messages": [*plain, message]})
+        assert error["message"] == "unknown or unsupported field: messages.3.reasoning_details"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": ""}, {"content": [], "tool_calls": []}])
+async def test_an_assistant_that_said_nothing_has_an_empty_turn(server: Server, said: dict[str, Any]) -> None:
+    messages = [*QUESTION, {"role": "assistant", **said}, *user("Well?")]
+    tokens = (await post(server, "/tokenize", {"messages": messages}))["tokens"]
+    empty = [{"role": "assistant", "content": ""}]
+    assert tokens == (await post(server, "/tokenize", {"messages": [*QUESTION, *empty, *user("Well?")]}))["tokens"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_what_an_assistant_thought_is_there_for_templates_that_show_it(name: str) -> None:
+    said = {"role": "assistant", "content": "42", name: "It is a sum."}
+    body = ChatCompletionRequest.model_validate({"messages": [*QUESTION, said]})
+    assert body.template_messages()[1] == {"role": "assistant", "content": "42", "reasoning_content": "It is a sum."}
+
+
+@pytest.mark.asyncio
+async def test_hints_about_caching_change_nothing(server: Server) -> None:
+    hint = {"cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [{"type": "text", "text": "What is 17 + 25?", **hint}], **hint}
+    assert await content(server, messages=[message]) == "17 + 25 = 42."
 
 
 @pytest.mark.asyncio

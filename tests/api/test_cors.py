@@ -1,20 +1,19 @@
 """Cross-origin requests: what a browser is told, on every kind of reply, and that others notice nothing."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
 import pytest_asyncio
-from aiohttp import web
 
-from chairlift.api.app import Api, ApiOptions
 from chairlift.api.config import ServerConfig
-from chairlift.api.cors import Cors, normalize_origin
-from chairlift.api.server import make_runner
-from chairlift.engine.async_llm import AsyncLLM
+from chairlift.api.http.access import Cors, normalize_origin
 from chairlift.errors import ConfigurationError
+from tests.api.conftest import serving
 
 PAGE = "https://app.example.org"
+TINY = {"max_batch_size": 1, "max_seq_len": 64}
 STRANGER = "https://evil.example.org"
 KEY = {"Authorization": "Bearer secret"}
 PREFLIGHT = {
@@ -32,14 +31,9 @@ def origins() -> list[str]:
 @pytest_asyncio.fixture
 async def http(origins: list[str]) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a server that asks for a key and allows those origins."""
-    llm = AsyncLLM(max_batch_size=1, max_seq_len=64, num_threads=1)
-    runner = make_runner(Api(llm, "bundled", ApiOptions(api_keys=["secret"])), ServerConfig(allowed_origin=origins))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
+    config = ServerConfig.model_validate({"api_key": ["secret"], "allowed_origin": origins})
+    async with serving(config, **TINY) as server, aiohttp.ClientSession(server.url) as session:
         yield session
-    await llm.close()
-    await runner.cleanup()
 
 
 def cors_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -195,3 +189,96 @@ def test_origins_are_compared_as_browsers_write_them(written: str, normal: str) 
 def test_what_is_no_origin_is_refused_with_the_form_it_must_have(origin: str) -> None:
     with pytest.raises(ConfigurationError, match=r"is no origin: write scheme://host or scheme://host:port"):
         Cors([PAGE, origin])
+
+
+# --- a server without keys on this machine
+
+
+@asynccontextmanager
+async def private(origins: Sequence[str] = (), hosts: Sequence[str] = ()) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client of a server that asks for no key and turns foreign pages away."""
+    config = ServerConfig(allowed_origin=list(origins), allowed_host=list(hosts))
+    async with serving(config, **TINY) as server, aiohttp.ClientSession(server.url) as session:
+        server.api.cors.is_strict = True
+        yield session
+
+
+REQUESTS = (("GET", "/"), ("GET", "/health"), ("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", "/tokenize"))
+
+
+async def statuses(http: aiohttp.ClientSession, **headers: str) -> list[int]:
+    """Of a few requests with these headers, whose names are written with underscores."""
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    found = []
+    for method, path in (*REQUESTS, ("OPTIONS", "/v1/completions")):
+        body = {"prompt": "a"} if method == "POST" else None
+        async with http.request(method, path, headers=sent, json=body) as response:
+            found.append(response.status)
+            if response.status == 403:
+                assert (await response.json())["error"]["type"] == "invalid_request_error"
+    async with http.get("/watch", headers=sent) as watching:
+        found.append(watching.status)
+    return found
+
+
+SERVED = [200, 200, 200, 404, 200, 405, 200]
+REFUSED = [403] * 7
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "127.0.0.1:9", "127.1.2.3", "[::1]:8000", "[::1]"])
+async def test_this_machines_names_are_known(host: str) -> None:
+    async with private() as http:
+        assert await statuses(http, Host=host) == SERVED
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "192.168.1.5:8000", "[::2]", "", "a:b:c", "@"],
+)
+async def test_a_name_that_was_made_to_lead_here_is_turned_away(host: str) -> None:
+    async with private() as http:
+        assert await statuses(http, Host=host) == REFUSED
+    async with private(hosts=["*"]) as http:
+        assert await statuses(http, Host="evil.example") == SERVED
+
+
+@pytest.mark.asyncio
+async def test_the_refusal_names_the_flag() -> None:
+    async with private(hosts=["box.lan"]) as http:
+        assert await statuses(http, Host="Box.LAN:8000") == SERVED
+        async with http.get("/health", headers={"Host": "other.lan"}) as response:
+            message = (await response.json())["error"]["message"]
+        assert message == "this server is not called other.lan; --allowed-host would let that name in"
+        async with http.get("/health", headers={"Origin": STRANGER}) as response:
+            message = (await response.json())["error"]["message"]
+        assert message == f"pages of {STRANGER} may not use this server; --allowed-origin would let them"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "origin", [STRANGER, "null", "http://localhost:3000", "https://localhost:8000", "http://127.0.0.1:8000"]
+)
+async def test_pages_from_elsewhere_are_turned_away(origin: str) -> None:
+    async with private() as http:
+        assert await statuses(http, Host="localhost:8000", Origin=origin) == REFUSED
+        assert await statuses(http, Host="localhost:8000", Origin="http://localhost:8000") == SERVED
+
+
+@pytest.mark.asyncio
+async def test_pages_that_are_allowed_are_served() -> None:
+    async with private(origins=[PAGE]) as http:
+        assert await statuses(http, Origin=PAGE) == SERVED
+        assert await statuses(http, Origin=STRANGER) == REFUSED
+        async with http.options("/v1/completions", headers={"Origin": PAGE, **PREFLIGHT}) as response:
+            assert response.status == 204
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_an_image_in_a_foreign_page_is_turned_away_and_a_link_is_not(site: str) -> None:
+    async with private() as http:
+        assert await statuses(http, Sec_Fetch_Site=site, Sec_Fetch_Mode="no-cors") == REFUSED
+        assert await statuses(http, Sec_Fetch_Site=site, Sec_Fetch_Mode="navigate") == SERVED
+        assert await statuses(http, Sec_Fetch_Site="same-origin", Sec_Fetch_Mode="cors") == SERVED

@@ -13,8 +13,8 @@ import aiohttp
 import openai
 import pytest
 
-from chairlift.api.app import ApiOptions
-from chairlift.api.replies.completion import CompletionReply
+from chairlift.api.config import ServerConfig
+from chairlift.api.replies.choices import CompletionReply
 from chairlift.api.wire.completions import CompletionRequest
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput
 from tests.api.conftest import Server
@@ -68,7 +68,7 @@ class Held:
 
 
 @asynccontextmanager
-async def holding(options: ApiOptions = ApiOptions(), **engine: Any) -> AsyncIterator[Held]:  # noqa: B008 - frozen
+async def holding(options: ServerConfig = ServerConfig(), **engine: Any) -> AsyncIterator[Held]:  # noqa: B008 - frozen
     async with serving(options, max_batch_size=1, max_steps_per_launch=1, **engine) as server:
         with clock_of(server.llm) as clock, held(server.llm._core, "step") as gate:
             yield Held(server, gate, clock)
@@ -131,7 +131,7 @@ async def test_the_servers_own_limit_holds_for_those_that_name_none() -> None:
 @pytest.mark.asyncio
 async def test_a_stream_that_has_begun_with_comments_gets_an_event() -> None:
     async with (
-        holding(ApiOptions(keep_alive_interval=0.02)) as engine,
+        holding(ServerConfig(keep_alive_interval=0.02)) as engine,
         client_of(engine.server) as client,
     ):
         running = await engine.occupied()

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import aiohttp
 import pytest
 
-from chairlift.api.fields import fields_of
+from chairlift.api.reference.description import fields_of
 from chairlift.api.routes import ROUTES
 from tests.api.conftest import Server
 

@@ -17,7 +17,7 @@ from tests.support.server_process import SERVE, Process, long_stream, running
 SMALL_SEND_BUFFERS = """
 import socket, sys
 from chairlift.__main__ import main
-from chairlift.api.connections import Connection
+from chairlift.api.http.connections import Connection
 
 real = Connection.connection_made
 
@@ -105,7 +105,7 @@ def test_a_whole_reply_that_is_cut_short_brings_what_there_is() -> None:
     body = json.dumps({**long_stream(2000), "stream": False})
     with running(SERVE, "--drain-timeout", "0.3") as process, httpx.Client(base_url=process.url) as client:
         asking = http.client.HTTPConnection("127.0.0.1", process.port, timeout=60)
-        asking.request("POST", "/v1/completions", body)
+        asking.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         draining(process, client)
         answer = asking.getresponse()
         assert answer.status == 200
@@ -124,9 +124,21 @@ def test_idle_connections_do_not_hold_the_end_up() -> None:
             assert time.monotonic() - start < 5
 
 
+def test_half_a_body_does_not_hold_the_end_up() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with running(SERVE) as process, socket.create_connection(("127.0.0.1", process.port)) as slow:
+        slow.settimeout(20)
+        slow.sendall(head + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\nhalf")
+        assert slow.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"  # it has begun
+        process.popen.send_signal(signal.SIGTERM)
+        assert slow.recv(20).startswith(b"HTTP/1.1 503 ")
+        assert process.exit_code() == 0  # which waits for less than the drain timeout
+
+
 def test_a_client_that_reads_nothing_does_not_hold_the_end_up() -> None:
     body = json.dumps({**long_stream(2000), "n": 4}).encode()  # fills every buffer before the drain timeout
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     with running(SMALL_SEND_BUFFERS, "--drain-timeout", "2") as process, socket.socket() as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect(("127.0.0.1", process.port))

@@ -133,10 +133,11 @@ async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
 HANGING = """
 import sys, threading
 from chairlift.__main__ import main
-from chairlift.engine.grammar import GrammarMasks
-from chairlift.engine.inputs import InputProcessor
+from chairlift.engine.text.inputs import InputProcessor
+from chairlift.engine.sampling.masks import TokenGrammar
+from chairlift.engine.execution.runner import ModelRunner
 
-prepare = InputProcessor.prepare
+prepare, launch = InputProcessor.prepare, ModelRunner.launch
 
 def hang(*_):
     threading.Event().wait()
@@ -144,7 +145,8 @@ def hang(*_):
 InputProcessor.prepare = lambda self, name, prompt, *rest: (hang if prompt == "hang" else prepare)(
     self, name, prompt, *rest
 )
-GrammarMasks._fill = hang
+TokenGrammar.compute_mask = hang
+ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].request.params.seed == 13 else launch)(self, plan)
 sys.exit(main())
 """
 
@@ -155,7 +157,10 @@ def test_the_process_ends_although_threads_hang_beside_the_engines() -> None:
         url = f"{process.url}/v1/completions"
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url, json={"prompt": "hang"}, timeout=0.5)
-        answer = httpx.post(url, json={"prompt": "hi", "guided_regex": "[a-z]*"}, timeout=20)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json={"prompt": "hi", "guided_regex": "[a-z]*"}, timeout=3)
+        assert httpx.post(url, json={"prompt": "hi"}, timeout=20).status_code == 200  # a mask that hangs hangs nobody
+        answer = httpx.post(url, json={"prompt": "hi", "seed": 13}, timeout=20)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
         assert process.exit_code() == 1
 

@@ -10,11 +10,12 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-import chairlift.api.home
+import chairlift.api.reference.page
 from chairlift.api.errors import error_middleware
-from chairlift.api.home import PAGE_PATHS, add_page_routes
+from chairlift.api.reference.page import PAGE_PATHS, SnapshotFeed, add_page_routes
+from tests.support.fake_batch import FakeBatch
 
-FOLDER = Path(chairlift.api.home.__file__).parent / "page"
+FOLDER = Path(chairlift.api.reference.page.__file__).parent / "page_files"
 KINDS = {
     ".html": "text/html",
     ".css": "text/css",
@@ -41,7 +42,7 @@ class Markup(HTMLParser):
 @pytest_asyncio.fixture
 async def url() -> AsyncIterator[str]:
     app = web.Application(middlewares=[error_middleware])
-    add_page_routes(app)
+    add_page_routes(app, SnapshotFeed(FakeBatch(num_slots=1, slot_len=64)), keep_alive_s=5.0)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

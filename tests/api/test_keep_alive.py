@@ -10,13 +10,13 @@ import pytest
 from aiohttp import web
 from openai import AsyncOpenAI
 
-from chairlift.api.app import ApiOptions
+from chairlift.api.config import ServerConfig
 from tests.api.conftest import Server
 from tests.api.fault_support import Gate, forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
 
 COMMENT = ": keep-alive\n\n"
-BRIEF = ApiOptions(keep_alive_interval=0.03)
+BRIEF = ServerConfig(keep_alive_interval=0.03)
 BODY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "stream": True}
 
 
@@ -116,7 +116,7 @@ async def raw_stream(server: Server, gate: Gate, pause_s: float) -> str:
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("interval", "expects_comments"), [(0.5, False), (0.02, True)])
 async def test_comments_come_only_where_tokens_do_not(interval: float, expects_comments: bool) -> None:
-    async with serving(ApiOptions(keep_alive_interval=interval)) as server:
+    async with serving(ServerConfig(keep_alive_interval=interval)) as server:
         with held(forward_of(server.llm), "hidden") as gate:
             stream = await raw_stream(server, gate, 0.15)  # together longer than the longer interval
     assert (COMMENT in stream) is expects_comments

@@ -2,34 +2,27 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from openai import AsyncOpenAI
-from pydantic_settings import CliApp
 
-from chairlift.__main__ import CommandLine
-from chairlift.api.app import Api, ApiOptions
 from chairlift.api.config import ServerConfig
-from chairlift.api.keys import KeyRing, gather_keys, read_keys
-from chairlift.api.server import make_runner
-from chairlift.engine.async_llm import AsyncLLM
+from chairlift.api.http.access import KeyLimits, KeyRing, gather_keys, read_keys
+from chairlift.commands import serve_command
 from chairlift.errors import ConfigurationError
+from chairlift.flags import read_settings
+from tests.api.conftest import serving
 
 
 @pytest_asyncio.fixture
 async def url() -> AsyncIterator[str]:
     """A server that knows two keys."""
-    llm = AsyncLLM(max_batch_size=1, max_seq_len=64)
-    runner = make_runner(Api(llm, "bundled", ApiOptions(api_keys=["first key", "zweiter-Schlüssel"])))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await llm.close()
-    await runner.cleanup()
+    config = ServerConfig.model_validate({"api_key": ["first key", "zweiter-Schlüssel"]})
+    async with serving(config, max_batch_size=1, max_seq_len=64) as server:
+        yield server.url
 
 
 @pytest.mark.asyncio
@@ -64,26 +57,64 @@ async def test_a_header_that_is_no_bearer_key_is_a_401(url: str, header: str) ->
 
 
 def test_a_ring_knows_its_keys_whole() -> None:
-    ring = KeyRing(["abc", "dé"])
+    ring = KeyRing(dict.fromkeys(["abc", "dé"], KeyLimits()))
     assert [ring.knows(key) for key in ("abc", "dé", "ab", "abcd", "", "ABC")] == [True, True] + [False] * 4
 
 
 def test_keys_are_read_from_a_file_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\n one \n\ntwo\n")
-    assert read_keys(path) == ["one", "two"]
+    assert list(read_keys(path, KeyLimits())) == ["one", "two"]
     path.write_text("# none\n")
     with pytest.raises(ConfigurationError, match="holds no key"):
-        read_keys(path)
+        read_keys(path, KeyLimits())
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        read_keys(tmp_path / "nowhere")
+        read_keys(tmp_path / "nowhere", KeyLimits())
+
+
+def test_a_key_in_a_file_may_have_limits_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("usual\nwith spaces queue=0.25\nurgent priority=-10:10\nboth priority=-1:1\tqueue=1\nYWJj=\n")
+    config = ServerConfig(api_key_file=path, key_priority_range="5:6", key_queue_share=0.125)
+    assert gather_keys(config) == {
+        "usual": KeyLimits(5, 6, 0.125),
+        "with spaces": KeyLimits(5, 6, 0.25),
+        "urgent": KeyLimits(-10, 10, 0.125),
+        "both": KeyLimits(-1, 1, 1.0),
+        "YWJj=": KeyLimits(5, 6, 0.125),
+    }
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ("priority=3", "priorities '3' are not LOWEST:HIGHEST, such as -10:10"),
+        ("priority=3:2", "priorities '3:2' are not LOWEST:HIGHEST"),
+        ("queue=0", "share of the queue is above 0 and at most 1, not 0"),
+        ("queue=nan", "share of the queue is above 0"),
+        ("queue=all", "share of the queue is above 0 and at most 1, not all"),
+        ("prio=1:2", "prio= is given twice or is no limit of a key"),
+        ("queue=1 queue=1", "queue= is given twice"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused_by_its_line_without_the_key(tmp_path: Path, limits: str, words: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"one\nsecret {limits}\n")
+    with pytest.raises(ConfigurationError, match=f"keys, line 2: .*{words}") as caught:
+        read_keys(path, KeyLimits())
+    assert "secret" not in str(caught.value)
+
+
+def test_a_range_of_priorities_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="priorities 'high' are not LOWEST:HIGHEST"):
+        gather_keys(ServerConfig(key_priority_range="high"))
 
 
 def test_a_file_that_is_no_text_does_not_show_in_the_complaint(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(b"secret\xff\n")
     with pytest.raises(ConfigurationError, match=r"it is not UTF-8$"):
-        read_keys(path)
+        read_keys(path, KeyLimits())
 
 
 def test_the_keys_of_flags_file_and_environment_are_all_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +122,7 @@ def test_the_keys_of_flags_file_and_environment_are_all_valid(tmp_path: Path, mo
     path.write_text("of-the-file\n")
     monkeypatch.setenv("CHAIRLIFT_API_KEY", "of-the-environment, another one")
     config = ServerConfig.model_validate({"api_key": [" of-a-flag "], "api_key_file": path})
-    assert gather_keys(config) == ["of-a-flag", "of-the-file", "of-the-environment", "another one"]
+    assert list(gather_keys(config)) == ["of-a-flag", "of-the-environment", "another one", "of-the-file"]
 
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
@@ -124,6 +155,6 @@ def test_keys_come_through_the_command_line(
     monkeypatch.delenv("CHAIRLIFT_API_KEY", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    parsed: Any = CliApp.run(CommandLine, cli_args=["serve", *flags]).serve
-    assert gather_keys(parsed) == keys
-    assert "key-" not in repr(parsed)
+    _, config = read_settings(serve_command(), flags)
+    assert list(gather_keys(config)) == keys
+    assert "key-" not in repr(config)

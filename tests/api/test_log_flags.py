@@ -13,13 +13,10 @@ from tests.support.server_process import SERVE, long_stream, running
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--log-format", "xml"], "--log-format: Input should be 'text' or 'json'"),
-        (["--log-interval", "-1"], "--log-interval: Input should be greater than or equal to 0"),
-        (["--log-interval", "nan"], "--log-interval: Input should be a finite number"),
-        (
-            ["--log-interval", "often"],
-            "--log-interval: Input should be a valid number, unable to parse string as a number",
-        ),
+        (["--log-format", "xml"], "--log-format must be text or json, not 'xml'"),
+        (["--log-interval", "-1"], "--log-interval must be at least 0, not '-1'"),
+        (["--log-interval", "nan"], "--log-interval must be a finite number, not 'nan'"),
+        (["--log-interval", "often"], "--log-interval must be a number, not 'often'"),
     ],
 )
 def test_a_wrong_flag_is_one_clear_line(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,17 @@
 """Records as lines for people and as JSON for programs."""
 
+import io
 import json
 import logging
+import os
 import sys
+import threading
 from datetime import datetime
 
 import pytest
 
-from chairlift.api.log_format import JsonFormatter, TextFormatter, with_fields
+from chairlift.api.telemetry import log
+from chairlift.api.telemetry.log import JsonFormatter, QueuedHandler, TextFormatter, with_fields
 
 
 def record_of(
@@ -84,3 +88,55 @@ def test_an_exception_is_a_string_of_the_record_and_lines_after_it_in_text() -> 
     first, *others = TextFormatter().format(record).splitlines()
     assert first.endswith("WARNING it failed")
     assert others[-1] == "ValueError: broken"
+
+
+class Stuck(io.StringIO):
+    """A stream that somebody reads only when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+        self.is_writing = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.is_writing.set()
+        assert self.may_write.wait(10)
+        return super().write(text)
+
+
+def test_records_that_find_the_queue_full_are_dropped_and_counted() -> None:
+    stream = Stuck()
+    handler = QueuedHandler(stream, max_records=2)
+    handler.emit(record_of("first"))
+    assert stream.is_writing.wait(10)
+    for number in range(5):
+        handler.emit(record_of(f"number {number}"))
+    stream.may_write.set()
+    handler.flush()
+    assert stream.getvalue().splitlines() == [
+        "first",
+        "3 records of the log were dropped: nobody read it in time",
+        "number 0",
+        "number 1",
+    ]
+
+
+def test_a_log_that_nobody_reads_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_FLUSH_S", 0.01)
+    stream = Stuck()
+    handler = QueuedHandler(stream)
+    handler.emit(record_of("never"))
+    handler.flush()
+    assert stream.getvalue() == ""
+    stream.may_write.set()
+
+
+def test_a_reader_that_goes_away_ends_nothing() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stream:
+        handler = QueuedHandler(stream)
+        handler.emit(record_of("to nobody"))
+        handler.flush()
+        handler.emit(record_of("again"))
+        handler.flush()

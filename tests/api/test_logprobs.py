@@ -22,6 +22,7 @@ QUESTION = user("What is 17 + 25?")
 PROMPT = [259, *byte_ids("What is 17 + 25?"), 257, 260]  # <|user|> ... <|im_end|><|assistant|>
 SPELLED = 'né "日本" 😀\n'  # characters of one to four tokens
 TOLERANCE = 1e-4
+END = "<|im_end|>"  # as its token is spelled
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -37,7 +38,8 @@ async def test_a_chats_logprobs_are_those_of_the_model(server: Server) -> None:
     scored = reply.choices[0].logprobs
     assert scored is not None
     assert scored.content is not None
-    answer = [token.bytes[0] for token in scored.content if token.bytes]
+    answer = [*(token.bytes[0] for token in scored.content[:-1] if token.bytes), 257]
+    assert scored.content[-1].token == END
     expected = reference_logprobs(PROMPT, answer)
     for row, token, entry in zip(expected, answer, scored.content, strict=True):
         assert entry.logprob == pytest.approx(row[token].item(), abs=TOLERANCE)
@@ -46,15 +48,15 @@ async def test_a_chats_logprobs_are_those_of_the_model(server: Server) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_chats_tokens_are_its_text(server: Server) -> None:
+async def test_a_chats_tokens_are_its_text_and_its_end(server: Server) -> None:
     reply = check_chat(await post(server, CHAT, chat()))
     scored = reply.choices[0].logprobs
     assert scored is not None
-    assert "".join(entry.token for entry in scored.content or []) == reply.choices[0].message.content
+    assert "".join(entry.token for entry in scored.content or []) == f"{reply.choices[0].message.content}{END}"
     assert all(entry.top_logprobs == [] for entry in scored.content or [])
     assert scored.refusal is None
     assert reply.usage is not None
-    assert reply.usage.completion_tokens == len(scored.content or []) + 1  # the end token is no part of the text
+    assert reply.usage.completion_tokens == len(scored.content or [])
 
 
 @pytest.mark.asyncio
@@ -113,14 +115,19 @@ async def test_streamed_logprobs_add_up_to_the_whole_ones(server: Server, fields
     body = chat(top_logprobs=2, **fields)
     whole = await post(server, CHAT, body)
     chunks = await chunks_of(server, CHAT, body)
+    num_scored = sum(len(choice["logprobs"]["content"]) for choice in whole["choices"])
+    assert num_scored == whole["usage"]["completion_tokens"]
     for index, choice in enumerate(whole["choices"]):
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
         streamed = [entry for piece in own if piece["logprobs"] for entry in piece["logprobs"]["content"]]
         text = "".join(piece["delta"].get("content") or "" for piece in own)
         assert streamed == choice["logprobs"]["content"]
         assert text == choice["message"]["content"]
-        spelled = b"".join(bytes(entry["bytes"]) for entry in streamed)
-        assert spelled.decode(errors="replace") == text
+        spelled = b"".join(bytes(entry["bytes"]) for entry in streamed).decode(errors="replace")
+        stop = choice["stop_reason"] or (
+            END if choice["finish_reason"] == "stop" and "guided_choice" not in body else ""
+        )
+        assert spelled == text + stop
     for chunk in chunks:
         check_chat_chunk(chunk)
 
@@ -135,10 +142,11 @@ async def test_a_piece_of_text_comes_with_the_logprobs_of_its_tokens(server: Ser
 
 
 @pytest.mark.asyncio
-async def test_what_a_stop_string_cut_off_has_no_logprobs(server: Server) -> None:
+async def test_the_tokens_that_a_stop_string_cut_off_are_scored_with_the_others(server: Server) -> None:
     reply = await post(server, CHAT, chat(guided_choice=["one stop two"], stop=[" stop"]))
     (choice,) = reply["choices"]
-    assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["o", "n", "e"]
+    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "one stop"
+    assert reply["usage"]["completion_tokens"] == len("one stop")
     assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
 
 
@@ -167,9 +175,9 @@ async def test_a_completions_logprobs_are_those_of_the_model(server: Server) -> 
     raw = await post(server, COMPLETIONS, body)
     check_completion(raw)
     scored = raw["choices"][0]["logprobs"]
-    answer = byte_ids(raw["choices"][0]["text"])
+    assert "".join(scored["tokens"]) == raw["choices"][0]["text"] + "<|endoftext|>"
+    answer = [*byte_ids(raw["choices"][0]["text"]), 256]
     expected = reference_logprobs(byte_ids("1 + 1 ="), answer)
-    assert "".join(scored["tokens"]) == raw["choices"][0]["text"]
     assert scored["text_offset"] == list(range(len(answer)))
     values = [row[token].item() for row, token in zip(expected, answer, strict=True)]
     assert scored["token_logprobs"] == pytest.approx(values, abs=TOLERANCE)
@@ -199,10 +207,14 @@ async def test_a_streamed_completions_lists_add_up_to_the_whole_ones(server: Ser
     whole = await post(server, COMPLETIONS, body)
     chunks = await chunks_of(server, COMPLETIONS, body)
     scored = whole["choices"][0]["logprobs"]
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert all(piece is None or piece["tokens"] for piece in pieces)
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        streamed = [each for chunk in chunks for each in chunk["choices"][0]["logprobs"][name]]
+        streamed = [each for piece in pieces if piece for each in piece[name]]
         assert streamed == scored[name]
     assert scored["text_offset"][:9] == [0, 1, 2, 3, 4, 4, 5, 5, 5]
+    assert len(scored["tokens"]) == whole["usage"]["completion_tokens"]
+    assert max(scored["text_offset"]) <= len(whole["choices"][0]["text"])
     for chunk in chunks:
         check_completion(chunk)
 
@@ -215,3 +227,96 @@ async def test_logprobs_of_one_row_do_not_depend_on_what_else_is_in_the_batch(se
     first = among["choices"][0]["logprobs"]
     assert first["tokens"] == alone["tokens"]
     assert first["token_logprobs"] == pytest.approx(alone["token_logprobs"], abs=TOLERANCE)
+
+
+# --- prompts, and tokens by their ids
+
+
+@pytest.mark.asyncio
+async def test_a_prompts_logprobs_are_told_by_token_id(server: Server) -> None:
+    raw = await post(server, COMPLETIONS, {"prompt": ["1 + 1", "né"], "n": 2, "max_tokens": 1, "prompt_logprobs": 2})
+    assert [choice["index"] for choice in raw["choices"]] == [0, 1, 2, 3]
+    for choice, text in zip(raw["choices"], ["1 + 1", "1 + 1", "né", "né"], strict=True):
+        prompt = byte_ids(text)
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        for row, token, scores in zip(reference_logprobs(prompt[:1], prompt[1:]), prompt[1:], others, strict=True):
+            told = scores[str(token)]
+            assert told["logprob"] == pytest.approx(row[token].item(), abs=TOLERANCE)
+            assert {each["rank"] for each in scores.values()} == {1, 2, told["rank"]}
+        assert others[0][str(prompt[1])]["decoded_token"] == chr(prompt[1]) if prompt[1] < 128 else True
+    chat = await post(server, CHAT, {"messages": QUESTION, "max_tokens": 1, "prompt_logprobs": 0})
+    assert [None if scores is None else [*scores] for scores in chat["prompt_logprobs"]] == [
+        None,
+        *([str(token)] for token in PROMPT[1:]),
+    ]
+    check_chat(chat)
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_may_be_scored_twice_and_each_is_as_long_as_was_asked_for(server: Server) -> None:
+    body = {"prompt": "1 + 1", "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 1}
+    (choice,) = (await post(server, COMPLETIONS, body))["choices"]
+    assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:]} <= {3, 4}
+    assert {len(scores) for scores in choice["prompt_logprobs"][1:]} <= {1, 2}
+
+
+@pytest.mark.asyncio
+async def test_a_stream_does_not_tell_a_prompts_logprobs(server: Server) -> None:
+    for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "a"})):
+        error = await error_of(server, path, {**body, "prompt_logprobs": 0, "stream": True})
+        assert (error["param"], "leave out stream" in error["message"]) == ("prompt_logprobs", True)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"stop": ["42"]}, {"guided_choice": [SPELLED]}, {"n": 3}])
+async def test_a_chats_tokens_are_told_by_id(server: Server, fields: dict[str, Any]) -> None:
+    body = {"messages": QUESTION, "temperature": 0, "return_token_ids": True, **fields}
+    whole = await post(server, CHAT, body)
+    check_chat(whole)
+    assert whole["prompt_token_ids"] == PROMPT
+    assert sum(len(choice["token_ids"]) for choice in whole["choices"]) == whole["usage"]["completion_tokens"]
+    if not fields:
+        assert whole["choices"][0]["token_ids"] == [*b"17 + 25 = 42.", 257]
+    first, *chunks = await chunks_of(server, CHAT, body)
+    assert first["prompt_token_ids"] == PROMPT
+    for choice in whole["choices"]:
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert [token for piece in own for token in piece.get("token_ids", [])] == choice["token_ids"]
+    for chunk in (first, *chunks):
+        check_chat_chunk(chunk)
+    assert all("prompt_token_ids" not in chunk for chunk in chunks)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 1, "echo": True}, {"guided_choice": ["é日"]}])
+async def test_a_completions_tokens_are_told_by_id(server: Server, fields: dict[str, Any]) -> None:
+    body = {
+        "prompt": ["1 + 1 =", "Once"],
+        "n": 2,
+        "temperature": 0,
+        "max_tokens": 5,
+        "return_token_ids": True,
+        **fields,
+    }
+    whole = await post(server, COMPLETIONS, body)
+    check_completion(whole)
+    chunks = [chunk["choices"][0] for chunk in await chunks_of(server, COMPLETIONS, body)]
+    assert sum(len(choice["token_ids"]) for choice in whole["choices"]) == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        assert choice["prompt_token_ids"] == byte_ids(body["prompt"][choice["index"] // 2])
+        own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        assert [token for piece in own for token in piece["token_ids"]] == choice["token_ids"]
+        assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert all("prompt_token_ids" not in piece for piece in own[1:])
+
+
+@pytest.mark.asyncio
+async def test_replies_and_chunks_of_one_server_have_one_fingerprint(server: Server) -> None:
+    prints = set()
+    for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "a"})):
+        whole = await post(server, path, {**body, "max_tokens": 2})
+        chunks = await chunks_of(server, path, {**body, "max_tokens": 2})
+        prints |= {reply["system_fingerprint"] for reply in (whole, *chunks)}
+    (fingerprint,) = prints
+    assert fingerprint.startswith("fp_")

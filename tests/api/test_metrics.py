@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from chairlift.api.app import ApiOptions
+from chairlift.api.config import ServerConfig
 from chairlift.api.routes import ROUTES
 from tests.api.conftest import SLOTS, Server
 from tests.api.contract import CHAT, COMPLETIONS, post, user
@@ -125,11 +125,40 @@ async def test_who_is_turned_away_leaves_fails_or_runs_out_of_time_is_counted_as
 
 
 @pytest.mark.asyncio
+async def test_who_loses_its_place_in_the_queue_gets_a_429_and_counts_as_rejected() -> None:
+    async with serving(max_batch_size=1, max_queue_size=2) as server, aiohttp.ClientSession() as http:
+        with held(forward_of(server.llm), "hidden") as gate:
+            running = asyncio.create_task(post(server, COMPLETIONS, SIX))
+            await gate.entered()
+            body = {**SIX, "priority": 1, "n": 2}
+            patient = asyncio.create_task(http.post(server.url + COMPLETIONS, json=body))
+            await wait_until(lambda: server.llm.num_unfinished == 2, "it has come")
+            gate.allow()
+            await gate.entered()
+            urgent = asyncio.create_task(post(server, COMPLETIONS, SIX))
+            await wait_until(lambda: server.llm.num_unfinished == 3, "both wait")
+            gate.open()
+            async with await patient as response:
+                assert (response.status, response.headers["Retry-After"]) == (429, "1")
+                error = (await response.json())["error"]
+            await asyncio.gather(running, urgent)
+        assert error == {
+            "message": "the waiting queue is full (2 requests), and a request that is served before this one took its"
+            " place; try again later",
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "queue_full",
+        }
+        outcomes = (await scrape(server)).values("chairlift_requests_total", "outcome")
+        assert outcomes == {"stop": 0, "length": 2, "abort": 0, "timeout": 0, "error": 0, "rejected": 2}
+
+
+@pytest.mark.asyncio
 async def test_replies_are_counted_by_path_and_status_whatever_paths_clients_make_up(server: Server) -> None:
     async with aiohttp.ClientSession() as http:
         for path in ("/v1/nothing", "/../etc", "/page/nowhere.js", "/%0a"):
             await http.get(server.url + path)
-        await http.post(server.url + COMPLETIONS, data=b"no json")
+        await http.post(server.url + COMPLETIONS, data=b"no json", headers={"Content-Type": "application/json"})
         await http.get(server.url + COMPLETIONS)
         await http.get(server.url + "/v1/models/some/other")
         await http.get(server.url + "/page/page.js")
@@ -184,7 +213,7 @@ async def test_who_waits_is_counted_as_soon_as_it_has_come() -> None:
 @pytest.mark.asyncio
 async def test_no_key_is_asked_for_and_openmetrics_is_spoken_where_it_is_wanted() -> None:
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-    async with serving(ApiOptions(api_keys=["secret"])) as server, aiohttp.ClientSession() as http:
+    async with serving(ServerConfig(api_key=["secret"])) as server, aiohttp.ClientSession() as http:
         async with http.get(server.url + PATH, headers=accept) as response:
             assert response.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
             text = await response.text()
@@ -195,6 +224,16 @@ async def test_no_key_is_asked_for_and_openmetrics_is_spoken_where_it_is_wanted(
     names = {family.name for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
     assert {"chairlift_generated_tokens", "chairlift_step_duration_seconds"} <= names
     assert "secret" not in text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "accept", ["text/plain; version=a.b.c", "application/openmetrics-text; version=x", ";;==,", "text/plain;version="]
+)
+async def test_an_accept_header_that_makes_no_sense_gets_the_plain_format(server: Server, accept: str) -> None:
+    async with aiohttp.ClientSession() as http, http.get(server.url + PATH, headers={"Accept": accept}) as response:
+        assert (response.status, response.content_type) == (200, "text/plain")
+        assert "chairlift_engine_up" in await response.text()
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,7 @@
 """The official client against the server: contents, not only shapes."""
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -135,7 +136,8 @@ async def test_a_full_queue_is_a_429_and_the_others_go_on(client: AsyncOpenAI) -
 async def test_models_are_listed_and_found_by_name(client: AsyncOpenAI) -> None:
     models = [model async for model in client.models.list()]
     assert [model.id for model in models] == ["bundled"]
-    assert (await client.models.retrieve("bundled")).owned_by == "chairlift"
+    card: Any = await client.models.retrieve("bundled")
+    assert (card.owned_by, card.root, card.parent, card.max_model_len) == ("chairlift", "bundled", None, MAX_SEQ_LEN)
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-9'"):
         await client.models.retrieve("gpt-9")
 

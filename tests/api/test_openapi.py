@@ -9,15 +9,13 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.app import Api
-from chairlift.api.fields import Fate, fields_of
-from chairlift.api.home import PAGE_PATHS
-from chairlift.api.openapi import describe
+from chairlift.api.reference.description import Fate, fields_of, openapi_document
+from chairlift.api.reference.page import PAGE_PATHS, WATCH_PATH
 from chairlift.api.routes import ROUTES
-from chairlift.api.watch import WATCH_PATH
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, chunks_of, error_of, get, post, user
 
-DOCUMENT: dict[str, Any] = json.loads(json.dumps(describe()))
+DOCUMENT: dict[str, Any] = json.loads(json.dumps(openapi_document()))
 CONTINUE = {"prompt": "1 + 1 =", "logprobs": 1, "echo": True, "max_tokens": 3}
 ANSWER = {"messages": user("Hi!"), "logprobs": True, "top_logprobs": 1, "max_tokens": 3}
 
@@ -49,7 +47,7 @@ def test_the_document_is_valid() -> None:
 
 @pytest.mark.asyncio
 async def test_every_route_of_the_application_is_in_it_and_no_other(server: Server) -> None:
-    app: web.Application = Api(server.llm, "x").make_app()
+    app: web.Application = Api(server.llm).make_app()
     served = {
         (route.method.lower(), route.resource.canonical)
         for route in app.router.routes()

@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 
-from chairlift.engine.outputs import GenerationState
+from chairlift.engine.text.outputs import GenerationState
 from chairlift.scheduler import TokenEvent
 from tests.api.conftest import SLOTS, Server
 from tests.api.fault_support import forward_of, held, serving, until_idle

@@ -1,8 +1,10 @@
 """The real process: what it says at its start, and how it ends when its engine dies."""
 
 import asyncio
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -10,7 +12,8 @@ import pytest
 import trustme
 
 from chairlift.__main__ import main
-from tests.support.server_process import SERVE, long_stream, running
+from tests.engine.async_support import DEADLINE_S
+from tests.support.server_process import SERVE, long_stream, run_to_end, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,17 +36,34 @@ sys.exit(main())
 """
 
 
+FEW_FILES = """
+import os, resource, sys
+from chairlift.__main__ import main
+from chairlift.api import server
+
+real = server.listen
+
+async def listen(*arguments):
+    listening = await real(*arguments)
+    num_open = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 20, num_open + 20))
+    return listening
+
+server.listen = listen
+sys.exit(main())
+"""
+
+
 def refusal(*flags: str) -> str:
     """The last line of a server that refuses to start."""
-    command = [sys.executable, "-m", "chairlift", "serve", *flags]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 2
-    assert "Traceback" not in result.stderr
-    return result.stderr.splitlines()[-1]
+    code, stderr = run_to_end("serve", *flags)
+    assert code == 2
+    assert "Traceback" not in stderr
+    return stderr.splitlines()[-1]
 
 
 def test_the_example_streams_an_answer() -> None:
-    with running(SERVE) as process:
+    with running(SERVE, is_forked=False) as process:
         command = [sys.executable, "examples/stream_chat.py", "What is 17 + 25?", "--url", f"{process.url}/v1"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert result.stdout == "17 + 25 = 42.\n"
@@ -69,14 +89,14 @@ def test_a_port_that_is_taken_is_one_clear_line_before_a_model_is_loaded() -> No
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model", "/nowhere"], "'/nowhere' is no directory"),
-        (["--max-batch-size", "0"], "--max-batch-size: Input should be greater than or equal to 1"),
+        (["--model", "/nowhere"], "'/nowhere' is neither a directory"),
+        (["--max-batch-size", "0"], "--max-batch-size must be at least 1 or auto, not '0'"),
         (["--max-seq-len", "100000"], "max_seq_len 100000 is more than the model's 2048 positions"),
         (["--max-batch-size", "1000000"], "lower max_batch_size or max_seq_len"),
         (["--max-num-batched-tokens", "3", "--max-batch-size", "4"], "max_num_batched_tokens (3) is below"),
         (
             ["--attention-backend", "flash_attn"],
-            "flash_attn cannot be had: it runs on a CUDA device, and the device is cpu",
+            "flash_attn does not work here: it runs on a CUDA device, and the device is cpu",
         ),
         (["--device", "tpu"], "device 'tpu'"),
     ],
@@ -93,8 +113,8 @@ def test_a_setting_that_cannot_work_is_one_clear_line(flags: list[str], words: s
         (["--allowed-origin", "example.org"], "allowed_origin 'example.org' is no origin"),
         (["--api-key", ""], "api_key is empty"),
         (["--api-key-file", "/nowhere/keys"], "api_key_file /nowhere/keys cannot be read: No such file or directory"),
-        (["--max-body-bytes", "0"], "--max-body-bytes: Input should be greater than or equal to 1"),
-        (["--idle-timeout", "0"], "--idle-timeout: Input should be greater than 0"),
+        (["--max-body-bytes", "0"], "--max-body-bytes must be at least 1, not '0'"),
+        (["--idle-timeout", "0"], "--idle-timeout must be above 0, not '0'"),
     ],
 )
 def test_what_cannot_be_served_is_told_before_a_model_is_loaded(
@@ -115,8 +135,8 @@ def test_https_is_in_the_log_and_on_the_socket(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("keys", "num_warnings"), [("", 1), ("secret key", 0)])
 def test_an_open_address_without_keys_is_warned_of_once(keys: str, num_warnings: int) -> None:
-    variables = {"CHAIRLIFT_API_KEY": keys} if keys else {}
-    with running(SERVE, "--host", "0.0.0.0", **variables) as process:
+    flags = ("--api-key", keys) if keys else ()
+    with running(SERVE, "--host", "0.0.0.0", *flags) as process:
         warnings = [line for line in process.log if " WARNING " in line]
     assert ["it asks for no key" in line for line in warnings] == [True] * num_warnings
 
@@ -144,7 +164,8 @@ def test_limits_reach_the_server() -> None:
             finally:
                 writer.close()
 
-        request = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        request += b"Connection: close\r\nContent-Length: %d\r\n\r\n"
         assert asyncio.run(send(request[:9])) == b""
         assert asyncio.run(send(request % 10)).startswith(b"HTTP/1.1 408 ")
         assert asyncio.run(send(request % 11 + b"a" * 11)).startswith(b"HTTP/1.1 413 ")
@@ -156,3 +177,27 @@ def test_generate_prints_the_answer_and_nothing_else() -> None:
     assert result.returncode == 0
     assert "42" in result.stdout
     assert len(result.stdout.splitlines()) == 1
+
+
+def test_a_log_that_nobody_reads_holds_up_neither_requests_nor_the_end() -> None:
+    with running(SERVE, reads_log=False) as process:
+        with httpx.Client(base_url=process.url, timeout=60, headers={"X-Request-Id": "x" * 128}) as client:
+            for _ in range(400):  # of lines that a pipe of 64 kB does not hold
+                assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
+            assert client.get("/health").status_code == 200
+        process.popen.terminate()
+        assert process.popen.wait(20) == 0
+
+
+def test_at_the_limit_of_open_files_the_log_says_so_and_serving_goes_on_when_some_are_closed() -> None:
+    with running(FEW_FILES) as process:
+        connections = [socket.create_connection(("127.0.0.1", process.port), 20) for _ in range(100)]
+        deadline = time.monotonic() + DEADLINE_S
+        while not any("raise the limit (ulimit -n)" in line for line in process.log):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for connection in connections:
+            connection.close()
+        assert httpx.get(f"{process.url}/health", timeout=20).status_code == 200
+        warnings = [line for line in process.log if " WARNING " in line]
+    assert len(warnings) == 1

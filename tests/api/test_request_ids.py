@@ -5,9 +5,8 @@ import re
 import aiohttp
 import pytest
 
-from chairlift.api.app import ApiOptions
 from chairlift.api.config import ServerConfig
-from chairlift.api.watch import WATCH_PATH
+from chairlift.api.reference.page import WATCH_PATH
 from tests.api.conftest import Server
 from tests.api.contract import COMPLETIONS
 from tests.api.fault_support import serving
@@ -47,9 +46,9 @@ async def test_every_kind_of_reply_carries_the_id_that_was_sent_or_a_new_one(
 
 @pytest.mark.asyncio
 async def test_refusals_carry_it_too() -> None:
-    options, config = ApiOptions(api_keys=["key"]), ServerConfig(port=0, allowed_origin=["https://a.example"])
+    config = ServerConfig.model_validate({"api_key": ["key"], "allowed_origin": ["https://a.example"]})
     origin = {"Origin": "https://b.example", "Access-Control-Request-Method": "POST"}
-    async with serving(options, config) as server, aiohttp.ClientSession() as http:
+    async with serving(config) as server, aiohttp.ClientSession() as http:
         async with http.post(server.url + COMPLETIONS, json=BODY, headers={HEADER: "mine"}) as refused:
             assert (refused.status, refused.headers[HEADER]) == (401, "mine")
         async with http.options(server.url + COMPLETIONS, headers={**origin, HEADER: "mine"}) as preflight:

@@ -8,10 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from chairlift.api.log_format import JsonFormatter, TextFormatter
-from chairlift.api.request_log import activity_fields, log_activity
-from chairlift.engine.snapshot import Totals
-from chairlift.engine.stats import Distribution, EngineStats
+from chairlift.api.telemetry.log import JsonFormatter, TextFormatter, activity_fields, log_activity
+from chairlift.engine.stats import Distribution, EngineStats, Totals
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import forward_of, held, until_idle
@@ -61,13 +59,28 @@ async def test_a_request_that_is_over_has_one_line_with_ids_tokens_and_times(
 @pytest.mark.asyncio
 async def test_no_text_of_anybody_is_in_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     await post(server, CHAT, {"messages": user(SECRET), "user": SECRET, "max_tokens": 4, "stop": [SECRET]})
-    await post(server, CHAT, {"messages": user("a"), SECRET: 1}, status=400)
-    await post(server, CHAT, {"messages": user("a"), "model": SECRET}, status=404)
-    await post(server, f"/{SECRET}", {}, status=404)
+    await post(server, CHAT, {"messages": user(SECRET), "temperature": SECRET}, status=400)
+    await post(server, CHAT, {"messages": [{"role": SECRET, "content": SECRET}]}, status=400)
+    await post(server, COMPLETIONS, {"prompt": SECRET * 1000}, status=400)
     lines = lines_of(caplog, "request")
-    assert [line["status"] for line in lines] == [200, 400, 404, 404]
+    assert [line["status"] for line in lines] == [200, 400, 400, 400]
     assert SECRET not in json.dumps(lines)
     assert SECRET not in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_the_line_of_a_refused_request_says_why(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    await post(server, CHAT, {"messages": user("a"), "foo": 1}, status=400)
+    await post(server, CHAT, {"messages": user("a"), "model": "gpt-9"}, status=404)
+    await post(server, CHAT, {"messages": user("a"), "x" * 10_000: 1}, status=400)
+    await post(server, CHAT, {"messages": user("a"), "max_tokens": 1})
+    reasons = [line.get("reason") for line in lines_of(caplog, "request")]
+    assert reasons == [
+        "unknown or unsupported field: foo",
+        "there is no model 'gpt-9' here, only 'bundled'",
+        f"unknown or unsupported field: {'x' * 170}...",
+        None,
+    ]
 
 
 @pytest.mark.asyncio

@@ -1,11 +1,14 @@
 """How a request is served beside others: what a body and its API key say of it, down to the engine."""
 
+from pathlib import Path
 from typing import Any
 
+import aiohttp
+import openai
 import pytest
 from openai import AsyncOpenAI
 
-from chairlift.api.app import ApiOptions
+from chairlift.api.config import ServerConfig
 from chairlift.params import MAX_PRIORITY, RequestOptions
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, error_of, post, serving, user
@@ -108,7 +111,7 @@ async def test_without_keys_the_user_is_the_tenant(server: Server, name: str | N
 
 @pytest.mark.asyncio
 async def test_a_key_is_one_tenant_whatever_user_it_names() -> None:
-    async with serving(ApiOptions(api_keys=["one", "two"])) as server:
+    async with serving(ServerConfig(api_key=["one", "two"])) as server:
         tenants = {}
         for key in ("one", "two"):
             async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
@@ -118,6 +121,63 @@ async def test_a_key_is_one_tenant_whatever_user_it_names() -> None:
                     await client.completions.create(model="bundled", prompt="Hi!", max_tokens=1)
                 (tenants[key],) = {options.tenant for options in options_in(launches)}
     assert tenants == {"one": "7692c3ad3540bb80", "two": "3fc4ccfe745870e2"}  # of their SHA-256
+
+
+async def options_of(server: Server, key: str, **fields: Any) -> RequestOptions:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+        with recorded(server.llm) as launches:
+            await client.completions.create(model="bundled", prompt="Hi!", max_tokens=1, extra_body=fields)
+    (options,) = options_in(launches)
+    return options
+
+
+@pytest.mark.asyncio
+async def test_keys_reuse_no_prompts_of_each_other_unless_they_are_told_to_share() -> None:
+    prompt = {"prompt": "Once upon a time there was a secret of ten characters", "max_tokens": 1}
+
+    async def cached_tokens(server: Server, key: str, **fields: Any) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {**prompt, **fields}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(server.url + COMPLETIONS, json=body) as response,
+        ):
+            return int((await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async with serving(ServerConfig(api_key=["one", "two"])) as server:
+        assert await cached_tokens(server, "one") == 0
+        assert await cached_tokens(server, "one") > 5
+        assert await cached_tokens(server, "two") == 0
+        assert await cached_tokens(server, "two", cache_salt="7692c3ad3540bb80:") == 0  # the first key's own
+    async with serving(ServerConfig(api_key=["one", "two"], share_prefixes=True)) as server:
+        assert await cached_tokens(server, "one") == 0
+        assert await cached_tokens(server, "two") > 5
+
+
+@pytest.mark.asyncio
+async def test_a_key_has_a_range_of_priorities_and_a_share_of_the_queue(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("usual\nurgent priority=-10:10 queue=0.25\n")
+    async with serving(ServerConfig(api_key_file=path)) as server:
+        assert (await options_of(server, "usual")).queue_share == 0.5
+        assert (await options_of(server, "usual", priority=100)).priority == 100
+        options = await options_of(server, "urgent", priority=-10)
+        assert (options.priority, options.queue_share) == (-10, 0.25)
+        for key, priority, words in (
+            ("usual", -1, "0 to 100"),
+            ("usual", 101, "0 to 100"),
+            ("urgent", -11, "-10 to 10"),
+        ):
+            with pytest.raises(
+                openai.BadRequestError, match=f"priority {priority} is out of this key's range: {words}"
+            ):
+                await options_of(server, key, priority=priority)
+
+
+@pytest.mark.asyncio
+async def test_who_is_the_only_one_with_a_key_may_fill_the_queue() -> None:
+    async with serving(ServerConfig(api_key=["one"])) as server:
+        assert (await options_of(server, "one")).queue_share == 1.0
 
 
 @pytest.mark.asyncio

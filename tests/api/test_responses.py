@@ -41,7 +41,8 @@ class Trip(BaseModel):
 def check(payload: dict[str, Any]) -> Response:
     """The client's own model reads it strictly, and knows all of it but what OpenAI sends without declaring it."""
     response = Response.model_validate_json(json.dumps(payload), strict=True)
-    assert response.model_extra == {"store": False}
+    assert response.model_extra is not None
+    assert set(response.model_extra) == {"store", "presence_penalty", "frequency_penalty"}
     return response
 
 
@@ -100,6 +101,9 @@ async def test_what_was_asked_for_is_repeated(server: Server) -> None:
         "parallel_tool_calls": False,
         "temperature": 0.5,
         "top_p": 0.9,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.25,
+        "reasoning": {"effort": "none", "summary": None},
         "tools": [{**TOOL, "strict": False}],
         "tool_choice": "none",
         "top_logprobs": 3,
@@ -110,6 +114,28 @@ async def test_what_was_asked_for_is_repeated(server: Server) -> None:
     payload = await post(server, RESPONSES, {**asked, "input": QUESTION, "include": LOGPROBS, "store": True})
     check(payload)
     assert {name: payload[name] for name in asked} == asked
+
+
+OPEN_RESPONSES = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id"),
+    *("instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p"),
+    *("presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage"),
+    *("max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata"),
+    *("safety_identifier", "prompt_cache_key"),
+}
+
+
+@pytest.mark.asyncio
+async def test_no_field_that_open_responses_requires_is_missing(server: Server) -> None:
+    """Also not of a tool of which only the name was given."""
+    body = {"input": QUESTION, "tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}
+    payload = await post(server, RESPONSES, body)
+    assert set(payload) >= OPEN_RESPONSES
+    assert (payload["presence_penalty"], payload["frequency_penalty"], payload["max_tool_calls"]) == (0.0, 0.0, None)
+    assert payload["tools"] == [
+        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
+    ]
+    assert payload["reasoning"] == {"effort": None, "summary": None}
 
 
 @pytest.mark.asyncio
@@ -160,7 +186,8 @@ async def test_logprobs_are_those_that_a_chat_reports(server: Server) -> None:
         server, CHAT, {"messages": [{"role": "user", "content": QUESTION}], "logprobs": True, "top_logprobs": 2}
     )
     logprobs = reply["output"][0]["content"][0]["logprobs"]
-    assert "".join(each["token"] for each in logprobs) == ANSWER
+    assert "".join(each["token"] for each in logprobs) == f"{ANSWER}<|im_end|>"
+    assert len(logprobs) == reply["usage"]["output_tokens"]
     assert {len(each["top_logprobs"]) for each in logprobs} == {2}
     assert logprobs == chat["choices"][0]["logprobs"]["content"]
 
@@ -171,7 +198,7 @@ async def test_include_alone_reports_the_tokens_and_no_others(client: AsyncOpenA
     (message,) = reply.output
     assert message.type == "message"
     text: Any = message.content[0]
-    assert [each.token for each in text.logprobs] == list(ANSWER)
+    assert [each.token for each in text.logprobs] == [*ANSWER, "<|im_end|>"]
     assert all(each.top_logprobs == [] for each in text.logprobs)
 
 
@@ -283,10 +310,10 @@ async def test_an_unknown_model_is_a_404(client: AsyncOpenAI) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_errors_name_the_fields_of_this_endpoint(client: AsyncOpenAI, server: Server, is_streamed: bool) -> None:
     create: Any = client.responses.create
-    with pytest.raises(openai.BadRequestError, match="max_output_tokens: max_tokens 4000 does not fit") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"max_output_tokens: .* max_tokens 4000 does not fit") as caught:
         await create(model="bundled", input=QUESTION, max_output_tokens=4000, stream=is_streamed)
     assert caught.value.param == "max_output_tokens"
-    with pytest.raises(openai.BadRequestError, match=r"input: the prompt has .* too many") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"input: .* maximum context length is .* too many") as caught:
         await create(model="bundled", input="a" * 600, stream=is_streamed)
     assert caught.value.param == "input"
     assert server.num_free_slots == SLOTS

@@ -6,10 +6,12 @@ import pytest
 from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
-from chairlift.api.errors import failure_of
-from chairlift.api.fields import Fate, fields_of
+from chairlift.api.errors import error_reply
+from chairlift.api.reference.description import Fate, fields_of
+from chairlift.api.wire.base import own_field_names
+from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
-from chairlift.errors import InvalidRequest
+from chairlift.errors import ContextLengthExceeded, InvalidRequest
 from chairlift.params import SamplingParams, StructuredOutputs
 
 CALL_A = {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"x": 1}'}
@@ -37,7 +39,7 @@ def complaint(**fields: Any) -> tuple[str | None, str]:
     """The field that a client is told of, and the message."""
     with pytest.raises((ValidationError, InvalidRequest)) as caught:
         parse(**fields).template_messages()
-    failure = failure_of(caught.value)
+    failure = error_reply(caught.value)
     assert failure.status == 400
     return failure.detail.param, failure.detail.message
 
@@ -106,28 +108,54 @@ def test_an_output_must_answer_an_earlier_call() -> None:
 @pytest.mark.parametrize(
     ("bad_input", "message"),
     [
-        (3, "input must be a string or a list of items"),
-        ([3], "input.0: Input should be a valid dictionary or instance of InputMessage"),
-        ([{"type": "reasoning", "id": "r", "summary": []}], "input: type 'reasoning' is not supported; known here: "),
-        ([{"type": "item_reference", "id": "msg_1"}], "input: type 'item_reference' is not supported"),
-        ([{"type": "web_search_call", "id": "w"}], "input: type 'web_search_call' is not supported"),
-        ([{"id": "msg_1"}], "input: type None is not supported"),
+        (3, "input: Input should be a valid string or a list"),
+        ([3], "input.0: Input should be an object"),
+        ([{"type": "item_reference", "id": "msg_1"}], "input.0: type 'item_reference' is not supported"),
+        ([{"type": "web_search_call", "id": "w"}], "input.0: type 'web_search_call' is not supported"),
+        ([{"id": "msg_1"}], "input.0: type None is not supported"),
         ([{"role": "user"}], "input.0.content: Field required"),
         ([{"role": "tool", "content": "a"}], "input.0.role: Input should be 'user'"),
-        ([{"role": "user", "content": "a", "foo": 1}], "input.0.foo: Extra inputs are not permitted"),
-        ([{"role": "user", "content": [{"type": "input_image"}]}], "input: type 'input_image' is not supported"),
+        ([{"role": "user", "content": "a", "foo": 1}], "unknown or unsupported field: input.0.foo"),
+        ([{**OUTPUT_A, "str": 1}], "unknown or unsupported field: input.0.str"),
+        (
+            [{"role": "user", "content": [{"type": "input_image"}]}],
+            "input.0.content.0: type 'input_image' is not supported",
+        ),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input.0.content.0.text: Field required"),
-        ([{"role": "user", "content": ["a"]}], "input.0.content.0: Input should be a valid dictionary"),
-        ([{**CALL_A, "namespace": "n"}], "namespace is not supported"),
-        ([{**CALL_A, "async": True}], "async: only false is supported"),
+        ([{"role": "user", "content": ["a"]}], "input.0.content.0: Input should be an object"),
+        ([{**CALL_A, "namespace": "n"}], "input.0.namespace is not supported"),
+        ([{**CALL_A, "async": True}], "input.0.async: only false is supported"),
         ([{**CALL_A, "arguments": 1}], "input.0.arguments: Input should be a valid string"),
-        ([CALL_A, {**OUTPUT_A, "output": [{"type": "input_file"}]}], "input: type 'input_file' is not supported"),
+        (
+            [CALL_A, {**OUTPUT_A, "output": [{"type": "input_file"}]}],
+            "input.1.output.0: type 'input_file' is not supported",
+        ),
     ],
 )
 def test_an_item_that_is_not_understood_is_named(bad_input: Any, message: str) -> None:
     param, said = complaint(input=bad_input)
     assert said.startswith(message)
-    assert param in ("input", "namespace", "async")
+    assert param is not None
+    assert param.split(".")[0] == "input"
+
+
+def test_items_that_other_servers_models_wrote_come_back_with_what_those_added_to_them() -> None:
+    added = {"id": "x", "status": "completed", "phase": "final_answer", "created_by": "them", "agent": {"name": "a"}}
+    thought: dict[str, Any] = {
+        "type": "reasoning",
+        "id": "r",
+        "summary": [],
+        "encrypted_content": "abc",
+        "status": None,
+    }
+    shown = {**thought, "content": [{"type": "reasoning_text", "text": "Let me see."}]}
+    text: dict[str, Any] = {"type": "output_text", "text": "t", "annotations": [], "logprobs": None, "parsed": {"a": 1}}
+    said = {"type": "message", "role": "assistant", "content": [text], **added}
+    assert messages(thought, said, shown, {**CALL_A, **added}, OUTPUT_A, {"role": "user", "content": "u"}) == [
+        {"role": "assistant", "content": "t", "reasoning_content": "Let me see.", "tool_calls": [MESSAGE_A]},
+        {"role": "tool", "content": "one", "tool_call_id": "a"},
+        {"role": "user", "content": "u"},
+    ]
 
 
 # --- how to answer
@@ -190,7 +218,9 @@ def test_every_field_that_the_client_can_send_is_known() -> None:
         *get_type_hints(response_create_params.ResponseCreateParamsStreaming),
         *get_type_hints(response_create_params.ResponseCreateParamsNonStreaming),
     }
-    assert sent | {"priority", "cache_salt", "timeout"} == {row.name for row in fields_of(ResponsesRequest)}
+    ours = {"priority", "cache_salt", "timeout", "structured_outputs", "parse_special_tokens"}
+    sampling = set(SamplingParams.model_fields) - {"n", "max_tokens", "logprobs", "prompt_logprobs"}
+    assert sent | ours | sampling == {row.name for row in fields_of(ResponsesRequest)}
 
 
 def test_a_field_changes_its_fate_only_where_somebody_decides_it() -> None:
@@ -200,7 +230,7 @@ def test_a_field_changes_its_fate_only_where_somebody_decides_it() -> None:
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     }
     assert {row.name for row in rows if row.fate is Fate.REFUSED} == {
-        *("previous_response_id", "conversation", "prompt", "reasoning", "max_tool_calls"),
+        *("previous_response_id", "conversation", "prompt", "max_tool_calls"),
         *("moderation", "context_management", "access_programs", "image"),
     }
 
@@ -218,6 +248,52 @@ def test_null_counts_as_left_out() -> None:
     assert parse(**{row.name: None for row in rows if not row.is_required}) == parse()
 
 
+def test_what_agents_send_whatever_the_model_is_accepted() -> None:
+    parse(
+        include=["reasoning.encrypted_content"],
+        reasoning={"effort": None, "summary": "auto", "generate_summary": None},
+        tool_choice="auto",
+        tools=[],
+        parallel_tool_calls=False,
+        store=False,
+        stream=True,
+        text=None,
+    )
+    parse(reasoning={"effort": "none", "context": "auto"}, text={"format": None, "verbosity": None})
+    assert not parse(include=["reasoning.encrypted_content"]).has_logprobs
+
+
+def test_a_response_is_sampled_with_the_same_fields_as_a_chat() -> None:
+    fields: dict[str, Any] = {
+        "top_k": 3,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"65": 1.5},
+        "seed": 7,
+        "stop": ["a", "b"],
+        "stop_token_ids": [1],
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "bad_words": ["c"],
+        "allowed_token_ids": [1, 2],
+        "truncate_prompt_tokens": 9,
+        "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
+    }
+    as_sent = {**fields, "repetition_detection": {**fields["repetition_detection"], "min_pattern_size": None}}
+    params = parse(**as_sent).params(SamplingParams())
+    assert params == SamplingParams(**fields)
+    chat = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **as_sent})
+    assert chat.params(SamplingParams()) == params
+    wanted = parse(structured_outputs={"regex": "a"}).wanted_structure()
+    assert wanted is not None
+    assert wanted.outputs.regex == "a"
+    both = parse(structured_outputs={"regex": "a"}, text={"format": {"type": "json_object"}})
+    with pytest.raises(InvalidRequest, match="give only one of text and structured_outputs"):
+        both.wanted_structure()
+
+
 def test_defaults_may_be_written_out() -> None:
     parse(background=False, truncation="disabled", text={"verbosity": "medium"}, top_logprobs=0, store=True)
     parse(prompt_cache_options={"mode": "implicit", "ttl": "30m", "prewarm": False}, tool_choice="none")
@@ -230,7 +306,8 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "truncation": ({"truncation": "auto"}, "truncation", 'truncation: only "disabled" is supported: '),
     "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", 'text.verbosity: only "medium" is supported'),
     "prewarm": ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm", "every request is"),
-    "include": ({"include": ["reasoning.encrypted_content"]}, "include", "'reasoning.encrypted_content' is not supp"),
+    "include": ({"include": ["web_search_call.results"]}, "include", "'web_search_call.results' is not supported"),
+    "effort": ({"reasoning": {"effort": "low"}}, "reasoning.effort", 'reasoning.effort: only "none" is supported: '),
     "top_logprobs alone": ({"top_logprobs": 1}, "top_logprobs", "only allowed with include"),
     "too many": ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "equal to 20"),
     "no tokens": ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
@@ -239,10 +316,15 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "other tool": ({"tools": [{"type": "web_search"}]}, "tools", "type 'web_search' is not supported"),
     "custom tool": ({"tools": [TOOL, {"type": "custom", "name": "c"}]}, "tools", "type 'custom' is not supported"),
     "chat's tool": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tools.0.name"),
-    "callers": ({"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]}, "allowed_callers", 'only ["direct"] is'),
-    "deferred": ({"tools": [{**TOOL, "defer_loading": True}]}, "defer_loading", "only false is supported"),
-    "output_schema": ({"tools": [{**TOOL, "output_schema": {}}]}, "output_schema", "is not supported"),
+    "callers": (
+        {"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]},
+        "tools.0.allowed_callers",
+        'only ["direct"] is',
+    ),
+    "deferred": ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading", "only false is supported"),
+    "output_schema": ({"tools": [{**TOOL, "output_schema": {}}]}, "tools.0.output_schema", "is not supported"),
     "choice without tools": ({"tool_choice": "required"}, "tool_choice", "only allowed with tools"),
+    "a seed that is a text": ({"seed": "7"}, "seed", "seed: Input should be a valid integer"),
     "choice of none": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "name": "z"}},
         "tool_choice",
@@ -263,7 +345,14 @@ def test_what_cannot_be_served_is_refused_by_name(case: str) -> None:
     assert words in message
 
 
+def test_what_is_too_long_is_so_by_the_fields_own_name_and_stays_what_it_is() -> None:
+    with pytest.raises(ContextLengthExceeded) as caught, own_field_names(parse().field_names):
+        raise ContextLengthExceeded("this model's maximum context length is 8 tokens", "messages")
+    assert str(caught.value) == "input: this model's maximum context length is 8 tokens"
+    assert caught.value.param == "input"
+
+
 def test_no_input_is_a_400() -> None:
     with pytest.raises(ValidationError) as caught:
         ResponsesRequest.model_validate({"model": "bundled"})
-    assert failure_of(caught.value).detail.param == "input"
+    assert error_reply(caught.value).detail.param == "input"

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from chairlift.api.app import ApiOptions
+from chairlift.api.config import ServerConfig
 from tests.api.conftest import Server
 from tests.api.contract import hermes_client, post, serving
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, without_identity
@@ -60,7 +60,9 @@ async def test_a_stream_adds_up_to_the_whole_reply(server: Server) -> None:
     logprobs = whole["output"][0]["content"][0]["logprobs"]
     deltas = events.of_type("response.output_text.delta")
     assert [scored for delta in deltas for scored in delta["logprobs"]] == logprobs
-    assert all("".join(scored["token"] for scored in delta["logprobs"]) == delta["delta"] for delta in deltas)
+    *told, end = ("".join(scored["token"] for scored in delta["logprobs"]) for delta in deltas)
+    assert told == [delta["delta"] for delta in deltas[:-1]]
+    assert (deltas[-1]["delta"], end) == ("", "<|im_end|>")
 
 
 @pytest.mark.asyncio
@@ -152,7 +154,7 @@ async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(serve
 
 @pytest.mark.asyncio
 async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream() -> None:
-    async with serving(ApiOptions(keep_alive_interval=0.01)) as server, aiohttp.ClientSession() as http:
+    async with serving(ServerConfig(keep_alive_interval=0.01)) as server, aiohttp.ClientSession() as http:
         with hold_back(server.llm) as gate:
             async with http.post(f"{server.url}{RESPONSES}", json={"input": QUESTION, "stream": True}) as response:
                 comment = (await response.content.readuntil(b"\n\n")).decode()

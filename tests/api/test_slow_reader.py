@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.connections import Connection
+from chairlift.api.http.connections import Connection
 from tests.api.conftest import SLOTS, Server
 from tests.api.fault_support import RawClient, forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
@@ -119,12 +119,12 @@ async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(
         await post_and_read_nothing(server, VERBOSE) as silent,
     ):
         await wait_until(lambda: server.llm.num_unfinished == 1, "it has come in")
-        (address,) = server.llm._addresses.values()
+        (mailbox,) = server.llm._mailboxes.values()
         largest = 0
         await wait_until(lambda: server.num_free_slots < SLOTS, "it runs")
         while server.num_free_slots < SLOTS:
             largest = max(largest, transports[0].get_write_buffer_size())
-            assert len(address.mailbox._changed) <= 1
+            assert len(mailbox._changed) <= 1
             await asyncio.sleep(0.005)
         assert 2**14 < largest < MOST_BUFFERED
         async with await post(server, {**VERBOSE, "n": 1, "max_tokens": 5}) as other:

@@ -1,8 +1,12 @@
 """https: with a certificate made for the test; and what is said of certificates that cannot be used."""
 
 import asyncio
+import signal
+import socket
 import ssl
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +22,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from chairlift.api.app import Api
 from chairlift.api.config import ServerConfig
-from chairlift.api.listening import listen, tls_context, url_of
-from chairlift.api.server import make_runner
-from chairlift.engine.async_llm import AsyncLLM
+from chairlift.api.http.connections import tls_context
 from chairlift.errors import ConfigurationError
+from tests.api.conftest import serving
+from tests.engine.async_support import DEADLINE_S
+from tests.support.server_process import SERVE, Process, long_stream, running
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,8 @@ def files(tmp_path: Path) -> Files:
 @pytest_asyncio.fixture
 async def url(files: Files) -> AsyncIterator[str]:
     """A server with that certificate."""
-    llm = AsyncLLM(max_batch_size=1, max_seq_len=64, num_threads=1)
-    runner = make_runner(Api(llm, "bundled"), files.config)
-    await runner.setup()
-    assert runner.server is not None
-    listening = await listen(runner.server, files.config)
-    yield url_of(listening, files.config)
-    listening.close()
-    await llm.close()
-    await runner.cleanup()
+    async with serving(files.config, max_batch_size=1, max_seq_len=64) as server:
+        yield server.url
 
 
 @pytest.mark.asyncio
@@ -132,3 +129,59 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(files: File
     files.key.write_bytes(locked)
     with pytest.raises(ConfigurationError, match="ssl_keyfile has a password; give a key without one"):
         tls_context(files.config)
+
+
+def test_sighup_reads_the_certificate_again_and_cuts_no_stream(files: Files) -> None:
+    flags = ("--ssl-certfile", str(files.cert), "--ssl-keyfile", str(files.key))
+    with running(SERVE, *flags) as process, streaming(process, 1500) as lines:
+        first = certificate_of(process)
+        files.key.write_text("no PEM at all\n")
+        process.popen.send_signal(signal.SIGHUP)
+        until_logged(process, "the certificate was not renewed: ssl_certfile")
+        assert certificate_of(process) == first
+        issued = trustme.CA().issue_cert("127.0.0.1")
+        issued.private_key_pem.write_to_path(files.key)
+        issued.cert_chain_pems[0].write_to_path(files.cert)
+        process.popen.send_signal(signal.SIGHUP)
+        until_logged(process, "the certificate was read again")
+        assert certificate_of(process) == ssl.PEM_cert_to_DER_cert(files.cert.read_text()) != first
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_sighup_without_a_certificate_is_a_line_in_the_log() -> None:
+    with running(SERVE) as process, streaming(process, 500) as lines:
+        process.popen.send_signal(signal.SIGHUP)
+        until_logged(process, "SIGHUP: there is no certificate to read again; nothing was done")
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+@contextmanager
+def streaming(process: Process, num_tokens: int) -> Iterator[Iterator[str]]:
+    """The lines of a stream that has begun."""
+    body = long_stream(num_tokens)
+    with (
+        httpx.Client(base_url=process.url, verify=False, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=body) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        yield lines
+
+
+def certificate_of(process: Process) -> bytes:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with (
+        socket.create_connection(("127.0.0.1", process.port), 20) as plain,
+        context.wrap_socket(plain) as connection,
+    ):
+        certificate = connection.getpeercert(binary_form=True)
+    assert certificate is not None
+    return certificate
+
+
+def until_logged(process: Process, words: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not any(words in line for line in process.log):
+        assert time.monotonic() < deadline, f"not logged: {words}"
+        time.sleep(0.01)

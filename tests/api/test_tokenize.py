@@ -36,6 +36,27 @@ async def test_a_conversation_is_counted_as_chat_completions_count_it(
 
 
 @pytest.mark.asyncio
+async def test_the_vocabularys_entries_are_told_if_asked_for(server: Server, http: aiohttp.ClientSession) -> None:
+    reply = await post(http, f"{server.url}/tokenize", {"prompt": "H !", "return_token_strs": True})
+    assert (reply["tokens"], reply["token_strs"]) == ([72, 32, 33], ["H", "Ġ", "!"])
+    chat = {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}
+    reply = await post(http, f"{server.url}/tokenize", chat)
+    assert reply["token_strs"] == ["<|user|>", "a", "<|im_end|>", "<|assistant|>"]
+
+
+@pytest.mark.asyncio
+async def test_what_a_client_needs_to_know_of_the_tokenizer(server: Server, http: aiohttp.ClientSession) -> None:
+    async with http.get(f"{server.url}/tokenizer_info") as response:
+        assert response.status == 200
+        info = await response.json()
+    assert info["chat_template"] == server.llm.inputs.tokenizer.chat_template
+    special = {name: info[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    assert special == {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None}
+    assert info["added_tokens_decoder"]["257"] == {"content": "<|im_end|>", "special": True}
+    assert (bool(info["tokenizer_class"]), info["model_max_length"]) == (True, MAX_SEQ_LEN)
+
+
+@pytest.mark.asyncio
 async def test_an_empty_text_has_no_tokens(server: Server, http: aiohttp.ClientSession) -> None:
     assert (await post(http, f"{server.url}/tokenize", {"prompt": ""}))["tokens"] == []
     assert await post(http, f"{server.url}/detokenize", {"tokens": []}) == {"prompt": ""}
@@ -50,7 +71,8 @@ async def test_an_empty_text_has_no_tokens(server: Server, http: aiohttp.ClientS
         ("tokenize", {"messages": []}, "messages", "messages is empty"),
         ("tokenize", {"prompt": "a", "foo": 1}, "foo", "unknown"),
         ("detokenize", {"tokens": [1, 99_999]}, "tokens", "token id 99999"),
-        ("detokenize", {"tokens": "a"}, "tokens", "valid array"),
+        ("detokenize", {"tokens": "a"}, "tokens", "Input should be a list"),
+        ("tokenize", {"prompt": "a", "parse_special_tokens": True}, "parse_special_tokens", "goes with messages"),
     ],
 )
 async def test_bad_input_is_refused_by_name(
@@ -59,3 +81,14 @@ async def test_bad_input_is_refused_by_name(
     error = (await post(http, f"{server.url}/{path}", body, status=400))["error"]
     assert error["param"] == param
     assert words in error["message"]
+
+
+@pytest.mark.asyncio
+async def test_a_text_that_would_take_long_is_refused_before_it_is_looked_at(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
+    url = f"{server.url}/tokenize"
+    error = (await post(http, url, {"prompt": "ab " * 200_000}, 400))["error"]
+    assert error["message"].endswith("is too long to be tokenized at once; send at most 524288")
+    assert error["param"] == "prompt"
+    assert (await post(http, url, {"prompt": "ab " * 80_000}))["count"] > 80_000

@@ -4,11 +4,12 @@ The server reads calls as Hermes writes them. Arguments are of kinds that end by
 """
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 import jsonschema_rs
 import openai
 import pytest
+from openai import AsyncOpenAI
 
 from tests.api.contract import counts, hermes_client
 from tests.api.tool_support import (
@@ -16,6 +17,7 @@ from tests.api.tool_support import (
     BEGIN_AN_OBJECT,
     NAMED,
     PAINT_SCHEMA,
+    QUESTION,
     assert_is_valid,
     body,
     complete,
@@ -110,6 +112,62 @@ async def test_calls_may_be_several_unless_they_must_not() -> None:
     for call in several.message.tool_calls[:-1]:
         assert_is_valid(call)
     assert (len(single.message.tool_calls), single.finish_reason) == (1, "tool_calls")
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+UNCONSTRAINED: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_answer_with_at_most_one_call_ends_with_it(client: AsyncOpenAI, is_streamed: bool) -> None:
+    """Nobody would see what follows, so nobody pays for it. Nothing is enforced here, and no end token counts."""
+    fields: Any = {
+        **body(tools=UNCONSTRAINED, max_tokens=300, parallel_tool_calls=False, extra_body={"ignore_eos": True}, n=2),
+        "stream": is_streamed,
+        **({"stream_options": {"include_usage": True}} if is_streamed else {}),
+    }
+    if is_streamed:
+        chunks = [chunk async for chunk in await client.chat.completions.create(**fields)]
+        usage = chunks[-1].usage
+        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    else:
+        reply = await client.chat.completions.create(**fields)
+        usage = reply.usage
+        reasons = [choice.finish_reason for choice in reply.choices]
+        for choice in reply.choices:
+            ((call,), content) = (choice.message.tool_calls or [], choice.message.content)
+            assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
+            assert content is None
+    assert reasons == ["tool_calls", "tool_calls"]
+    assert usage.completion_tokens < 2 * 100
+
+
+@pytest.mark.asyncio
+async def test_a_response_with_at_most_one_call_ends_with_it(client: AsyncOpenAI) -> None:
+    tools: Any = [{"type": "function", **UNCONSTRAINED[0]["function"]}]
+    reply = await client.responses.create(
+        model="bundled",
+        input=QUESTION[0]["content"],
+        tools=tools,
+        parallel_tool_calls=False,
+        max_output_tokens=300,
+        extra_body={"ignore_eos": True},
+    )
+    assert (reply.status, [item.type for item in reply.output]) == ("completed", ["function_call"])
+    assert reply.usage is not None
+    assert reply.usage.output_tokens < 100
+
+
+@pytest.mark.asyncio
+async def test_a_forced_call_wins_over_a_wanted_format() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
+    async with hermes_client() as client:
+        for choice in (NAMED, "required"):
+            reply = await complete(client, tool_choice=choice, response_format=form, parallel_tool_calls=False)
+            (call,) = reply.choices[0].message.tool_calls
+            assert_is_valid(call)
+            assert (reply.choices[0].finish_reason, reply.choices[0].message.content) == ("tool_calls", None)
 
 
 @pytest.mark.asyncio

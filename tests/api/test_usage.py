@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import aiohttp
 import pytest
 from openai import AsyncOpenAI
 from openai.types.completion_usage import PromptTokensDetails
 
+from chairlift.api.config import ServerConfig
+from chairlift.api.wire.completions import Usage
 from chairlift.api.wire.response_object import ResponseUsage
-from chairlift.api.wire.usage import Usage
+from chairlift.engine.async_llm import AsyncLLM
 from chairlift.params import CompletionOutput, RequestOutput
 from tests.api.conftest import Server
 from tests.api.contract import (
@@ -48,7 +51,55 @@ def test_responses_have_their_own_words_for_it() -> None:
     }
 
 
+# --- streams
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("has_last", [False, True])
+async def test_a_chat_tells_the_usage_so_far_with_every_chunk(server: Server, has_last: bool) -> None:
+    body = {"messages": user("Hello!"), "n": 2, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    whole = await post(server, CHAT, body)
+    options = {"include_usage": has_last, "continuous_usage_stats": True}
+    chunks = await chunks_of(server, CHAT, {**body, "stream_options": options})
+    usages = [check_chat_chunk(chunk).usage for chunk in chunks]
+    assert all(usage is not None and usage.prompt_tokens == whole["usage"]["prompt_tokens"] for usage in usages)
+    generated = [usage.completion_tokens for usage in usages if usage is not None]
+    assert (generated[0], generated[-1], generated) == (0, 12, sorted(generated))
+    assert [len(chunk["choices"]) for chunk in chunks] == [1] * (len(chunks) - has_last) + [0] * has_last
+
+
+@pytest.mark.asyncio
+async def test_a_completion_tells_the_usage_so_far_with_every_chunk(server: Server) -> None:
+    body = {"prompt": ["1 + 1 =", "Once"], "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = await chunks_of(server, COMPLETIONS, {**body, "stream_options": options})
+    usages = [check_completion(chunk).usage for chunk in chunks]
+    generated = [usage.completion_tokens for usage in usages if usage is not None]
+    assert len(generated) == len(chunks)
+    assert (generated[-2:], generated) == ([12, 12], sorted(generated))
+    assert chunks[-2]["usage"] == chunks[-1]["usage"]
+
+
 # --- an engine that reuses
+
+
+@pytest.mark.asyncio
+@pytest.mark.skipif(not hasattr(AsyncLLM, "reset_prefix_cache"), reason="the engine cannot forget yet")
+async def test_what_was_computed_can_be_forgotten(server: Server, client: AsyncOpenAI) -> None:
+    await cached(client)
+    assert await cached(client) == len(STORY) - 1
+    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/reset_prefix_cache") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ok"})
+    assert await cached(client) == 0
+
+
+@pytest.mark.asyncio
+async def test_one_of_several_keys_cannot_have_everybodys_prompts_forgotten() -> None:
+    async with serving(ServerConfig(api_key=("a", "b"))) as server, aiohttp.ClientSession() as http:
+        headers = {"Authorization": "Bearer a"}
+        async with http.post(f"{server.url}/reset_prefix_cache", headers=headers) as response:
+            assert response.status == 403
+            assert "several API keys" in (await response.json())["error"]["message"]
 
 
 STORY = "Once upon a time there was a little lift"  # a byte is a token

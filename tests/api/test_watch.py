@@ -14,11 +14,10 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.connections import Connection
 from chairlift.api.errors import error_middleware
-from chairlift.api.listening import listen, url_of
-from chairlift.api.watch import MAX_WATCHERS, SnapshotFeed, add_watch_route
-from chairlift.engine.snapshot import Snapshot, SnapshotSource, short_id
+from chairlift.api.http.connections import Connection, listen, url_of
+from chairlift.api.reference.page import MAX_WATCHERS, SnapshotFeed, add_page_routes
+from chairlift.engine.stats import Snapshot, SnapshotSource, short_id
 from chairlift.errors import EngineClosed, EngineDead
 from tests.engine.async_support import wait_until
 from tests.support.fake_batch import FakeBatch
@@ -211,7 +210,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """The endpoint on the production's connections; its address."""
     app = web.Application(middlewares=[error_middleware])
-    add_watch_route(app, SnapshotFeed(source, interval_s=QUICK_S), keep_alive_s)
+    add_page_routes(app, SnapshotFeed(source, interval_s=QUICK_S), keep_alive_s)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     assert runner.server is not None, "set up"

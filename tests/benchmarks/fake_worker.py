@@ -17,7 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
-from comparison.workers.protocol import Generate, Session, serve
+from peers.workers.protocol import Generate, Session, serve
 
 
 def load(session: Session) -> Generate:

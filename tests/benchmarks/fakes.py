@@ -1,10 +1,13 @@
-"""Engines that are fake workers, and what they are asked for."""
+"""Engines that are fake workers, what they are asked for, and a tiny model's shape."""
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
-from comparison.engines import Engine
-from comparison.workers.protocol import Settings
+import pytest
+from comparison.ceiling import ModelShape
+from peers.engines import Engine
+from peers.workers.protocol import Settings
 
 FAKE_WORKER = str(Path(__file__).parent / "fake_worker.py")
 
@@ -20,8 +23,29 @@ SETTINGS = Settings(
 )
 
 
+FIELDS = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "vocab_size": 10,
+}
+"""A config.json: 1152 weights in layers, 80 in the head."""
+
+SHAPE = ModelShape.of(FIELDS, weight_bytes=2, cache_bytes=2)
+"""A pass reads 2464 bytes, and 32 of each cached token."""
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, script: ModuleType, *flags: str) -> int:
+    """Runs a benchmark's `main` with these flags; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *flags])
+    code: int = script.main()
+    return code
+
+
 class FakeEngine(Engine):
-    """Of any kind and name, with a fake worker's options."""
+    """An engine of any kind and name, with a fake worker's options."""
 
     def command(self) -> list[str]:
         return [sys.executable, FAKE_WORKER, self.kind]

@@ -5,22 +5,15 @@ from comparison.ceiling import (
     ModelShape,
     Pass,
     Rates,
+    Workload,
     decode_step,
     least_seconds,
     most_tokens_per_second,
     prefill,
 )
-from comparison.workload import Workload
 
-FIELDS = {
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 16,
-    "vocab_size": 10,
-}
-SHAPE = ModelShape.of(FIELDS, weight_bytes=2, cache_bytes=2)
+from .fakes import FIELDS, SHAPE
+
 # Per layer q 8x8, k and v 8x4 each, o 8x8, and three of 8x16: 64 + 64 + 64 + 384 = 576 weights. The head: 80.
 
 

@@ -7,25 +7,16 @@ from typing import Any
 
 import compare
 import pytest
-from comparison.engines import Engine
+from peers.engines import Engine
 
-from .fakes import FAKE_WORKER
-
-CONFIG = {
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 16,
-    "vocab_size": 10,
-}
+from .fakes import FAKE_WORKER, FIELDS, run_script
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
     return directory
 
 
@@ -34,16 +25,13 @@ def _fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "command", lambda engine: [sys.executable, FAKE_WORKER, engine.kind])
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["compare.py", *flags])
-    return compare.main()
-
-
 def test_a_comparison_ends_in_a_line_of_json(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--model", str(model), "--workloads", "2x4+3", "1x8+1", "--rounds", "2", "--json", str(tmp_path / "out")]
-    code = run(monkeypatch, *flags, "--peer", "transformers", "--peer", f"vllm={sys.executable},raises=1")
+    code = run_script(
+        monkeypatch, compare, *flags, "--peer", "transformers", "--peer", f"vllm={sys.executable},raises=1"
+    )
     captured = capsys.readouterr()
     report: dict[str, Any] = json.loads(captured.out.splitlines()[-1])
     assert json.loads((tmp_path / "out").read_text(encoding="utf-8")) == report
@@ -65,7 +53,7 @@ def test_a_comparison_ends_in_a_line_of_json(
 
 
 def test_all_well_is_exit_code_0(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, "--model", str(model), "--workloads", "2x4+3", "--rounds", "1") == 0
+    assert run_script(monkeypatch, compare, "--model", str(model), "--workloads", "2x4+3", "--rounds", "1") == 0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +69,7 @@ def test_all_well_is_exit_code_0(model: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_peer_that_is_not_there_is_one_line(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, *flags) == 2
+    assert run_script(monkeypatch, compare, *flags) == 2
     assert capsys.readouterr().err == message
 
 
@@ -89,5 +77,5 @@ def test_a_workload_that_is_none_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        run(monkeypatch, "--workloads", "8x128")
+        run_script(monkeypatch, compare, "--workloads", "8x128")
     assert "'8x128' is no workload: write REQUESTSxPROMPT+OUTPUT" in capsys.readouterr().err

@@ -1,13 +1,12 @@
 """Engines taking turns."""
 
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from comparison.ceiling import Rates
-from comparison.contest import Contest, Entrant, Limits
-from comparison.results import Trial
-from comparison.workload import Workload
+from comparison.ceiling import Rates, Workload
+from comparison.contest import Contest, Entrant, Limits, Trial
 
 from .fakes import SETTINGS, FakeEngine, fake_engine
 
@@ -104,8 +103,18 @@ def test_whatever_happens_no_process_is_left(tmp_path: Path, error: type[BaseExc
     taking_part = entrants(tmp_path, fake_engine("a", child=str(child)), fake_engine("b"))
     with pytest.raises(error):
         compete_until(error, taking_part)
-    for pid in [*(entrant.standing.about["pid"] for entrant in taking_part), int(child.read_text(encoding="ascii"))]:
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    pids = [*(entrant.standing.about["pid"] for entrant in taking_part), int(child.read_text(encoding="ascii"))]
+    deadline = time.monotonic() + 10  # a killed process takes a moment to vanish
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, f"one of {pids} is still there"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_an_interrupt_during_a_start_ends_what_was_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +124,7 @@ def test_an_interrupt_during_a_start_ends_what_was_starting(tmp_path: Path, monk
         started.append(worker)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("comparison.worker.Worker.ask", interrupt)
+    monkeypatch.setattr("peers.worker.Worker.ask", interrupt)
     with pytest.raises(KeyboardInterrupt), Contest(entrants(tmp_path, fake_engine("a")), None, 1000) as contest:
         contest.start([1])
     assert [worker._process.poll() for worker in started] == [-9]  # type: ignore[attr-defined]

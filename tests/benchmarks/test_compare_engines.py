@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from comparison.engines import Engine, UsageError
+from peers.engines import Engine, UsageError
 
 from .fakes import SETTINGS
 
@@ -13,7 +13,7 @@ from .fakes import SETTINGS
 def test_a_peer_runs_in_its_own_python() -> None:
     engine = Engine.parse(f"vllm={sys.executable},max_num_batched_tokens=2048,as=vllm-2k")
     assert engine == Engine("vllm-2k", "vllm", sys.executable, {"max_num_batched_tokens": "2048"})
-    assert engine.command() == [sys.executable, "-m", "comparison.workers.vllm_worker"]
+    assert engine.command() == [sys.executable, "-m", "peers.workers.vllm_worker"]
 
 
 def test_transformers_may_run_in_ours() -> None:

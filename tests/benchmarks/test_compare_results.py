@@ -1,12 +1,12 @@
 """Medians, ratios, shares, and the table of them."""
 
 import pytest
-from comparison.ceiling import ModelShape, Rates
+from comparison.ceiling import Rates, Workload
+from comparison.contest import Score, Standing, Trial, record
 from comparison.report import table
-from comparison.results import Score, Standing, Trial, record
-from comparison.workload import Workload
 
-SHAPE = ModelShape(8, 2, 2, 1, 4, 16, 10, weight_bytes=2, cache_bytes=2)
+from .fakes import SHAPE
+
 STANDINGS = {
     "chairlift": Standing("chairlift", marks={"imports_done": 1.0, "first_token": 2.5}, peak_bytes=10**9),
     "transformers": Standing("transformers", marks={"imports_done": 1.0, "first_token": 4.0}, peak_bytes=2 * 10**9),

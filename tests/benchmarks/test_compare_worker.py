@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from comparison.worker import Worker, WorkerDied, WorkerError
+from peers.worker import Worker, WorkerDied, WorkerError
 
 from .fakes import SETTINGS, FakeEngine, fake_engine
 

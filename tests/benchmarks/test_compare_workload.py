@@ -1,7 +1,7 @@
 """What every engine is given."""
 
 import pytest
-from comparison.workload import DEFAULT_WORKLOADS, Workload
+from comparison.ceiling import DEFAULT_WORKLOADS, Workload
 
 
 def test_a_workload_is_written_as_requests_prompt_and_output() -> None:

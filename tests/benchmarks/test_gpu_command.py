@@ -25,6 +25,7 @@ def report_of(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_a_run_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     done = run(*TINY, "--parts", "rates", "small", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
@@ -37,6 +38,7 @@ def test_a_run_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert 0 < report["table"][1]["share"] < 1.5
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_reported_and_the_others_still_run(tmp_path: Path) -> None:
     done = run(*TINY, "--parts", "checks", "small", "--limit", "0.01", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 1

@@ -1,23 +1,13 @@
 """The GPU benchmark's figures beside their floors, worked out by hand; and how long a device was idle."""
 
 import pytest
-from comparison.ceiling import ModelShape
-from on_gpu.idle import Idle, measure_idle
+from on_gpu.device import Idle, measure_idle
 from on_gpu.parts import Measurement
 from on_gpu.report import Line, make_lines, table
 from on_gpu.scale import SCALES, hugging_face_config, model_shape
 
-SHAPE = ModelShape(
-    hidden_size=8,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    intermediate_size=16,
-    vocab_size=10,
-    weight_bytes=2,
-    cache_bytes=2,
-)  # 1152 weights in layers, 80 in the head; a pass reads 2464 bytes, and 32 of each cached token
+from .fakes import SHAPE
+
 SHAPES = {"large": SHAPE, "small": SHAPE}
 RATES: Measurement = {"kind": "rates", "bytes_per_second": 1e6, "flops_per_second": 1e9}
 

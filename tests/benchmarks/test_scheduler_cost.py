@@ -1,24 +1,20 @@
 """benchmarks/scheduler_cost.py in the small: every figure is there. What they are is not for a test to say."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import scheduler_cost
-from simulation.timing import StepTimes, make_request, medians, timed_step
+from harness import StepTimes, make_request, medians, timed_step
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import RequestOptions
 from chairlift.scheduler import Scheduler
 
+from .fakes import run_script
+
 VERBS = ["schedule", "reserve", "advance", "update", "scheduler", "total"]
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["scheduler_cost.py", *flags])
-    assert scheduler_cost.main() == 0
 
 
 def test_all_parts_are_measured_and_the_last_line_is_json(
@@ -26,7 +22,7 @@ def test_all_parts_are_measured_and_the_last_line_is_json(
 ) -> None:
     path = tmp_path / "cost.json"
     small = ["--rows", "1", "4", "--waiting", "0", "10", "--prefix-slots", "3", "--prefix-tokens", "200"]
-    run(monkeypatch, *small, "--steps", "60", "--rounds", "1", "--json", str(path))
+    assert run_script(monkeypatch, scheduler_cost, *small, "--steps", "60", "--rounds", "1", "--json", str(path)) == 0
     lines = capsys.readouterr().out.splitlines()
     report: dict[str, Any] = json.loads(lines[-1])
     assert json.loads(path.read_text(encoding="utf-8")) == report
@@ -39,12 +35,14 @@ def test_all_parts_are_measured_and_the_last_line_is_json(
     ]
     assert len(costs["waiting"]) == 5 * 2
     assert list(costs["queue"]) == ["10 waiting"]
-    assert list(costs["queue"]["10 waiting"]) == ["add", "abort", "expire none", "expire each of all"]
+    verbs = ["add", "abort", "expire none", "expire each of many", "refuse", "displace"]
+    assert list(costs["queue"]["10 waiting"]) == verbs
     assert len(costs["prefixes"]) == 5
     assert all(list(figures) == VERBS for part in ("rows", "waiting") for figures in costs[part].values())
     assert all(value > 0 for figures in costs["rows"].values() for value in figures.values())
     assert lines[0].startswith("1 decode rows ")
-    assert len(lines) == 4 + 10 + 1 + 5 + 1
+    assert list(costs["journal"]["4 rows"]) == ["note a step", "read", *VERBS]
+    assert len(lines) == 4 + 10 + 1 + 1 + 5 + 1
 
 
 def test_medians_are_of_each_verb_and_of_their_sums() -> None:
@@ -65,8 +63,9 @@ def test_a_timed_step_is_a_whole_step() -> None:
     requests = [make_request(3, 2, RequestOptions(tenant="a")), make_request(3, 1, opening=[7, 8])]
     assert requests[1].prompt_token_ids[:2] == [7, 8]
     scheduler.add(*requests)
+    states = list(scheduler.waiting)
     timed_step(scheduler, slots)
-    assert [request.num_output_tokens for request in requests] == [1, 1]
+    assert [state.num_output_tokens for state in states] == [1, 1]
     timed_step(scheduler, slots)
     assert not scheduler.has_work
-    assert [request.num_output_tokens for request in requests] == [2, 1]
+    assert [state.num_output_tokens for state in states] == [2, 1]

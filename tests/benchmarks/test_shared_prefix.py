@@ -9,20 +9,19 @@ from typing import Any
 import psutil
 import pytest
 import shared_prefix
-from comparison.engines import Engine, UsageError
-from comparison.worker import WorkerError
-from comparison.workers.protocol import Settings
-from serving import host as host_module
-from serving.checkpoint import CHAT_TEMPLATE, make_servable, word_tokenizer
-from serving.host import Host, server_command
-from serving.prefix_report import Series, Trial, record, table
-from serving.visits import Arrival, Round, Visits
+from peers import server as server_module
+from peers.engines import Engine, UsageError
+from peers.server import Host, server_command
+from peers.worker import WorkerError
+from peers.workers.protocol import Settings
+from prefix_visits import Arrival, Round, Series, Trial, Visits, record, table
+from shapes import CHAT_TEMPLATE, make_servable, word_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from tests.bench import samples
+from tests.loadtest import samples
 from tests.support.checkpoints import make_checkpoint
 
-from .fakes import SETTINGS
+from .fakes import SETTINGS, run_script
 from .test_compare_worker import await_status
 
 VISITS = Visits(num_users=3, num_turns=2, prefix_tokens=1500, question_tokens=40, output_tokens=32, think_time=0.5)
@@ -38,11 +37,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 BROKEN_SERVER = "import sys; print('no such model'); sys.exit(3)"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["shared_prefix.py", *flags])
-    return shared_prefix.main()
 
 
 def chat(tokenizer: PreTrainedTokenizerFast, *contents: str) -> list[int]:
@@ -116,11 +110,12 @@ def serve_health_alone(_engine: Engine, _settings: Settings, port: int) -> list[
 
 
 def test_a_server_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "server_command", serve_health_alone)
+    monkeypatch.setattr(server_module, "server_command", serve_health_alone)
+    before = psutil.Process().children(recursive=True)
     host = Host(CHAIRLIFT, SETTINGS, tmp_path / "log")
     try:
         host.start(60.0)
-        children = psutil.Process().children(recursive=True)
+        children = set(psutil.Process().children(recursive=True)) - set(before)
     finally:
         host.close()
     assert host.standing.version == "1.2.3"
@@ -132,7 +127,7 @@ def test_a_server_is_started_and_ended(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "server_command", lambda *_: [sys.executable, "-c", BROKEN_SERVER])
+    monkeypatch.setattr(server_module, "server_command", lambda *_: [sys.executable, "-c", BROKEN_SERVER])
     host = Host(CHAIRLIFT, SETTINGS, tmp_path / "log")
     try:
         with pytest.raises(WorkerError) as caught:
@@ -162,7 +157,7 @@ def test_users_come_all_at_once_or_at_a_rate(text: str, rate: float | None, name
 
 def test_a_round_keeps_times_by_turn() -> None:
     turns = [replace(samples.record(index), turn=index % 2) for index in range(3)]
-    late = replace(turns[1], chunk_times=(53.0,), ended_at=53.0, usage_cached_tokens=7)
+    late = replace(turns[1], chunk_times=[53.0], ended_at=53.0, usage_cached_tokens=7)
     seen = Round.of(samples.result(turns[0], late, turns[2], samples.failed(3, samples.TIMEOUT)), num_turns=2)
     assert seen.ttft_ms == ((1000.0, 1000.0), (2000.0,))
     assert (seen.prompt_tokens, seen.cached_tokens, seen.output_tokens) == (30, 7, 9)
@@ -211,6 +206,7 @@ def test_the_json_has_every_time_and_what_comes_of_them() -> None:
     assert recorded["servers"]["chairlift"]["ratio"] is None
 
 
+@pytest.mark.slow
 def test_the_command_measures_real_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,7 +214,7 @@ def test_the_command_measures_real_servers(
     flags = ["--model", str(tmp_path / "weights"), "--dtype", "float32", "--threads", "1", "--rounds", "1"]
     users = ["--users", "2", "--prefix-tokens", "60", "--question-tokens", "4", "--output-tokens", "4"]
     when = ["--arrivals", "all", "50", "--think-time", "0"]
-    code = run(monkeypatch, *flags, *users, *when, "--json", str(tmp_path / "out"))
+    code = run_script(monkeypatch, shared_prefix, *flags, *users, *when, "--json", str(tmp_path / "out"))
     report: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert code == 0
     assert json.loads((tmp_path / "out").read_text(encoding="utf-8")) == report
@@ -237,8 +233,8 @@ def test_a_server_whose_warm_up_fails_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(tmp_path / "weights")
-    monkeypatch.setattr(host_module, "server_command", serve_health_alone)
-    assert run(monkeypatch, "--model", str(tmp_path / "weights")) == 2
+    monkeypatch.setattr(server_module, "server_command", serve_health_alone)
+    assert run_script(monkeypatch, shared_prefix, "--model", str(tmp_path / "weights")) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("shared_prefix.py: chairlift: its warm-up failed: http://127.0.0.1:")
     assert "no list of models" in last
@@ -256,7 +252,7 @@ def test_a_bad_flag_is_refused(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        run(monkeypatch, *flags)
+        run_script(monkeypatch, shared_prefix, *flags)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -276,5 +272,5 @@ def test_a_peer_that_cannot_take_part_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = [flag for peer in peers for flag in ("--peer", peer)]
-    assert run(monkeypatch, "--model", str(tmp_path), *flags) == 2
+    assert run_script(monkeypatch, shared_prefix, "--model", str(tmp_path), *flags) == 2
     assert capsys.readouterr().err == f"shared_prefix.py: {message}\n"

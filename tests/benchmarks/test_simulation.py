@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from simulation.costs import LinearCost
 from simulation.figures import Figures, Spread, figures_of
-from simulation.records import Fate
-from simulation.simulation import Machine, Outcome, Setting, Simulation
+from simulation.requests import Fate
+from simulation.simulation import Machine, Played, Setting, Simulation
 from simulation.watch import Breach, Watch
 from simulation.workload import Conversation, Prefix, Turn, opening, text
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import SamplingParams
-from chairlift.scheduler import Policy, Request, RowPlan, Scheduler, StepPlan
+from chairlift.scheduler import Policy, Request, RequestState, RowPlan, Scheduler, StepPlan
 
 SECOND_A_STEP = LinearCost(step=1.0, prompt_token=0.0, decode_row=0.0, context_token=0.0, copied_token=0.0)
 FIRST_COME = Setting("first-come", Policy(enable_prefix_caching=False))
@@ -35,23 +35,23 @@ def play(
     depth: int | None = None,
     slot_tokens: int = 100,
     **machine: int,
-) -> Outcome:
+) -> Played:
     sizes = Machine(num_slots, slot_tokens, budget, **machine)
     return Simulation(iter(workload), sizes, setting, cost, depth=depth).run()
 
 
-def column(outcome: Outcome, name: str) -> list[float]:
-    values: list[float] = outcome.meter.records.column(name).tolist()
+def column(played: Played, name: str) -> list[float]:
+    values: list[float] = played.meter.records.column(name).tolist()
     return values
 
 
 def test_a_request_waits_for_the_slot_of_another() -> None:
-    outcome = play(one(0.0, 3, 2), one(0.5, 3, 3))
-    assert column(outcome, "admission") == [0.0, 2.0]
-    assert column(outcome, "first_token") == [1.0, 3.0]
-    assert column(outcome, "end") == [2.0, 5.0]
-    assert (outcome.duration, outcome.num_steps, outcome.meter.use.busy) == (5.0, 5, 5.0)
-    assert (outcome.meter.use.backlogged, outcome.meter.use.backlogged_slots) == (
+    played = play(one(0.0, 3, 2), one(0.5, 3, 3))
+    assert column(played, "admission") == [0.0, 2.0]
+    assert column(played, "first_token") == [1.0, 3.0]
+    assert column(played, "end") == [2.0, 5.0]
+    assert (played.duration, played.num_steps, played.meter.use.busy) == (5.0, 5, 5.0)
+    assert (played.meter.use.backlogged, played.meter.use.backlogged_slots) == (
         1.0,
         1.0,
     )  # from 1.0 to 2.0
@@ -76,9 +76,9 @@ def test_figures_of_that_world() -> None:
 
 def test_a_step_takes_as_long_as_what_is_in_it() -> None:
     cost = LinearCost(step=1.0, prompt_token=0.1, decode_row=0.01, context_token=0.001, copied_token=0.0)
-    outcome = play(one(0.0, 10, 3), cost=cost)
+    played = play(one(0.0, 10, 3), cost=cost)
     # 10 prompt tokens; a row with 10 tokens in its slot; a row with 11
-    assert outcome.duration == pytest.approx(2.0 + 1.02 + 1.021)
+    assert played.duration == pytest.approx(2.0 + 1.02 + 1.021)
 
 
 def test_a_long_prompt_is_computed_within_the_budget() -> None:
@@ -86,34 +86,34 @@ def test_a_long_prompt_is_computed_within_the_budget() -> None:
 
 
 def test_several_steps_of_a_launch_take_several_times_as_long() -> None:
-    outcome = play(one(0.0, 3, 9), max_steps_per_launch=4)
-    assert column(outcome, "end") == [9.0]
-    assert outcome.num_steps == 3  # 1 + 4 + 4
+    played = play(one(0.0, 3, 9), max_steps_per_launch=4)
+    assert column(played, "end") == [9.0]
+    assert played.num_steps == 3  # 1 + 4 + 4
 
 
 def test_an_end_token_in_the_middle_of_a_launch_ends_the_answer() -> None:
     turn = Turn(3, num_output_tokens=3, max_tokens=50)
-    outcome = play(Conversation(0.0, (turn,)), max_steps_per_launch=4)
-    assert column(outcome, "num_output_tokens") == [3.0]
-    assert column(outcome, "end") == [5.0]  # the launch is not cut short
+    played = play(Conversation(0.0, (turn,)), max_steps_per_launch=4)
+    assert column(played, "num_output_tokens") == [3.0]
+    assert column(played, "end") == [5.0]  # the launch is not cut short
 
 
 def test_the_clock_jumps_over_idle_times() -> None:
-    outcome = play(one(5.0, 1, 1), one(100.0, 1, 1))
-    assert column(outcome, "admission") == [5.0, 100.0]
-    assert outcome.duration == 101.0
+    played = play(one(5.0, 1, 1), one(100.0, 1, 1))
+    assert column(played, "admission") == [5.0, 100.0]
+    assert played.duration == 101.0
 
 
 def test_a_client_that_goes_away_gives_its_slot_back() -> None:
-    outcome = play(one(0.0, 3, 50, patience=2.5), one(0.0, 3, 1))
-    assert column(outcome, "fate") == [Fate.LEFT, Fate.FINISHED]
-    assert column(outcome, "end") == [2.5, 4.0]  # within a step, whose end frees the slot
+    played = play(one(0.0, 3, 50, patience=2.5), one(0.0, 3, 1))
+    assert column(played, "fate") == [Fate.LEFT, Fate.FINISHED]
+    assert column(played, "end") == [2.5, 4.0]  # within a step, whose end frees the slot
 
 
 def test_a_client_that_goes_away_while_it_waits_never_had_a_slot() -> None:
-    outcome = play(one(0.0, 3, 5), one(0.0, 3, 5, patience=1.5))
-    assert column(outcome, "fate") == [Fate.LEFT, Fate.FINISHED]
-    assert isnan(column(outcome, "admission")[0])
+    played = play(one(0.0, 3, 5), one(0.0, 3, 5, patience=1.5))
+    assert column(played, "fate") == [Fate.LEFT, Fate.FINISHED]
+    assert isnan(column(played, "admission")[0])
 
 
 def test_a_client_with_patience_enough_gets_its_answer() -> None:
@@ -121,39 +121,39 @@ def test_a_client_with_patience_enough_gets_its_answer() -> None:
 
 
 def test_timeouts_end_requests_in_the_queue_and_in_slots() -> None:
-    outcome = play(one(0.0, 3, 50, timeout=3.5), one(0.0, 3, 5, timeout=2.5))
-    assert column(outcome, "fate") == [Fate.EXPIRED, Fate.TIMED_OUT]
-    assert column(outcome, "end") == [3.0, 4.0]  # before the next step begins
-    assert column(outcome, "num_output_tokens") == [0.0, 4.0]
+    played = play(one(0.0, 3, 50, timeout=3.5), one(0.0, 3, 5, timeout=2.5))
+    assert column(played, "fate") == [Fate.EXPIRED, Fate.TIMED_OUT]
+    assert column(played, "end") == [3.0, 4.0]  # before the next step begins
+    assert column(played, "num_output_tokens") == [0.0, 4.0]
 
 
 def test_a_full_queue_refuses() -> None:
-    outcome = play(*[one(0.0, 3, 3)] * 4, max_queue_size=1)
-    fates = figures_of("x", outcome, starved_after=60.0).fates
+    played = play(*[one(0.0, 3, 3)] * 4, max_queue_size=1)
+    fates = figures_of("x", played, starved_after=60.0).fates
     assert fates == {"finished": 2, "left": 0, "timed_out": 0, "expired": 0, "refused": 2}
 
 
 def test_a_turn_follows_the_answer_before_it_and_repeats_it() -> None:
     turns = (Turn(3, 2, 2), Turn(4, 1, 1, pause=10.0))
-    outcome = play(Conversation(0.0, turns), setting=Setting("prefixes", Policy()))
-    assert column(outcome, "arrival") == [0.0, 12.0]
-    assert column(outcome, "num_prompt_tokens") == [3.0, 9.0]  # 3 + 2 + 4
-    assert column(outcome, "num_cached_tokens") == [0.0, 4.0]  # the last token said has no keys and values
+    played = play(Conversation(0.0, turns), setting=Setting("prefixes", Policy()))
+    assert column(played, "arrival") == [0.0, 12.0]
+    assert column(played, "num_prompt_tokens") == [3.0, 9.0]  # 3 + 2 + 4
+    assert column(played, "num_cached_tokens") == [0.0, 4.0]  # the last token said has no keys and values
 
 
 def test_a_backlog_is_kept_up_whatever_the_arrival_times() -> None:
-    outcome = play(*[one(1000.0 * i, 3, 2) for i in range(4)], depth=2)
-    assert column(outcome, "admission") == [0.0, 2.0, 4.0, 6.0]
-    assert column(outcome, "arrival") == [0.0, 0.0, 1.0, 3.0]  # as soon as one of the two has a slot
-    assert outcome.duration == 8.0
+    played = play(*[one(1000.0 * i, 3, 2) for i in range(4)], depth=2)
+    assert column(played, "admission") == [0.0, 2.0, 4.0, 6.0]
+    assert column(played, "arrival") == [0.0, 0.0, 1.0, 3.0]  # as soon as one of the two has a slot
+    assert played.duration == 8.0
 
 
 def test_shared_beginnings_are_found_and_copied() -> None:
     family = (Prefix(1, 40),)
     requests = [one(10.0 * i, 5, 2, prefixes=family) for i in range(3)]
-    outcome = play(*requests, num_slots=4, setting=Setting("prefixes", Policy()))
-    assert column(outcome, "num_cached_tokens") == [0.0, 40.0, 40.0]
-    figures = figures_of("x", outcome, starved_after=60.0)
+    played = play(*requests, num_slots=4, setting=Setting("prefixes", Policy()))
+    assert column(played, "num_cached_tokens") == [0.0, 40.0, 40.0]
+    figures = figures_of("x", played, starved_after=60.0)
     assert figures.prefix_hit_rate == pytest.approx(80 / 135)
     without = play(*requests, num_slots=4)
     assert column(without, "num_cached_tokens") == [0.0, 0.0, 0.0]
@@ -163,10 +163,10 @@ def test_priorities_are_told_only_where_the_setting_knows_them() -> None:
     workload = [one(0.0, 3, 2), one(0.5, 3, 2, priority=1), one(0.6, 3, 2, priority=0)]
     assert column(play(*workload), "priority") == [0.0, 0.0, 1.0]
     blind = Setting("blind", Policy(enable_prefix_caching=False), knows_priorities=False)
-    outcome = play(*workload, setting=blind)
-    assert column(outcome, "priority") == [0.0, 1.0, 0.0]
-    assert outcome.meter.use.longest_overtaking == 0.0
-    figures = figures_of("x", outcome, starved_after=60.0)
+    played = play(*workload, setting=blind)
+    assert column(played, "priority") == [0.0, 1.0, 0.0]
+    assert played.meter.use.longest_overtaking == 0.0
+    figures = figures_of("x", played, starved_after=60.0)
     assert figures.most_urgent.num_requests == 2
     assert quantiles(figures.most_urgent.ttft)[-1] == pytest.approx(4.4)
     assert figures.less_urgent is not None
@@ -177,9 +177,9 @@ def test_priorities_are_told_only_where_the_setting_knows_them() -> None:
 def tenants_ends(setting: Setting) -> list[float]:
     """Ends of a tenant's only request, after ten of another's in the queue, all of some size."""
     workload = [*[one(0.0, 400, 2, tenant="many")] * 10, one(0.0, 400, 2, tenant="one")]
-    outcome = play(*workload, setting=setting, budget=1000, slot_tokens=1000)
-    ends, tenants = column(outcome, "end"), column(outcome, "tenant")
-    return [end for end, tenant in zip(ends, tenants, strict=True) if outcome.meter.tenants[int(tenant)] == "one"]
+    played = play(*workload, setting=setting, budget=1000, slot_tokens=1000)
+    ends, tenants = column(played, "end"), column(played, "tenant")
+    return [end for end, tenant in zip(ends, tenants, strict=True) if played.meter.tenants[int(tenant)] == "one"]
 
 
 def test_tenants_are_told_only_where_the_setting_knows_them() -> None:
@@ -190,9 +190,9 @@ def test_tenants_are_told_only_where_the_setting_knows_them() -> None:
 
 def test_preempted_requests_end_too() -> None:
     setting = Setting("preemption", Policy(preempt_after=2))
-    outcome = play(one(0.0, 3, 9, priority=1), one(3.5, 3, 2), setting=setting)
-    assert column(outcome, "num_preemptions") == [0.0, 1.0]
-    assert column(outcome, "fate") == [Fate.FINISHED, Fate.FINISHED]
+    played = play(one(0.0, 3, 9, priority=1), one(3.5, 3, 2), setting=setting)
+    assert column(played, "num_preemptions") == [0.0, 1.0]
+    assert column(played, "fate") == [Fate.FINISHED, Fate.FINISHED]
 
 
 def test_text_ends_with_what_the_family_begins() -> None:
@@ -220,7 +220,10 @@ def test_plans_against_the_rules_are_seen() -> None:
     scheduler, watching = watch(request("a"), request("b"))
     (first, second) = scheduler.schedule().rows
     assert breach(watching, [], 0) == "step 1: nothing is planned though somebody waits"
-    assert breach(watching, [RowPlan(request("c"), 1, True)], 0) == "step 2: rows are planned that have no slot: ['c']"
+    assert (
+        breach(watching, [RowPlan(RequestState(request("c"), 0.0), 1, True)], 0)
+        == "step 2: rows are planned that have no slot: ['c']"
+    )
     assert breach(watching, [first, first], 0) == "step 3: 6 tokens are planned, the budget is 4"
     assert breach(watching, [first], 1) == "step 4: a decode row takes more than one token"
     second.request.num_computed = 2

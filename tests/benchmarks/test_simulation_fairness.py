@@ -1,7 +1,7 @@
 """Jain's index, max-min fair shares, and the books of tenants over windows of time."""
 
 import pytest
-from simulation.fairness import Shares, fair_shares, jain
+from simulation.meter import Shares, fair_shares, jain
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 from simulation.costs import LinearCost
-from simulation.replay import read_workload
-from simulation.synthetic import Synthetic, capacity, conversations
-from simulation.workload import Conversation, Prefix, Turn, opening, text
+from simulation.workload import (
+    Conversation,
+    Prefix,
+    Synthetic,
+    Turn,
+    capacity,
+    conversations,
+    opening,
+    read_workload,
+    text,
+)
 
-from chairlift.bench.failures import BenchError
-from chairlift.bench.lengths import Lengths
+from chairlift.loadtest.records import BenchError
 
 
 def drawn(**settings: Any) -> list[Conversation]:
-    return list(conversations(Synthetic(**{"num_requests": 10_000, "slot_tokens": 2048, "rate": 10.0, **settings})))
+    return list(conversations(Synthetic(**{"requests": 10_000, "slot_tokens": 2048, "rate": 10.0, **settings})))
 
 
 def gaps(workload: list[Conversation]) -> list[float]:
@@ -56,19 +63,19 @@ def test_half_of_the_answers_end_before_they_must() -> None:
 
 
 def test_more_requests_begin_with_the_same_ones() -> None:
-    few, many = drawn(num_requests=100, num_families=3), drawn(num_requests=5000, num_families=3)
+    few, many = drawn(requests=100, families=3), drawn(requests=5000, families=3)
     assert many[:100] == few
-    assert drawn(num_requests=100, seed=1) != drawn(num_requests=100, seed=2)
+    assert drawn(requests=100, seed=1) != drawn(requests=100, seed=2)
 
 
 def test_one_tenant_floods_and_the_others_share_the_rest() -> None:
-    counts = Counter(conversation.tenant for conversation in drawn(num_tenants=4, flood_share=0.7))
+    counts = Counter(conversation.tenant for conversation in drawn(tenants=4, flood=0.7))
     assert counts["t0"] == pytest.approx(7000, rel=0.03)
     assert [counts[f"t{i}"] for i in (1, 2, 3)] == pytest.approx([1000] * 3, rel=0.1)
 
 
 def test_tenants_are_alike_where_nobody_floods() -> None:
-    counts = Counter(conversation.tenant for conversation in drawn(num_tenants=4))
+    counts = Counter(conversation.tenant for conversation in drawn(tenants=4))
     assert [counts[f"t{i}"] for i in range(4)] == pytest.approx([2500] * 4, rel=0.1)
 
 
@@ -79,7 +86,7 @@ def test_priorities_have_their_shares() -> None:
 
 
 def test_families_are_as_popular_as_zipf_says() -> None:
-    workload = drawn(num_families=3, family_share=0.55, zipf=1.0, family_tokens=Lengths.parse(50))
+    workload = drawn(families=3, family_share=0.55, zipf=1.0, family_tokens="50")
     counts = Counter(conversation.prefixes for conversation in workload)
     assert counts[()] == pytest.approx(4500, rel=0.05)
     popular = [counts[(Prefix(family, 50),)] for family in range(3)]
@@ -87,13 +94,13 @@ def test_families_are_as_popular_as_zipf_says() -> None:
 
 
 def test_a_family_leaves_room_in_the_slot() -> None:
-    workload = drawn(num_families=1, family_share=1.0, family_tokens=Lengths.parse(5000), slot_tokens=100)
+    workload = drawn(families=1, family_share=1.0, family_tokens="5000", slot_tokens=100)
     assert {conversation.prefixes for conversation in workload} == {(Prefix(0, 50),)}
     assert max(conversation.turns[0].num_new_tokens for conversation in workload) <= 49
 
 
 def test_turns_of_all_conversations_are_as_many_as_were_asked_for() -> None:
-    workload = drawn(turns=Lengths.parse("uniform:1,5"), slot_tokens=300)
+    workload = drawn(turns="uniform:1,5", slot_tokens=300)
     assert sum(len(conversation.turns) for conversation in workload) == 10_000
     for conversation in workload:
         *before, last = conversation.turns
@@ -102,10 +109,7 @@ def test_turns_of_all_conversations_are_as_many_as_were_asked_for() -> None:
 
 
 def test_some_clients_are_impatient_and_some_requests_have_timeouts() -> None:
-    turns = [
-        conversation.turns[0]
-        for conversation in drawn(impatient_share=0.2, patience=4.0, timeout_share=0.1, timeout=7.0)
-    ]
+    turns = [conversation.turns[0] for conversation in drawn(impatient=0.2, patience=4.0, timeouts=0.1, timeout=7.0)]
     patience = [turn.patience for turn in turns if turn.patience is not None]
     assert len(patience) == pytest.approx(2000, rel=0.1)
     assert fmean(patience) == pytest.approx(4.0, rel=0.1)
@@ -115,10 +119,10 @@ def test_some_clients_are_impatient_and_some_requests_have_timeouts() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"num_requests": 0}, "a workload needs at least 1 request, not 0"),
-        ({"flood_share": 1.5}, "a share must be between 0 and 1"),
+        ({"requests": 0}, "a workload needs at least 1 request, not 0"),
+        ({"flood": 1.5}, "a share must be between 0 and 1"),
         ({"priorities": (0.5, 0.6)}, "the shares of the priorities must add up to 1, not 1.1"),
-        ({"num_tenants": 0}, "a workload needs at least 1 tenant, not 0"),
+        ({"tenants": 0}, "a workload needs at least 1 tenant, not 0"),
         ({"rate": 0.0}, "the rate must be above 0 requests a second, not 0"),
         ({"burstiness": 0.0}, "burstiness must be above 0, not 0"),
         ({"slot_tokens": 1}, "a slot must hold a prompt token and an output token, not 1 tokens"),
@@ -138,10 +142,7 @@ def test_texts_begin_alike_only_if_they_have_the_same_number() -> None:
 
 def test_capacity_is_what_slots_and_prompts_allow() -> None:
     cost = LinearCost(step=0.0, prompt_token=0.01, decode_row=0.001, context_token=0.0, copied_token=0.0)
-    one = Lengths.parse(1)
-    settings = Synthetic(
-        10, 2048, rate=None, prompt_tokens=Lengths.parse(50), output_tokens=Lengths.parse(500), turns=one
-    )
+    settings = Synthetic(2048, 10, prompt_tokens="50", output_tokens="500")
     # 50 tokens of prompt for 0.01 s, and 500 of output for 0.001 s each
     assert capacity(settings, num_slots=8, cost=cost) == pytest.approx(1.0)
 
@@ -158,12 +159,12 @@ def test_a_file_is_read_in_order_of_time(tmp_path: Path) -> None:
     path = write(
         tmp_path / "trace.jsonl",
         {**LINE, "timestamp": 3000, "tenant": "a", "priority": -1, "timeout": 2.5},
-        {**LINE, "timestamp": 1000, "prefix_group": 4, "prefix_length": 6},
+        {**LINE, "timestamp": 1000},
         {**LINE, "timestamp": 2000, "input_length": 600, "hash_ids": [7, 8]},
     )
     assert read_workload(path, 1000, num_requests=None, speedup=2.0) == [
-        Conversation(0.0, (Turn(4, 5, 5),), prefixes=(Prefix(4, 6),)),
-        Conversation(0.5, (Turn(0, 5, 5),), prefixes=(Prefix(8192 + 7, 512), Prefix(8192 + 8, 88))),
+        Conversation(0.0, (Turn(10, 5, 5),)),
+        Conversation(0.5, (Turn(0, 5, 5),), prefixes=(Prefix(7, 512), Prefix(8, 88))),
         Conversation(1.0, (Turn(10, 5, 5, timeout=2.5),), "a", -1),
     ]
 
@@ -179,15 +180,6 @@ def test_the_first_requests_of_a_file_can_be_taken(tmp_path: Path) -> None:
         ("{", "line 2: Invalid JSON: EOF while parsing an object at line 1 column 1: {"),
         ({**LINE, "output_length": 0}, "line 2: output_length: Input should be greater than or equal to 1: "),
         ({**LINE, "priority": "high"}, "line 2: priority: Input should be a valid integer: "),
-        ({**LINE, "prefix_length": 3}, "line 2: Value error, prefix_length needs a prefix_group: "),
-        (
-            {**LINE, "prefix_group": 1, "prefix_length": 11},
-            "line 2: Value error, prefix_length 11 is more than input_length 10: ",
-        ),
-        (
-            {**LINE, "prefix_group": 1, "prefix_length": 3, "hash_ids": [1]},
-            "line 2: Value error, give hash_ids or a prefix_group, not both: ",
-        ),
     ],
 )
 def test_a_bad_line_is_told_by_its_number_and_text(
@@ -209,5 +201,5 @@ def test_what_does_not_fit_into_a_slot_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_endless_draw_is_lazy() -> None:
-    settings = Synthetic(10**12, 2048, rate=1.0)
+    settings = Synthetic(2048, 10**12, rate=1.0)
     assert len(list(islice(conversations(settings), 3))) == 3

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from chairlift.cache import CacheFull
-from chairlift.cache.ledger import Reservation, SlotLedger
+from chairlift.cache.ledger import CommonPrefix, Reservation, SlotLedger
 
 
 def race(num_threads: int, attempt: Callable[[], object]) -> list[object]:
@@ -64,7 +64,7 @@ def test_a_slot_claimed_again_starts_empty() -> None:
     ledger.commit([5], ledger.reserve([0], [5]))
     ledger.release(0)
     ledger.claim_slot(0)
-    assert ledger.length_of(0) == 0
+    assert ledger.cache_length_of(0) == 0
 
 
 def test_a_reservation_says_where_each_row_stands_and_how_far_it_may_go() -> None:
@@ -73,6 +73,41 @@ def test_a_reservation_says_where_each_row_stands_and_how_far_it_may_go() -> Non
     ledger.commit([7], ledger.reserve([2], [7]))
     reservation = ledger.reserve([2, 0], [1, 4], num_steps=3)
     assert reservation == Reservation(ticket=reservation.ticket, seq_ids=(2, 0), lengths=(7, 0), num_reserved=(3, 6))
+
+
+def test_a_token_can_be_taken_back_and_written_again() -> None:
+    ledger = SlotLedger(2, 8)
+    (slot,) = ledger.claim(1)
+    ledger.commit([3], ledger.reserve([slot], [3]))
+    ledger.rewind(slot)
+    assert ledger.cache_length_of(slot) == 2
+    reservation = ledger.reserve([slot])
+    assert reservation.lengths == (2,)
+    with pytest.raises(ValueError, match=f"slot {slot} is in flight"):
+        ledger.rewind(slot)
+    ledger.commit([1], reservation)
+    assert ledger.cache_length_of(slot) == 3
+    ledger.check()
+
+
+def test_no_token_can_be_taken_back_where_there_is_none() -> None:
+    ledger = SlotLedger(2, 8)
+    with pytest.raises(ValueError, match="slot 1 is not claimed"):
+        ledger.rewind(1)
+    (slot,) = ledger.claim(1)
+    with pytest.raises(ValueError, match=f"slot {slot} has no token to take back"):
+        ledger.rewind(slot)
+
+
+def test_a_token_that_is_taken_back_is_read_in_no_other_slots_stead() -> None:
+    ledger = SlotLedger(2, 256)
+    source, target = ledger.claim(2)
+    ledger.commit([128], ledger.reserve([source], [128]))
+    ledger.copy_prefix(source, target, 128)
+    assert ledger.reserve([target]).common_prefixes == (CommonPrefix(source, 128),)
+    ledger.rewind(source)
+    ledger.abandon([target])
+    assert ledger.reserve([target]).common_prefixes == ()
 
 
 def test_a_reservation_of_another_ledger_is_not_in_flight_here() -> None:
@@ -96,16 +131,16 @@ def test_rows_of_two_reservations_are_committed_independently() -> None:
     ledger.claim(2)
     first, second = ledger.reserve([0], [3]), ledger.reserve([1], [4])
     ledger.commit([4], second)
-    assert (ledger.length_of(0), ledger.length_of(1)) == (0, 4)
+    assert (ledger.cache_length_of(0), ledger.cache_length_of(1)) == (0, 4)
     ledger.commit([3], first)
-    assert (ledger.length_of(0), ledger.length_of(1)) == (3, 4)
+    assert (ledger.cache_length_of(0), ledger.cache_length_of(1)) == (3, 4)
 
 
 def test_a_row_may_announce_no_tokens_at_all() -> None:
     ledger = SlotLedger(1, 8)
     ledger.claim(1)
     ledger.commit([0], ledger.reserve([0], [0]))
-    assert ledger.length_of(0) == 0
+    assert ledger.cache_length_of(0) == 0
 
 
 def claimed_ledger() -> SlotLedger:
@@ -180,7 +215,7 @@ def test_of_several_threads_that_reserve_commit_or_release_the_same_row_one_succ
     reservations = [r for r in race(8, lambda: ledger.reserve([0], [3])) if isinstance(r, Reservation)]
     assert len(reservations) == 1
     assert race(8, lambda: ledger.commit([3], reservations[0])).count(None) == 1
-    assert ledger.length_of(0) == 3
+    assert ledger.cache_length_of(0) == 3
     assert race(8, lambda: ledger.release(0)).count(None) == 1
     assert ledger.num_free == 1
     ledger.check()
@@ -201,7 +236,7 @@ def test_threads_that_claim_write_and_release_never_share_a_slot() -> None:
             assert [owners.setdefault(seq_id, thread) for seq_id in seq_ids] == [thread, thread]
             ledger.commit([3, 2], ledger.reserve(seq_ids, [3, 4]))
             ledger.commit([1, 2], ledger.reserve(seq_ids[::-1], num_steps=2))
-            assert [ledger.length_of(seq_id) for seq_id in seq_ids] == [5, 3]
+            assert [ledger.cache_length_of(seq_id) for seq_id in seq_ids] == [5, 3]
             ledger.check()
             for seq_id in seq_ids:
                 del owners[seq_id]
@@ -232,7 +267,7 @@ def warm_ledger(**lengths: int) -> SlotLedger:
 
 def test_a_slot_released_with_tokens_is_warm_and_still_claimable() -> None:
     ledger = warm_ledger(s1=5)
-    assert (ledger.num_free, ledger.num_claimable, ledger.warm) == (3, 4, {1: 5})
+    assert (ledger.num_free, ledger.slots_remaining, ledger.warm) == (3, 4, {1: 5})
     assert (ledger.contains(1), ledger.num_valid(1)) == (False, 5)
 
 
@@ -246,14 +281,14 @@ def test_fewer_tokens_than_were_committed_may_stay_valid() -> None:
 def test_free_slots_are_claimed_before_warm_ones_and_of_these_the_least_recently_used() -> None:
     ledger = warm_ledger(s2=3, s0=4)
     assert ledger.claim(3) == [1, 3, 2]
-    assert [ledger.length_of(slot) for slot in (1, 3, 2)] == [0, 0, 0]
+    assert [ledger.cache_length_of(slot) for slot in (1, 3, 2)] == [0, 0, 0]
     assert ledger.warm == {0: 4}
 
 
 def test_a_warm_slot_is_claimed_with_as_much_of_it_as_is_wanted() -> None:
     ledger = warm_ledger(s2=6)
     ledger.claim_slot(2, num_kept=4)
-    assert (ledger.length_of(2), ledger.warm, ledger.num_free) == (4, {}, 3)
+    assert (ledger.cache_length_of(2), ledger.warm, ledger.num_free) == (4, {}, 3)
     ledger.check()
 
 
@@ -261,7 +296,7 @@ def test_a_copy_gives_its_target_the_length_and_makes_its_source_recently_used()
     ledger = warm_ledger(s2=6, s3=1)
     (target,) = ledger.claim(1)
     ledger.copy_prefix(2, target, 5)
-    assert ledger.length_of(target) == 5
+    assert ledger.cache_length_of(target) == 5
     assert list(ledger.warm) == [3, 2]
 
 
@@ -273,7 +308,7 @@ def test_a_claimed_slot_can_be_copied_as_far_as_it_is_committed() -> None:
     with pytest.raises(ValueError, match="slot 0 has 3 valid tokens, not 4"):
         ledger.copy_prefix(source, target, 4)
     ledger.copy_prefix(source, target, 3)
-    assert ledger.length_of(target) == 3
+    assert ledger.cache_length_of(target) == 3
 
 
 @pytest.mark.parametrize(
@@ -300,13 +335,21 @@ def test_what_cannot_be_kept_or_copied_is_refused_and_changes_nothing(
     with pytest.raises(ValueError, match=said):
         call(ledger)
     ledger.check()
-    assert (ledger.num_free, ledger.warm, ledger.length_of(0), ledger.length_of(1)) == (1, {2: 6}, 0, 0)
+    assert (ledger.num_free, ledger.warm, ledger.cache_length_of(0), ledger.cache_length_of(1)) == (1, {2: 6}, 0, 0)
 
 
-def test_all_that_is_warm_can_be_declared_free() -> None:
-    ledger = warm_ledger(s2=6, s0=1)
-    ledger.free_warm()
-    assert (ledger.num_free, ledger.warm, ledger.claim(4)) == (4, {}, [0, 1, 2, 3])
+def test_warm_slots_can_be_declared_free() -> None:
+    ledger = warm_ledger(s2=6, s0=1, s3=2)
+    ledger.free_warm([2, 0])
+    assert (ledger.num_free, ledger.warm, ledger.claim(4)) == (3, {3: 2}, [0, 1, 2, 3])
+
+
+def test_only_warm_slots_are_declared_free_all_or_none() -> None:
+    ledger = warm_ledger(s2=6)
+    ledger.claim_slot(0)
+    with pytest.raises(ValueError, match=r"slots \[0, 1\] are not warm"):
+        ledger.free_warm([2, 0, 1])
+    assert (ledger.num_free, ledger.warm) == (2, {2: 6})
     ledger.check()
 
 

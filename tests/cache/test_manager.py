@@ -408,11 +408,52 @@ def test_a_prefix_is_copied_in_all_layers_keys_and_values_on_every_device_and_no
     grow(manager, {source: 9})
     manager.copy_prefix(source, target, 7)
     assert manager.cache_length_of(target) == 7
+    manager.settle()
     for blocks, old in zip(manager.blocks, before, strict=True):
         assert torch.equal(blocks[target, :, :, :7], old[source, :, :, :7])
         assert torch.equal(blocks[target, :, :, 7:], old[target, :, :, 7:])
         others = [slot for slot in range(4) if slot != target]
         assert torch.equal(blocks[others], old[others])
+
+
+def test_what_the_books_owe_the_blocks_is_done_in_order_before_anything_is_fetched() -> None:
+    manager = Manager(PARAMS, 3, 32, num_layers=3, devices=["cpu"])
+    (blocks,) = manager.blocks
+    blocks.normal_()
+    before = blocks.clone()
+    source, target, reader = manager.claim(3)
+    grow(manager, {source: 9})
+    manager.copy_prefix(source, target, 7)
+    manager.scrub(source, 2)
+    manager.scrub(target, 5)
+    assert torch.equal(blocks, before)
+    manager.fetch([reader])
+    assert torch.equal(blocks[target, :, :, :5], before[source, :, :, :5])
+    assert torch.equal(blocks[source, :, :, :2], before[source, :, :, :2])
+    assert not blocks[target, :, :, 5:].any()
+    assert not blocks[source, :, :, 2:].any()
+    assert not manager.owed
+
+
+def test_an_interrupt_amid_what_is_owed_leaves_none_of_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager(PARAMS, 3, 32, num_layers=3, devices=["cpu"])
+    manager.blocks[0].normal_()
+    zero, scrubbed = manager._zero_blocks, []
+
+    def interrupted(slot: int, start: int) -> None:
+        scrubbed.append(slot)
+        if len(scrubbed) == 2:
+            raise KeyboardInterrupt
+        zero(slot, start)
+
+    monkeypatch.setattr(manager, "_zero_blocks", interrupted)
+    for slot in range(3):
+        manager.scrub(slot, 0)
+    with pytest.raises(KeyboardInterrupt):
+        manager.settle()
+    manager.settle()
+    assert scrubbed == [0, 1, 1, 2]
+    assert not manager.blocks[0].any()
 
 
 def test_a_warm_slot_is_claimed_with_its_tokens() -> None:

@@ -141,4 +141,4 @@ def _num_shared(left: list[int], right: list[int]) -> int:
 
 
 TestComparison = Comparison.TestCase
-TestComparison.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestComparison.settings = settings(stateful_step_count=40)

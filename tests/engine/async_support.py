@@ -92,3 +92,9 @@ async def wait_until(is_true: Callable[[], bool], what: str) -> None:
     while not is_true():
         assert time.monotonic() < deadline, f"not so in time: {what}"
         await asyncio.sleep(0.001)
+
+
+def engine_threads() -> set[threading.Thread]:
+    """Threads of engines and their grammars; the log's belongs to the process."""
+    named = {thread for thread in threading.enumerate() if thread.name.startswith("chairlift")}
+    return {thread for thread in named if thread.name != "chairlift-log"}

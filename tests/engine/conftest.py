@@ -1,10 +1,15 @@
 """Fixtures of the engine's tests."""
 
+from collections.abc import Iterator
+from contextlib import closing
+
 import pytest
 
-from chairlift.engine.tokenizer import Tokenizer
-from tests.engine.support import make_tiny_checkpoint
+from chairlift.engine.text.grammar import GrammarCompiler
+from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
+from tests.engine.support import END_TOKEN, VOCAB_SIZE, make_tiny_checkpoint
 from tests.engine.tokenizers_made import make_byte_tokenizer
+from tests.support.kernels import HAS_COMPILER
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +19,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with heads that the cpu backend takes, so that logits do not depend on the batch (batch_invariant)."""
+    if not HAS_COMPILER:
+        pytest.skip("there is no C++ compiler")
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("native"), head_dim=32)
+
+
+@pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One token per byte, and three special tokens."""
     return make_byte_tokenizer(tmp_path_factory.mktemp("byte_tokenizer"))
+
+
+@pytest.fixture
+def compiler(byte_tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    with closing(GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))) as compiler:
+        yield compiler

@@ -8,7 +8,7 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import AttentionBackend, DType, ResolvedConfig
 from chairlift.engine.core import EngineCore
 from chairlift.params import FinishReason, RequestOutput
-from chairlift.scheduler import Request, TokenEvent
+from chairlift.scheduler import Request, RequestState, TokenEvent
 from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.checkpoints import make_checkpoint, random_prompts
 
@@ -29,9 +29,9 @@ TINY: dict[str, Any] = {
 ENGINE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
 
 
-def make_tiny_checkpoint(directory: Path) -> str:
+def make_tiny_checkpoint(directory: Path, **shape: Any) -> str:
     """A model of a few thousand weights that answers at once, and its path."""
-    make_checkpoint(directory, seed=3, **TINY)
+    make_checkpoint(directory, seed=3, **TINY, **shape)
     make_byte_tokenizer(directory)
     return str(directory)
 
@@ -72,10 +72,18 @@ def make_request(
     prompt: list[int] | None = None,
     seed: int = 0,
     eos: frozenset[int] = frozenset(),
-) -> Request:
+) -> RequestState:
     request = Request("r-0", prompt or [1], params, max_tokens=10_000, seed=seed, eos_token_ids=eos)
-    request.slot = slot
-    return request
+    state = RequestState(request, arrival_time=0.0)
+    state.slot = slot
+    return state
+
+
+def state_of(core: EngineCore, request: Request) -> RequestState:
+    """How far a request has come that waits or runs."""
+    state = core._scheduler.find(request.request_id)
+    assert state is not None, f"{request.request_id} is not here"
+    return state
 
 
 def event(

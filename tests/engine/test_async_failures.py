@@ -1,17 +1,22 @@
 """The engine behind an event loop when something is wrong: each generation ends exactly once, with the right error."""
 
 import asyncio
-import threading
+import gc
+from concurrent.futures import Future
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
-from chairlift import AsyncLLM
-from chairlift.errors import EngineClosed, EngineDead, QueueFull, RequestFailed
+from chairlift import AsyncLLM, SamplingParams
+from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
+from chairlift.errors import EngineClosed, EngineDead, InvalidGrammar, QueueFull, RequestFailed
+from chairlift.params import RequestOptions, StructuredOutputs
 from tests.engine.async_support import (
     DEADLINE_S,
     LONG,
     StepGate,
+    engine_threads,
     hold_back,
     last,
     make_async_llm,
@@ -43,6 +48,56 @@ async def test_who_comes_when_the_queue_is_full_is_refused_and_the_others_are_se
     ]
     assert [type(result) for result in results[3:]] == [QueueFull, QueueFull]
     assert again.finished
+
+
+@pytest.mark.asyncio
+async def test_who_loses_its_place_in_the_queue_ends_with_all_of_its_choices_and_the_others_go_on(tiny: str) -> None:
+    two = GREEDY.model_copy(update={"n": 2})
+    async with make_async_llm(tiny, max_batch_size=1, max_queue_size=2) as engine:
+        with hold_back(engine) as gate:
+            running = asyncio.create_task(last(engine.generate("hi", GREEDY)))
+            await gate.wait_until_in_step()
+            patient = [await engine.prepare("hi", two, options=RequestOptions(priority=1)) for _ in range(2)]
+            urgent = await engine.prepare("hi", GREEDY)
+            gate.allow(1)
+            await wait_until(lambda: engine._core.cache.slots_remaining == 0, "one runs")
+            displaced = asyncio.create_task(last(engine.run(patient[0])))
+            await asyncio.sleep(0)  # it is sent
+            tasks = [asyncio.create_task(last(engine.run(each))) for each in (urgent, patient[1])]
+            await asyncio.sleep(0)
+            gate.open()
+            with pytest.raises(QueueFull, match="a request that is served before this one took its place") as caught:
+                await displaced
+            assert caught.value.retry_after == 1.0
+            served, refused = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(refused, QueueFull)
+            assert not isinstance(served, BaseException)
+            assert served.finished
+            assert (await running).finished
+        await wait_until(lambda: engine._core.cache.slots_remaining == 1, "the slot is free")
+        assert (engine._mailboxes, engine._outputs._routes) == ({}, {})
+
+
+@pytest.mark.asyncio
+async def test_what_the_scheduler_refuses_as_a_mistake_ends_alone(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        generation = await engine.prepare("hi", LONG)
+        await engine._call(lambda core: core.add(*generation.requests))
+        with pytest.raises(ValueError, match="is already here"):
+            await last(engine.run(generation))
+        assert engine.is_healthy
+        with pytest.raises(ValueError, match="is already running"):
+            await anext(engine.run_all([generation, generation]))
+        assert (await last(engine.generate("hi", GREEDY))).finished
+        assert (engine._mailboxes, engine._outputs._routes) == ({}, {})
+
+
+@pytest.mark.asyncio
+async def test_a_generation_can_be_run_again_once_it_has_ended(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        generation = await engine.prepare("hi", GREEDY)
+        first, second = [await last(engine.run(generation)) for _ in range(2)]
+        assert first.outputs == second.outputs
 
 
 @pytest.mark.asyncio
@@ -102,7 +157,7 @@ async def test_a_dead_engine_can_be_closed_and_leaves_no_thread(tiny: str) -> No
             gate.fail(RuntimeError("no luck"))
             with pytest.raises(EngineDead):
                 await last(engine.generate("hi", GREEDY))
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("chairlift")] == []
+    assert [thread.name for thread in engine_threads()] == []
     await assert_dead(engine)
 
 
@@ -154,7 +209,7 @@ def test_an_event_loop_that_is_closed_during_a_step_does_not_kill_the_engine_thr
     asyncio.run(wait_until_idle(engine))
     assert engine.is_healthy
     asyncio.run(engine.close())
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("chairlift")] == []
+    assert [thread.name for thread in engine_threads()] == []
 
 
 @pytest.mark.asyncio
@@ -191,10 +246,6 @@ async def test_a_text_that_cannot_be_made_ends_its_generation_and_no_other(
         await wait_until_idle(engine)
 
 
-def engine_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("chairlift")}
-
-
 @pytest.mark.asyncio
 async def test_a_rejected_generation_leaves_no_trace(tiny: str) -> None:
     async with make_async_llm(tiny, max_queue_size=0) as engine:
@@ -210,3 +261,23 @@ async def test_a_rejected_generation_leaves_no_trace(tiny: str) -> None:
             assert len(tokens_of([await task for task in running])) == 2
         await wait_until_idle(engine)
         assert engine._outputs._routes == {}
+
+
+@pytest.mark.asyncio
+async def test_a_grammar_that_fails_after_its_client_has_left_is_nobodys_unseen_exception(tiny: str) -> None:
+    unseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    shared = [Future[CompiledGrammar]()]
+    async with make_async_llm(tiny) as engine:
+        engine.inputs.grammars.compile = lambda _: shared[0]  # type: ignore[method-assign, assignment]
+        broken = SamplingParams(structured_outputs=StructuredOutputs(regex="("))
+        preparing = asyncio.create_task(engine.prepare("hi", broken))
+        await asyncio.sleep(0)
+        preparing.cancel()
+        await asyncio.gather(preparing, return_exceptions=True)
+        shared.pop().set_exception(InvalidGrammar("unclosed group"))
+        await asyncio.sleep(0)
+        assert preparing.cancelled()
+        del preparing
+        gc.collect()
+    assert unseen == []

@@ -1,7 +1,6 @@
 """The engine behind an event loop: streams, readers that leave or dawdle, aborts."""
 
 import asyncio
-import threading
 from contextlib import aclosing
 from itertools import pairwise
 
@@ -9,7 +8,15 @@ import pytest
 
 from chairlift import SamplingParams
 from chairlift.errors import EngineClosed, InvalidRequest
-from tests.engine.async_support import LONG, hold_back, last, make_async_llm, wait_until, wait_until_idle
+from tests.engine.async_support import (
+    LONG,
+    engine_threads,
+    hold_back,
+    last,
+    make_async_llm,
+    wait_until,
+    wait_until_idle,
+)
 from tests.engine.support import GREEDY, PROMPTS, make_llm, tokens_of
 
 
@@ -206,7 +213,7 @@ async def test_after_closing_no_thread_is_left_and_everything_is_refused(tiny: s
     await last(engine.generate("hi", GREEDY))
     await engine.close()
     await engine.close()
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("chairlift")] == []
+    assert [thread.name for thread in engine_threads()] == []
     assert not engine.is_healthy
     with pytest.raises(EngineClosed):
         await last(engine.generate("hi", GREEDY))
@@ -217,5 +224,5 @@ async def test_after_closing_no_thread_is_left_and_everything_is_refused(tiny: s
 @pytest.mark.asyncio
 async def test_an_engine_that_never_ran_starts_no_thread_and_can_be_closed(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
-        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("chairlift")] == []
+        assert [thread.name for thread in engine_threads()] == []
     assert not engine.is_healthy

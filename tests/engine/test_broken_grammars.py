@@ -3,19 +3,19 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from chairlift import LLM
-from chairlift.engine.grammar import GrammarMasks, TokenGrammar
-from chairlift.engine.inputs import Generation
-from chairlift.params import RequestOutput, StructuredOutputs
+from chairlift.engine.sampling.masks import TokenGrammar
+from chairlift.engine.text.inputs import Generation
+from chairlift.params import RequestOptions, RequestOutput, StructuredOutputs
 from tests.engine.async_support import DEADLINE_S, last, make_async_llm, wait_until_idle
 from tests.engine.support import GREEDY, assert_idle, make_llm, tokens_of
 
-SAID = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
 WORDS = GREEDY.model_copy(update={"structured_outputs": StructuredOutputs(regex="[a-z]{30}"), "max_tokens": 8})
 
 
@@ -27,8 +27,11 @@ def generate_with_broken(llm: LLM, break_it: Callable[[TokenGrammar], object]) -
         generation = prepare(*args, **kwargs)
         if generation.prompt == "bad":
             (request,) = generation.requests
-            assert isinstance(request.grammar, TokenGrammar)
-            break_it(request.grammar)
+            assert request.new_grammar is not None
+            grammar = request.new_grammar()
+            assert isinstance(grammar, TokenGrammar)
+            break_it(grammar)
+            return replace(generation, requests=[replace(request, new_grammar=lambda: grammar)])
         return generation
 
     with pytest.MonkeyPatch.context() as patch:
@@ -55,7 +58,10 @@ def fail_at_once(error: Exception) -> Callable[[TokenGrammar], object]:
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (take_what_does_not_fit, SAID),
+        (
+            take_what_does_not_fit,
+            """the grammar failed: Parser Error: token "!" doesn't satisfy the grammar; byte '!' fails parse""",
+        ),
         (fail_at_once(ValueError("no luck")), "the grammar failed: no luck"),
         (fail_at_once(RuntimeError("no luck")), "the grammar failed: no luck"),
     ],
@@ -75,14 +81,15 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
 def test_masks_that_cannot_be_computed_end_the_requests_that_need_them_and_no_other(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> torch.Tensor:
+    def fail(_: TokenGrammar) -> torch.Tensor:
         raise RuntimeError("no luck")
 
     with make_llm(tiny) as llm:
         expected = tokens_of(llm.generate(["free"], GREEDY))
-        monkeypatch.setattr(GrammarMasks, "_fill", fail)
+        monkeypatch.setattr(TokenGrammar, "compute_mask", fail)
         one, free, two = llm.generate(["one", "free", "two"], [WORDS, GREEDY, WORDS])
-        assert [one.outputs[0].error, two.outputs[0].error] == [SAID, SAID]
+        assert [one.outputs[0].error, two.outputs[0].error] == ["the grammar failed: RuntimeError: no luck"] * 2
+        assert [len(one.outputs[0].token_ids), len(two.outputs[0].token_ids)] == [1, 1]  # under the first mask
         assert tokens_of([free]) == expected
         monkeypatch.undo()
         assert_idle(llm)
@@ -94,20 +101,44 @@ async def test_leaving_while_the_mask_is_computed_frees_the_slot_and_the_next_gr
 ) -> None:
     async with make_async_llm(tiny) as engine:
         expected = tokens_of([await last(engine.generate("hi", WORDS))])
-        masks = engine._core._runner._sampler._grammars
-        fill, entered, may_go_on = masks._fill, threading.Event(), threading.Event()
-
-        def wait_and_fill(matchers: Any) -> Any:
-            entered.set()
-            assert may_go_on.wait(DEADLINE_S)
-            return fill(matchers)
-
-        monkeypatch.setattr(masks, "_fill", wait_and_fill)
+        gate = Gate(monkeypatch)
         leaving = asyncio.create_task(last(engine.generate("left", WORDS.model_copy(update={"n": 2}))))
-        assert await asyncio.to_thread(entered.wait, DEADLINE_S)
+        assert await asyncio.to_thread(gate.entered.wait, DEADLINE_S)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         assert engine.num_unfinished == 0
-        may_go_on.set()
-        await wait_until_idle(engine)
+        await wait_until_idle(engine)  # while the mask is still being computed
+        gate.may_go_on.set()
         assert tokens_of([await last(engine.generate("hi", WORDS))]) == expected
+
+
+@pytest.mark.asyncio
+async def test_others_go_on_while_a_mask_never_comes_and_a_deadline_ends_its_request(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_async_llm(tiny) as engine:
+        gate = Gate(monkeypatch)
+        stuck = asyncio.create_task(last(engine.generate("stuck", WORDS, options=RequestOptions(timeout=0.5))))
+        assert await asyncio.to_thread(gate.entered.wait, DEADLINE_S)
+        free = await last(engine.generate("free", GREEDY))
+        assert len(free.outputs[0].token_ids) == 12
+        output = await stuck
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("abort", "timeout")
+        assert not gate.may_go_on.is_set()
+        await wait_until_idle(engine)
+        gate.may_go_on.set()
+
+
+class Gate:
+    """Masks after the first token wait until they may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.may_go_on = threading.Event(), threading.Event()
+        compute = TokenGrammar.compute_mask
+
+        def wait_and_compute(grammar: TokenGrammar) -> torch.Tensor:
+            self.entered.set()
+            assert self.may_go_on.wait(DEADLINE_S)
+            return compute(grammar)
+
+        monkeypatch.setattr(TokenGrammar, "compute_mask", wait_and_compute)

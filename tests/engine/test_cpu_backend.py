@@ -9,10 +9,10 @@ import torch
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.config import AttentionBackend
-from chairlift.engine import machine
 from chairlift.engine.core import EngineCore
-from chairlift.engine.forward import PlainForward
+from chairlift.engine.execution.forward import TorchForward
 from chairlift.errors import ConfigurationError
+from chairlift.models import cpu
 from chairlift.models.cpu import CpuLlama, load_library
 from tests.support.kernels import needs_kernels
 
@@ -37,7 +37,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "load_library", load_library.__wrapped__)
+    monkeypatch.setattr(cpu, "load_library", load_library.__wrapped__)
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
 
@@ -54,24 +54,24 @@ def test_it_runs_on_a_cpu_without_a_word(backend: str, is_invariant: bool, caplo
 
 def test_torch_asked_for_by_name_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
     core = make_core(attention_backend="torch")
-    assert isinstance(core._runner._forward, PlainForward)
+    assert isinstance(core._runner._forward, TorchForward)
     assert warnings(caplog) == []
 
 
 def test_what_it_cannot_do_is_done_in_torch_with_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
     core = make_core(tiny, dtype="float32")
-    assert isinstance(core._runner._forward, PlainForward)
+    assert isinstance(core._runner._forward, TorchForward)
     assert warnings(caplog) == [f"{SLOWER}it takes a head_dim up to 256 that 32 divides, not 16"]
 
 
 def test_float16_is_done_in_torch_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(make_core(dtype="float16")._runner._forward, PlainForward)
+    assert isinstance(make_core(dtype="float16")._runner._forward, TorchForward)
     assert warnings(caplog) == [f"{SLOWER}it computes in float32 or bfloat16, not float16"]
 
 
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_torch_runs_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(make_core()._runner._forward, PlainForward)
+    assert isinstance(make_core()._runner._forward, TorchForward)
     assert warnings(caplog) == [
         f"{SLOWER}there is no C++ compiler 'no-such-compiler'; install g++, or name one in $CXX"
     ]
@@ -80,14 +80,14 @@ def test_without_a_compiler_torch_runs_with_a_warning(caplog: pytest.LogCaptureF
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_what_needs_one_is_refused_with_the_reason() -> None:
     reason = "there is no C\\+\\+ compiler 'no-such-compiler'"
-    with pytest.raises(ConfigurationError, match=f"^attention_backend cpu cannot be had: {reason}"):
+    with pytest.raises(ConfigurationError, match=f"^attention_backend cpu does not work here: {reason}"):
         make_core(attention_backend="cpu")
-    with pytest.raises(ConfigurationError, match=f"^quantization int8 works with .* here it is torch: {reason}"):
+    with pytest.raises(ConfigurationError, match=f"^quantization needs attention_backend cpu, .*: {reason}"):
         make_core(quantization="int8")
 
 
 def test_quantization_of_a_model_that_it_cannot_run_is_refused_with_the_reason(tiny: str) -> None:
-    with pytest.raises(ConfigurationError, match="here it is torch: it takes a head_dim up to 256"):
+    with pytest.raises(ConfigurationError, match="does not work here: it takes a head_dim up to 256"):
         make_core(tiny, quantization="int8")
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine.grammar import GrammarCompiler, GrammarMasks, TokenGrammar
-from chairlift.engine.tokenizer import Tokenizer
-from chairlift.engine.vocabulary import Vocabulary
+from chairlift.engine.sampling.masks import PendingMasks, TokenGrammar
+from chairlift.engine.text.grammar import GrammarCompiler
+from chairlift.engine.text.rehearsal import Rehearsal, Verdict
 from chairlift.errors import InvalidRequest
 from chairlift.params import CompletionOutput, StructuredOutputs
 from tests.engine.support import END_TOKEN, GREEDY, PROMPTS, VOCAB_SIZE, assert_idle, core_of, make_llm, tokens_of
@@ -154,12 +154,23 @@ def test_a_closed_engine_leaves_no_thread_behind(tiny: str) -> None:
         assert not thread.is_alive(), core
 
 
+def test_a_grammar_is_compiled_once_for_all_choices_and_prompts(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    perform = Rehearsal.perform
+
+    def note(self: Rehearsal, outputs: str) -> Verdict:
+        compiled.append(outputs)
+        return perform(self, outputs)
+
+    monkeypatch.setattr(Rehearsal, "perform", note)
+    with make_llm(tiny) as llm:
+        outputs = llm.generate(["hi", "ho"], ruled(NUMBER, n=5))
+        llm.generate("hi", ruled(NUMBER))
+    assert len(tokens_of(outputs)) == 10
+    assert len(compiled) == 1
+
+
 # --- the compiler
-
-
-@pytest.fixture
-def compiler(byte_tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))
 
 
 def walk(grammar: TokenGrammar, text: str) -> list[bool]:
@@ -175,8 +186,15 @@ def test_a_grammar_says_when_nothing_can_follow(compiler: GrammarCompiler) -> No
 
 
 def test_a_token_that_does_not_fit_is_an_error(compiler: GrammarCompiler) -> None:
-    with pytest.raises(ValueError, match="x"):
-        walk(compiler.new_grammar(NUMBER), "1x")
+    grammar = compiler.new_grammar(NUMBER)
+    assert walk(grammar, "1x") == [False, False]
+    pending = PendingMasks.of([grammar])
+    assert pending is not None
+    logits = torch.zeros(1, VOCAB_SIZE)
+    pending.apply(logits)
+    assert not logits.isfinite().any()
+    assert "doesn't satisfy the grammar" in (pending.error_of(0) or "")
+    assert pending.stop_reason_of(0) is None
 
 
 def test_each_sequence_goes_its_own_way(compiler: GrammarCompiler) -> None:
@@ -221,23 +239,21 @@ def test_what_cannot_be_compiled_or_can_never_end_is_refused_with_the_reason(
 
 
 def test_masks_touch_only_the_rows_that_have_a_grammar(compiler: GrammarCompiler) -> None:
-    masks = GrammarMasks()
     digits = compiler.new_grammar(StructuredOutputs(regex="[0-2]"))
-    pending = masks.start([None, digits, None])
+    pending = PendingMasks.of([None, digits, None])
     assert pending is not None
     logits = torch.zeros(3, VOCAB_SIZE)
     pending.apply(logits)
     assert torch.equal(logits[[0, 2]], torch.zeros(2, VOCAB_SIZE))
     assert logits[1].isfinite().nonzero().flatten().tolist() == [48, 49, 50]
-    assert masks.start([None, None]) is None
+    assert PendingMasks.of([None, None]) is None
 
 
 def test_a_mask_follows_its_sequence_and_lets_it_end(compiler: GrammarCompiler) -> None:
-    masks = GrammarMasks()
     grammar = compiler.new_grammar(StructuredOutputs(choice=["ab", "abc"]))
     allowed = []
     for byte in b"abc":
-        pending = masks.start([grammar])
+        pending = PendingMasks.of([grammar])
         assert pending is not None
         logits = torch.zeros(1, VOCAB_SIZE)
         pending.apply(logits)

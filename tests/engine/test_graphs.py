@@ -5,7 +5,7 @@ is to run it again. What is special about graphs is all there: fixed places and 
 the one before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,22 @@ import torch
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine import core as core_module
-from chairlift.engine import forward as forward_module
-from chairlift.engine import graphs as graphs_module
 from chairlift.engine.core import EngineCore, Pacing
-from chairlift.engine.graphs import CudaRecorder, Replay, batch_sizes
-from chairlift.engine.plain import PlainKind, greedy_table, prepare_plain, sample_plain
-from chairlift.engine.sampling import INVALID_TOKEN, Sampler
+from chairlift.engine.execution import forward as forward_module
+from chairlift.engine.execution import graphs as graphs_module
+from chairlift.engine.execution.graphs import CudaRecorder, Replay, batch_sizes
+from chairlift.engine.sampling.drawing import (
+    INVALID_TOKEN,
+    DrawKind,
+    greedy_table,
+    prepare_graph_sampling,
+    sample_in_graph,
+)
+from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.scheduler import Request
-from tests.engine.support import ENGINE, GREEDY, PROMPTS, TINY, VOCAB_SIZE, make_request, tokens_of
+from tests.engine.support import ENGINE, GREEDY, PROMPTS, TINY, VOCAB_SIZE, make_request, state_of, tokens_of
 from tests.engine.test_overlap import CASES
 from tests.engine.test_poison import POISON, SAID, assert_all_finite, poisoned
 from tests.engine.tokenizers_made import make_byte_tokenizer
@@ -115,7 +121,7 @@ def test_answers_are_those_without_graphs(
     )
 
 
-def scores_of(logprobs: list[dict[int, Any]] | None) -> list[float]:
+def scores_of(logprobs: Sequence[dict[int, Any]] | None) -> list[float]:
     return [entry.logprob for position in logprobs or [] for _, entry in sorted(position.items())]
 
 
@@ -141,7 +147,7 @@ def test_a_launch_that_only_decodes_replays_a_forward_and_a_sampling_graph_per_s
     assert recorder.num_replayed == 2 * 8  # the first token is the prompt's
 
 
-def test_rows_that_want_more_than_plain_sampling_replay_the_forward_graph_alone(
+def test_rows_that_want_more_than_a_sampling_graph_has_replay_the_forward_graph_alone(
     make: Callable[..., LLM], recorder: Recorder
 ) -> None:
     with make(recorder, max_steps_per_launch=4) as llm:
@@ -233,7 +239,7 @@ def test_the_scratch_slot_is_never_handed_out(make: Callable[..., LLM], recorder
         requests = [Request(str(index), [1, 2], GREEDY, 5, seed=0) for index in range(NUM_SLOTS + 2)]
         core.add(*requests)
         core.step()
-        assert sorted(request.slot for request in requests if request.slot is not None) == list(range(NUM_SLOTS))
+        assert [request.slot for request in core._scheduler.running] == list(range(NUM_SLOTS))
         while core.has_work:
             core.step()
             core.check()
@@ -269,31 +275,31 @@ def test_graphs_that_do_not_fit_are_refused_with_what_to_lower(
 # --- sampling in tensors of fixed size
 
 
-PLAIN: dict[str, tuple[PlainKind, list[dict[str, Any]]]] = {
-    "greedy": (PlainKind.GREEDY, [{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}]),
-    "random": (PlainKind.RANDOM, [{"temperature": 1.0}, {"temperature": 0.0, "top_p": 0.5}, {"temperature": 1e-9}]),
+KINDS: dict[str, tuple[DrawKind, list[dict[str, Any]]]] = {
+    "greedy": (DrawKind.GREEDY, [{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}]),
+    "random": (DrawKind.RANDOM, [{"temperature": 1.0}, {"temperature": 0.0, "top_p": 0.5}, {"temperature": 1e-9}]),
     "filtered": (
-        PlainKind.FILTERED,
+        DrawKind.FILTERED,
         [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.0}],
     ),
-    "min_p alone": (PlainKind.FILTERED, [{"min_p": 0.3}, {"temperature": 2.0}]),
+    "min_p alone": (DrawKind.FILTERED, [{"min_p": 0.3}, {"temperature": 2.0}]),
 }
 
 
-@pytest.mark.parametrize(("kind", "fields"), PLAIN.values(), ids=PLAIN.keys())
-def test_plain_sampling_draws_what_the_sampler_draws(kind: PlainKind, fields: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("kind", "fields"), KINDS.values(), ids=KINDS.keys())
+def test_a_sampling_graph_draws_what_the_sampler_draws(kind: DrawKind, fields: list[dict[str, Any]]) -> None:
     requests = [make_request(SamplingParams(**each), seed=seed) for seed in range(20) for each in fields]
     logits = 3.0 * torch.randn(len(requests), 40, generator=torch.Generator().manual_seed(1))
     logits[3] = torch.nan
     logits[5, 7] = torch.inf
-    plain = prepare_plain(requests, 3)
-    assert plain is not None
-    assert plain.kind is kind
-    table = greedy_table(3, len(requests)) if plain.table is None else plain.table
+    sampling = prepare_graph_sampling(requests, 3)
+    assert sampling is not None
+    assert sampling.kind is kind
+    table = greedy_table(3, len(requests)) if sampling.table is None else sampling.table
     sampler = Sampler(40, 1, torch.device("cpu"))
     batch = sampler.prepare(requests, 3)
     for step in range(3):
-        tokens = sample_plain(logits.clone(), kind, table, torch.tensor([step]))
+        tokens = sample_in_graph(logits.clone(), kind, table, torch.tensor([step]))
         assert tokens.tolist() == sampler.sample(logits.clone(), batch, step).tokens.tolist()
         assert tokens[[3, 5]].tolist() == [INVALID_TOKEN] * 2
 
@@ -301,18 +307,18 @@ def test_plain_sampling_draws_what_the_sampler_draws(kind: PlainKind, fields: li
 @pytest.mark.parametrize(
     "fields", [{"logit_bias": {1: 2.0}}, {"logprobs": 0}, {"presence_penalty": 0.5}, {"repetition_penalty": 1.1}]
 )
-def test_rows_that_want_more_than_that_are_not_plain(fields: dict[str, Any]) -> None:
+def test_rows_that_want_more_than_that_need_the_sampler(fields: dict[str, Any]) -> None:
     requests = [make_request(GREEDY), make_request(SamplingParams(**fields))]
-    assert prepare_plain(requests, 1) is None
+    assert prepare_graph_sampling(requests, 1) is None
 
 
-def test_a_row_is_plain_once_it_has_its_min_tokens() -> None:
+def test_a_graph_is_enough_for_a_row_once_it_has_its_min_tokens() -> None:
     request = make_request(SamplingParams(min_tokens=2), eos=frozenset({5}))
-    are_plain = []
+    is_enough = []
     for token in (1, 2, 3):
-        are_plain.append(prepare_plain([request], 1) is not None)
+        is_enough.append(prepare_graph_sampling([request], 1) is not None)
         request.accept([token])
-    assert are_plain == [False, False, True]
+    assert is_enough == [False, False, True]
 
 
 # --- on a GPU
@@ -331,10 +337,11 @@ def test_cuda_graphs_give_the_tokens_of_single_operators(tiny: str, case: str, s
         core = EngineCore(config, pacing)
         requests = [Request(str(index), prompt, params, 12, seed=index) for index, prompt in enumerate(PROMPTS)]
         core.add(*requests)
+        states = [state_of(core, request) for request in requests]
         while core.has_work:
             core.step()
             core.check()
-        return [request.token_ids for request in requests]
+        return [state.token_ids for state in states]
 
     plain = tokens(Pacing(0, None))
     assert tokens(Pacing(1, None)) == plain

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from chairlift import SamplingParams
-from chairlift.engine.inputs import InputProcessor
-from chairlift.errors import CheckpointError, InvalidRequest
+from chairlift.engine.sampling.token_rules import RuleFilter
+from chairlift.engine.text.inputs import InputProcessor
+from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
+from chairlift.errors import CheckpointError, ContextLengthExceeded, InvalidRequest
+from chairlift.params import StructuredOutputs
 from tests.engine.support import END_TOKEN, VOCAB_SIZE, resolved_config
 from tests.engine.tokenizers_made import make_byte_tokenizer
 
@@ -58,81 +61,60 @@ def test_token_ids_are_taken_as_they_are(inputs: InputProcessor) -> None:
     assert (generation.prompt, generation.prompt_token_ids) == (None, [0, END_TOKEN])
 
 
-@pytest.mark.parametrize("prompt", ["", []])
-def test_an_empty_prompt_is_refused(inputs: InputProcessor, prompt: str | list[int]) -> None:
-    error = refusal(inputs, prompt)
-    assert error.param == "prompt"
-    assert "the prompt is empty" in str(error)
+NO_PROMPTS = [[1, True], [1, "2"], [1.0], [None], 7, None, {"prompt": "x"}, b"x", [[1]]]
 
 
-def test_a_prompt_that_fills_the_slot_is_refused_and_told_by_how_much(inputs: InputProcessor) -> None:
-    error = refusal(inputs, "x" * 70)
-    assert error.param == "prompt"
-    assert "70 tokens, 7 too many" in str(error)
-    assert "64 tokens" in str(error)
-    assert "1 too many" in str(refusal(inputs, [1] * 64))
-    assert inputs.prepare("r", [1] * 63, SamplingParams(max_tokens=1)).requests[0].max_tokens == 1
-
-
-@pytest.mark.parametrize("wrong", [-1, 259, 10**30])
-def test_a_token_id_out_of_the_vocabulary_is_refused_by_number(inputs: InputProcessor, wrong: int) -> None:
-    error = refusal(inputs, [5, wrong, 6])
-    assert error.param == "prompt"
-    assert f"token id {wrong} " in str(error)
-    assert "[0, 259)" in str(error)
-
-
-@pytest.mark.parametrize("prompt", [[1, True], [1, "2"], [1.0], [None], 7, None, {"prompt": "x"}, b"x", [[1]]])
-def test_what_is_neither_text_nor_token_ids_is_refused(inputs: InputProcessor, prompt: object) -> None:
-    error = refusal(inputs, prompt)
-    assert error.param == "prompt"
-    assert "a string or a list of token ids" in str(error)
-
-
-# --- lengths
-
-
-def test_max_tokens_beyond_the_slot_is_refused_if_the_caller_asked_for_it(inputs: InputProcessor) -> None:
-    error = refusal(inputs, [1] * 60, SamplingParams(max_tokens=5))
-    assert error.param == "max_tokens"
-    assert "max_tokens 5 does not fit" in str(error)
-    assert "60 tokens" in str(error)
-    assert "leaves 4" in str(error)
-    assert refusal(inputs, [1] * 60, SamplingParams(max_tokens=16)).param == "max_tokens"
-
-
-def test_max_tokens_that_just_fits_is_kept(inputs: InputProcessor) -> None:
-    assert inputs.prepare("r", [1] * 60, SamplingParams(max_tokens=4)).requests[0].max_tokens == 4
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param", "words"),
+    [
+        ("", {}, "prompt", ["the prompt is empty"]),
+        ([], {}, "prompt", ["the prompt is empty"]),
+        *((prompt, {}, "prompt", ["a string or a list of token ids"]) for prompt in NO_PROMPTS),
+        ("x" * 70, {}, "prompt", ["70 tokens, 7 too many", "64 tokens"]),
+        ([1] * 64, {}, "prompt", ["1 too many"]),
+        ([1] * 60, {"max_tokens": 5}, "max_tokens", ["max_tokens 5 does not fit", "60 tokens", "leaves 4"]),
+        ([1] * 60, {"max_tokens": 16}, "max_tokens", []),
+        ([1] * 60, {"max_tokens": None, "min_tokens": 5}, "min_tokens", ["min_tokens 5", "leaves 4"]),
+        *(([5, wrong, 6], {}, "prompt", [f"token id {wrong} ", "[0, 259)"]) for wrong in (-1, 259, 10**30)),
+        ("x", {"logit_bias": {3: 1.0, -1: 1.0}}, "logit_bias", ["token id -1 ", "259"]),
+        ("x", {"logit_bias": {3: 1.0, 259: 1.0}}, "logit_bias", ["token id 259 "]),
+        ("x", {"stop_token_ids": [3, -1]}, "stop_token_ids", ["token id -1 ", "259"]),
+        ("x", {"stop_token_ids": [3, 259]}, "stop_token_ids", ["token id 259 "]),
+        *(("x", {"allowed_token_ids": [3, n]}, "allowed_token_ids", [f"token id {n} "]) for n in (-1, 259, 10**30)),
+        ("x", {"allowed_token_ids": [END_TOKEN], "min_tokens": 1}, "allowed_token_ids", []),
+        (
+            "x",
+            {"allowed_token_ids": [1, 1, END_TOKEN], "min_tokens": 1, "stop_token_ids": [1]},
+            "allowed_token_ids",
+            ["can be sampled"],
+        ),
+        ("x", {"allowed_token_ids": [*b"ab"], "bad_words": ["a", "b"]}, "allowed_token_ids", []),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_field_and_the_reason(
+    inputs: InputProcessor, prompt: Any, fields: dict[str, Any], param: str, words: list[str]
+) -> None:
+    error = refusal(inputs, prompt, SamplingParams(**{"max_tokens": 1, **fields}))
+    assert error.param == param
+    for each in words:
+        assert each in str(error)
 
 
 @pytest.mark.parametrize(
     ("params", "num_prompt_tokens", "expected"),
     [
+        (SamplingParams(max_tokens=1), 63, 1),
+        (SamplingParams(max_tokens=4), 60, 4),
         (SamplingParams(), 10, 16),
         (SamplingParams(), 60, 4),
         (SamplingParams(max_tokens=None), 10, 54),
         (SamplingParams(max_tokens=None), 63, 1),
     ],
 )
-def test_max_tokens_left_open_is_bounded_by_the_room_in_the_slot(
+def test_max_tokens_is_what_was_asked_for_and_left_open_the_room_in_the_slot_bounds_it(
     inputs: InputProcessor, params: SamplingParams, num_prompt_tokens: int, expected: int
 ) -> None:
     assert inputs.prepare("r", [1] * num_prompt_tokens, params).requests[0].max_tokens == expected
-
-
-def test_min_tokens_beyond_the_slot_is_refused(inputs: InputProcessor) -> None:
-    error = refusal(inputs, [1] * 60, SamplingParams(max_tokens=None, min_tokens=5))
-    assert error.param == "min_tokens"
-    assert "min_tokens 5" in str(error)
-    assert "4 tokens" in str(error)
-
-
-@pytest.mark.parametrize("wrong", [-1, 259])
-def test_ids_out_of_the_vocabulary_in_params_are_refused(inputs: InputProcessor, wrong: int) -> None:
-    error = refusal(inputs, "x", SamplingParams(logit_bias={3: 1.0, wrong: 1.0}))
-    assert (error.param, f"token id {wrong} " in str(error), "259" in str(error)) == ("logit_bias", True, True)
-    error = refusal(inputs, "x", SamplingParams(stop_token_ids=[3, wrong]))
-    assert (error.param, f"token id {wrong} " in str(error), "259" in str(error)) == ("stop_token_ids", True, True)
 
 
 # --- conversations
@@ -274,3 +256,141 @@ def test_a_broken_generation_config_is_a_checkpoint_error_that_names_the_file(tm
     config = resolved_config(make_directory(tmp_path, broken))
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         InputProcessor(config, VOCAB_SIZE)
+
+
+# --- what does not fit
+
+
+def test_what_does_not_fit_is_said_in_the_words_that_clients_look_for(inputs: InputProcessor) -> None:
+    words = r"This model's maximum context length is 64 tokens\. However, .*\. Please reduce "
+    params = SamplingParams(max_tokens=5)
+    for prompt, own_params in (("x" * 70, params), ([1] * 64, params), ([1] * 60, params), ("x" * 10_000, params)):
+        with pytest.raises(ContextLengthExceeded, match=words):
+            inputs.prepare("r", prompt, own_params)
+    with pytest.raises(ContextLengthExceeded, match=words):
+        inputs.prepare("r", [1] * 60, SamplingParams(max_tokens=None, min_tokens=5))
+    for text in ("x" * 100, "x" * 10_000, "<|im_end|>" * 100):
+        chat = [{"role": "user", "content": text}]
+        with pytest.raises(ContextLengthExceeded, match=words) as caught:
+            inputs.prepare("r", inputs.encode_chat(chat), SamplingParams(), "messages")
+        assert caught.value.param == "messages"
+
+
+def test_a_conversation_far_too_long_is_refused_before_it_is_rendered(
+    inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(*_: object) -> str:
+        raise AssertionError("it was rendered")
+
+    monkeypatch.setattr(Tokenizer, "render_chat", render)
+    many = [{"role": "user", "content": ""}] * 10_000
+    long: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "x" * 100_000}]}]
+    for messages in (many, long):
+        with pytest.raises(ContextLengthExceeded) as caught:
+            inputs.encode_chat(messages)
+        assert caught.value.param == "messages"
+    properties = {f"property_{index}": {"type": "string"} for index in range(100_000)}
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    with pytest.raises(ContextLengthExceeded) as caught:
+        inputs.encode_chat([{"role": "user", "content": "hi"}], ChatOptions(tools=tools))
+    assert caught.value.param == "tools"
+
+
+def test_tools_of_which_the_template_shows_little_may_be_longer_than_a_prompt(inputs: InputProcessor) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "description": "x" * 10_000}}]
+    assert inputs.encode_chat([{"role": "user", "content": "hi"}], ChatOptions(tools=tools))
+
+
+def test_texts_to_tokenize_and_tokens_to_decode_have_a_limit_of_their_own(inputs: InputProcessor) -> None:
+    assert len(inputs.tokenize("x" * 1000)) == 1000  # longer than a prompt
+    with pytest.raises(InvalidRequest, match="send at most 524288") as caught:
+        inputs.tokenize("x" * (2**19 + 1))
+    assert caught.value.param == "prompt"
+    with pytest.raises(InvalidRequest, match="send at most 524288") as caught:
+        inputs.decode([1] * (2**19 + 1))
+    assert caught.value.param == "tokens"
+
+
+@pytest.mark.parametrize("depth", [900, 5_000, 100_000])
+def test_what_is_nested_too_deeply_is_an_invalid_request(inputs: InputProcessor, depth: int) -> None:
+    nested: Any = "x"
+    for _ in range(depth):
+        nested = [nested]
+    for message in ({"role": "user", "content": "hi", "extra": nested}, {"role": "user", "content": nested}):
+        with pytest.raises(InvalidRequest) as caught:
+            inputs.encode_chat([message])
+        assert caught.value.param == "messages"
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    ruled = SamplingParams.model_construct(structured_outputs=StructuredOutputs(json={}), max_tokens=5)
+    assert ruled.structured_outputs is not None
+    object.__setattr__(ruled.structured_outputs, "json", schema)
+    if depth > 1000:
+        assert "too deeply nested" in str(refusal(inputs, "hi", ruled))
+
+
+# --- truncation
+
+
+@pytest.mark.parametrize(
+    ("params", "num_kept"),
+    [
+        (SamplingParams(truncate_prompt_tokens=7), 7),
+        (SamplingParams(truncate_prompt_tokens=1000, max_tokens=1), 50),
+        (SamplingParams(truncate_prompt_tokens=-1, max_tokens=20), 44),
+        (SamplingParams(truncate_prompt_tokens=-1, max_tokens=None, min_tokens=30), 34),
+        (SamplingParams(truncate_prompt_tokens=-1), 50),
+    ],
+)
+def test_the_last_tokens_of_a_prompt_are_kept(inputs: InputProcessor, params: SamplingParams, num_kept: int) -> None:
+    text = "".join(map(chr, range(ord("0"), ord("0") + 50)))
+    for prompt in (text, list(text.encode())):
+        generation = inputs.prepare("r", prompt, params)
+        assert bytes(generation.prompt_token_ids).decode() == text[-num_kept:]
+        assert generation.requests[0].prompt_token_ids == tuple(generation.prompt_token_ids)
+
+
+@pytest.mark.parametrize(("max_tokens", "num_kept"), [(0, 64), (1, 63), (None, 63), (63, 1)])
+def test_a_prompt_of_any_length_may_be_truncated_to_what_fits(
+    inputs: InputProcessor, max_tokens: int | None, num_kept: int
+) -> None:
+    params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=max_tokens)
+    for prompt in ("x" * 9_999 + "y", [*[1] * 10_000, ord("y")]):
+        kept = inputs.prepare("r", prompt, params).prompt_token_ids
+        assert (len(kept), kept[-1]) == (num_kept, ord("y"))
+
+
+def test_a_conversation_is_truncated_after_it_is_rendered(inputs: InputProcessor) -> None:
+    params = SamplingParams(truncate_prompt_tokens=14)
+    for content in ("x" * 10_000 + "yz", "<|im_end|>" * 1_000 + "yz"):
+        ids = inputs.encode_chat([{"role": "user", "content": content}], truncates=True)
+        assert inputs.prepare("r", ids, params, "messages").prompt_token_ids == [
+            *b"z",
+            258,
+            ord("\n"),
+            257,
+            *b"assistant\n",
+        ]
+
+
+def test_what_truncation_cannot_make_fit_is_refused(inputs: InputProcessor) -> None:
+    error = refusal(inputs, "x", SamplingParams(truncate_prompt_tokens=0))
+    assert error.param == "truncate_prompt_tokens"
+    error = refusal(inputs, "x" * 100, SamplingParams(truncate_prompt_tokens=-1, max_tokens=64))
+    assert (error.param, type(error)) == ("max_tokens", ContextLengthExceeded)
+    assert type(refusal(inputs, "x" * 100, SamplingParams(truncate_prompt_tokens=64))) is ContextLengthExceeded
+
+
+def test_what_is_prepared_for_parameters_is_shared_by_choices_and_prompts(inputs: InputProcessor) -> None:
+    params = SamplingParams(n=3, stop=["x"], bad_words=["ab"])
+    first, second = inputs.prepare("r", "x", params), inputs.prepare("s", "y", params)
+    assert first.stops is second.stops
+    filters = [
+        request.new_token_filter() for each in (first, second) for request in each.requests if request.new_token_filter
+    ]
+    assert len({id(each) for each in filters}) == 6
+    assert len({id(each.rules) for each in filters if isinstance(each, RuleFilter)}) == 1
+    others = [inputs.prepare("r", "x", SamplingParams(stop=["x"], bad_words=["ab"])) for _ in range(10)]
+    assert len({id(each.stops) for each in [first, *others]}) == 11
+    assert len(inputs._prepared) == 4

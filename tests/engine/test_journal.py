@@ -6,7 +6,7 @@ import pytest
 
 from chairlift.engine.journal import Journal
 from chairlift.engine.stats import Distribution, EngineStats, Histogram
-from chairlift.scheduler import Policy, Request, StepPlan
+from chairlift.scheduler import Policy, StepPlan
 from tests.scheduler.fake_engine import FakeEngine
 
 LAUNCH_S = 2.0**-7  # about 8 ms, and sums of it are exact
@@ -15,6 +15,8 @@ HELLO = [5, 6, 7, 8]
 
 class Words:
     """A grammar that takes everything."""
+
+    is_ready = True
 
     def advance(self, _: int) -> bool:
         return False
@@ -40,12 +42,9 @@ class Journaled(FakeEngine):
     def stats(self) -> EngineStats:
         return self.journal.read_stats()
 
-    def add_masked(self, name: str, prompt: list[int]) -> Request:
+    def add_masked(self, name: str, prompt: list[int]) -> None:
         """Queues a request with a grammar."""
-        request = self.make(name, prompt)
-        request.grammar = Words()
-        self.scheduler.add(request)
-        return request
+        self.add(name, prompt, new_grammar=Words)
 
     def _launch(self, plan: StepPlan) -> None:
         self._begins.append(self.now)
@@ -198,6 +197,62 @@ def test_a_request_that_lost_its_slot_has_a_long_pause_and_its_prompt_counts_onc
     assert stats.totals.num_first_tokens == 2
     assert filled(stats.inter_token_seconds) == {0.01: 4, 0.05: 1}  # three launches for the other, one to come back
     assert stats.inter_token_seconds.sum == 4 * LAUNCH_S + 4 * LAUNCH_S
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_a_prompt_that_was_put_off_for_another_counts_its_reused_tokens_once(num_ahead: int) -> None:
+    engine = Journaled(num_ahead=num_ahead)
+    engine.add("leader", [7] * 20, max_tokens=3)
+    follower = engine.add("follower", [*[7] * 20, 8], max_tokens=3)
+    engine.run()
+    totals = engine.stats.totals
+    assert (follower.num_cached_tokens, totals.num_cached_tokens, totals.num_prompt_tokens) == (20, 20, 41)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_what_a_request_finds_again_after_it_lost_its_slot_counts_for_nothing(num_ahead: int) -> None:
+    engine = Journaled(num_slots=1, num_ahead=num_ahead, preempt_after=1)
+    engine.add("before", [7] * 20, max_tokens=1)
+    engine.run()
+    low = engine.add("low", [*[7] * 20, 8], max_tokens=12, priority=1)
+    for number in range(2):
+        engine.steps(5)
+        engine.add(f"high{number}", HELLO, max_tokens=1)
+    engine.run()
+    totals = engine.stats.totals
+    assert low.num_preemptions == 2
+    assert (low.num_cached_tokens, totals.num_cached_tokens) == (20, 20)
+    assert totals.num_prompt_tokens == 20 + 21 + 4 + 4
+    assert totals.num_first_tokens == 4
+
+
+def test_with_reuse_off_or_a_scored_prompt_nothing_counts_as_reused() -> None:
+    engine = Journaled()
+    engine.scheduler._placement._index = None
+    for name in "ab":
+        engine.add(name, [7] * 20, max_tokens=1)
+    engine.run()
+    scored = Journaled()
+    scored.add("a", [7] * 20, max_tokens=1)
+    scored.run()
+    scored.add("b", [7] * 20, max_tokens=1, prompt_logprobs=1)
+    scored.run()
+    for stats in (engine.stats, scored.stats):
+        assert (stats.totals.num_prompt_tokens, stats.totals.num_cached_tokens) == (40, 0)
+
+
+def test_nobody_who_left_is_kept_once_nobody_runs() -> None:
+    engine = Journaled(budget=16)
+    engine.add("half a prompt", list(range(100, 140)))
+    engine.step()
+    engine.add_masked("with a grammar", HELLO)
+    engine.steps(3)
+    assert engine.journal._last_tokens
+    for name in ("half a prompt", "with a grammar"):
+        event = engine.abort(name)
+        assert event is not None
+        engine.journal.note_events([event])
+    assert (engine.journal._begun, engine.journal._last_tokens) == (set(), {})
 
 
 def test_where_requests_are_is_known_after_every_launch_arrival_and_end() -> None:

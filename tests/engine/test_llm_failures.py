@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from chairlift.engine.core import EngineCore
-from chairlift.errors import EngineClosed, EngineDead, InvalidRequest
+from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull
 from chairlift.models.llama import Llama
+from chairlift.params import RequestOptions
 from chairlift.scheduler import Scheduler, TokenEvent
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
 
@@ -71,6 +72,17 @@ def test_more_choices_than_the_queue_and_the_slots_hold_are_refused_and_the_engi
         assert_idle(llm)
         with pytest.raises(InvalidRequest):
             llm.generate(["hi"] * 3, [GREEDY, GREEDY, GREEDY.model_copy(update={"n": 6})])
+        assert_idle(llm)
+
+
+def test_prompts_of_a_tenant_that_has_a_share_of_the_queue_wait_for_it_and_displace_nobody(tiny: str) -> None:
+    options = [RequestOptions(tenant="a", queue_share=0.5, priority=-index) for index in range(len(PROMPTS))]
+    with make_llm(tiny) as llm:
+        expected = tokens_of(llm.generate(PROMPTS, GREEDY))
+    with make_llm(tiny, max_queue_size=2) as llm:
+        assert tokens_of(llm.generate(PROMPTS, GREEDY, options=options)) == expected
+        with pytest.raises(QueueFull, match="your share of the waiting queue is full"):
+            llm.generate("hi", GREEDY.model_copy(update={"n": 5}), options=options[0])
         assert_idle(llm)
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine.logprobs import LogprobTensors, pick_logprobs, score_tokens
+from chairlift.engine.sampling.sampler import LogprobTensors, pick_logprobs, score_tokens
 from chairlift.params import RequestOutput, StructuredOutputs, TokenLogprobs
 from tests.engine.support import ENGINE, make_llm
 from tests.support.checkpoints import make_checkpoint, random_prompts

@@ -1,19 +1,26 @@
-"""Facts about the machine, and devices that it does not have."""
+"""Facts about the machine, devices that it does not have, and the slots that a GPU has room for beside a model."""
 
+import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from chairlift.config import DType, MachineFacts
-from chairlift.engine import machine
-from chairlift.engine.machine import choose_num_threads, inspect_machine
+from chairlift.config import DType, EngineConfig, ResolvedConfig
+from chairlift.engine.execution.forward import TorchForward, load_forward
+from chairlift.engine.execution.machine import choose_num_threads, fit_cache, inspect_machine
 from chairlift.errors import ConfigurationError
-from chairlift.models.cpu import load_library
-from tests.support import flash_attn_reference
+from chairlift.models import open_checkpoint
+from tests.engine.support import make_tiny_checkpoint, resolved_config
+from tests.models.cpu.support import BASE
+
+GIB = 2**30
+SHAPE = replace(BASE, num_layers=16, num_kv_heads=8, head_dim=64)  # 64 KiB of float32 cache a token, 4 MiB a slot
 
 
 def test_a_cpu_has_float32_and_free_memory() -> None:
@@ -53,51 +60,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
 
     def install(capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * 2**30, 140 * 2**30))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * GIB, 140 * GIB))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
 
     return install
 
 
-def test_a_gpu_with_flash_attn(gpu: Callable[[tuple[int, int]], None]) -> None:
-    gpu((9, 0))
-    with flash_attn_reference.installed():
-        assert inspect_machine("cuda:1") == MachineFacts("cuda:1", frozenset(DType), free_bytes=80 * 2**30)
-
-
-def test_a_gpu_without_the_package(gpu: Callable[[tuple[int, int]], None]) -> None:
-    gpu((9, 0))
-    with flash_attn_reference.module("flash_attn", None), flash_attn_reference.module("flash_attn_interface", None):
-        facts = inspect_machine("cuda:0")
-    assert facts.flash_attn_obstacle == "the package flash-attn is not installed (pip install 'chairlift[flash]')"
-
-
-def test_a_gpu_that_is_too_old_for_bfloat16_and_flash_attn(gpu: Callable[[tuple[int, int]], None]) -> None:
-    gpu((7, 5))
-    with flash_attn_reference.installed():
-        facts = inspect_machine("cuda:0")
-    assert facts.fast_dtypes == {DType.FLOAT32, DType.FLOAT16}
-    assert facts.flash_attn_obstacle == "it needs compute capability 8.0, and this GPU has 7.5"
-
-
-@pytest.fixture
-def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A process that has not loaded the cpu backend's kernels, and cannot compile them; the cache, which is empty."""
-    monkeypatch.setattr(machine, "load_library", load_library.__wrapped__)
-    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    return tmp_path / "cache"
-
-
-@pytest.mark.usefixtures("no_compiler")
-def test_why_the_cpu_backend_cannot_be_had_is_a_fact() -> None:
-    said = "there is no C++ compiler 'no-such-compiler'; install g++, or name one in $CXX"
-    assert inspect_machine("cpu").cpu_kernels_obstacle == said
-
-
-def test_kernels_that_nobody_wants_are_not_compiled(no_compiler: Path) -> None:
-    assert inspect_machine("cpu", wants_cpu_kernels=False).cpu_kernels_obstacle == "it was not asked for"
-    assert not no_compiler.exists()
+@pytest.mark.parametrize(
+    ("capability", "dtypes"), [((9, 0), set(DType)), ((7, 5), {DType.FLOAT32, DType.FLOAT16})], ids=["new", "old"]
+)
+def test_a_gpu(gpu: Callable[[tuple[int, int]], None], capability: tuple[int, int], dtypes: set[DType]) -> None:
+    gpu(capability)
+    facts = inspect_machine("cuda:1")
+    assert (facts.device, facts.free_bytes, set(facts.fast_dtypes)) == ("cuda:1", 80 * GIB, dtypes)
 
 
 @pytest.mark.parametrize(
@@ -120,3 +95,84 @@ def test_as_many_threads_as_the_environment_says(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OMP_NUM_THREADS", "3,1")  # the second is of nested regions
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)  # what an earlier engine set
     assert choose_num_threads() == 3
+
+
+# What is left beside a loaded model; a GPU's numbers are made up here
+
+
+@pytest.fixture
+def forward(tmp_path: Path) -> TorchForward:
+    """A model on the CPU, which stands for one on a GPU."""
+    loaded = load_forward(open_checkpoint(make_tiny_checkpoint(tmp_path)), resolved_config(tmp_path))
+    assert isinstance(loaded, TorchForward)
+    return loaded
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """1 GiB of weights; a step needs 2 GiB; 10 of 16 GiB are free."""
+    numbers = {"weights": GIB, "peak": 3 * GIB, "free": 10 * GIB}
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: numbers["weights"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: numbers["peak"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (numbers["free"], 16 * GIB))
+    return numbers
+
+
+def fitted(forward: TorchForward, asked: EngineConfig, **resolved: Any) -> ResolvedConfig:
+    fields = {"device": "cuda:0", "max_batch_size": 4096, "max_num_batched_tokens": 4096, **resolved}
+    fields["memory_fraction"] = asked.memory_fraction
+    return fit_cache(asked, resolved_config("model", **fields), SHAPE, forward)
+
+
+@pytest.mark.usefixtures("memory")
+def test_slots_take_their_share_of_what_weights_and_a_step_leave(forward: TorchForward) -> None:
+    assert fitted(forward, EngineConfig(memory_fraction=0.5)).max_batch_size == 1024  # (10 - 2) GiB / 2 / 4 MiB
+
+
+@pytest.mark.usefixtures("memory")
+def test_slots_that_were_asked_for_and_do_not_fit_are_refused(forward: TorchForward) -> None:
+    with pytest.raises(ConfigurationError, match=r"80% of the 8\.00 GiB .* lower max_batch_size or max_seq_len"):
+        fitted(forward, EngineConfig(max_batch_size=1639))
+    assert fitted(forward, EngineConfig(max_batch_size=1638)).max_batch_size == 1638
+
+
+def test_a_gpu_that_is_too_small_for_one_slot_is_refused(forward: TorchForward, memory: dict[str, int]) -> None:
+    memory["free"] = 2 * GIB + 2**20
+    with pytest.raises(ConfigurationError, match=r"no room for 1 slot of 64 tokens: .* lower max_seq_len$"):
+        fitted(forward, EngineConfig())
+
+
+@pytest.mark.usefixtures("memory")
+def test_the_numbers_are_logged(forward: TorchForward, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.engine.execution.machine")
+    fitted(forward, EngineConfig())
+    assert caplog.messages == [
+        "cuda:0: 10.00 of 16.00 GiB are free beside 1.00 GiB of weights; a step of 4096 tokens needs 2.00 GiB of them",
+        "1638 slots of 64 tokens: 80% of that for a cache of 6.40 GiB",
+    ]
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_step_that_does_not_fit_beside_the_weights_says_what_to_lower(
+    forward: TorchForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(_tokens: int, _rows: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(forward, "rehearse", run_out)
+    with pytest.raises(ConfigurationError) as caught:
+        fitted(forward, EngineConfig())
+    assert str(caught.value) == (
+        "cuda:0 ran out of memory in a step of 4096 tokens beside 1.00 GiB of weights; lower max_num_batched_tokens"
+    )
+
+
+def test_on_a_cpu_nothing_changes(forward: TorchForward) -> None:
+    resolved = resolved_config("model")
+    assert fit_cache(EngineConfig(), resolved, SHAPE, forward) is resolved
+
+
+def test_a_rehearsal_needs_no_cache(forward: TorchForward) -> None:
+    forward.rehearse(num_tokens=200, num_rows=3)  # more tokens than the model has positions

@@ -1,11 +1,16 @@
 """From literal token events to what callers see."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
 from chairlift import SamplingParams
-from chairlift.engine.inputs import Generation
-from chairlift.engine.outputs import Delivery, GenerationState, OutputProcessor
-from chairlift.engine.tokenizer import Tokenizer
-from chairlift.params import CompletionOutput, FinishReason
-from chairlift.scheduler import Request
+from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, StopStrings, TextOptions
+from chairlift.engine.text.outputs import Delivery, GenerationState, OutputProcessor
+from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.params import CompletionOutput, FinishReason, Logprob
+from chairlift.scheduler import Request, TokenEvent
 from tests.engine.support import END_TOKEN, event
 
 PROMPT = [ord("?")]
@@ -13,15 +18,15 @@ PROMPT = [ord("?")]
 
 def generation_of(params: SamplingParams, request_id: str = "g", prompt: list[int] = PROMPT) -> Generation:
     requests = [Request(f"{request_id}-{index}", prompt, params, 100, index) for index in range(params.n)]
-    return Generation(request_id, None, prompt, params, requests)
+    return Generation(request_id, None, prompt, params, requests, StopStrings(params.stop))
 
 
 class Follower:
     """One generation that is followed: events in, its state out."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, text_options: TextOptions = DEFAULT_TEXT) -> None:
         self.processor = OutputProcessor(tokenizer)
-        self.state = self.processor.open(generation_of(params))
+        self.state = self.processor.open(replace(generation_of(params), text_options=text_options))
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -194,3 +199,110 @@ def test_after_closing_events_are_dropped(byte_tokenizer: Tokenizer) -> None:
 
 def test_events_of_nobody_are_dropped(byte_tokenizer: Tokenizer) -> None:
     assert OutputProcessor(byte_tokenizer).process([event("who-0", [97])]) == Delivery([], [])
+
+
+def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[int] = []
+    decode = Tokenizer.decode
+
+    def counting(self: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if not skip_special_tokens:
+            named.extend(token_ids)
+        return decode(self, token_ids, skip_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    follower = Follower(byte_tokenizer, SamplingParams(logprobs=1))
+    for _ in range(50):
+        scored = {token: Logprob(-1.0, rank) for rank, token in enumerate([ord("x"), ord("y")], start=1)}
+        follower.processor.process([TokenEvent("g-0", [ord("x")], None, logprobs=[scored])])
+    (output,) = follower.outputs
+    assert output.logprobs is not None
+    assert [each.decoded_token for each in output.logprobs[-1].values()] == ["x", "y"]
+    assert len(named) <= 2
+
+
+# --- watchers
+
+
+class Sentence:
+    """A watcher: one sentence is enough."""
+
+    def __init__(self) -> None:
+        self.seen = ""
+
+    def push(self, text: str) -> bool:
+        self.seen += text
+        return "." in self.seen
+
+
+ONE_SENTENCE = TextOptions(new_watcher=Sentence)
+
+
+def test_a_text_ends_where_its_watcher_says_and_the_engine_is_told(byte_tokenizer: Tokenizer) -> None:
+    follower = Follower(byte_tokenizer, SamplingParams(), ONE_SENTENCE)
+    assert follower.text("No").to_abort == []
+    assert follower.text("w. And then").to_abort == ["g-0"]
+    assert follower.outputs == [CompletionOutput(0, "Now.", [*b"Now."], FinishReason.STOP, None)]
+    assert follower.text("more").to_abort == []
+    assert follower.outputs[0].text == "Now."
+
+
+def test_each_choice_has_a_watcher_of_its_own(byte_tokenizer: Tokenizer) -> None:
+    follower = Follower(byte_tokenizer, SamplingParams(n=2), ONE_SENTENCE)
+    follower.text("a.")
+    follower.processor.process([event("g-1", [*b"bc"])])
+    assert [(output.text, output.finish_reason) for output in follower.outputs] == [
+        ("a.", FinishReason.STOP),
+        ("bc", None),
+    ]
+
+
+def test_a_watcher_sees_what_is_shown_and_ends_nothing_before_min_tokens(byte_tokenizer: Tokenizer) -> None:
+    follower = Follower(byte_tokenizer, SamplingParams(min_tokens=4, stop=["x"]), ONE_SENTENCE)
+    follower.text("a.bcde")
+    assert follower.outputs == [CompletionOutput(0, "a.bcd", [*b"a.bcd"], FinishReason.STOP, None)]
+    hidden = Follower(byte_tokenizer, SamplingParams(stop=[".x"]), ONE_SENTENCE)
+    hidden.text("a.")
+    assert hidden.outputs == [CompletionOutput(0, "a", [*b"a."])]
+    hidden.text("b")
+    assert (hidden.outputs[0].text, hidden.outputs[0].finish_reason) == ("a.b", FinishReason.STOP)
+
+
+def test_a_special_token_is_part_of_the_text_where_that_is_wanted(byte_tokenizer: Tokenizer) -> None:
+    tokens = [*"é".encode()[:1], 257, *b"a", 256, *"ü".encode()]
+    for shown, text in ((("<|im_start|>", "no such token"), "\N{REPLACEMENT CHARACTER}<|im_start|>aü"), ((), None)):
+        follower = Follower(byte_tokenizer, SamplingParams(), TextOptions(shown_tokens=shown))
+        follower.processor.process([event("g-0", [token]) for token in tokens])
+        follower.processor.process([event("g-0", [], FinishReason.LENGTH)])
+        expected = byte_tokenizer.decode(tokens) if text is None else text
+        assert follower.outputs[0].text == expected
+
+
+def test_a_state_that_was_kept_does_not_change_and_shares_what_it_can(byte_tokenizer: Tokenizer) -> None:
+    follower = Follower(byte_tokenizer, SamplingParams(logprobs=0, n=2))
+
+    def score(index: int, token: int, finish: FinishReason | None = None) -> None:
+        scored = [{token: Logprob(-1.0, 1)}]
+        follower.processor.process([TokenEvent(f"g-{index}", [token], finish, logprobs=scored)])
+
+    states = []
+    for token in b"abc":
+        score(0, token)
+        states.append(follower.outputs[0])
+    assert [state.text for state in states] == ["a", "ab", "abc"]
+    assert [len(state.logprobs or []) for state in states] == [1, 2, 3]
+    assert [list(state.text_offsets or []) for state in states] == [[0], [0, 1], [0, 1, 2]]
+    second, third = states[1].logprobs, states[2].logprobs
+    assert second is not None
+    assert third is not None
+    assert (second[-1], third[:2], third == second) == (third[1], list(second), False)
+    with pytest.raises(IndexError):
+        _ = second[2]
+    assert second[0] is third[0]
+    score(0, ord("d"), FinishReason.LENGTH)
+    finished = follower.outputs[0]
+    score(1, ord("x"))
+    assert isinstance(finished.logprobs, list)
+    assert follower.outputs[0] is finished  # and is not copied again while the other one goes on

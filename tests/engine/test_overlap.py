@@ -14,9 +14,9 @@ import torch
 
 from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore, Pacing
-from chairlift.engine.runner import Launch
+from chairlift.engine.execution.runner import Launch
 from chairlift.errors import EngineDead
-from chairlift.params import RequestOutput, StructuredOutputs
+from chairlift.params import RepetitionDetection, RequestOutput, StructuredOutputs
 from chairlift.scheduler import StepPlan
 from tests.engine.async_support import DEADLINE_S, LONG, last, make_async_llm, wait_until_idle
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
@@ -31,6 +31,19 @@ CASES: dict[str, dict[str, Any]] = {
     "biased": {"logit_bias": {3: 4.0, 9: -100.0}, "temperature": 1.0, "seed": 6},
     "scored": {"logprobs": 3, "prompt_logprobs": 2},
     "structured": {"structured_outputs": StructuredOutputs(regex="[a-z]{4}[0-9]+")},
+    "without words": {"bad_words": ["the", "a", "et", "x" * 20], "temperature": 1.0, "seed": 9},
+    "few allowed": {"allowed_token_ids": [*b"abc ", 258], "min_tokens": 4, "temperature": 1.0, "seed": 10},
+    "few allowed and fewer words": {
+        "allowed_token_ids": [*b"ab"],
+        "bad_words": ["aa", "bbb"],
+        "frequency_penalty": 1.0,
+    },
+    "repeats itself": {
+        "allowed_token_ids": [*b"ab"],
+        "repetition_detection": RepetitionDetection(max_pattern_size=3, min_count=2),
+        "temperature": 1.0,
+        "seed": 11,
+    },
     "ends by itself": {"stop_token_ids": list(range(0, 259, 5)), "min_tokens": 3, "temperature": 1.0, "seed": 7},
     "only the prompt": {"max_tokens": 0, "prompt_logprobs": 1},
     "several choices": {"n": 3, "temperature": 1.0, "seed": 8},
@@ -56,27 +69,31 @@ def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_answers_are_those_of_an_engine_that_waits(tiny: str, ahead: Callable[[], None], case: str, steps: int) -> None:
+def test_answers_are_those_of_an_engine_that_waits(
+    native: str, ahead: Callable[[], None], case: str, steps: int
+) -> None:
     params = GREEDY.model_copy(update=CASES[case])
     # Who is in the batch with whom differs, so log-probabilities are only equal if that leaves no trace.
     config = {"max_steps_per_launch": steps, "max_num_batched_tokens": 16, "batch_invariant": True}
-    with make_llm(tiny, **config) as llm:
+    with make_llm(native, **config) as llm:
         expected = llm.generate(PROMPTS, params)
     ahead()
-    with make_llm(tiny, **config) as llm:
+    with make_llm(native, **config) as llm:
         assert answers(llm.generate(PROMPTS, params)) == answers(expected)
         assert_idle(llm)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_so_are_those_of_requests_of_every_kind_side_by_side(tiny: str, ahead: Callable[[], None], steps: int) -> None:
+def test_so_are_those_of_requests_of_every_kind_side_by_side(
+    native: str, ahead: Callable[[], None], steps: int
+) -> None:
     params = [GREEDY.model_copy(update=CASES[case]) for case in CASES]
     prompts = (PROMPTS * 2)[: len(params)]
     config = {"max_steps_per_launch": steps, "batch_invariant": True}
-    with make_llm(tiny, **config) as llm:
+    with make_llm(native, **config) as llm:
         expected = llm.generate(prompts, params)
     ahead()
-    with make_llm(tiny, **config) as llm:
+    with make_llm(native, **config) as llm:
         assert answers(llm.generate(prompts, params)) == answers(expected)
         assert_idle(llm)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from chairlift import SamplingParams
-from chairlift.engine.sampling import Sampler
-from chairlift.scheduler import Request
+from chairlift.engine.sampling.sampler import Sampler
+from chairlift.scheduler import RequestState
 from tests.engine.support import make_request
 
 VOCAB = 12
@@ -24,7 +24,7 @@ def step_logits(step: int, num_rows: int) -> torch.Tensor:
     return 2.0 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(step))
 
 
-def drive(sampler: Sampler, requests: list[Request], launch: int, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+def drive(sampler: Sampler, requests: list[RequestState], launch: int, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """Generates that many tokens of each row in launches of `launch` steps; the tokens of each row."""
     for first in range(0, num_tokens, launch):
         batch = sampler.prepare(requests, launch)
@@ -37,7 +37,7 @@ def drive(sampler: Sampler, requests: list[Request], launch: int, num_tokens: in
     return [request.token_ids[request.num_prompt_tokens :] for request in requests]
 
 
-def drive_same(sampler: Sampler, request: Request, logits: list[float], num_tokens: int) -> list[int]:
+def drive_same(sampler: Sampler, request: RequestState, logits: list[float], num_tokens: int) -> list[int]:
     """Greedy tokens of one row that gets the same logits at every step of one launch."""
     batch = sampler.prepare([request], num_tokens)
     return [int(sampler.sample(torch.tensor([logits]), batch, step).tokens) for step in range(num_tokens)]
@@ -149,7 +149,7 @@ def test_counts_survive_launches_in_which_the_row_stands_elsewhere_or_not_at_all
     assert tokens == [0, 1, 2]
 
 
-def eager_to_end(min_tokens: int, temperature: float, ignore_eos: bool = False) -> Request:
+def eager_to_end(min_tokens: int, temperature: float, ignore_eos: bool = False) -> RequestState:
     params = SamplingParams(
         max_tokens=99,
         min_tokens=min_tokens,

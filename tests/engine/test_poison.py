@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine.inputs import Generation
+from chairlift.engine.text.inputs import Generation
 from chairlift.params import RequestOutput, StructuredOutputs
 from chairlift.scheduler import Scheduler
-from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
+from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, state_of, tokens_of
 
 POISON = 255  # the token whose embedding is no number; none of PROMPTS has it
 AVOIDING = {POISON: -100.0}  # so that a sound request never says it
@@ -39,7 +39,9 @@ def assert_failed(output: RequestOutput, num_tokens: int = 0) -> None:
 
 
 def assert_all_finite(llm: LLM) -> None:
-    for blocks in core_of(llm).cache.blocks:
+    cache = core_of(llm).cache
+    cache.settle()  # as before the next launch
+    for blocks in cache.blocks:
         assert blocks.isfinite().all()
 
 
@@ -193,10 +195,10 @@ def test_a_follower_of_a_poisoned_prompt_that_is_aborted_before_it_says_anything
             leader = llm.inputs.prepare("leader", shared + list(range(60, 160)), GREEDY)
             follower = llm.inputs.prepare("follower", shared + list(range(160, 250)), GREEDY)
             core.add(*leader.requests, *follower.requests)
-            while not follower.requests[0].num_reused:
+            while not state_of(core, follower.requests[0]).num_reused:
                 core.step()
             core.abort(follower.requests[0].request_id)
-        assert core.cache.ledger.warm == {}
+        assert core.cache.warm == {}
         assert_all_finite(llm)
         assert_idle(llm)
 

@@ -10,12 +10,12 @@ import torch
 
 from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore, Pacing
-from chairlift.engine.runner import ModelRunner
-from chairlift.errors import QueueTimeout
+from chairlift.engine.execution.runner import ModelRunner
+from chairlift.errors import EngineClosed, QueueTimeout
 from chairlift.params import RequestOptions, RequestOutput, SamplingParams
 from chairlift.scheduler import Scheduler, StepPlan, TokenEvent
 from tests.engine.async_support import LONG, hold_back, last, make_async_llm, wait_until
-from tests.engine.support import GREEDY, assert_idle, core_of, make_llm, tokens_of
+from tests.engine.support import GREEDY, assert_idle, core_of, make_llm, state_of, tokens_of
 from tests.engine.test_poison import POISON, assert_failed, poisoned
 from tests.support.checkpoints import random_prompts
 
@@ -56,17 +56,17 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("budget", "steps", "num_ahead"), [(16, 1, 0), (256, 4, 0), (16, 4, 1), (256, 1, 1)])
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_of_an_engine_that_reuses_nothing(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, case: str, budget: int, steps: int, num_ahead: int
+    native: str, monkeypatch: pytest.MonkeyPatch, case: str, budget: int, steps: int, num_ahead: int
 ) -> None:
     params = SCORED.model_copy(update=CASES[case])
     prompts = [*PROMPTS, *PROMPTS[:2], SYSTEM, SYSTEM[:30]]
     # Bit for bit, where the batch in which a token was computed leaves no trace.
     config = {"max_num_batched_tokens": budget, "max_steps_per_launch": steps, "batch_invariant": True}
-    with make_llm(tiny, **config, enable_prefix_caching=False) as llm:
+    with make_llm(native, **config, enable_prefix_caching=False) as llm:
         expected = llm.generate(prompts, params)
         assert cached(expected) == [0] * len(prompts)
     monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=num_ahead))
-    with make_llm(tiny, **config) as llm:
+    with make_llm(native, **config) as llm:
         first, second = llm.generate(prompts, params), llm.generate(prompts, params)
         assert_idle(llm)
     assert [output.outputs for output in first] == [output.outputs for output in expected]
@@ -94,14 +94,15 @@ def test_native_attention_reads_what_rows_have_in_common_in_one_place() -> None:
         generations = [llm.inputs.prepare(str(index), prompt, SCORED) for index, prompt in enumerate(prompts)]
         core.add(*[request for generation in generations for request in generation.requests])
         _steps(core, 2)
-        slots = [generation.requests[0].slot for generation in generations]
+        states = [state_of(core, generation.requests[0]) for generation in generations]
+        slots = [state.slot for state in states]
         assert None not in slots
         blocks = core.cache.blocks[0]
         for slot in slots[1:]:
             assert torch.equal(blocks[slot, :, :, :300], blocks[slots[0], :, :, :300])
             blocks[slot, :, :, :256] = 1e30  # whole chunks of it are read in the first one's slot
         _steps(core, 100)
-        outputs = [generation.requests[0].token_ids[-6:] for generation in generations]
+        outputs = [state.token_ids[-6:] for state in states]
     assert outputs == [choices[0].token_ids for choices in expected]
 
 
@@ -144,7 +145,44 @@ def test_another_salt_shares_nothing(tiny: str) -> None:
 def test_reuse_can_be_turned_off(tiny: str) -> None:
     with make_llm(tiny, enable_prefix_caching=False) as llm:
         assert cached([*llm.generate([SYSTEM], GREEDY), *llm.generate([SYSTEM, SYSTEM], GREEDY)]) == [0, 0, 0]
-        assert core_of(llm).cache.ledger.warm == {}
+        assert core_of(llm).cache.warm == {}
+
+
+def test_a_reset_forgets_what_was_computed_and_reuse_begins_anew(tiny: str) -> None:
+    with make_llm(tiny) as llm:
+        expected = tokens_of(llm.generate([SYSTEM], GREEDY))
+        llm.reset_prefix_cache()
+        assert core_of(llm).cache.warm == {}
+        assert core_of(llm).read_stats().num_warm == 0
+        again = llm.generate([SYSTEM], GREEDY)
+        assert (cached(again), tokens_of(again)) == ([0], expected)
+        assert cached(llm.generate([SYSTEM], GREEDY)) == [59]
+    with pytest.raises(EngineClosed):
+        llm.reset_prefix_cache()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_ahead", [0, 1])
+async def test_a_reset_while_launches_are_in_flight_costs_nobody_a_token(
+    native: str, monkeypatch: pytest.MonkeyPatch, num_ahead: int
+) -> None:
+    long = GREEDY.model_copy(update={"max_tokens": 150})
+    with make_llm(native, enable_prefix_caching=False, batch_invariant=True) as llm:
+        (expected,) = llm.generate([SYSTEM], long)
+    monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=num_ahead))
+    async with make_async_llm(native, batch_invariant=True) as engine:
+        outputs = engine.generate(list(SYSTEM), long)
+        await anext(outputs)
+        await engine.reset_prefix_cache()
+        beside = await last(engine.generate(list(SYSTEM), GREEDY))
+        assert beside.num_cached_tokens == 0
+        assert tokens_of([beside]) == [tokens_of([expected])[0][:12]]
+        running = await last(outputs)
+        assert tokens_of([running]) == tokens_of([expected])
+        assert (await last(engine.generate(list(SYSTEM), GREEDY))).num_cached_tokens == 59  # of what came after it
+        engine._core.check()
+    with pytest.raises(EngineClosed):
+        await engine.reset_prefix_cache()
 
 
 def test_what_may_be_no_numbers_is_not_reused(tiny: str) -> None:
@@ -169,7 +207,7 @@ def test_an_interrupted_copy_is_not_taken_for_what_it_should_have_been(
         expected = tokens_of(llm.generate([PROMPTS[1]], GREEDY))
         llm.generate([SYSTEM + list(range(100))], GREEDY)
         with monkeypatch.context() as patch:
-            patch.setattr(core_of(llm).cache, "copy_blocks", interrupt)
+            patch.setattr(core_of(llm).cache, "_copy_blocks", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([SYSTEM + list(range(100, 110))], GREEDY)
         assert tokens_of(llm.generate([PROMPTS[1]], GREEDY)) == expected
@@ -188,7 +226,7 @@ def test_an_interrupt_while_a_step_is_planned_leaves_no_slot_with_what_was_never
         for earlier in ([3] * 40, SYSTEM + list(range(100)), [4] * 40):  # the next copies from slot 1 into slot 0
             llm.generate([earlier], GREEDY)
         with monkeypatch.context() as patch:
-            patch.setattr("chairlift.scheduler.scheduler._Draft.add_prompt", interrupt)
+            patch.setattr("chairlift.scheduler.scheduler.Draft.add_prompt", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([prompt], GREEDY)
         assert tokens_of(llm.generate([prompt], GREEDY)) == _alone(tiny)
@@ -262,23 +300,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return tick
 
 
-def test_a_preempted_request_says_what_it_would_have_said(tiny: str) -> None:
+def test_a_preempted_request_says_what_it_would_have_said(native: str) -> None:
     low, high = RequestOptions(priority=1), RequestOptions(priority=0)
     params = GREEDY.model_copy(update={"max_tokens": 10, "prompt_logprobs": 1})
-    with make_llm(tiny, batch_invariant=True) as llm:
+    with make_llm(native, batch_invariant=True) as llm:
         expected = tokens_of(llm.generate([PROMPTS[0], PROMPTS[1]], params))
-    with make_llm(tiny, max_batch_size=1, preempt_after=2, max_steps_per_launch=1, batch_invariant=True) as llm:
+    with make_llm(native, max_batch_size=1, preempt_after=2, max_steps_per_launch=1, batch_invariant=True) as llm:
         core = core_of(llm)
         generations = [
             llm.inputs.prepare(name, prompt, params, options=options)
             for name, prompt, options in (("low", PROMPTS[0], low), ("high", PROMPTS[1], high))
         ]
         core.add(*generations[0].requests)
+        states = [state_of(core, generations[0].requests[0])]
         events = _steps(core, 4)
         core.add(*generations[1].requests)
+        states.append(state_of(core, generations[1].requests[0]))
         events += _steps(core, 100)
-    assert generations[0].requests[0].num_preemptions == 1
-    assert [each.requests[0].token_ids[each.requests[0].num_prompt_tokens :] for each in generations] == expected
+    assert states[0].num_preemptions == 1
+    assert [state.token_ids[state.num_prompt_tokens :] for state in states] == expected
     for generation in generations:
         own = [event for event in events if event.request_id == generation.requests[0].request_id]
         assert sum(len(event.prompt_logprobs) for event in own) == len(generation.prompt_token_ids) - 1

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
 from chairlift.params import FinishReason
-from chairlift.scheduler import Request, RowResult, StepPlan
-from tests.engine.support import ENGINE
+from chairlift.scheduler import Request, RequestState, RowResult, StepPlan
+from tests.engine.support import ENGINE, state_of
 
 _TO_HOST = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
 
@@ -45,11 +45,11 @@ def core(tiny: str) -> Iterator[EngineCore]:
     core.check()
 
 
-def add(core: EngineCore, name: str, num_prompt_tokens: int, max_tokens: int = 40) -> Request:
+def add(core: EngineCore, name: str, num_prompt_tokens: int, max_tokens: int = 40) -> RequestState:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     request = Request(name, list(range(1, num_prompt_tokens + 1)), params, max_tokens, seed=0)
     core.add(request)
-    return request
+    return state_of(core, request)
 
 
 def launch(core: EngineCore) -> tuple[StepPlan, list[RowResult]]:

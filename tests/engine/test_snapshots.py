@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chairlift import AsyncLLM, SamplingParams
-from chairlift.engine.snapshot import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
+from chairlift.engine.stats import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
 from chairlift.errors import EngineClosed, EngineDead
 from tests.engine.async_support import LONG, NUM_SLOTS, StepGate, hold_back, last, make_async_llm, wait_until
 from tests.engine.support import GREEDY

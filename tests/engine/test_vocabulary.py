@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from chairlift import SamplingParams
-from chairlift.engine.inputs import InputProcessor
-from chairlift.engine.tokenizer import Tokenizer
-from chairlift.engine.vocabulary import Vocabulary
+from chairlift.engine.text.inputs import InputProcessor
+from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
 from chairlift.models.checkpoint import find_directory
 from tests.engine.support import VOCAB_SIZE, make_tiny_checkpoint, resolved_config
 from tests.engine.tokenizers_made import (

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from chairlift.engine.tokenizer import Tokenizer
+from chairlift.engine.text.tokenizer import Tokenizer
 
 END = "</s>"
 CORPUS = [

@@ -3,11 +3,9 @@
 The references refuse what the kernels refuse or take in silence, so that on a CPU these tests check every argument.
 """
 
-import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,13 @@ from torch.nn.attention import varlen
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.models.attention import Backend, BatchMetadata
 from chairlift.models.attention.batch import view_length
+from chairlift.models.attention.flash import (
+    FlashAttn3Backend,
+    FlashAttnBackend,
+    TorchVarlenBackend,
+    is_varlen_available,
+)
 from chairlift.models.attention.torch_sdpa import TorchBackend
-from chairlift.models.attention.torch_varlen import TorchVarlenBackend, is_varlen_available
 from tests.models.attention_support import (
     BATCHES,
     DECODE,
@@ -70,9 +73,7 @@ def make_backend(name: str) -> Backend:
         return TorchVarlenBackend()
     if name == "torch_copied":
         return TorchBackend(is_in_place=False)
-    module: Any = importlib.import_module(f"chairlift.models.attention.{name}")
-    backend: Backend = module.FlashAttn3Backend() if name == "flash_attn_3" else module.FlashAttnBackend()
-    return backend
+    return FlashAttn3Backend() if name == "flash_attn_3" else FlashAttnBackend()
 
 
 # What each backend needs on a GPU

@@ -1,5 +1,7 @@
-"""The parts that architectures are wired from equal transformers' modules of the same name."""
+"""The parts that architectures are wired from: equal to transformers' of the same name, packed, compiled."""
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from chairlift.models import layers
 from chairlift.models.config import RopeConfig
-from chairlift.models.layers import GatedMLP, RMSNorm, apply_rope, rope_tables
+from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, compiled_on_gpu, rope_tables
+from tests.support.gpu import needs_gpu
 
 CPU = torch.device("cpu")
 LLAMA3: dict[str, Any] = {
@@ -122,3 +126,116 @@ def test_the_gate_is_the_part_that_passes_through_silu() -> None:
     mlp.gate_up_proj.weight.data = torch.tensor([[2.0], [3.0]])
     mlp.down_proj.weight.data = torch.tensor([[5.0]])
     torch.testing.assert_close(mlp(torch.tensor([[1.0]])), 5.0 * 3.0 * F.silu(torch.tensor([[2.0]])))
+
+
+# Packed weights
+
+
+needs_packing = pytest.mark.skipif(
+    not can_pack(torch.empty(1, dtype=torch.bfloat16)), reason="torch was built without oneDNN"
+)
+
+
+@needs_packing
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_a_packed_weight_gives_the_same_product(num_rows: int, bias: bool) -> None:
+    torch.manual_seed(num_rows)
+    layer = Linear(48, 80, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(num_rows, 48, dtype=torch.bfloat16)
+    exact = F.linear(x.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
+    layer.pack()
+    torch.testing.assert_close(layer(x).float(), exact, atol=2e-2, rtol=2e-2)
+
+
+@needs_packing
+def test_packing_lets_go_of_the_plain_weight() -> None:
+    layer = Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    layer.pack()
+    assert list(layer.parameters()) == []
+
+
+def test_float32_stays_plain() -> None:
+    assert not can_pack(torch.empty(1))
+
+
+# Compiled functions
+
+
+class CudaTensor(torch.Tensor):
+    """Says that it is on a CUDA device."""
+
+    is_cuda = True
+
+
+def on_cuda(x: torch.Tensor) -> torch.Tensor:
+    return x.as_subclass(CudaTensor)
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is compiled; the result of which is the function itself."""
+    names: list[str] = []
+
+    def compile_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
+        names.append(function.__name__)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    monkeypatch.setattr(layers, "_find_compile_obstacle", lambda: None)
+    return names
+
+
+def test_on_a_cpu_nothing_is_compiled(compiled: list[str]) -> None:
+    assert torch.equal(compiled_on_gpu(double)(torch.ones(3)), torch.full((3,), 2.0))
+    assert compiled == []
+
+
+def test_for_cuda_tensors_a_function_is_compiled_once(compiled: list[str]) -> None:
+    function = compiled_on_gpu(double)
+    assert compiled == []
+    for _ in range(3):
+        assert torch.equal(function(on_cuda(torch.ones(3))), on_cuda(torch.full((3,), 2.0)))
+    assert compiled == ["double"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which compiling for CUDA fails")
+def test_where_nothing_can_be_compiled_the_log_says_why_and_the_result_is_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    function = compiled_on_gpu(double)
+    for _ in range(2):
+        assert torch.equal(function(on_cuda(torch.ones(3))), on_cuda(torch.full((3,), 2.0)))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith("double runs operator by operator, which is slower: ")
+
+
+def rope_arguments(num_tokens: int) -> tuple[torch.Tensor, ...]:
+    heads = torch.randn(num_tokens, 12, 64)
+    angles = torch.rand(num_tokens, 1, 64)
+    return heads[:, :10], angles.cos(), angles.sin()
+
+
+COMPILED: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "_add_rms_norm": lambda n: (torch.randn(n, 256), torch.randn(n, 256), torch.rand(256), 1e-5),
+    "_silu_mul": lambda n: (torch.randn(n, 512),),
+    "apply_rope": rope_arguments,
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@needs_gpu
+@torch.inference_mode()
+def test_compiled_functions_compute_what_plain_ones_do(name: str, dtype: torch.dtype) -> None:
+    function = getattr(layers, name)
+    for num_tokens in (7, 1, 300):  # a first shape, a single row, any other
+        arguments = [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in COMPILED[name](num_tokens)]
+        on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in arguments]
+        torch.testing.assert_close(function(*on_gpu), function(*arguments), check_device=False, rtol=2e-2, atol=2e-2)

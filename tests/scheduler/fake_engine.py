@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.ledger import SlotCopy, SlotLedger
+from chairlift.errors import QueueFull
 from chairlift.params import FinishReason, RequestOptions, SamplingParams
-from chairlift.scheduler import Policy, Request, RowResult, Scheduler, SlotCopy, StepPlan, TokenEvent
+from chairlift.scheduler import Policy, Request, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
 
 EOS, WORD = 1, 9
 NO_REUSE = Policy(enable_prefix_caching=False)
@@ -53,9 +54,11 @@ class FakeEngine:
         self.scheduler = Scheduler(
             self.slots, max(budget, num_slots), max_steps, max_queue_size, policy, lambda: self.now, max_num_running
         )
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, RequestState] = {}
         self.events: list[TokenEvent] = []  # of the latest step
         self.ends: Counter[str] = Counter()  # how often each request was said to be over
+        self.rejections: dict[str, Exception] = {}  # by request
+        self.failing: set[str] = set()  # whose next token is none, because their logits are no numbers
         self.num_tokens_computed = 0
         self._num_ahead = num_ahead
         self._say = say
@@ -76,24 +79,38 @@ class FakeEngine:
         priority: int = 0,
         tenant: str = "",
         salt: str = "",
+        share: float = 1.0,
         timeout: float | None = None,
+        **more: Any,
     ) -> Request:
-        options = RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, timeout=timeout)
-        request = Request(name, prompt, SamplingParams(), max_tokens, 0, frozenset({EOS}), options=options)
-        self.requests[name] = request
-        self._said[name] = list(prompt)
-        return request
+        options = RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, queue_share=share, timeout=timeout)
+        return Request(name, prompt, SamplingParams(), max_tokens, 0, frozenset({EOS}), options=options, **more)
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 20, **options: Any) -> Request:
+    def add(self, name: str, prompt: list[int], max_tokens: int = 20, **options: Any) -> RequestState:
         """Queues what `make` makes of these."""
-        request = self.make(name, prompt, max_tokens, **options)
-        self.scheduler.add(request)
-        return request
+        self.take(self.make(name, prompt, max_tokens, **options))
+        return self.requests[name]
+
+    def take(self, *requests: Request) -> list[str]:
+        """Queues them together, and returns whom they displaced."""
+        events = self.scheduler.add(*requests)
+        self.requests |= states_of(self.scheduler, *requests)
+        self._said |= {request.request_id: list(request.prompt_token_ids) for request in requests}
+        self._note_ends(events)
+        self.scheduler.check()
+        assert all(isinstance(event.rejection, QueueFull) for event in events)
+        return [event.request_id for event in events]
+
+    def crash(self) -> None:
+        """All launches in flight come to nothing."""
+        self.ends.update({request.request_id for request in self.scheduler.running})
+        self.scheduler.abandon()
+        self._in_flight.clear()
+        self.scheduler.check()
 
     def abort(self, name: str) -> TokenEvent | None:
         event = self.scheduler.abort(name)
         self._note_ends([event] if event is not None else [])
-        self._scrub()
         self.scheduler.check()
         return event
 
@@ -101,16 +118,15 @@ class FakeEngine:
         """Expires, launches, and takes the results of the oldest launch if it is its turn."""
         self.events = self.scheduler.expire()
         self._note_ends(self.events)
-        self._scrub()
         plan = self.scheduler.schedule()
-        self._scrub()
+        copies = self._settle()
         if plan.rows:
             self._launch(plan)
         if self._in_flight and (not plan.rows or len(self._in_flight) > self._num_ahead):
             self._land()
         self.scheduler.check()
         rows = [(row.request.request_id, row.num_new_tokens) for row in plan.rows]
-        return Plan(rows, plan.num_decode_rows, plan.num_steps, list(plan.copies))
+        return Plan(rows, plan.num_decode_rows, plan.num_steps, copies)
 
     def steps(self, count: int) -> list[Plan]:
         return [self.step() for _ in range(count)]
@@ -134,8 +150,6 @@ class FakeEngine:
         return slot
 
     def _launch(self, plan: StepPlan) -> None:
-        for copy in plan.copies:
-            self._contents[copy.target] = self._contents[copy.source][: copy.num_tokens]
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         results = []
@@ -149,7 +163,8 @@ class FakeEngine:
             self._contents[slot][num_computed:] = new
             said += sampled
             self.num_tokens_computed += len(new)
-            results.append(RowResult(sampled))
+            is_failing = row.is_sampled and row.request.request_id in self.failing
+            results.append(RowResult([], error="no number") if is_failing else RowResult(sampled))
         self._in_flight.append(_Launch(plan, results))
         self.scheduler.advance(plan, reservation)
 
@@ -158,14 +173,43 @@ class FakeEngine:
         events = self.scheduler.update(launch.plan, launch.results)
         self._note_ends(events)
         self.events += events
-        self._scrub()
 
     def _note_ends(self, events: list[TokenEvent]) -> None:
         self.ends.update(event.request_id for event in events if event.finish_reason is not None)
+        self.rejections |= {event.request_id: event.rejection for event in events if event.rejection is not None}
 
-    def _scrub(self) -> None:
-        for unproven in self.scheduler.take_unproven():
-            del self._contents[unproven.slot][unproven.start :]
+    def _settle(self) -> list[SlotCopy]:
+        """Does what the ledger owes the slots, and returns the copies."""
+        copies = []
+        while self.slots.owed:
+            job = self.slots.owed.popleft()
+            if isinstance(job, SlotCopy):
+                self._contents[job.target] = self._contents[job.source][: job.num_tokens]
+                copies.append(job)
+            else:
+                del self._contents[job.slot][job.start :]
+        return copies
+
+
+def states_of(scheduler: Scheduler, *requests: Request) -> dict[str, RequestState]:
+    """By name, how far requests have come that are here."""
+    states = [scheduler.find(request.request_id) for request in requests]
+    return {state.request_id: state for state in states if state is not None}
+
+
+def assert_nothing_is_left(scheduler: Scheduler) -> None:
+    """What a scheduler without work still knows are the tokens of warm slots; once they are forgotten, nothing."""
+    waiting, placement, slots = scheduler.waiting, scheduler._placement, scheduler._slots
+    assert (scheduler._running, scheduler._leaving) == ({}, set())
+    queue = waiting._queue
+    assert (queue._requests, queue._rings, queue._num_by_tenant) == ({}, {}, {})
+    assert [deadline for _, _, deadline in waiting._deadlines._heap if deadline.subject is not None] == []
+    assert placement._owners == {}
+    scheduler.reset_prefix_cache()
+    index = placement._index
+    assert index is None or (index._roots, index._entries) == ({}, {})
+    assert (slots.warm, slots._in_flight, slots._common._prefixes) == ({}, {}, {})
+    assert slots.num_free == slots.num_slots
 
 
 def end_of(event: TokenEvent | None) -> tuple[str, FinishReason | None, int | str | None]:

@@ -7,7 +7,8 @@ import pytest
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Policy, Request, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import Policy, Request, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
+from tests.scheduler.fake_engine import states_of
 
 NO_REUSE = Policy(enable_prefix_caching=False)
 
@@ -41,12 +42,13 @@ class Tower:
         max_tokens: int = 20,
         grammar: "Words | None" = None,
         min_tokens: int = 0,
-    ) -> Request:
+    ) -> RequestState:
         params = SamplingParams(min_tokens=min_tokens)
         prompt = list(range(100, 100 + num_prompt_tokens))
-        request = Request(name, prompt, params, max_tokens, 0, frozenset({EOS}), grammar)
+        new_grammar = None if grammar is None else lambda: grammar
+        request = Request(name, prompt, params, max_tokens, 0, frozenset({EOS}), new_grammar)
         self.scheduler.add(request)
-        return request
+        return states_of(self.scheduler, request)[name]
 
     def launch(self) -> Flight:
         plan = self.scheduler.schedule()
@@ -75,6 +77,7 @@ class Words:
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.taken: list[int] = []
+        self.is_ready = True
 
     def advance(self, token_id: int) -> bool:
         self.taken.append(token_id)
@@ -245,8 +248,7 @@ def test_launches_that_are_abandoned_leave_nothing_behind() -> None:
     tower.launch()
     tower.launch()
     tower.scheduler.abort("a")
-    for flight in tower.flights:
-        tower.scheduler.abandon(flight.plan)
+    tower.scheduler.abandon()
     tower.scheduler.check()
     gone = [request.request_id for request in waiting if request.finish_reason is FinishReason.ABORT]
     assert gone == ["a", "b", "c"]
@@ -257,9 +259,9 @@ def test_launches_that_are_abandoned_leave_nothing_behind() -> None:
 def test_a_plan_that_fails_before_it_begins_is_abandoned_alike() -> None:
     tower = Tower()
     tower.add("a", 3)
-    plan = tower.scheduler.schedule()
+    tower.scheduler.schedule()
     tower.slots.reserve([0], [3])
-    tower.scheduler.abandon(plan)
+    tower.scheduler.abandon()
     tower.scheduler.check()
     assert (tower.slots.num_free, tower.scheduler.has_work) == (4, False)
 

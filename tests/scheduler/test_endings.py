@@ -2,10 +2,9 @@
 
 import pytest
 
-from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.ledger import Scrub, SlotLedger
 from chairlift.params import FinishReason, Logprob, SamplingParams
 from chairlift.scheduler import Policy, Request, RowResult, Scheduler, StepPlan, TokenEvent
-from chairlift.scheduler.placement import Unproven
 
 NO_REUSE = Policy(enable_prefix_caching=False)
 
@@ -17,6 +16,7 @@ class Words:
 
     def __init__(self, *tokens: int) -> None:
         self.left = list(tokens)
+        self.is_ready = True
 
     def advance(self, token_id: int) -> bool:
         if token_id != self.left.pop(0):
@@ -26,7 +26,8 @@ class Words:
 
 def make(name: str, prompt: list[int], max_tokens: int = 20, grammar: Words | None = None, **params: object) -> Request:
     settings = SamplingParams(**params)
-    return Request(name, prompt, settings, max_tokens, 0, frozenset({EOS}), grammar)
+    new_grammar = None if grammar is None else lambda: grammar
+    return Request(name, prompt, settings, max_tokens, 0, frozenset({EOS}), new_grammar)
 
 
 class World:
@@ -47,6 +48,12 @@ class World:
         events = self.scheduler.update(plan, results)
         self.scheduler.check()
         return events
+
+    def scrubbed(self) -> list[Scrub]:
+        """What the ledger owes, which from now on it does not."""
+        jobs = list(self.slots.owed)
+        self.slots.owed.clear()
+        return [job for job in jobs if isinstance(job, Scrub)]
 
 
 def test_the_end_of_a_grammar_ends_the_text_and_its_last_token_belongs_to_it() -> None:
@@ -159,23 +166,22 @@ def test_log_probabilities_of_surplus_tokens_are_dropped_with_them() -> None:
     assert event.logprobs == scores[:2]
 
 
-@pytest.mark.parametrize(("num_steps", "unproven"), [(0, []), (1, [Unproven(0, 0)]), (2, []), (3, [])])
+@pytest.mark.parametrize(("num_steps", "scrubbed"), [(0, []), (1, [Scrub(0, 0)]), (2, []), (3, [])])
 def test_a_slot_given_back_before_a_token_was_sampled_from_it_may_hold_no_numbers(
-    num_steps: int, unproven: list[Unproven]
+    num_steps: int, scrubbed: list[Scrub]
 ) -> None:
     world = World(make("a", [7, 8, 9, 10, 11, 12]), budget=4)
     for results in ([RowResult()], [RowResult([1])], [RowResult([1])])[:num_steps]:
         world.step(*results)
     world.scheduler.abort("a")
-    assert world.scheduler.take_unproven() == unproven
-    assert world.scheduler.take_unproven() == []
+    assert world.scrubbed() == scrubbed
 
 
 def test_a_slot_of_a_row_that_failed_may_hold_no_numbers() -> None:
     world = World(make("a", [7]), make("b", [7]))
     world.step(RowResult([1]), RowResult([1]))
     world.step(RowResult([], error="no"), RowResult([1]))
-    assert world.scheduler.take_unproven() == [Unproven(0, 0)]
+    assert world.scrubbed() == [Scrub(0, 0)]
 
 
 def test_surplus_that_is_no_number_is_not_left_in_the_slot() -> None:
@@ -183,13 +189,77 @@ def test_surplus_that_is_no_number_is_not_left_in_the_slot() -> None:
     world.step(RowResult([1]))
     (event,) = world.step(RowResult([3, EOS], error="no number after that"))
     assert (event.finish_reason, event.error) == (FinishReason.STOP, None)
-    assert world.scheduler.take_unproven() == [Unproven(0, 3)]
+    assert world.scrubbed() == [Scrub(0, 3)]
 
 
 def test_a_grammar_row_goes_on_without_the_surplus_that_is_no_number() -> None:
     world = World(make("a", [7], grammar=Words(5, 6, 8)), num_steps=4)
     world.step(RowResult([5]))
     world.step(RowResult([6, 6], error="no number after that"))
-    assert world.scheduler.take_unproven() == [Unproven(0, 2)]
+    assert world.scrubbed() == [Scrub(0, 2)]
     assert world.step(RowResult([8])) == [TokenEvent("a", [8], FinishReason.STOP)]
-    assert world.scheduler.take_unproven() == []
+    assert world.scrubbed() == []
+
+
+# --- grammars that are late
+
+
+def test_a_late_row_has_its_newest_token_computed_once_more_and_then_goes_on() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6)))
+    world.step(RowResult([5]))
+    (row,) = world.scheduler.schedule().rows
+    assert (row.num_new_tokens, row.request.num_computed) == (1, 1)
+    assert world.step(RowResult([9], is_late=True)) == []
+    assert (row.request.token_ids, row.request.num_computed, row.request.num_pending) == ([7, 5], 1, 0)
+    assert row.request.is_late
+    assert world.step(RowResult([6])) == [TokenEvent("a", [6], FinishReason.STOP)]
+    assert not row.request.is_late
+
+
+def test_a_late_row_of_a_launch_of_several_steps_goes_back_by_one_token() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6)), make("b", [7]), num_steps=4)
+    world.step(RowResult([5]), RowResult([1]))
+    world.step(RowResult([9, 9, 9, 9], is_late=True), RowResult([1, 2, 3, 4]))
+    by_name = {request.request_id: request for request in world.scheduler.running}
+    assert (by_name["a"].num_computed, by_name["b"].num_computed) == (1, 5)
+    assert world.step(RowResult([6, 9, 9, 9]), RowResult([5, 5, 5, 5]))[0] == TokenEvent("a", [6], FinishReason.STOP)
+
+
+def test_a_prompt_whose_first_mask_is_late_has_its_last_token_computed_once_more() -> None:
+    world = World(make("a", [7, 7, 7], grammar=Words(5), max_tokens=1))
+    scores = [{7: Logprob(-1.0, 1)}]
+    (event,) = world.step(RowResult([9], is_late=True, prompt_logprobs=scores))
+    assert (event.new_token_ids, event.prompt_logprobs, event.finish_reason) == ([], scores, None)
+    plan = world.scheduler.schedule()
+    assert [(row.num_new_tokens, row.request.num_computed) for row in plan.rows] == [(1, 2)]
+    assert world.run(plan, RowResult([5]))[0].finish_reason is FinishReason.STOP
+    assert world.slots.num_free == 4
+
+
+def test_a_row_whose_grammar_is_not_ready_sits_out_and_can_be_ended() -> None:
+    grammar = Words(5, 6)
+    world = World(make("a", [7], grammar=grammar), make("b", [7]))
+    world.step(RowResult([5]), RowResult([1]))
+    grammar.is_ready = False
+    assert [row.request.request_id for row in world.scheduler.schedule().rows] == ["b"]
+    assert world.scheduler.abort("a") == TokenEvent("a", [], FinishReason.ABORT)
+    world.scheduler.check()
+    assert world.slots.num_free == 3
+
+
+def test_a_late_row_without_numbers_is_overwritten_from_the_token_that_is_computed_again() -> None:
+    world = World(make("a", [7, 7], grammar=Words(5, 6)))
+    world.step(RowResult(error="no number", is_late=True))
+    assert world.scrubbed() == [Scrub(0, 1)]
+    assert world.step(RowResult([5])) == [TokenEvent("a", [5], None)]
+
+
+def test_a_request_that_ended_while_it_was_late_leaves_its_slot() -> None:
+    world = World(make("a", [7], grammar=Words(5, 6)))
+    plan = world.scheduler.schedule()
+    slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
+    world.scheduler.advance(plan, world.slots.reserve(slots, [1]))
+    world.scheduler.abort("a")
+    assert world.scheduler.update(plan, [RowResult([9], is_late=True)]) == []
+    world.scheduler.check()
+    assert world.slots.num_free == 4

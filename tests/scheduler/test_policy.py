@@ -1,12 +1,12 @@
-"""Traces of the rules that users may rely on under load: priorities, tenants, deadlines, preemption, being refused."""
+"""Traces of the rules that users may rely on under load: priorities, tenants, deadlines, preemption."""
 
 import itertools
 from typing import Any
 
 import pytest
 
-from chairlift.errors import QueueFull
-from chairlift.scheduler import Policy
+from chairlift.params import RequestTimes
+from chairlift.scheduler import Policy, TokenEvent
 from tests.scheduler.fake_engine import FakeEngine, Plan, end_of
 
 PROMPT = [2, 3, 4, 5]
@@ -103,7 +103,7 @@ def test_who_waits_too_long_is_told_so_and_when_to_come_again() -> None:
     assert engine.step() == Plan([("running", 1)], decode=1)
     event = engine.events[0]
     assert end_of(event) == ("waiting", "abort", "timeout")
-    assert event.is_rejected
+    assert event.rejection is not None
     assert event.error == "no slot was free within 2.0 s; try again later"
     assert event.rejection is not None
     assert event.rejection.retry_after >= 1.0
@@ -125,8 +125,8 @@ def test_a_request_that_runs_longer_than_it_may_keeps_what_it_has() -> None:
     engine.now = 3.0
     engine.step()
     assert [end_of(event) for event in engine.events] == [("a", "abort", "timeout")]
-    assert (engine.events[0].is_rejected, engine.events[0].error) == (False, None)
-    assert (a.num_output_tokens, a.slot, a.end_time) == (2, None, 3.0)
+    assert (engine.events[0].rejection, engine.events[0].error) == (None, None)
+    assert (a.num_output_tokens, a.slot) == (2, None)
 
 
 def test_who_misses_two_deadlines_at_once_is_told_once() -> None:
@@ -143,7 +143,7 @@ def test_a_timeout_of_its_own_also_ends_a_wait() -> None:
     engine.step()
     engine.now = 1.0
     engine.step()
-    assert engine.events[0].is_rejected
+    assert engine.events[0].rejection is not None
 
 
 def test_deadlines_of_those_who_ended_mean_nothing() -> None:
@@ -160,7 +160,7 @@ def test_deadlines_of_many_who_ended_are_forgotten() -> None:
     for number in range(5000):
         engine.add(f"a{number}", PROMPT, 1, timeout=1e9)
         engine.step()
-    assert len(engine.scheduler._waiting._deadlines._heap) < 1100
+    assert len(engine.scheduler.waiting._deadlines._heap) < 1100
 
 
 def test_all_that_expired_at_once_are_told_in_the_order_of_their_deadlines() -> None:
@@ -171,6 +171,17 @@ def test_all_that_expired_at_once_are_told_in_the_order_of_their_deadlines() -> 
     engine.step()
     engine.now = 2.7
     assert [event.request_id for event in engine.scheduler.expire()] == ["b", "a", "running"]
+
+
+def test_when_thousands_are_due_at_once_a_step_ends_a_few_hundred_and_the_next_ones_the_others() -> None:
+    engine = FakeEngine(num_slots=1, max_queue_size=1000, policy=Policy(queue_timeout=1.0))
+    engine.add("running", PROMPT, 20)
+    engine.step()
+    for number in range(1000):
+        engine.add(f"a{number}", PROMPT)
+    engine.now = 2.0
+    assert [len(engine.scheduler.expire()) for _ in range(5)] == [256, 256, 256, 232, 0]
+    assert engine.scheduler.num_waiting == 0
 
 
 def test_who_is_turned_away_is_told_how_long_it_waited_since_it_came() -> None:
@@ -287,83 +298,49 @@ def test_who_lost_its_slot_begins_to_wait_anew() -> None:
     assert low.slot is None
 
 
-# Being refused
+def test_a_slot_is_taken_only_from_somebody_so_many_levels_below() -> None:
+    engine = FakeEngine(num_slots=2, policy=Policy(preempt_after=1, preempt_levels=3))
+    engine.add("near", [2, 2], 20, priority=2)
+    far = engine.add("far", [3, 3], 20, priority=3)
+    engine.steps(2)
+    engine.add("newcomer", [4, 4], 1, priority=1)
+    engine.steps(2)
+    assert engine.scheduler.num_preemptions == 0
+    engine.add("urgent", [5, 5], 1)
+    engine.steps(2)
+    assert (engine.scheduler.num_preemptions, far.num_preemptions) == (1, 1)
 
 
-def test_who_is_refused_is_told_when_there_will_be_a_place_by_the_present_rate() -> None:
-    engine = FakeEngine(num_slots=1, max_queue_size=2)
-    for number in range(6):  # one slot in four seconds, and always somebody who waits for it
-        engine.add(f"a{number}", PROMPT, 1)
-        if number:
-            engine.now += 4.0
-            engine.step()
-    engine.add("b", PROMPT)
-    with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("c", PROMPT), engine.make("d", PROMPT))
-    assert caught.value.retry_after == pytest.approx(16.0 / 5)
-    with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(*[engine.make(name, PROMPT) for name in "efg"])
-    assert caught.value.retry_after == pytest.approx(2 * 16.0 / 5)
-    assert engine.scheduler.estimate_wait() == pytest.approx(2 * 16.0 / 5)
+# Times
 
 
-def test_idle_times_do_not_count_as_waiting() -> None:
-    engine = FakeEngine(num_slots=1, max_queue_size=1)
-    for number in range(3):
-        engine.add(f"a{number}", PROMPT, 1)
-        engine.step()
-        engine.now += 3600.0
-    engine.add("running", PROMPT, 20)
-    engine.step()
-    engine.add("waiting", PROMPT)
-    with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("b", PROMPT))
-    assert caught.value.retry_after == 1.0
-
-
-def test_a_queue_that_stands_still_is_slower_the_longer_it_does() -> None:
-    engine = FakeEngine(num_slots=1, max_queue_size=1)
-    engine.add("running", PROMPT, 20)
-    engine.step()
-    engine.now = 50.0
-    engine.add("waiting", PROMPT)
-    engine.now = 80.0
-    with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("b", PROMPT))
-    assert caught.value.retry_after == 30.0
-
-
-def test_nobody_is_told_to_wait_longer_than_ten_minutes() -> None:
-    engine = FakeEngine(num_slots=1)
-    for name in "abc":
-        engine.add(name, PROMPT, 2)
-        engine.now += 5.0
-        engine.steps(2)
-    engine.add("running", PROMPT, 20)
-    engine.add("waiting", PROMPT, 20)
-    engine.add("waiting too", PROMPT, 20)
-    engine.step()
-    engine.now += 1e6
-    assert engine.scheduler.estimate_wait() == 600.0
-
-
-def test_without_anything_to_go_by_it_is_a_second() -> None:
-    engine = FakeEngine(num_slots=1, max_queue_size=0)
-    with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("a", PROMPT), engine.make("b", PROMPT))
-    assert caught.value.retry_after == 1.0
-
-
-def test_times_are_stamped_as_a_request_goes_on() -> None:
+def test_times_come_with_the_first_tokens_and_with_the_end() -> None:
     engine = engine_with()
     engine.now = 1.0
-    running = engine.add("running", PROMPT, 1)
-    a = engine.add("a", PROMPT, 2)
-    assert (a.arrival_time, a.admission_time, a.first_token_time, a.end_time) == (1.0, None, None, None)
+    engine.add("running", PROMPT, 1)
+    a = engine.add("a", PROMPT, 3)
+    assert a.times == RequestTimes(1.0, None, None)
+    heard: list[TokenEvent] = []
+    for now in (1.5, 2.0, 3.0, 4.0):
+        engine.now = now
+        engine.step()
+        heard += engine.events
+    assert [(event.request_id, event.times) for event in heard] == [
+        ("running", RequestTimes(1.0, 1.5, 1.5)),
+        ("a", RequestTimes(1.0, 2.0, 2.0)),
+        ("a", None),
+        ("a", RequestTimes(1.0, 2.0, 2.0)),
+    ]
+
+
+def test_a_request_that_is_ended_says_how_far_it_had_come() -> None:
+    engine = engine_with()
+    engine.add("running", PROMPT)
     engine.step()
     engine.now = 2.0
-    engine.step()
-    engine.now = 3.0
-    engine.step()
-    assert running.end_time == 1.0
-    assert (a.arrival_time, a.admission_time, a.first_token_time, a.end_time) == (1.0, 2.0, 2.0, 3.0)
+    engine.add("waiting", PROMPT)
+    ends = [engine.abort(name) for name in ("running", "waiting")]
+    assert [end.times for end in ends if end is not None] == [
+        RequestTimes(0.0, 0.0, 0.0),
+        RequestTimes(2.0, None, None),
+    ]

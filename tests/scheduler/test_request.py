@@ -5,14 +5,15 @@ from typing import Any
 import pytest
 
 from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Request
+from chairlift.scheduler import Request, RequestState
 
 EOS, OTHER_EOS, STOP, WORD = 1, 2, 3, 9
 
 
-def make_request(num_prompt_tokens: int = 4, max_tokens: int = 6, **params: Any) -> Request:
+def make_request(num_prompt_tokens: int = 4, max_tokens: int = 6, **params: Any) -> RequestState:
     prompt = list(range(100, 100 + num_prompt_tokens))
-    return Request("a", prompt, SamplingParams(**params), max_tokens, 0, frozenset({EOS, OTHER_EOS}))
+    request = Request("a", prompt, SamplingParams(**params), max_tokens, 0, frozenset({EOS, OTHER_EOS}))
+    return RequestState(request, arrival_time=0.0)
 
 
 def test_a_new_request_has_its_prompt_to_compute() -> None:
@@ -35,7 +36,7 @@ def test_counts_follow_the_tokens() -> None:
 def test_the_prompt_stays_as_it_was() -> None:
     prompt = [100, 101]
     request = Request("a", prompt, SamplingParams(), 4, 0)
-    request.accept([WORD])
+    RequestState(request, arrival_time=0.0).accept([WORD])
     assert request.prompt_token_ids == prompt == [100, 101]
 
 

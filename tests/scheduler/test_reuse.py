@@ -2,10 +2,10 @@
 
 import pytest
 
-from chairlift.params import SamplingParams
-from chairlift.scheduler import Policy, Request, RowResult, SlotCopy
-from chairlift.scheduler.placement import Unproven
-from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, FakeEngine, Plan
+from chairlift.cache.ledger import Scrub, SlotCopy
+from chairlift.scheduler import Policy
+from chairlift.scheduler.placement import Placement
+from tests.scheduler.fake_engine import NO_REUSE, WORD, FakeEngine, Plan
 
 SYSTEM = list(range(100, 140))  # forty tokens that prompts have in common
 USER = list(range(200, 210))
@@ -188,20 +188,21 @@ def test_what_was_copied_from_a_prompt_in_work_is_not_kept_before_a_token_proves
     engine.step()
     assert engine.step() == Plan([("a", 16), ("b", 16)], copies=[SlotCopy(0, 1, 30)])
     engine.scheduler.abort("b")
-    assert engine.scheduler.take_unproven() == [Unproven(1, 0)]
+    assert list(engine.slots.owed) == [Scrub(1, 0)]
     assert engine.slots.warm == {}
 
 
-def test_a_copy_that_was_planned_but_never_made_is_not_kept() -> None:
+def test_a_copy_that_was_planned_is_made_even_if_its_request_leaves_before_the_launch() -> None:
     engine = FakeEngine()
     engine.add("a", SYSTEM + USER)
     engine.steps(2)
     b = engine.add("b", [*SYSTEM, 1, 2])
-    assert list(engine.scheduler.schedule().copies) == [SlotCopy(0, 1, 40)]
-    assert (b.slot, b.num_reused) == (1, 40)
-    engine.scheduler.abort("b")  # an interrupt came before the launch
-    assert engine.slots.warm == {}
-    engine.scheduler.check()
+    engine.scheduler.schedule()
+    assert (b.slot, b.num_reused, list(engine.slots.owed)) == (1, 40, [SlotCopy(0, 1, 40)])
+    engine.scheduler.abort("b")
+    assert engine.slots.warm == {1: 40}
+    engine.add("c", [*SYSTEM, 1, 2])
+    assert engine.step() == Plan([("a", 1), ("c", 2)], decode=1, copies=[SlotCopy(0, 1, 40), SlotCopy(0, 2, 40)])
 
 
 @pytest.mark.parametrize(("num_shared", "rows"), [(15, [("a", 16), ("b", 16)]), (16, [("a", 17)])])
@@ -257,12 +258,30 @@ def test_a_slot_that_a_failed_launch_wrote_to_is_not_kept() -> None:
     engine = FakeEngine()
     engine.add("a", USER)
     engine.steps(2)
-    plan = engine.scheduler.schedule()
+    engine.scheduler.schedule()
     engine.slots.reserve([engine.slot_of("a")], [1])
-    engine.scheduler.abandon(plan)
+    engine.scheduler.abandon()
     assert engine.slots.warm == {}
-    assert engine.scheduler.take_unproven() == [Unproven(0, 0)]
+    assert list(engine.slots.owed) == [Scrub(0, 0)]
     engine.scheduler.check()
+
+
+@pytest.mark.parametrize("verb", ["place", "_find", "_copy"])
+def test_an_interrupt_while_a_request_gets_its_slot_loses_none(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    engine = FakeEngine()
+    served(engine, "before", USER)
+    engine.add("a", SYSTEM)
+    with monkeypatch.context() as patch:
+        patch.setattr(Placement, verb, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.crash()
+    assert (engine.scheduler.has_work, engine.slots.warm, engine.slots.num_free) == (False, {0: 10}, 3)
+    engine.add("b", SYSTEM)
+    engine.run()
 
 
 # Who does not share
@@ -301,25 +320,125 @@ def test_without_reuse_slots_are_free_when_they_are_released_and_equal_prompts_a
 def test_a_prompt_whose_tokens_are_to_be_scored_is_computed_whole_but_others_may_use_it() -> None:
     engine = FakeEngine()
     served(engine, "a", USER)
-    scored = Request("scored", USER, SamplingParams(prompt_logprobs=1), 1, 0, frozenset({EOS}), prompt_logprobs=1)
-    engine._said["scored"] = list(USER)
-    engine.requests["scored"] = scored
-    engine.scheduler.add(scored)
+    scored = engine.add("scored", USER, 1, prompt_logprobs=1)
     assert engine.step() == Plan([("scored", 10)])
     assert scored.num_cached_tokens == 0
     engine.add("c", USER)
     assert engine.step() == Plan([("c", 1)])
 
 
-def test_a_row_that_fails_takes_all_that_is_warm_with_it() -> None:
+def test_a_row_that_fails_takes_the_warm_slots_with_it_that_hold_what_it_reused() -> None:
+    engine = FakeEngine(num_slots=8, max_seq_len=256, budget=256)
+    served(engine, "source", [*SYSTEM, *range(200, 300)])
+    served(engine, "same beginning", [*SYSTEM, *range(300, 401)])
+    served(engine, "shorter beginning", [*SYSTEM[:20], *range(400, 502)])
+    engine.add("other salt", [*SYSTEM, *range(200, 303)], 1, salt="x")
+    engine.finish("other salt")
+    served(engine, "unlike", USER)
+    assert sorted(engine.slots.warm.values()) == [10, 122, 140, 141, 143]
+    engine.failing.add("bad")
+    bad = engine.add("bad", [*SYSTEM, *range(500, 510)])
+    engine.step()
+    assert (bad.num_cached_tokens, bad.error, bad.slot) == (len(SYSTEM), "no number", None)
+    assert sorted(engine.slots.warm.values()) == [10, 122, 143]
+    engine.scheduler.check()
+
+
+def test_a_row_that_fails_and_reused_nothing_costs_nobody_a_warm_slot() -> None:
     engine = FakeEngine()
     served(engine, "sound", USER)
-    bad = engine.add("bad", SYSTEM)
-    plan = engine.scheduler.schedule()
-    engine.scheduler.advance(plan, engine.slots.reserve([engine.slot_of("bad")], [40]))
-    engine.scheduler.update(plan, [RowResult([], error="not a number")])
-    assert (bad.slot, engine.slots.warm, engine.slots.num_free) == (None, {}, 4)
+    engine.failing.add("bad")
+    engine.add("bad", SYSTEM)
+    engine.step()
+    assert (engine.requests["bad"].error, list(engine.slots.warm.values())) == ("no number", [len(USER)])
+
+
+class Filter:
+    follows_text = False
+
+
+def test_a_row_to_which_every_token_may_have_been_forbidden_casts_no_doubt_on_what_it_reused() -> None:
+    engine = FakeEngine(max_seq_len=256, budget=256)
+    served(engine, "sound", [*SYSTEM, *range(200, 300)])
+    engine.failing.add("bad")
+    bad = engine.add("bad", [*SYSTEM, 7], new_token_filter=Filter)
+    engine.step()
+    assert (bad.error, bad.num_cached_tokens, engine.slots.warm) == ("no number", 40, {0: 140})
+
+
+# Forgetting
+
+
+def test_after_a_reset_nothing_warm_is_reused() -> None:
+    engine = FakeEngine()
+    served(engine, "before", SYSTEM)
+    engine.scheduler.reset_prefix_cache()
+    assert (engine.slots.warm, engine.slots.num_free) == ({}, 4)
+    after = engine.add("after", SYSTEM)
+    assert engine.step() == Plan([("after", 40)])
+    assert after.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_after_a_reset_nothing_is_reused_of_those_who_run_and_later_leave(num_ahead: int) -> None:
+    engine = FakeEngine(num_ahead=num_ahead)
+    running = engine.add("running", SYSTEM, 6)
+    engine.steps(3)
+    engine.scheduler.reset_prefix_cache()
     engine.scheduler.check()
+    beside = engine.add("beside", SYSTEM, 1)
+    engine.finish("beside")
+    assert (beside.num_cached_tokens, running.finish_reason) == (0, None)
+    engine.run()
+    assert (running.finish_reason, running.num_output_tokens) == ("length", 6)
+    assert list(engine.slots.warm.values()) == [40]  # what came after the reset is reused again
+    again = engine.add("again", [*SYSTEM, 7], 1)
+    engine.run()
+    assert again.num_cached_tokens == 40
+
+
+def test_a_launch_in_flight_at_a_reset_leaves_nothing_warm_when_its_requests_end() -> None:
+    engine = FakeEngine(num_ahead=2)
+    engine.add("a", SYSTEM, 1)
+    engine.step()  # in flight
+    engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert (engine.ends["a"], engine.slots.warm, engine.slots.num_free) == (1, {}, 4)
+
+
+def test_who_waits_for_a_prefix_at_a_reset_computes_it() -> None:
+    engine = FakeEngine()
+    engine.add("leader", SYSTEM, 2)
+    follower = engine.add("follower", [*SYSTEM, 7], 2)
+    engine.step()
+    assert follower.leader is engine.requests["leader"]
+    engine.scheduler.reset_prefix_cache()
+    assert engine.step() == Plan([("leader", 1), ("follower", 41)], decode=1)
+    engine.run()
+    assert (engine.ends, follower.num_cached_tokens) == ({"leader": 1, "follower": 1}, 0)
+    assert engine.slots.warm == {}
+
+
+def test_who_had_lost_its_slot_at_a_reset_computes_all_anew_and_counts_no_prompt_twice() -> None:
+    engine = FakeEngine(num_slots=2, max_num_running=1, policy=Policy(preempt_after=1))
+    low = engine.add("low", SYSTEM, 4, priority=1)
+    engine.steps(2)
+    engine.add("high", USER, 1)
+    engine.step()
+    assert low.num_preemptions == 1
+    engine.scheduler.reset_prefix_cache()
+    assert engine.step() == Plan([("low", 42)])
+    engine.run()
+    assert (low.num_cached_tokens, low.num_output_tokens) == (0, 4)
+
+
+def test_a_reset_without_reuse_changes_nothing() -> None:
+    engine = FakeEngine(policy=NO_REUSE)
+    engine.add("a", USER, 3)
+    engine.step()
+    engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert (engine.ends["a"], engine.slots.num_free) == (1, 4)
 
 
 # Ahead of the device

@@ -1,6 +1,7 @@
-"""Whatever comes, leaves, forks, runs out of time or is pushed aside: all requests end once, all slots come back.
+"""Whatever comes, leaves, forks, fails, is late or is pushed aside: all requests end once, and all slots come back.
 
-Slots hold what their requests think they hold: the fake engine asserts it at every launch.
+Slots hold what their requests think they hold: the fake engine asserts it at every launch. In the end no table holds
+anything of anybody.
 """
 
 from itertools import count, cycle
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from chairlift.errors import QueueFull
-from chairlift.scheduler import Policy
-from tests.scheduler.fake_engine import EOS, FakeEngine
+from chairlift.scheduler import Policy, Request
+from tests.scheduler.fake_engine import EOS, FakeEngine, assert_nothing_is_left
 
 MAX_SEQ_LEN = 48
 FAMILIES = [list(range(10, 50)), list(range(10, 30)) + list(range(60, 80)), [7] * 40]
@@ -21,6 +22,7 @@ policies = st.builds(
     enable_prefix_caching=st.booleans(),
     priority_ageing=st.sampled_from([0.5, 30.0]),
     preempt_after=st.none() | st.integers(1, 4),
+    preempt_levels=st.integers(1, 2),
     queue_timeout=st.none() | st.sampled_from([2.0, 20.0]),
 )
 prompts = st.builds(
@@ -37,6 +39,8 @@ class Traffic(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.names = count()
+        self.groups: list[list[Request]] = []
+        self.left: set[str] = set()
 
     @initialize(
         policy=policies,
@@ -77,6 +81,8 @@ class Traffic(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         tenant=st.sampled_from("ab"),
         salt=st.sampled_from(["", "", "", "x"]),
+        share=st.sampled_from([1.0, 0.5, 0.1]),
+        is_failing=st.sampled_from([False, False, False, True]),
         timeout=st.none() | st.sampled_from([0.5, 5.0]),
     )
     def arrive(
@@ -87,6 +93,8 @@ class Traffic(RuleBasedStateMachine):
         priority: int,
         tenant: str,
         salt: str,
+        share: float,
+        is_failing: bool,
         timeout: float | None,
     ) -> None:
         requests = [
@@ -97,21 +105,31 @@ class Traffic(RuleBasedStateMachine):
                 priority=priority,
                 tenant=tenant,
                 salt=salt,
+                share=share,
                 timeout=timeout,
             )
             for _ in range(num_forks)
         ]
+        started = {each.request_id for each in self.engine.requests.values() if each.admission_time is not None}
+        can_take = self.engine.scheduler.can_take(requests)
         try:
-            self.engine.scheduler.add(*requests)
+            displaced = self.engine.take(*requests)
+            assert not displaced or not can_take, "somebody left though there was a place"
+            assert not started.intersection(displaced), "who had a slot was displaced"
         except QueueFull:
-            for request in requests:
-                del self.engine.requests[request.request_id]
-        self.engine.scheduler.check()
+            assert not can_take, "they were refused though there was a place"
+            self.engine.scheduler.check()
+            return
+        self.groups.append(requests)
+        if is_failing:
+            self.engine.failing.add(requests[-1].request_id)
 
     @precondition(lambda self: self.engine.requests)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.requests))))
+        name = data.draw(st.sampled_from(sorted(self.engine.requests)))
+        self.left.add(name)
+        self.engine.abort(name)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
     def wait(self, seconds: float) -> None:
@@ -123,18 +141,33 @@ class Traffic(RuleBasedStateMachine):
             self.engine.step()
             self.engine.now += 0.01
 
+    @rule()
+    def reset(self) -> None:
+        self.engine.scheduler.reset_prefix_cache()
+        assert self.engine.slots.warm == {}
+        self.engine.scheduler.check()
+
+    @rule()
+    def crash(self) -> None:
+        self.engine.crash()
+
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
         engine = self.engine
         engine.run()
+        assert_nothing_is_left(engine.scheduler)
+        for group in self.groups:
+            staying = [each.request_id for each in group if each.request_id not in self.left]
+            is_displaced = {isinstance(engine.rejections.get(name), QueueFull) for name in staying}
+            assert len(is_displaced) <= 1, "a part of those who came together was displaced"
         assert engine.ends == dict.fromkeys(engine.requests, 1)
-        assert engine.slots.num_claimable == engine.slots.num_slots
+        assert engine.slots.slots_remaining == engine.slots.num_slots
         for request in engine.requests.values():
             assert (request.slot, request.leader, request.num_pending, request.num_launches) == (None, None, 0, 0)
-            assert request.end_time is not None
+            assert request.finish_reason is not None
             assert request.num_cached_tokens < request.num_prompt_tokens
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestTraffic.settings = settings(stateful_step_count=30)

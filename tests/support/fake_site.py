@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
-from chairlift.api.home import add_page_routes
-from chairlift.api.watch import SnapshotFeed, add_watch_route
+from chairlift.api.reference.page import SnapshotFeed, add_page_routes
 from tests.support.fake_batch import FakeBatch
 
 T = TypeVar("T")
@@ -69,8 +68,7 @@ class FakeSite:
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[error_middleware])
-        add_page_routes(app)
-        add_watch_route(app, SnapshotFeed(self.batch, interval_s=0.02), keep_alive_s=5.0)
+        add_page_routes(app, SnapshotFeed(self.batch, interval_s=0.02), keep_alive_s=5.0)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         return app

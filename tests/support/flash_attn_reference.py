@@ -12,9 +12,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, cast
 
+import pytest
 import torch
 
-_IMPORTERS = ("chairlift.models.attention.flash_attn", "chairlift.models.attention.flash_attn_3")
 _PAGE_MULTIPLE = 256
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
@@ -166,16 +166,10 @@ def installed() -> Iterator[None]:
 
 @contextmanager
 def module(name: str, functions: Mapping[str, Callable[..., Any]] | None) -> Iterator[None]:
-    """That module holds these functions; None: it is not installed. What imports it is imported anew."""
-    names = (name, *_IMPORTERS)
-    saved = {each: sys.modules.pop(each) for each in names if each in sys.modules}
-    sys.modules[name] = _module_of(name, functions)
-    try:
+    """That module holds these functions; None: it is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, _module_of(name, functions))
         yield
-    finally:
-        for each in names:
-            sys.modules.pop(each, None)
-        sys.modules.update(saved)
 
 
 def _module_of(name: str, functions: Mapping[str, Callable[..., Any]] | None) -> ModuleType:

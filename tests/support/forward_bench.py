@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.engine.forward import Forward
+from chairlift.engine.execution.forward import Forward
 from chairlift.models.attention import BatchMetadata
 from chairlift.models.llama import Llama
 

@@ -4,12 +4,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
+
+from tests.support import fork_server
+from tests.support.fork_server import ForkedProcess
 
 SERVE = "import sys; from chairlift.__main__ import main; sys.exit(main())"
 
@@ -17,7 +21,7 @@ SERVE = "import sys; from chairlift.__main__ import main; sys.exit(main())"
 @dataclass
 class Process:
     url: str
-    popen: "subprocess.Popen[str]"
+    popen: "subprocess.Popen[bytes] | ForkedProcess"
     log: list[str]
     _reading: threading.Thread
 
@@ -33,23 +37,51 @@ class Process:
 
 
 @contextmanager
-def running(script: str, *flags: str, **variables: str) -> Iterator[Process]:
-    """A server process on a free port; killed at the end if it still runs."""
-    command = [sys.executable, "-c", textwrap.dedent(script), "serve", "--port", "0", "--num-threads", "1", *flags]
+def running(
+    script: str, *flags: str, reads_log: bool = True, is_forked: bool = True, **variables: str
+) -> Iterator[Process]:
+    """A server process on a free port; killed at the end if it still runs.
+
+    `reads_log`: after its start, too. `is_forked`: of a process that has imported it already, where that is possible.
+    """
+    arguments = ["serve", "--port", "0", "--num-threads", "1", *flags]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
-    popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert popen.stderr is not None
-    log: list[str] = []
-    try:
-        url = _address(popen.stderr, log)
-        reading = threading.Thread(target=log.extend, args=[popen.stderr], daemon=True)
-        reading.start()
-        yield Process(url, popen, log, reading)
-    finally:
-        if popen.poll() is None:
-            popen.kill()
-        popen.wait()
-        popen.stderr.close()
+    reading_end, writing_end = os.pipe()
+    with open(reading_end, encoding="utf-8") as stderr:
+        try:
+            popen = _start(textwrap.dedent(script), arguments, environment, writing_end, is_forked)
+        finally:
+            os.close(writing_end)
+        log: list[str] = []
+        try:
+            url = _address(stderr, log)
+            reading = threading.Thread(target=log.extend, args=[stderr], daemon=True)
+            if reads_log:
+                reading.start()
+            yield Process(url, popen, log, reading)
+        finally:
+            if popen.poll() is None:
+                popen.kill()
+            popen.wait()
+            if reads_log and reading.is_alive():
+                reading.join()
+
+
+def run_to_end(*arguments: str) -> tuple[int, str]:
+    """Runs `chairlift` with these arguments: its exit code, and what it wrote to standard error."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
+        code = _start(SERVE, list(arguments), os.environ, stderr.fileno(), is_forked=True).wait(120)
+        stderr.seek(0)
+        return code, stderr.read()
+
+
+def _start(
+    code: str, arguments: list[str], environment: Mapping[str, str], stderr: int, is_forked: bool
+) -> "subprocess.Popen[bytes] | ForkedProcess":
+    if is_forked and fork_server.is_possible():
+        fork_server.ensure_started()
+        return ForkedProcess(code, arguments, environment, stderr)
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=stderr, env=environment)
 
 
 def _address(stream: IO[str], log: list[str]) -> str:

@@ -56,7 +56,7 @@ class Evaluator:
     """A saved model ready to be asked: in float32 by transformers, or by Chairlift with some settings."""
 
     def __init__(self, directory: Path, settings: dict[str, Any] | None = None) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left", trust_remote_code=False)
         self.engine = None if settings is None else LLM(str(directory), **settings)
         self.model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
 

@@ -8,48 +8,15 @@ result comes back in a user turn as `<tool_response>`, the text, and `</tool_res
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Value = str | int | float
 
-CHAT_TEMPLATE = """\
-{%- if tools %}
-    {%- set lines = namespace(text='Tools:') %}
-    {%- for tool in tools %}
-        {%- set function = tool['function'] %}
-        {%- set found = namespace(parameters=[]) %}
-        {%- for name, schema in ((function['parameters'] or {})['properties'] or {})|items %}
-            {%- set type = schema['type'] or 'string' %}
-            {%- set type = type if type is string else type[0] %}
-            {%- set found.parameters = found.parameters + [name + ': ' + type] %}
-        {%- endfor %}
-        {%- set lines.text = lines.text + '\\n' + function['name'] + '(' + found.parameters|join(', ') + ')' %}
-    {%- endfor %}
-    {%- set first_is_system = messages and messages[0]['role'] == 'system' %}
-    {%- set text = messages[0]['content'] if first_is_system else '' %}
-    {{- '<|system|>' + (text + '\\n' if text else '') + lines.text + '<|im_end|>' }}
-    {%- set messages = messages[1:] if first_is_system else messages %}
-{%- endif %}
-{%- for message in messages %}
-    {%- set content = message['content'] or '' %}
-    {%- if message['role'] == 'tool' %}
-        {{- '<|user|><tool_response>\\n' + content + '\\n</tool_response><|im_end|>' }}
-    {%- else %}
-        {{- '<|' + message['role'] + '|>' + content }}
-        {%- for call in message['tool_calls'] or [] %}
-            {%- set arguments = call['function']['arguments'] %}
-            {{- '\\n' if content or not loop.first else '' }}
-            {{- '<tool_call>\\n{"name": ' + call['function']['name']|tojson + ', "arguments": ' }}
-            {{- arguments if arguments is string else arguments|tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|assistant|>' }}
-{%- endif %}
-"""
+_BUNDLED = Path(__file__).parents[2] / "chairlift" / "models" / "bundled"
+
+CHAT_TEMPLATE = (_BUNDLED / "chat_template.jinja").read_text(encoding="utf-8")
+"""The bundled model's own, so that to train it anew changes nothing of it."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """How the endpoints dress the same outputs: whole replies, and the events of streamed ones."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from pydantic import BaseModel
@@ -20,8 +21,8 @@ class Reply(Protocol):
         """The reply to a request that does not stream."""
         ...
 
-    def opening(self) -> list[str]:
-        """Events that come before any text."""
+    def opening(self, prompts: Sequence[list[int]]) -> list[str]:
+        """Events that come before any text; `prompts`: their tokens."""
         ...
 
     def news(self, index: int, output: RequestOutput) -> list[str]:

@@ -1,11 +1,18 @@
-"""A choice's text taken apart: content and tool calls, for every endpoint that knows tools."""
+"""What is new of a growing choice: its text taken apart into content and calls, and its tokens with their scores."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
-from chairlift.api.tools import ContentPiece, Piece, ToolCallParser, ToolFamily, make_parser
+from chairlift.api.tools import FORMATS, ContentPiece, Piece, ToolCallParser, ToolFamily
 from chairlift.api.wire.chat import WireFinishReason
-from chairlift.params import FinishReason
+from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs
+from chairlift.engine.text.inputs import TextOptions
+from chairlift.engine.text.tokenizer import Vocabulary
+from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+
+# --- calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +23,23 @@ class ToolCalling:
     max_calls: int | None
 
     def new_parser(self) -> ToolCallParser:
-        return make_parser(self.family, self.max_calls)
+        return ToolCallParser(self.family, self.max_calls)
+
+    def text_options(self) -> TextOptions:
+        """The marks of calls are text, and after the last call that counts nothing more is generated."""
+        new_watcher = None if self.max_calls is None else lambda: _CallCounter(self.new_parser())
+        return TextOptions(new_watcher, FORMATS[self.family].marks)
+
+
+class _CallCounter:
+    """A `TextWatcher` that ends an answer with the last call that counts."""
+
+    def __init__(self, parser: ToolCallParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> bool:
+        self._parser.push(text)
+        return self._parser.is_full
 
 
 @dataclass(slots=True)
@@ -59,3 +82,130 @@ class Answer:
         if piece.name is not None:
             self.calls.append(Call(piece.name))
         self.calls[piece.index].arguments += piece.arguments
+
+
+# --- tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token, or one that might have stood in its place."""
+
+    spelling: bytes
+    logprob: float | None  # None: of the first token of a prompt there is none
+
+    @property
+    def text(self) -> str:
+        """With replacement characters where the bytes make no character by themselves."""
+        return self.spelling.decode(errors="replace")
+
+    def as_fields(self) -> dict[str, Any]:
+        """As chat completions and responses write it."""
+        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.spelling)}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPosition:
+    """The token at one position and the likeliest ones there; `offset` is where its text begins, in characters."""
+
+    token: ScoredToken
+    top: list[ScoredToken]
+    offset: int
+
+    def as_fields(self) -> dict[str, Any]:
+        """As chat completions and responses write it."""
+        return {**self.token.as_fields(), "top_logprobs": [each.as_fields() for each in self.top]}
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a choice has more than before."""
+
+    text: str
+    token_ids: list[int]
+    positions: list[ScoredPosition]
+    finish_reason: FinishReason | None
+
+
+class ChoiceProgress:
+    """How much of one choice has gone out.
+
+    A scored token goes out with the first of its characters. One without any (the end token, what a stop string cut
+    off) goes out at the end: as many are told as usage counts, and harnesses rely on it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, num_top: int) -> None:
+        """`num_top`: how many likeliest tokens are shown at each position, if positions are scored at all."""
+        self._vocabulary = vocabulary
+        self._num_top = num_top
+        self._num_characters = 0
+        self._num_tokens = 0
+        self._has_ended = False
+
+    def advance(self, choice: CompletionOutput) -> News | None:
+        """What is new in it; None if nothing is."""
+        text = choice.text[self._num_characters :]
+        ends_now = choice.finish_reason is not None and not self._has_ended
+        if not text and not ends_now:
+            return None
+        self._num_characters += len(text)
+        self._has_ended = self._has_ended or ends_now
+        start, end = self._num_tokens, self._num_tokens_out(choice)
+        self._num_tokens = end
+        return News(text, choice.token_ids[start:end], self._positions(choice, start, end), choice.finish_reason)
+
+    def _num_tokens_out(self, choice: CompletionOutput) -> int:
+        """How many tokens have gone out with the text so far."""
+        if self._has_ended or choice.text_offsets is None:
+            return len(choice.token_ids)
+        return bisect_left(choice.text_offsets, self._num_characters)
+
+    def _positions(self, choice: CompletionOutput, start: int, end: int) -> list[ScoredPosition]:
+        """Of these tokens; those after the end of the text begin there."""
+        if choice.logprobs is None or choice.text_offsets is None:
+            return []
+        return [
+            _scored(choice.logprobs[i], self._num_top, min(choice.text_offsets[i], len(choice.text)), self._vocabulary)
+            for i in range(start, end)
+        ]
+
+
+def prompt_logprobs(output: RequestOutput, num_top: int | None) -> PromptLogprobs | None:
+    """A prompt's scores by token id, if that was asked for."""
+    if num_top is None:
+        return None
+    return [None if position is None else _told(position, num_top) for position in output.prompt_logprobs or []]
+
+
+def _told(position: TokenLogprobs, num_top: int) -> dict[int, PromptLogprob]:
+    own = next(iter(position))
+    return {
+        token: PromptLogprob(logprob=each.logprob, rank=each.rank, decoded_token=each.decoded_token)
+        for token, each in position.items()
+        if token == own or each.rank <= num_top
+    }
+
+
+def scored_prompt(output: RequestOutput, text: str, num_top: int, vocabulary: Vocabulary) -> list[ScoredPosition]:
+    """A prompt's positions, if they were scored. Special tokens that its text does not show have no length in it."""
+    positions: list[ScoredPosition] = []
+    num_bytes, encoded = 0, text.encode()
+    for token, logprobs in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False):
+        offset = len(encoded[:num_bytes].decode(errors="ignore"))
+        if logprobs is None:
+            positions.append(ScoredPosition(ScoredToken(vocabulary.token_bytes(token), None), [], offset))
+        else:
+            positions.append(_scored(logprobs, num_top, offset, vocabulary))
+        spelling = positions[-1].token.spelling
+        for shown in (spelling, spelling.lstrip(b" ")):  # some tokenizers put a space before the first word
+            if encoded.startswith(shown, num_bytes):
+                num_bytes += len(shown)
+                break
+    return positions
+
+
+def _scored(logprobs: TokenLogprobs, num_top: int, offset: int, vocabulary: Vocabulary) -> ScoredPosition:
+    """The token that stands there comes first in `logprobs`."""
+    tokens = {token: ScoredToken(vocabulary.token_bytes(token), each.logprob) for token, each in logprobs.items()}
+    ranked = sorted((each.rank, token) for token, each in logprobs.items() if each.rank <= num_top)
+    return ScoredPosition(next(iter(tokens.values())), [tokens[token] for _, token in ranked], offset)

@@ -1,41 +1,141 @@
-"""How `/v1/responses` dresses its outputs."""
+"""How `/v1/responses` dresses its outputs: items that grow, and the events that tell of them."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal
+from typing import Any, cast
 from uuid import uuid4
 
 from pydantic import BaseModel
 
-from chairlift.api.replies.answer import Answer, ToolCalling
-from chairlift.api.replies.output_items import OutputItems
-from chairlift.api.replies.progress import ChoiceProgress, News, ScoredPosition
+from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, ScoredPosition, ToolCalling
 from chairlift.api.sse import event
-from chairlift.api.tools import ContentPiece, Piece
+from chairlift.api.tools import ContentPiece
 from chairlift.api.wire.base import ErrorDetail
 from chairlift.api.wire.chat import TokenLogprob
+from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.response_items import ItemStatus
 from chairlift.api.wire.response_object import (
     ErrorEvent,
     Event,
+    EventType,
     IncompleteDetails,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningUsed,
     ResponseError,
-    ResponseEvent,
     ResponseObject,
     ResponseUsage,
+    UsedTool,
 )
 from chairlift.api.wire.responses import ResponsesRequest
-from chairlift.api.wire.usage import Usage
-from chairlift.engine.vocabulary import Vocabulary
+from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """New text that is read at once, and the tokens that begin with it."""
+@dataclass(slots=True)
+class _OpenItem:
+    """An item that is being written: a call, or a message; `text` is what was told of its arguments or content."""
 
-    text: str
-    positions: list[ScoredPosition]
+    index: int
+    call: Call | None
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        self.id = f"{'msg' if self.call is None else 'fc'}_{uuid4().hex}"
+
+    def item(self, status: ItemStatus) -> OutputItem:
+        if self.call is None:
+            return OutputMessage(id=self.id, status=status, content=[self._part()])
+        return OutputCall(id=self.id, status=status, call_id=self.call.id, name=self.call.name, arguments=self.text)
+
+    def opening(self) -> list[Event]:
+        if self.call is not None:
+            return [self._item_event("response.output_item.added", self.item("in_progress"))]
+        item = OutputMessage(id=self.id, status="in_progress", content=[])
+        part = self._event("response.content_part.added", part=self._part())
+        return [self._item_event("response.output_item.added", item), part]
+
+    def add(self, text: str, logprobs: list[TokenLogprob]) -> Event:
+        self.text += text
+        self.logprobs += logprobs
+        if self.call is not None:
+            return self._event("response.function_call_arguments.delta", delta=text)
+        return self._event("response.output_text.delta", delta=text, logprobs=logprobs)
+
+    def closing(self, item: OutputItem) -> list[Event]:
+        done = self._item_event("response.output_item.done", item)
+        if self.call is not None:
+            kind: EventType = "response.function_call_arguments.done"
+            return [self._event(kind, name=self.call.name, arguments=self.text), done]
+        return [
+            self._event("response.output_text.done", text=self.text, logprobs=self.logprobs),
+            self._event("response.content_part.done", part=self._part()),
+            done,
+        ]
+
+    def _part(self) -> OutputText:
+        return OutputText(text=self.text, logprobs=self.logprobs)
+
+    def _event(self, kind: EventType, **fields: Any) -> Event:
+        index = 0 if self.call is None else None
+        return Event(type=kind, item_id=self.id, output_index=self.index, content_index=index, **fields)
+
+    def _item_event(self, kind: EventType, item: OutputItem) -> Event:
+        return Event(type=kind, output_index=self.index, item=item)
+
+
+class _OutputItems:
+    """All items of one reply. At most one is open, the last; text after a call begins a new message."""
+
+    def __init__(self) -> None:
+        self._closed: list[OutputItem] = []
+        self._open: _OpenItem | None = None
+
+    @property
+    def ends_with_call(self) -> bool:
+        """Whether the open item is a call."""
+        return self._open is not None and self._open.call is not None
+
+    def so_far(self) -> list[OutputItem]:
+        """All items; one that is open counts as incomplete."""
+        return self._closed + ([] if self._open is None else [self._open.item("incomplete")])
+
+    def add_text(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
+        """What a message has more."""
+        events = self._begin(None) if self._open is None or self._open.call is not None else []
+        assert self._open is not None
+        return [*events, self._open.add(text, logprobs)]
+
+    def add_call(self, call: Call, is_new: bool, arguments: str) -> list[Event]:
+        """A new call, or what the open one has more."""
+        events = self._begin(call) if is_new else []
+        assert self._open is not None, "a call's pieces come in a row"
+        return [*events, self._open.add(arguments, [])] if arguments else events
+
+    def finish(self, status: ItemStatus) -> list[Event]:
+        """The end of the answer, `status` for its last item. An answer of nothing is an empty message."""
+        events = self._begin(None) if self._open is None and not self._closed else []
+        return events + self._close(status)
+
+    def _begin(self, call: Call | None) -> list[Event]:
+        events = self._close("completed")
+        self._open = _OpenItem(len(self._closed), call)
+        return events + self._open.opening()
+
+    def _close(self, status: ItemStatus) -> list[Event]:
+        if self._open is None:
+            return []
+        item = self._open.item(status)
+        events = self._open.closing(item)
+        self._closed.append(item)
+        self._open = None
+        return events
 
 
 class ResponsesReply:
@@ -51,10 +151,9 @@ class ResponsesReply:
     ) -> None:
         """`params`: what the body asks for over the model's defaults."""
         self.id = f"resp_{uuid4().hex}"
-        self._has_logprobs = body.has_logprobs
         self._progress = ChoiceProgress(vocabulary, body.top_logprobs or 0)
         self._answer = Answer(calling)
-        self._items = OutputItems()
+        self._items = _OutputItems()
         self._num_read = 0  # characters
         self._unplaced: list[ScoredPosition] = []  # of text that is held back until it is known what it belongs to
         self._latest: RequestOutput | None = None
@@ -67,11 +166,11 @@ class ResponsesReply:
         self._read(output)
         return self._final(output)
 
-    def opening(self) -> list[str]:
+    def opening(self, prompts: Sequence[list[int]] = ()) -> list[str]:  # noqa: ARG002 - nothing is told of them yet
         """See `Reply`."""
         return self._send(
-            ResponseEvent(type="response.created", response=self._start),
-            ResponseEvent(type="response.in_progress", response=self._start),
+            Event(type="response.created", response=self._start),
+            Event(type="response.in_progress", response=self._start),
         )
 
     def news(self, index: int, output: RequestOutput) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
@@ -82,9 +181,8 @@ class ResponsesReply:
         """See `Reply`."""
         assert self._latest is not None, "a generation has at least one output"
         final = self._final(self._latest)
-        if final.status == "completed":
-            return self._send(ResponseEvent(type="response.completed", response=final))
-        return self._send(ResponseEvent(type="response.incomplete", response=final))
+        is_complete = final.status == "completed"
+        return self._send(Event(type="response.completed" if is_complete else "response.incomplete", response=final))
 
     def failure(self, detail: ErrorDetail) -> list[str]:
         """See `Reply`: the failed response as the specification has it, then an error that makes clients raise.
@@ -100,60 +198,58 @@ class ResponsesReply:
             update={"status": "failed", "error": ResponseError(message=detail.message), "output": self._items.so_far()}
         )
         error = ErrorEvent(message=detail.message, code=detail.code, param=detail.param, error=detail)
-        return lead + self._send(ResponseEvent(type="response.failed", response=failed), error)
+        return lead + self._send(Event(type="response.failed", response=failed), error)
 
     def _read(self, output: RequestOutput) -> list[Event]:
+        """New text, cut where scored tokens begin: each must go where its text goes, and none into a call."""
         self._latest = output
         (choice,) = output.outputs
         news = self._progress.advance(choice)
         if news is None:
             return []
-        events: list[Event] = []
-        segments = self._segments(news)
-        for number, segment in enumerate(segments, start=1):
-            self._unplaced += segment.positions
-            is_last = news.finish_reason is not None and number == len(segments)
-            for piece in self._answer.read(segment.text, is_last):
-                events += self._take(piece)
+        bounds = [each.offset - self._num_read for each in news.positions] + [len(news.text)]
+        self._num_read += len(news.text)
+        events = self._take(news.text[: bounds[0]])
+        for position, begin, end in zip(news.positions, bounds, bounds[1:], strict=False):
+            self._unplaced.append(position)
+            events += self._take(news.text[begin:end])
         if news.finish_reason is not None:
+            events += self._take("", is_last=True)
+            if self._unplaced and not self._items.ends_with_call:  # the end token, or what a stop string cut off
+                events += self._items.add_text("", self._take_logprobs())
             events += self._items.finish("completed" if news.finish_reason is FinishReason.STOP else "incomplete")
         return events
 
-    def _segments(self, news: News) -> list[_Segment]:
-        """New text, cut where scored tokens begin: each must go where its text goes, and none into a call."""
-        start, self._num_read = self._num_read, self._num_read + len(news.text)
-        bounds = [each.offset - start for each in news.positions] + [len(news.text)]
-        segments = [_Segment(news.text[: bounds[0]], [])]
-        for position, begin, end in zip(news.positions, bounds, bounds[1:], strict=False):
-            segments.append(_Segment(news.text[begin:end], [position]))
-        return segments
-
-    def _take(self, piece: Piece) -> list[Event]:
-        positions, self._unplaced = self._unplaced, []
-        if isinstance(piece, ContentPiece):
-            return self._items.add_text(
-                piece.text, [TokenLogprob(**each.as_fields()) for each in positions] if self._has_logprobs else []
-            )
+    def _take(self, text: str, is_last: bool = False) -> list[Event]:
         events: list[Event] = []
-        if piece.name is not None:
-            events += self._items.begin_call(self._answer.calls[piece.index].id, piece.name)
-        return events + self._items.add_arguments(piece.arguments)
+        for piece in self._answer.read(text, is_last):
+            logprobs = self._take_logprobs()
+            if isinstance(piece, ContentPiece):
+                events += self._items.add_text(piece.text, logprobs)
+            else:
+                call = self._answer.calls[piece.index]
+                events += self._items.add_call(call, piece.name is not None, piece.arguments)
+        return events
+
+    def _take_logprobs(self) -> list[TokenLogprob]:
+        positions, self._unplaced = self._unplaced, []
+        return [cast(TokenLogprob, each.as_fields()) for each in positions]
 
     def _final(self, output: RequestOutput) -> ResponseObject:
         reason = output.outputs[0].finish_reason
-        status: Literal["completed", "incomplete"] = "completed" if reason is FinishReason.STOP else "incomplete"
+        is_complete = reason is FinishReason.STOP
         details = IncompleteDetails(reason="max_output_tokens" if reason is FinishReason.LENGTH else None)
         return self._start.model_copy(
             update={
-                "status": status,
-                "completed_at": int(time.time()) if status == "completed" else None,
-                "incomplete_details": details if status == "incomplete" else None,
+                "status": "completed" if is_complete else "incomplete",
+                "completed_at": int(time.time()) if is_complete else None,
+                "incomplete_details": None if is_complete else details,
                 "output": self._items.so_far(),
                 "usage": ResponseUsage.of(Usage.of([output])),
             }
         )
 
-    def _send(self, *events: Event) -> list[str]:
+    def _send(self, *events: Event | ErrorEvent) -> list[str]:
         for each in events:
             each.sequence_number = next(self._numbers)
         return [event(each, each.type) for each in events]
@@ -167,22 +263,30 @@ def _response_at_its_start(
     if body.text is not None and body.text.format is not None:
         text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
     choice = body.tool_choice or "auto"
+    fields = {"instructions", "max_output_tokens", "user", "safety_identifier", "prompt_cache_key"}
     return ResponseObject(
         id=response_id,
         created_at=int(time.time()),
         status="in_progress",
         model=model,
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
         temperature=params.temperature,
         text=text,
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-        tools=[tool.model_dump(by_alias=True, exclude_none=True) for tool in body.tools or []],
+        tools=[
+            UsedTool(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.parameters,
+                strict=bool(tool.strict),
+            )
+            for tool in body.tools or []
+        ],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
-        user=body.user,
-        safety_identifier=body.safety_identifier,
-        prompt_cache_key=body.prompt_cache_key,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        reasoning=ReasoningUsed(effort=None if body.reasoning is None else body.reasoning.effort),
+        **body.model_dump(include=fields),
     )

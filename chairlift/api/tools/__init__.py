@@ -3,12 +3,19 @@
 Nothing here knows of HTTP or the engine: text and JSON schemas come in, pieces and grammars go out.
 """
 
-from chairlift.api.tools.family import ToolFamily, family_of_template
-from chairlift.api.tools.grammar import FunctionSpec, forced_calls_grammar, free_grammar
-from chairlift.api.tools.parsers import make_parser
-from chairlift.api.tools.pieces import CallPiece, ContentPiece, Piece, ToolCallParser
+from chairlift.api.tools.formats import (
+    FORMATS,
+    FunctionSpec,
+    ToolFamily,
+    family_of_template,
+    forced_calls_grammar,
+    free_grammar,
+    schema_lines,
+)
+from chairlift.api.tools.parser import CallPiece, ContentPiece, Piece, ToolCallParser
 
 __all__ = [
+    "FORMATS",
     "CallPiece",
     "ContentPiece",
     "FunctionSpec",
@@ -18,5 +25,5 @@ __all__ = [
     "family_of_template",
     "forced_calls_grammar",
     "free_grammar",
-    "make_parser",
+    "schema_lines",
 ]

@@ -2,32 +2,23 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, StrictBool, StrictInt, model_validator
+from pydantic import BaseModel, Field, PlainSerializer, StrictBool, StrictInt, model_validator
+from typing_extensions import TypedDict
 
-from chairlift.api.tools import FunctionSpec
-from chairlift.api.wire.base import Body, Ignored, LeftOutIfNone, Refused
-from chairlift.api.wire.checks import only_types
-from chairlift.api.wire.messages import Rendering
-from chairlift.api.wire.sampling import SamplingRequest, sampling_params
-from chairlift.api.wire.usage import Usage
+from chairlift.api.wire.base import Ignored, LeftOutIfNone, let_others_run, only, only_types
+from chairlift.api.wire.completions import Choice, ChoicesBody, PromptLogprobs, Usage
+from chairlift.api.wire.generation import CompletionsRequest
+from chairlift.api.wire.messages import NamedTool, Rendering, ToolChoiceMode, ToolUse
 from chairlift.errors import InvalidRequest
 from chairlift.params import MAX_LOGPROBS, FinishReason, SamplingParams
 
-_TEXT_ONLY = "this server makes text only"
 
-
-class NamedFunction(Body):
-    name: str
-
-
-class NamedTool(Body):
-    """The one function to call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class ChatCompletionRequest(Rendering, SamplingRequest):
+class ChatCompletionRequest(
+    Rendering,
+    ToolUse,
+    CompletionsRequest,
+    refuses=("audio", "functions", "function_call", "verbosity", "web_search_options", "moderation"),
+):
     """Answer a conversation."""
 
     max_completion_tokens: StrictInt | None = Field(None, ge=1, description="newer name of max_tokens")
@@ -35,24 +26,14 @@ class ChatCompletionRequest(Rendering, SamplingRequest):
     top_logprobs: StrictInt | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="and of this many likeliest ones, 0 to 20; only with logprobs"
     )
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None, only_types("tool_choice", "function")
-    ] = Field(
+    tool_choice: Annotated[ToolChoiceMode | NamedTool | None, only_types("tool_choice", "function")] = Field(
         None, description="whether to call a tool, or which; required and named calls are enforced token by token"
     )
-    parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one call")
-
-    prediction: Annotated[dict[str, Any] | None, Ignored("it could only make the same answer faster")] = None
-    modalities: Annotated[list[Literal["text"]] | None, Ignored(_TEXT_ONLY)] = None
-    audio: Annotated[None, Refused(_TEXT_ONLY)] = None
-    functions: Annotated[None, Refused("deprecated; use tools")] = None
-    function_call: Annotated[None, Refused("deprecated; use tool_choice")] = None
     reasoning_effort: Annotated[
-        None, Refused("set what the model's own template knows through chat_template_kwargs")
-    ] = None
-    verbosity: Annotated[None, Refused("ask for it in a message")] = None
-    web_search_options: Annotated[None, Refused("there is no web search here")] = None
-    moderation: Annotated[None, Refused("there is no moderation here")] = None
+        Literal["none"] | None, only("none", "set what the model's own template knows through chat_template_kwargs")
+    ] = Field(None, description='only "none"')
+    prediction: Annotated[dict[str, Any] | None, Ignored("it could only make the same answer faster")] = None
+    modalities: Annotated[list[Literal["text"]] | None, Ignored("this server makes text only")] = None
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -62,46 +43,25 @@ class ChatCompletionRequest(Rendering, SamplingRequest):
             raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
         if self.max_tokens == 0:
             raise InvalidRequest("max_tokens must be at least 1", "max_tokens")
-        if self.tool_choice not in (None, "none") and not self.tools:
-            raise InvalidRequest("tool_choice is only allowed with tools", "tool_choice")
-        if isinstance(self.tool_choice, NamedTool) and not self._named():
-            raise InvalidRequest(f"tool_choice: there is no tool {self.tool_choice.function.name!r}", "tool_choice")
         return self
-
-    def functions_to_call(self) -> list[FunctionSpec]:
-        """Those that the model may call, as `tool_choice` has it; empty if it must not."""
-        if self.tool_choice == "none" or not self.tools:
-            return []
-        return (
-            self._named() if isinstance(self.tool_choice, NamedTool) else [tool.function.spec() for tool in self.tools]
-        )
 
     @property
     def field_names(self) -> dict[str, str]:
-        """See `Conversation`."""
+        """What checks that are shared call a field -> what the client called it, where that differs."""
         return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-
-    @property
-    def is_call_forced(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """How to answer; what the answer must look like is not in it yet, since tools have a say in it."""
-        given = self.sampling_fields()
-        if self.max_completion_tokens is not None:
-            given["max_tokens"] = self.max_completion_tokens
-        if self.logprobs:
-            given["logprobs"] = self.top_logprobs or 0
-        return sampling_params(defaults, given)
-
-    def _named(self) -> list[FunctionSpec]:
-        assert isinstance(self.tool_choice, NamedTool), "asked of named choices only"
-        name = self.tool_choice.function.name
-        return [tool.function.spec() for tool in self.tools or [] if tool.function.name == name]
+        return self.sampling_params(
+            defaults,
+            max_tokens=self.max_completion_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )
 
 
-class TopLogprob(BaseModel):
-    """A token that might have stood there."""
+class TopLogprob(TypedDict):
+    """A token that might have stood there. No model: a reply may hold hundreds of thousands."""
 
     token: str
     logprob: float
@@ -111,7 +71,7 @@ class TopLogprob(BaseModel):
 class TokenLogprob(TopLogprob):
     """A token of the answer."""
 
-    top_logprobs: list[TopLogprob]
+    top_logprobs: Annotated[list[TopLogprob], PlainSerializer(let_others_run, return_type=list[TopLogprob])]
 
 
 class ChoiceLogprobs(BaseModel):
@@ -120,15 +80,16 @@ class ChoiceLogprobs(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    name: str
+    name: Annotated[str | None, LeftOutIfNone] = None
     arguments: str
 
 
 class MessageToolCall(BaseModel):
-    """A call that the model made."""
+    """A call that the model made. In a stream: what is new of call `index`; id, type and name only in its first."""
 
-    id: str
-    type: Literal["function"] = "function"
+    index: Annotated[int | None, LeftOutIfNone] = None
+    id: Annotated[str | None, LeftOutIfNone] = None
+    type: Annotated[Literal["function"] | None, LeftOutIfNone] = None
     function: FunctionCall
 
 
@@ -139,62 +100,40 @@ class AssistantMessage(BaseModel):
     tool_calls: Annotated[list[MessageToolCall] | None, LeftOutIfNone] = None
 
 
-WireFinishReason = FinishReason | Literal["tool_calls"]
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AssistantMessage
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: WireFinishReason | None
-    stop_reason: int | str | None = None
-
-
-class ChatCompletion(BaseModel):
-    """The whole reply."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class FunctionDelta(BaseModel):
-    name: Annotated[str | None, LeftOutIfNone] = None
-    arguments: Annotated[str | None, LeftOutIfNone] = None
-
-
-class ToolCallDelta(BaseModel):
-    """What is new of a call; id, type and name only in its first."""
-
-    index: int
-    id: Annotated[str | None, LeftOutIfNone] = None
-    type: Annotated[Literal["function"] | None, LeftOutIfNone] = None
-    function: FunctionDelta
-
-
 class Delta(BaseModel):
     role: Annotated[Literal["assistant"] | None, LeftOutIfNone] = None
     content: Annotated[str | None, LeftOutIfNone] = None
-    tool_calls: Annotated[list[ToolCallDelta] | None, LeftOutIfNone] = None
+    tool_calls: Annotated[list[MessageToolCall] | None, LeftOutIfNone] = None
 
 
-class ChatChunkChoice(BaseModel):
-    index: int
+WireFinishReason = FinishReason | Literal["tool_calls"]
+
+
+class ChatChoice(Choice):
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: WireFinishReason | None
+
+
+class ChatChunkChoice(Choice):
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: WireFinishReason | None = None
-    stop_reason: int | str | None = None
 
 
-class ChatCompletionChunk(BaseModel):
+class ChatCompletion(ChoicesBody):
+    """The whole reply."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: Annotated[list[int] | None, LeftOutIfNone] = None
+    prompt_logprobs: Annotated[PromptLogprobs | None, LeftOutIfNone] = None
+
+
+class ChatCompletionChunk(ChoicesBody):
     """One chunk of a streamed reply."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Annotated[Usage | None, LeftOutIfNone] = None
+    prompt_token_ids: Annotated[list[int] | None, LeftOutIfNone] = None

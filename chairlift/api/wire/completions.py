@@ -1,10 +1,12 @@
-"""`/v1/completions`."""
+"""`/v1/completions`, and what its replies share with those to chats."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
     Field,
+    PlainSerializer,
     StrictBool,
     StrictInt,
     ValidationError,
@@ -13,17 +15,16 @@ from pydantic import (
     model_validator,
 )
 
-from chairlift.api.wire.base import LeftOutIfNone, Refused, Texts, TokenIds
-from chairlift.api.wire.sampling import SamplingRequest, sampling_params
-from chairlift.api.wire.usage import Usage
+from chairlift.api.wire.base import LeftOutIfNone, Texts, TokenIds, let_others_run
+from chairlift.api.wire.generation import CompletionsRequest
 from chairlift.errors import InvalidRequest
-from chairlift.params import FinishReason, SamplingParams
+from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
 
-class CompletionRequest(SamplingRequest):
+class CompletionRequest(CompletionsRequest, refuses=("suffix",)):
     """Continue a text, or several."""
 
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(
+    prompt: str | Texts | TokenIds | list[TokenIds] = Field(
         description="a string, a list of strings, a list of token ids or a list of lists of them"
     )
     echo: StrictBool | None = Field(None, description="put the prompt before the answer")
@@ -32,7 +33,6 @@ class CompletionRequest(SamplingRequest):
         description="log-probabilities of the tokens and of this many likeliest ones (with echo, of the prompt's too)",
     )
     best_of: StrictInt | None = Field(None, description="only the value of n: none of several answers is picked")
-    suffix: Annotated[None, Refused("the model continues texts, it does not fill gaps")] = None
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -63,10 +63,65 @@ class CompletionRequest(SamplingRequest):
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """How to continue each prompt."""
-        given = self.sampling_fields()
-        if self.logprobs is not None:
-            given |= {"logprobs": self.logprobs, "prompt_logprobs": self.logprobs if self.echo else None}
-        return sampling_params(defaults, given)
+        wanted = (self.logprobs if self.echo else None, self.prompt_logprobs)
+        for_prompt = max((each for each in wanted if each is not None), default=None)
+        return self.sampling_params(defaults, logprobs=self.logprobs, prompt_logprobs=for_prompt)
+
+
+class PromptTokensDetails(BaseModel):
+    """How many tokens of the prompts had been computed for other requests."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Summed over prompts; a prompt counts once, however many choices continue it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> Self:
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        num_generated = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+        return cls(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_generated,
+            total_tokens=num_prompt + num_generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(each.num_cached_tokens for each in outputs)),
+        )
+
+
+class PromptLogprob(BaseModel):
+    """A token of the prompt, or one that might have stood there."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""By token id at each position: the token that stands there, then the likeliest ones; None for the first."""
+
+
+class Choice(BaseModel):
+    """One answer, or what is new of it."""
+
+    index: int
+    stop_reason: int | str | None = None
+    token_ids: Annotated[list[int] | None, LeftOutIfNone] = None
+
+
+class ChoicesBody(BaseModel):
+    """A whole reply, or one chunk of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    usage: Annotated[Usage | None, LeftOutIfNone] = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -78,22 +133,16 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(BaseModel):
-    """One continuation, or what is new of it."""
-
-    index: int
+class CompletionChoice(Choice):
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: Annotated[
+        CompletionLogprobs | None, PlainSerializer(let_others_run, return_type=CompletionLogprobs | None)
+    ] = None
     finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
+    prompt_token_ids: Annotated[list[int] | None, LeftOutIfNone] = None
+    prompt_logprobs: Annotated[PromptLogprobs | None, LeftOutIfNone] = None
 
 
-class Completion(BaseModel):
-    """The reply, or one chunk of it."""
-
-    id: str
+class Completion(ChoicesBody):
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: Annotated[Usage | None, LeftOutIfNone] = None

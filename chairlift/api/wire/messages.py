@@ -1,18 +1,18 @@
-"""The messages of a conversation, the tools that an assistant may call, and how both are rendered."""
+"""Conversations: messages, tools that an assistant may call, and how both are rendered; for every endpoint."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StrictBool, model_validator
+from pydantic import Discriminator, Field, StrictBool, Tag, model_validator
 
 from chairlift.api.tools import FunctionSpec
-from chairlift.api.wire.base import Body, Ignored, Refused
-from chairlift.api.wire.checks import only_types
-from chairlift.engine.tokenizer import ChatOptions, Message
+from chairlift.api.wire.base import Body, Written, only, only_types
+from chairlift.api.wire.generation import FOR_CACHING
+from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 
-_MODEL_WROTE_IT = Ignored("comes along when a reply is sent back")
-_FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+# --- messages
 
 
 class TextPart(Body):
@@ -21,6 +21,8 @@ class TextPart(Body):
     type: Literal["text", "refusal"]
     text: str | None = None
     refusal: str | None = None
+    cache_control: Annotated[dict[str, Any] | None, FOR_CACHING] = None
+    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, FOR_CACHING] = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
@@ -29,89 +31,115 @@ class TextPart(Body):
         return self
 
 
-class CalledFunction(Body):
+class WrittenPart(TextPart, Written):
+    """A piece of what an assistant said."""
+
+
+class CalledFunction(Written):
     """What an assistant called, and with which arguments."""
 
     name: str
-    arguments: str = Field(description="a JSON object as text")
-    parsed_arguments: Annotated[Any, _MODEL_WROTE_IT] = None
+    arguments: str | None = Field(None, description="a JSON object as text; left out: no arguments")
 
 
-class ToolCall(Body):
+class ToolCall(Written):
     """One call that an assistant made."""
 
     id: str
     type: Literal["function"] | None = None
     function: CalledFunction
-    index: Annotated[Any, _MODEL_WROTE_IT] = None
 
     def as_template_input(self) -> dict[str, Any]:
         """With the arguments as an object, which is what templates print. InvalidRequest if they are none."""
+        written = self.function.arguments or "{}"
         try:
-            arguments = json.loads(self.function.arguments or "{}")
+            arguments = json.loads(written)
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             raise InvalidRequest(
-                f"messages: the arguments of tool call {self.id} are not a JSON object:"
-                f" {self.function.arguments[:80]!r}",
-                "messages",
+                f"messages: the arguments of tool call {self.id} are not a JSON object: {written[:80]!r}", "messages"
             )
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
 class ChatMessage(Body):
-    """One message. An assistant's may hold tool calls instead of content; a tool's says which call it answers."""
+    """What the system, the user or a tool says; a tool's message says which call it answers."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart, only_types("messages", "text", "refusal")]] | None = None
+    role: Literal["system", "developer", "user", "tool"]
+    content: str | list[Annotated[TextPart, only_types("messages", "text", "refusal")]]
     name: str | None = Field(None, description="who speaks, for templates that show it")
-    tool_calls: list[ToolCall] | None = Field(None, description="of an assistant")
     tool_call_id: str | None = Field(None, description="of a tool: the call that this answers")
-    refusal: Annotated[str | None, _MODEL_WROTE_IT] = None
-    annotations: Annotated[list[Any] | None, _MODEL_WROTE_IT] = None
-    parsed: Annotated[Any, _MODEL_WROTE_IT] = None
-    audio: Annotated[None, Refused("only text is understood here")] = None
-    function_call: Annotated[None, Refused("deprecated; use tool_calls")] = None
+    cache_control: Annotated[dict[str, Any] | None, FOR_CACHING] = None
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise InvalidRequest(f"messages: a message with role {self.role} needs content", "messages")
-        if self.tool_calls and self.role != "assistant":
-            raise InvalidRequest("messages: only an assistant's message may have tool_calls", "messages")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise InvalidRequest("messages: tool_call_id belongs to messages with role tool", "messages")
         return self
 
     def as_template_input(self) -> Message:
         """What chat templates expect: the content as one text, and `system` for its newer name `developer`."""
-        role = "system" if self.role == "developer" else self.role
-        message: Message = {"role": role, "content": self._text()}
+        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": _text(self.content)}
         if self.name is not None:
             message["name"] = self.name
-        if self.tool_calls:
-            message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
 
-    def _text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text or part.refusal or "" for part in self.content)
-        return self.content or ""
+
+class AssistantTurn(Written, refuses=("audio", "function_call")):
+    """What the assistant said or called, as any server may have told it."""
+
+    role: Literal["assistant"]
+    content: str | list[Annotated[WrittenPart, only_types("messages", "text", "refusal")]] | None = None
+    name: str | None = Field(None, description="who speaks, for templates that show it")
+    reasoning_content: str | None = Field(None, description="for templates that show it")
+    reasoning: str | None = Field(None, description="other name of reasoning_content")
+    tool_calls: list[ToolCall] | None = None
+    images: Annotated[list[Any] | None, only([], "only text is understood here")] = None
+
+    def as_template_input(self) -> Message:
+        """What chat templates expect: the content as one text, empty where there is none."""
+        message: Message = {"role": "assistant", "content": _text(self.content)}
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
+        return message
+
+
+def _text(content: str | Sequence[TextPart] | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text or part.refusal or "" for part in content or [])
+
+
+def _kind_of(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+    return AssistantTurn.__name__ if role == "assistant" else ChatMessage.__name__
+
+
+AnyMessage = Annotated[
+    Annotated[ChatMessage, Tag(ChatMessage.__name__)] | Annotated[AssistantTurn, Tag(AssistantTurn.__name__)],
+    Discriminator(_kind_of),
+]
+
+# --- tools
 
 
 class Function(Body):
     """A function that the model may call."""
 
-    name: str = Field(pattern=_FUNCTION_NAME)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object; left out: any arguments")
     strict: StrictBool | None = Field(None, description="true: calls are made to fit the schema, token by token")
 
     def spec(self) -> FunctionSpec:
-        """Without the frame."""
         return FunctionSpec(self.name, self.parameters or {}, bool(self.strict), self.description)
 
 
@@ -121,15 +149,93 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
+    def spec(self) -> FunctionSpec:
+        return self.function.spec()
+
     def as_template_input(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
+
+
+class FunctionTool(Function, refuses=("output_schema",)):
+    """A function that the model may call, as `/v1/responses` has it."""
+
+    type: Literal["function"]
+    allowed_callers: Annotated[list[str] | None, only(["direct"], "calls are made by the model itself")] = None
+    async_: Annotated[StrictBool | None, only(False, "calls wait for their outputs", "async")] = Field(
+        None, alias="async"
+    )
+    defer_loading: Annotated[StrictBool | None, only(False, "the model sees all tools from the beginning")] = None
+
+    def as_template_input(self) -> dict[str, Any]:
+        function = self.model_dump(include=set(Function.model_fields), exclude_none=True)
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """The one function to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class ChosenFunction(NamedFunction):
+    """The one function to call, as `/v1/responses` has it."""
+
+    type: Literal["function"]
+
+
+ToolChoiceMode = Literal["none", "auto", "required"]
+
+
+class ToolUse(Body):
+    """Which tools there are, and which must be called. Endpoints narrow the types to their own shapes."""
+
+    tools: Sequence[Tool | FunctionTool] | None = None
+    tool_choice: ToolChoiceMode | NamedTool | ChosenFunction | None = None
+    parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one call")
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> Self:
+        if self.is_call_forced and not self.tools:
+            raise InvalidRequest("tool_choice is only allowed with tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool | ChosenFunction) and not self.functions_to_call():
+            raise InvalidRequest(f"tool_choice: there is no tool {self.tool_choice.name!r}", "tool_choice")
+        return self
+
+    @property
+    def is_call_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    def functions_to_call(self) -> list[FunctionSpec]:
+        """Those that the model may call, as `tool_choice` has it; empty if it must not."""
+        if self.tool_choice == "none":
+            return []
+        specs = [tool.spec() for tool in self.tools or []]
+        if isinstance(self.tool_choice, NamedTool | ChosenFunction):
+            return [spec for spec in specs if spec.name == self.tool_choice.name]
+        return specs
+
+
+# --- how both become a prompt
+
+PARSE_SPECIAL_TOKENS = Field(None, description="special tokens written in messages count as such, rather than as text")
+Tools = Annotated[list[Tool] | None, Field(max_length=128, description="functions that the model may call")]
 
 
 class Rendering(Body):
     """How a conversation becomes a prompt."""
 
-    messages: list[ChatMessage]
-    tools: list[Tool] | None = Field(None, max_length=128, description="functions that the model may call")
+    messages: list[AnyMessage]
+    tools: Tools = None
     add_generation_prompt: StrictBool | None = Field(
         None, description="end the prompt with the beginning of an assistant's turn (the default)"
     )
@@ -137,6 +243,7 @@ class Rendering(Body):
         None, description="leave the last message open, for the model to go on with it; not with add_generation_prompt"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
+    parse_special_tokens: StrictBool | None = PARSE_SPECIAL_TOKENS
 
     @model_validator(mode="after")
     def _check_end(self) -> Self:
@@ -147,17 +254,17 @@ class Rendering(Body):
         return self
 
     def template_messages(self) -> list[Message]:
+        """What the chat template gets. InvalidRequest if they make no conversation."""
         return [message.as_template_input() for message in self.messages]
 
     def chat_options(self, shows_tools: bool = True) -> ChatOptions:
         """What the template is told beside the messages."""
         is_continued = bool(self.continue_final_message)
-        tools = self.tools if shows_tools else None
+        begins_answer = not is_continued if self.add_generation_prompt is None else self.add_generation_prompt
         return ChatOptions(
-            tools=[tool.as_template_input() for tool in tools or []],
-            add_generation_prompt=not is_continued
-            if self.add_generation_prompt is None
-            else self.add_generation_prompt,
+            tools=[tool.as_template_input() for tool in self.tools or []] if shows_tools else [],
+            add_generation_prompt=begins_answer,
             continue_final_message=is_continued,
             template_arguments=self.chat_template_kwargs or {},
+            parse_special_tokens=bool(self.parse_special_tokens),
         )

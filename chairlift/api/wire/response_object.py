@@ -6,9 +6,8 @@ from pydantic import BaseModel, RootModel
 
 from chairlift.api.wire.base import ErrorDetail, LeftOutIfNone
 from chairlift.api.wire.chat import TokenLogprob
-from chairlift.api.wire.usage import Usage
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
+from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.response_items import ItemStatus
 
 
 class OutputText(BaseModel):
@@ -83,6 +82,23 @@ class ResponseError(BaseModel):
     message: str
 
 
+class ReasoningUsed(BaseModel):
+    """What was asked for and used of it: no reasoning."""
+
+    effort: Literal["none"] | None = None
+    summary: None = None
+
+
+class UsedTool(BaseModel):
+    """A function that the model may call, with what was left open filled in."""
+
+    type: Literal["function"] = "function"
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool
+
+
 class ResponseObject(BaseModel):
     """The reply. What was asked for is repeated in it, with what was left open filled in."""
 
@@ -104,109 +120,75 @@ class ResponseObject(BaseModel):
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
+    tools: list[UsedTool]
     top_logprobs: int
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
     user: str | None
     safety_identifier: str | None
     prompt_cache_key: str | None
 
     background: Literal[False] = False
     previous_response_id: None = None
-    reasoning: None = None
+    max_tool_calls: None = None
+    reasoning: ReasoningUsed = ReasoningUsed()
     service_tier: Literal["default"] = "default"
     store: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
 
 
+EventType = Literal[
+    "response.created",
+    "response.in_progress",
+    "response.completed",
+    "response.incomplete",
+    "response.failed",
+    "response.output_item.added",
+    "response.output_item.done",
+    "response.content_part.added",
+    "response.content_part.done",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+]
+
+
 class Event(BaseModel):
-    """One event of a streamed reply; they are numbered from 0."""
+    """One event of a streamed reply; they are numbered from 0. What it has depends on its type:
 
-    type: str
+    created, in_progress, completed, incomplete, failed: `response`, the whole reply as far as it is.
+    output_item: `item`, which begins or ends. content_part: `part` of a message, which begins or ends.
+    output_text, function_call_arguments: `delta`, what there is more; when done, all of the `text`, or the function's
+    `name` and all `arguments`.
+    """
+
+    type: EventType
     sequence_number: int = 0
+    response: Annotated[ResponseObject | None, LeftOutIfNone] = None
+    item_id: Annotated[str | None, LeftOutIfNone] = None
+    output_index: Annotated[int | None, LeftOutIfNone] = None
+    content_index: Annotated[int | None, LeftOutIfNone] = None
+    item: Annotated[OutputItem | None, LeftOutIfNone] = None
+    part: Annotated[OutputText | None, LeftOutIfNone] = None
+    delta: Annotated[str | None, LeftOutIfNone] = None
+    text: Annotated[str | None, LeftOutIfNone] = None
+    logprobs: Annotated[list[TokenLogprob] | None, LeftOutIfNone] = None
+    name: Annotated[str | None, LeftOutIfNone] = None
+    arguments: Annotated[str | None, LeftOutIfNone] = None
 
 
-class ResponseEvent(Event):
-    """The whole reply as far as it is."""
-
-    type: Literal[
-        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
-    ]
-    response: ResponseObject
-
-
-class ItemEvent(Event):
-    """An item begins or ends."""
-
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: OutputItem
-
-
-class PartEvent(Event):
-    """A part of a message begins or ends."""
-
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    part: OutputText
-
-
-class TextDelta(Event):
-    """What a message has more."""
-
-    type: Literal["response.output_text.delta"] = "response.output_text.delta"
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    delta: str
-    logprobs: list[TokenLogprob]
-
-
-class TextDone(Event):
-    """All of a message's text."""
-
-    type: Literal["response.output_text.done"] = "response.output_text.done"
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    text: str
-    logprobs: list[TokenLogprob]
-
-
-class ArgumentsDelta(Event):
-    """What a call's arguments have more."""
-
-    type: Literal["response.function_call_arguments.delta"] = "response.function_call_arguments.delta"
-    item_id: str
-    output_index: int
-    delta: str
-
-
-class ArgumentsDone(Event):
-    """All of a call's arguments."""
-
-    type: Literal["response.function_call_arguments.done"] = "response.function_call_arguments.done"
-    item_id: str
-    output_index: int
-    name: str
-    arguments: str
-
-
-class ErrorEvent(Event):
+class ErrorEvent(BaseModel):
     """The end of a stream that cannot go on. `error` says the same once more: by it the `openai` client knows."""
 
     type: Literal["error"] = "error"
+    sequence_number: int = 0
     message: str
     code: str | None
     param: str | None
     error: ErrorDetail
 
 
-class ResponsesEvent(
-    RootModel[
-        ResponseEvent | ItemEvent | PartEvent | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone | ErrorEvent
-    ]
-):
+class ResponsesEvent(RootModel[Event | ErrorEvent]):
     """One event of a streamed reply."""

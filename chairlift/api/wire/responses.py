@@ -2,43 +2,65 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
 
-from chairlift.api.tools import FunctionSpec
-from chairlift.api.wire.base import Ignored, Refused
-from chairlift.api.wire.caching import STATELESS
-from chairlift.api.wire.checks import deepest_complaint, only, only_types
-from chairlift.api.wire.request import GenerationRequest
-from chairlift.api.wire.response_items import InputItem, template_messages
-from chairlift.api.wire.response_options import (
-    ChosenFunction,
-    FunctionTool,
+from chairlift.api.wire.base import Body, Ignored, only, only_types
+from chairlift.api.wire.chat import ChatCompletionRequest
+from chairlift.api.wire.generation import (
+    GenerationRequest,
     ResponseStreamOptions,
-    TextOptions,
+    TextFormat,
+    WantedStructure,
+    the_only_one,
 )
-from chairlift.api.wire.sampling import sampling_params
-from chairlift.api.wire.structure import WantedStructure
-from chairlift.engine.tokenizer import ChatOptions, Message
+from chairlift.api.wire.messages import PARSE_SPECIAL_TOKENS, ChosenFunction, FunctionTool, ToolChoiceMode, ToolUse
+from chairlift.api.wire.response_items import InputItem, template_messages
+from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 from chairlift.params import MAX_LOGPROBS, SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"
-_FOR_STATISTICS = Ignored("labels a request for its sender's own statistics; the reply repeats it")
+_REASONING = "reasoning.encrypted_content"
 
 
-class ResponsesRequest(GenerationRequest):
+class TextOptions(Body):
+    """What is asked of the answer's text."""
+
+    format: TextFormat | None = Field(None, description="json_object and json_schema are enforced token by token")
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, only("medium", "ask for it in a message", "text.verbosity")
+    ] = None
+
+
+class ReasoningOptions(Body):
+    """How to think before the answer. The models here have no such switch, so more than none cannot be obeyed."""
+
+    effort: Annotated[
+        Literal["none"] | None, only("none", "the model does not think apart from its answer", "reasoning.effort")
+    ] = None
+    summary: Annotated[str | None, Ignored("there is no reasoning to summarize")] = None
+    generate_summary: Annotated[str | None, Ignored("there is no reasoning to summarize")] = None
+    context: Annotated[str | None, Ignored("there is no earlier reasoning to keep")] = None
+    mode: Annotated[Literal["standard"] | None, only("standard", "there is one mode", "reasoning.mode")] = None
+
+
+class ResponsesRequest(
+    ToolUse,
+    GenerationRequest,
+    refuses=(
+        "previous_response_id",
+        "conversation",
+        "prompt",
+        "max_tool_calls",
+        "moderation",
+        "context_management",
+        "access_programs",
+        "image",
+    ),
+):
     """Answer a conversation."""
 
-    input: str | Annotated[list[InputItem], Field(fail_fast=True)] = Field(
+    input: str | list[InputItem] = Field(
         description="what the user says, or items: message, function_call, function_call_output"
     )
     instructions: str | None = Field(None, description="a system message before all others")
@@ -46,9 +68,9 @@ class ResponsesRequest(GenerationRequest):
     max_output_tokens: StrictInt | None = Field(
         None, ge=1, description="most new tokens; the room in the slot also bounds it"
     )
-    temperature: StrictFloat | None = None
-    top_p: StrictFloat | None = None
-    include: list[str] | None = Field(None, description=f'["{LOGPROBS}"]: report the log-probability of each token')
+    include: list[str] | None = Field(
+        None, description=f'"{LOGPROBS}": report the log-probability of each token; "{_REASONING}": there is none here'
+    )
     top_logprobs: StrictInt | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="and of this many likeliest ones; only with include"
     )
@@ -56,10 +78,11 @@ class ResponsesRequest(GenerationRequest):
     tools: list[Annotated[FunctionTool, only_types("tools", "function")]] | None = Field(
         None, max_length=128, description="functions that the model may call"
     )
-    tool_choice: Annotated[
-        Literal["none", "auto", "required"] | ChosenFunction | None, only_types("tool_choice", "function")
-    ] = Field(None, description="whether to call a tool, or which; required and named calls are enforced")
-    parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one call")
+    tool_choice: Annotated[ToolChoiceMode | ChosenFunction | None, only_types("tool_choice", "function")] = Field(
+        None, description="whether to call a tool, or which; required and named calls are enforced token by token"
+    )
+    reasoning: ReasoningOptions | None = Field(None, description="models here do not think apart from their answer")
+    parse_special_tokens: StrictBool | None = PARSE_SPECIAL_TOKENS
     truncation: Annotated[
         Literal["auto", "disabled"] | None, only("disabled", "leave out of input what may be forgotten")
     ] = Field(None, description='only "disabled": a conversation that is too long is an error')
@@ -67,37 +90,14 @@ class ResponsesRequest(GenerationRequest):
         None, description="only false"
     )
 
-    metadata: Annotated[dict[str, str] | None, _FOR_STATISTICS] = None
-    safety_identifier: Annotated[str | None, _FOR_STATISTICS] = None
-    store: Annotated[StrictBool | None, Ignored("nothing is stored here, and the reply says so")] = None
-
-    previous_response_id: Annotated[None, Refused(STATELESS)] = None
-    conversation: Annotated[None, Refused(STATELESS)] = None
-    prompt: Annotated[None, Refused("no prompts are stored here; send its text")] = None
-    reasoning: Annotated[None, Refused("the model does not think apart from its answer")] = None
-    max_tool_calls: Annotated[None, Refused("there are no built-in tools here")] = None
-    moderation: Annotated[None, Refused("there is no moderation here")] = None
-    context_management: Annotated[None, Refused("leave out of input what may be forgotten")] = None
-    access_programs: Annotated[None, Refused("there are no access programs here")] = None
-    image: Annotated[None, Refused("only text is understood here")] = None
-
-    @field_validator("input", mode="wrap")
-    @classmethod
-    def _name_the_item(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
-        """One complaint about the item that is wrong, where pydantic would first say that a list is no string."""
-        try:
-            return handler(value)
-        except ValidationError as error:
-            if not isinstance(value, list):
-                raise InvalidRequest("input must be a string or a list of items", "input") from error
-            raise deepest_complaint("input", error) from error
-
     @field_validator("include")
     @classmethod
     def _check_include(cls, include: list[str] | None) -> list[str] | None:
         for wanted in include or []:
-            if wanted != LOGPROBS:
-                raise InvalidRequest(f"include: {wanted!r} is not supported; known here: {LOGPROBS}", "include")
+            if wanted not in (LOGPROBS, _REASONING):
+                raise InvalidRequest(
+                    f"include: {wanted!r} is not supported; known here: {LOGPROBS}, {_REASONING}", "include"
+                )
         return include
 
     @model_validator(mode="after")
@@ -106,34 +106,20 @@ class ResponsesRequest(GenerationRequest):
             raise InvalidRequest("stream_options is only allowed with stream: true", "stream_options")
         if self.top_logprobs and not self.has_logprobs:
             raise InvalidRequest(f'top_logprobs is only allowed with include: ["{LOGPROBS}"]', "top_logprobs")
-        if self.tool_choice not in (None, "none") and not self.tools:
-            raise InvalidRequest("tool_choice is only allowed with tools", "tool_choice")
-        if isinstance(self.tool_choice, ChosenFunction) and not self._functions_named(self.tool_choice.name):
-            raise InvalidRequest(f"tool_choice: there is no tool {self.tool_choice.name!r}", "tool_choice")
         return self
 
     @property
     def field_names(self) -> dict[str, str]:
-        """See `Conversation`."""
+        """See `ChatCompletionRequest`, as for all that follows."""
         return {"messages": "input", "max_tokens": "max_output_tokens"}
 
     @property
     def has_logprobs(self) -> bool:
-        return bool(self.include)
-
-    @property
-    def is_call_forced(self) -> bool:
-        """See `Conversation`, as for all that follows."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenFunction)
-
-    def functions_to_call(self) -> list[FunctionSpec]:
-        if isinstance(self.tool_choice, ChosenFunction):
-            return self._functions_named(self.tool_choice.name)
-        return [] if self.tool_choice == "none" else [tool.spec() for tool in self.tools or []]
+        return LOGPROBS in (self.include or [])
 
     def wanted_structure(self) -> WantedStructure | None:
-        structure = None if self.text is None or self.text.format is None else self.text.format.structure()
-        return None if structure is None else WantedStructure("text", structure)
+        wanted = None if self.text is None or self.text.format is None else self.text.format.structure()
+        return the_only_one(text=wanted, structured_outputs=self.structured_outputs)
 
     def template_messages(self) -> list[Message]:
         lead: list[Message] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -142,16 +128,18 @@ class ResponsesRequest(GenerationRequest):
         return lead + template_messages(self.input)
 
     def chat_options(self, shows_tools: bool = True) -> ChatOptions:
-        tools = (self.tools or []) if shows_tools else []
-        return ChatOptions(tools=[tool.as_tool().as_template_input() for tool in tools])
+        return ChatOptions(
+            tools=[tool.as_template_input() for tool in self.tools or []] if shows_tools else [],
+            parse_special_tokens=bool(self.parse_special_tokens),
+        )
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        given = self.model_dump(include={"temperature", "top_p"}, exclude_none=True)
-        if self.max_output_tokens is not None:
-            given["max_tokens"] = self.max_output_tokens
-        if self.has_logprobs:
-            given["logprobs"] = self.top_logprobs or 0
-        return sampling_params(defaults, given)
+        return self.sampling_params(
+            defaults,
+            max_tokens=self.max_output_tokens,
+            logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
+        )
 
-    def _functions_named(self, name: str) -> list[FunctionSpec]:
-        return [tool.spec() for tool in self.tools or [] if tool.name == name]
+
+Conversation = ChatCompletionRequest | ResponsesRequest
+"""The bodies that ask for the answer to a conversation."""

@@ -7,12 +7,12 @@ Tokens of all rows lie end to end, decode rows first:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from chairlift.cache.collection import ContinuousBatchingKVCacheCollection
+from chairlift.cache import ContinuousBatchingKVCacheCollection
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`attend(layer_idx, query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, D]) -> [T, Hq, D]`; appends key and value."""
@@ -62,11 +62,11 @@ def view_length(cache: ContinuousBatchingKVCacheCollection) -> int:
 
 def token_slots(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> torch.Tensor:
     """The slot of each token: int64 `[T]`, on the device."""
+    slots = cache.lookup_table.long()
     if batch.is_decode:
-        return cache.lookup_table.long()
+        return slots
     row_lengths = batch.row_offsets[1:] - batch.row_offsets[:-1]
-    num_tokens = batch.positions.shape[0]
-    return torch.repeat_interleave(cache.lookup_table.long(), row_lengths, output_size=num_tokens)
+    return torch.repeat_interleave(slots, row_lengths, output_size=len(batch.positions))
 
 
 def append_tokens(
@@ -85,3 +85,43 @@ def append_tokens(
 def key_lengths(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> torch.Tensor:
     """Tokens that each row's slot holds with this step's: int32 `[B]`, on the device."""
     return cache.cache_lengths + batch.row_offsets[1:] - batch.row_offsets[:-1]
+
+
+def prepare_apart(
+    prepare: Callable[[BatchMetadata, ContinuousBatchingKVCacheCollection], Attend],
+    batch: BatchMetadata,
+    cache: ContinuousBatchingKVCacheCollection,
+) -> Attend:
+    """`prepare` for the decode rows of a mixed batch and again for its prefill rows, as batches of their own."""
+    num_decode = batch.num_decode_rows  # of one token each, so prefill tokens begin here, too
+    decode = prepare(*_rows_of(batch, cache, slice(None, num_decode)))
+    prefill = prepare(*_rows_of(batch, cache, slice(num_decode, None)))
+
+    def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        decoded = decode(layer_idx, query[:num_decode], key[:num_decode], value[:num_decode])
+        prefilled = prefill(layer_idx, query[num_decode:], key[num_decode:], value[num_decode:])
+        return torch.cat((decoded, prefilled))
+
+    return attend
+
+
+def _rows_of(
+    batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, rows: slice
+) -> tuple[BatchMetadata, ContinuousBatchingKVCacheCollection]:
+    """The decode rows, which the slice begins with, or the prefill rows, which it ends with."""
+    start = rows.start or 0
+    num_new = batch.num_new_tokens[rows]
+    part = BatchMetadata(
+        row_offsets=batch.row_offsets[start : start + len(num_new) + 1] - start,
+        positions=batch.positions[rows],
+        slots=batch.slots[rows],
+        num_new_tokens=num_new,
+        num_cached_tokens=batch.num_cached_tokens[rows],
+        num_decode_rows=max(0, batch.num_decode_rows - start),
+    )
+    return part, replace(
+        cache,
+        cache_lengths=cache.cache_lengths[rows],
+        lookup_table=cache.lookup_table[rows],
+        max_seq_length=cache.max_seq_length if start else 1,
+    )

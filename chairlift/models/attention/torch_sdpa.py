@@ -8,62 +8,37 @@ graph; so there the slots of decode rows are copied together, layer by layer.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from chairlift.cache.collection import ContinuousBatchingKVCacheCollection
+from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.models.attention.batch import Attend, BatchMetadata, append_tokens, view_length
 
 
-class _DecodeRows(Protocol):
-    """Some of the decode rows, and where their keys lie."""
+@dataclass(frozen=True, slots=True)
+class _DecodeRows:
+    """Decode rows, and the slots that are read for them: a range in place, or any slots as copies."""
+
+    rows: torch.Tensor | slice  # which of the batch, n of them
+    slots: slice | torch.Tensor  # n of them, or a range that holds them all
+    places: torch.Tensor | None  # int64 [n]: where the rows' slots stand in the range
+    mask: torch.Tensor  # [num_slots, 1, 1, longest]: which keys a slot's row may see
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """Fills the rows' part of `output` [T, Hq, D]; keys and values `[n_slots, S, H, D]`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _NeighbouringSlots:
-    """Decode rows whose slots lie in `[first_slot, first_slot + num_slots)`, read in place."""
-
-    rows: torch.Tensor  # int64 [n]: which decode rows
-    offsets: torch.Tensor  # int64 [n]: their slots, counted from first_slot
-    first_slot: int
-    mask: torch.Tensor  # [num_slots, 1, 1, longest]: 0 where a slot's row may look, -inf elsewhere
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         num_kv_heads, head_dim = keys.shape[2:]
-        # Slots of the range that are not in the batch get a query of zeros, and their output is dropped.
-        grouped = query.new_zeros(self.mask.shape[0], num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
-        grouped[self.offsets] = query[self.rows].view(-1, *grouped.shape[1:])
-        attended = scaled_dot_product_attention(grouped, self._view(keys), self._view(values), attn_mask=self.mask)
-        output[self.rows] = attended[self.offsets].flatten(1, 2)
+        grouped = query[self.rows].reshape(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
+        if self.places is not None:  # slots of the range that have no row get a query of zeros
+            grouped = grouped.new_zeros(len(self.mask), *grouped.shape[1:]).index_copy_(0, self.places, grouped)
+        attended = scaled_dot_product_attention(grouped, self._read(keys), self._read(values), attn_mask=self.mask)
+        output[self.rows] = (attended if self.places is None else attended[self.places]).flatten(1, 2)
 
-    def _view(self, cache: torch.Tensor) -> torch.Tensor:
+    def _read(self, cache: torch.Tensor) -> torch.Tensor:
         """`[n_slots, S, H, D]` -> `[num_slots, H, longest, D]`."""
-        num_slots, longest = self.mask.shape[0], self.mask.shape[-1]
-        return cache[self.first_slot : self.first_slot + num_slots, :longest].transpose(1, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class _CopiedSlots:
-    """All decode rows, wherever their slots lie."""
-
-    slots: torch.Tensor  # int32 [n]
-    mask: torch.Tensor  # bool [n, 1, 1, longest]: where a row may look
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
-        num_rows, num_kv_heads = len(self.slots), keys.shape[2]
-        grouped = query[:num_rows].reshape(num_rows, num_kv_heads, -1, query.shape[2])  # [n, H, group, D]
-        attended = scaled_dot_product_attention(grouped, self._copy(keys), self._copy(values), attn_mask=self.mask)
-        output[:num_rows] = attended.flatten(1, 2)
-
-    def _copy(self, cache: torch.Tensor) -> torch.Tensor:
-        """`[n_slots, S, H, D]` -> `[n, H, longest, D]`."""
-        return cache[:, : self.mask.shape[-1]].index_select(0, self.slots).transpose(1, 2)
+        seen = cache[:, : self.mask.shape[-1]]
+        chosen = seen[self.slots] if isinstance(self.slots, slice) else seen.index_select(0, self.slots)
+        return chosen.transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +49,25 @@ class _PrefillRow:
     stop: int
     slot: int
     end: int
-    mask: torch.Tensor | None  # [tokens, end]; None: plain causal, nothing was cached
+    mask: torch.Tensor | None  # [tokens, end]; None: causal, nothing was cached
 
-    def keys(self, cache: torch.Tensor, group_size: int) -> torch.Tensor:
-        """`[n_slots, S, H, D]` -> `[H, group_size, end, D]`, a view."""
-        return cache[self.slot, : self.end].transpose(0, 1).unsqueeze(1).expand(-1, group_size, -1, -1)
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
+        """As of `_DecodeRows`."""
+        num_kv_heads, head_dim = keys.shape[2:]
+        grouped = query[self.start : self.stop].view(self.stop - self.start, num_kv_heads, -1, head_dim)
+        grouped = grouped.permute(1, 2, 0, 3)  # [H, group, tokens, D]
+        attended = scaled_dot_product_attention(
+            grouped,
+            self._read(keys).expand(-1, grouped.shape[1], -1, -1),
+            self._read(values).expand(-1, grouped.shape[1], -1, -1),
+            attn_mask=self.mask,
+            is_causal=self.mask is None,
+        )
+        output[self.start : self.stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _read(self, cache: torch.Tensor) -> torch.Tensor:
+        """`[n_slots, S, H, D]` -> `[H, 1, end, D]`, a view."""
+        return cache[self.slot, : self.end].transpose(0, 1).unsqueeze(1)
 
 
 class TorchBackend:
@@ -91,70 +80,50 @@ class TorchBackend:
         """See `Backend.prepare`."""
         append = append_tokens(batch, cache)
         decode = _neighbouring_slots(batch, cache.blocks) if self._is_in_place else _copied_slots(batch, cache)
-        prefill = _prefill_rows(batch, cache.blocks.device)
+        parts: list[_DecodeRows | _PrefillRow] = [*decode, *_prefill_rows(batch, cache.blocks.device)]
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             append(layer_idx, key, value)
-            key_cache, value_cache = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
+            keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
             output = torch.empty_like(query)
-            for rows in decode:
-                rows.attend(query, key_cache, value_cache, output)
-            for row in prefill:
-                _attend_prefill(row, query, key_cache, value_cache, output)
+            for part in parts:
+                part.attend(query, keys, values, output)
             return output
 
         return attend
 
 
-def _attend_prefill(
-    row: _PrefillRow, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor
-) -> None:
-    num_kv_heads = keys.shape[2]
-    group_size = query.shape[1] // num_kv_heads
-    grouped = query[row.start : row.stop].view(-1, num_kv_heads, group_size, query.shape[2]).permute(1, 2, 0, 3)
-    attended = scaled_dot_product_attention(
-        grouped,
-        row.keys(keys, group_size),
-        row.keys(values, group_size),
-        attn_mask=row.mask,
-        is_causal=row.mask is None,
-    )
-    output[row.start : row.stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
-
-
 def _copied_slots(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> list[_DecodeRows]:
     if not batch.num_decode_rows:
         return []
-    slots, lengths = cache.lookup_table[: batch.num_decode_rows], cache.cache_lengths[: batch.num_decode_rows]
-    places = torch.arange(view_length(cache), device=lengths.device)
-    return [_CopiedSlots(slots, (places <= lengths[:, None])[:, None, None, :])]
+    rows = slice(0, batch.num_decode_rows)
+    mask = torch.arange(view_length(cache), device=cache.blocks.device) <= cache.cache_lengths[rows, None]
+    return [_DecodeRows(rows, cache.lookup_table[rows], None, mask[:, None, None, :])]
 
 
 def _neighbouring_slots(batch: BatchMetadata, blocks: torch.Tensor) -> list[_DecodeRows]:
     """Rows in order of their slots, cut wherever a range would be more than half empty."""
-    by_slot = sorted(range(batch.num_decode_rows), key=lambda row: batch.slots[row])
     groups: list[list[int]] = []
-    for row in by_slot:
+    for row in sorted(range(batch.num_decode_rows), key=lambda row: batch.slots[row]):
         group = groups[-1] if groups else []
         if group and batch.slots[row] - batch.slots[group[0]] + 1 <= 2 * (len(group) + 1):
             group.append(row)
         else:
             groups.append([row])
-    return [_group(rows, batch, blocks) for rows in groups]
+    return [_slot_range(rows, batch, blocks) for rows in groups]
 
 
-def _group(rows: list[int], batch: BatchMetadata, blocks: torch.Tensor) -> _NeighbouringSlots:
+def _slot_range(rows: list[int], batch: BatchMetadata, blocks: torch.Tensor) -> _DecodeRows:
     first, last = batch.slots[rows[0]], batch.slots[rows[-1]]
     lengths = [1] * (last - first + 1)
     for row in rows:
         lengths[batch.slots[row] - first] = batch.num_cached_tokens[row] + 1
-    device = blocks.device
-    is_hidden = torch.arange(max(lengths), device=device) >= torch.tensor(lengths, device=device)[:, None]
-    mask = torch.zeros(is_hidden.shape, dtype=blocks.dtype, device=device).masked_fill_(is_hidden, -torch.inf)
-    return _NeighbouringSlots(
-        rows=torch.tensor(rows, device=device),
-        offsets=torch.tensor([batch.slots[row] - first for row in rows], device=device),
-        first_slot=first,
+    is_hidden = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    mask = torch.zeros(is_hidden.shape, dtype=blocks.dtype).masked_fill_(is_hidden, -torch.inf)
+    return _DecodeRows(
+        rows=torch.tensor(rows),
+        slots=slice(first, last + 1),
+        places=torch.tensor([batch.slots[row] - first for row in rows]),
         mask=mask[:, None, None, :],
     )
 
@@ -171,3 +140,31 @@ def _prefill_rows(batch: BatchMetadata, device: torch.device) -> list[_PrefillRo
         rows.append(_PrefillRow(start, start + num_new, batch.slots[row], end, mask))
         start += num_new
     return rows
+
+
+def attend_alone(slots: torch.Tensor, positions: torch.Tensor, cache: ContinuousBatchingKVCacheCollection) -> Attend:
+    """Each token attends in a call of its own, whose shape depends on nothing but the token's position.
+
+    `slots`, `positions`: int64 `[T]`. The tokens of a slot come in order; the last one may be repeated as padding.
+    """
+    ends = list(zip(slots.tolist(), (positions + 1).tolist(), strict=True))
+
+    def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
+        keys[slots, positions] = key
+        values[slots, positions] = value
+        num_kv_heads, head_dim = keys.shape[2:]
+        grouped = query.view(len(ends), num_kv_heads, -1, head_dim)
+        output = torch.empty_like(grouped)
+        for row, (slot, end) in enumerate(ends):
+            if row and ends[row - 1] == (slot, end):
+                output[row] = output[row - 1]
+            else:
+                output[row] = scaled_dot_product_attention(
+                    grouped[row : row + 1],
+                    keys[slot, :end].transpose(0, 1).unsqueeze(0),
+                    values[slot, :end].transpose(0, 1).unsqueeze(0),
+                )[0]
+        return output.view_as(query)
+
+    return attend

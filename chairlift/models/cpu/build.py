@@ -1,9 +1,13 @@
 """Compiles `csrc/` for this machine, once: the library is kept in the user's cache directory.
 
-What instructions to use is decided by the processor's features at run time. One library per instruction set, so that a
-home directory shared by several machines works, and tests can try every set that the machine has.
+The processor's features decide at run time which instructions are used. There is one library per instruction set, so
+that a home directory shared by several machines works, and tests can try every set that the machine has.
+
+A library is executed, so no other user may be able to write to the directory, and a library ends with a digest of all
+that is before it: one that was cut off or changed is compiled again rather than run.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -12,9 +16,11 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +35,18 @@ COMPILER_VARIABLE = "CXX"
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi")
 _COMPILE_TIMEOUT = 300.0
+_MARK = b"chairlift-sha256"  # begins what is behind the library itself
+_NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
+_UNUSED_AFTER_S = 30 * 24 * 3600.0
+_ROOT = 0
 
 
 class CpuKernelsUnavailable(Exception):
-    """The kernels cannot be had on this machine; the message says why."""
+    """The kernels do not work on this machine; the message says why."""
+
+
+class _Damaged(Exception):
+    """A cached library that must not be loaded; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,7 @@ _FAST = ("amx", "avx512_bf16", "avx512")
 def load_library(isa: str | None = None) -> ctypes.CDLL:
     """The compiled kernels, of the best instruction set this machine has or the one named.
 
-    CpuKernelsUnavailable if there is no compiler, if compiling fails, or if the named set is not to be had here.
+    CpuKernelsUnavailable if there is no compiler, if compiling fails, or if this machine lacks the named set.
     """
     wanted = isa or os.environ.get(ISA_VARIABLE)
     usable = usable_instruction_sets()
@@ -90,7 +104,7 @@ def usable_instruction_sets() -> list[str]:
 
 
 def are_kernels_fast() -> bool:
-    """True if this processor has AVX-512: without it, compilers make less of the kernels than torch has at hand."""
+    """True if this processor has AVX-512: without it torch's own kernels are faster."""
     return any(name in _FAST for name in usable_instruction_sets())
 
 
@@ -102,19 +116,90 @@ def cache_directory() -> Path:
 
 
 def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
+    path = _library_path(instruction_set)
     try:
-        path = cache_directory() / f"kernels-{instruction_set.name}-{_fingerprint(instruction_set)}.so"
-        is_cached = path.is_file()
-    except (OSError, RuntimeError) as error:  # it cannot be looked into, or there is no home directory
+        return _load(path)
+    except FileNotFoundError:
+        pass
+    except _Damaged as error:
+        logger.warning("%s %s: it is compiled again", path, error)
+    _compile(instruction_set, path)
+    try:
+        return _load(path)
+    except (_Damaged, OSError) as error:
+        raise CpuKernelsUnavailable(f"{path} was compiled just now and {error}; is something changing it?") from error
+
+
+def _library_path(instruction_set: InstructionSet) -> Path:
+    try:
+        return cache_directory() / f"kernels-{instruction_set.name}-{_fingerprint(instruction_set)}.so"
+    except RuntimeError as error:  # there is no home directory
         raise CpuKernelsUnavailable(
             f"there is no place for compiled kernels ({error}); set ${CACHE_VARIABLE}"
         ) from error
-    if not is_cached:
-        _compile(instruction_set, path)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """FileNotFoundError if it is not there. Loads the very file that was checked, even if its name was taken over."""
+    with _own_directory(path.parent) as directory:
+        try:
+            library = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _Damaged(f"cannot be opened ({error.strerror})") from error
     try:
-        return ctypes.CDLL(str(path))
+        _verify(library)
+        with contextlib.suppress(OSError):  # a cache that cannot be written to works, too
+            os.utime(library)  # it is in use: see `_remove_unused`
+        # Not closed: the loader takes a name that it has seen for the library that it has seen there.
+        return ctypes.CDLL(f"/proc/self/fd/{library}")
     except OSError as error:
-        raise CpuKernelsUnavailable(f"{path} cannot be loaded ({error}); delete it to have it compiled anew") from error
+        os.close(library)
+        raise CpuKernelsUnavailable(
+            f"{path} cannot be loaded ({error}); delete it to have it compiled again"
+        ) from error
+    except _Damaged:
+        os.close(library)
+        raise
+
+
+@contextlib.contextmanager
+def _own_directory(path: Path) -> Iterator[int]:
+    """The cache directory, if no other user can write to it. FileNotFoundError if there is none."""
+    refusal = f"compiled kernels cannot be kept in {path}: %s; delete it, or name another in ${CACHE_VARIABLE}"
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = "it is a symbolic link" if path.is_symlink() else error.strerror
+        raise CpuKernelsUnavailable(refusal % reason) from error
+    try:
+        info = os.fstat(directory)
+        if info.st_uid not in (os.geteuid(), _ROOT):
+            raise CpuKernelsUnavailable(refusal % "it belongs to another user")
+        if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CpuKernelsUnavailable(refusal % "other users can write to it, and may have")
+        if info.st_mode & (stat.S_IRWXG | stat.S_IRWXO) and info.st_uid == os.geteuid():
+            os.fchmod(directory, stat.S_IRWXU)
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _verify(library: int) -> None:
+    info = os.fstat(library)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid not in (os.geteuid(), _ROOT):
+        raise _Damaged("is not this user's file")
+    with open(library, "rb", closefd=False) as file:
+        content = file.read()
+    if content[-_NUM_TRAILING:] != _trailer(content[:-_NUM_TRAILING]):
+        raise _Damaged("is damaged")
+
+
+def _trailer(library: bytes) -> bytes:
+    return _MARK + hashlib.sha256(library).digest()
 
 
 def _fingerprint(instruction_set: InstructionSet) -> str:
@@ -130,16 +215,36 @@ def _compile(instruction_set: InstructionSet, path: Path) -> None:
     start = time.perf_counter()
     logger.info("compiling CPU kernels (%s); they are kept in %s", instruction_set.name, path.parent)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        path.parent.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
+        with _own_directory(path.parent) as directory, tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             objects, library = Path(scratch) / "decoder.o", Path(scratch) / path.name
             source = str(_SOURCES / "decoder.cpp")
             _run([*compiler, *_COMPILE_FLAGS, *instruction_set.flags, "-c", source, "-o", str(objects)])
             _run([*compiler, "-shared", str(objects), *_openmp_library(), "-o", str(library)])
+            _seal(library)
             library.replace(path)  # at once, so that two processes starting together do no harm
+            os.fsync(directory)
+            _remove_unused(path.parent)
     except OSError as error:
         raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {error}") from error
     logger.info("compiled CPU kernels in %.1f s", time.perf_counter() - start)
+
+
+def _seal(library: Path) -> None:
+    """Appends the digest, and has all of it on the disk before it gets its name."""
+    with library.open("r+b") as file:
+        file.write(_trailer(file.read()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove_unused(directory: Path) -> None:
+    """Deletes libraries that no process has loaded for a month: those of other versions."""
+    for path in directory.glob("kernels-*.so"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+            if time.time() - path.stat().st_mtime > _UNUSED_AFTER_S:
+                path.unlink()
+                logger.info("removed %s, which was not used for long", path)
 
 
 def _find_compiler() -> list[str]:

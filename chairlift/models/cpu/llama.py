@@ -1,37 +1,89 @@
 """A Llama that runs in the kernels."""
 
 import ctypes
+from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 
 import torch
 from torch import nn
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.config import CPU_HEAD_DIM_ALIGNMENT, CPU_MAX_HEAD_DIM
 from chairlift.models.attention.batch import BatchMetadata
 from chairlift.models.config import ModelConfig
-from chairlift.models.cpu.bindings import BatchStruct, LayerStruct, MatrixStruct, ModelStruct, address, declare
 from chairlift.models.cpu.build import load_library
-from chairlift.models.cpu.packing import LANES, interleave, pack
-from chairlift.models.layers import rope_tables
-from chairlift.models.linear import Linear
+from chairlift.models.cpu.packing import LANES, PackedMatrix, interleave, pack
+from chairlift.models.layers import Linear, rope_tables
 from chairlift.models.llama import Llama
+
+HEAD_DIM_ALIGNMENT = 32
+MAX_HEAD_DIM = 256
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8_FORMATS = 2  # added to the above
 
 
+# The kernels' structures, field by field as in `csrc/model.h` and `csrc/product.h`.
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "bias", "scales", "sums")),
+        *((name, c_int64) for name in ("columns", "depth")),
+    ]
+
+    @classmethod
+    def of(cls, matrix: PackedMatrix) -> "_Matrix":
+        pointers = (_address(tensor) for tensor in (matrix.panels, matrix.bias, matrix.scales, matrix.sums))
+        return cls(*pointers, matrix.num_outputs, matrix.depth)
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm")),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("intermediate", "vocab")),
+        ("eps", c_double),
+        ("layers", POINTER(_Layer)),
+        *((name, c_void_p) for name in ("final_norm", "embedding", "rope")),
+        ("head", _Matrix),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_rows", "num_tokens")),
+        *((name, c_void_p) for name in ("input_ids", "row_offsets", "slots", "cache_lengths")),
+        *((name, c_void_p) for name in ("common_slots", "common_lengths", "blocks")),
+        *((name, c_int64) for name in ("slot_stride", "value_offset", "layer_stride", "token_stride")),
+    ]
+
+
+def takes_heads_of(head_dim: int) -> bool:
+    """Whether the kernels compute heads of that size."""
+    return head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_ALIGNMENT == 0
+
+
 class CpuLlama:
-    """A forward pass (`engine.forward.Forward`): hidden states and logits of a batch, bit for bit the same whatever
-    else is in it.
+    """A forward pass (`engine.execution.forward.Forward`) whose results are the same, bit for bit, whatever else is in
+    the batch.
 
     Takes the weights of `model`, which is of no use afterwards: so there is never more than one matrix twice.
     ValueError for heads that the kernels do not take.
     """
 
     def __init__(self, model: Llama, max_seq_len: int, *, is_quantized: bool = False, isa: str | None = None) -> None:
-        if model.config.head_dim % CPU_HEAD_DIM_ALIGNMENT or model.config.head_dim > CPU_MAX_HEAD_DIM:
+        if not takes_heads_of(model.config.head_dim):
             raise ValueError(f"the kernels take no head_dim of {model.config.head_dim}")
-        self._library = declare(load_library(isa))
+        library = load_library(isa)
+        self._forward, self._logits = library.chairlift_forward, library.chairlift_logits
+        self._forward.argtypes = [POINTER(_Model), POINTER(_Batch), c_int, c_void_p, c_void_p, c_int]
+        self._logits.argtypes = [POINTER(_Model), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]
+        self._forward.restype = self._logits.restype = c_int64
         self._config = model.config
         self._dtype = model.model.embed_tokens.weight.dtype
         self._format = _FORMATS[self._dtype] + (_INT8_FORMATS if is_quantized else 0)
@@ -52,35 +104,34 @@ class CpuLlama:
         common = cache.reservation.common_prefixes if cache.reservation else ()
         common_slots = torch.tensor([prefix.slot for prefix in common], dtype=torch.int32) if common else None
         common_lengths = torch.tensor([prefix.num_tokens for prefix in common], dtype=torch.int32) if common else None
-        arguments = BatchStruct(
+        arguments = _Batch(
             num_rows=len(batch.slots),
             num_tokens=len(input_ids),
-            input_ids=address(input_ids),
-            row_offsets=address(batch.row_offsets),
-            slots=address(cache.lookup_table),
-            cache_lengths=address(cache.cache_lengths),
-            common_slots=address(common_slots),
-            common_lengths=address(common_lengths),
-            blocks=address(blocks),
+            input_ids=_address(input_ids),
+            row_offsets=_address(batch.row_offsets),
+            slots=_address(cache.lookup_table),
+            cache_lengths=_address(cache.cache_lengths),
+            common_slots=_address(common_slots),
+            common_lengths=_address(common_lengths),
+            blocks=_address(blocks),
             slot_stride=blocks.stride(0),
             value_offset=blocks.stride(1),
             layer_stride=blocks.stride(2),
             token_stride=blocks.stride(3),
         )
         hidden = torch.empty(len(input_ids), self._config.hidden_size, dtype=self._dtype)
-        self._call(self._library.chairlift_forward, arguments, self._format, hidden.data_ptr())
+        self._call(self._forward, arguments, self._format, hidden.data_ptr())
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, hidden]` -> float32 `[N, vocab]`."""
         logits = torch.empty(len(hidden), self._config.vocab_size)
-        if not len(hidden):
-            return logits
-        self._call(self._library.chairlift_logits, address(hidden), len(hidden), self._format, logits.data_ptr())
+        if len(hidden):
+            self._call(self._logits, _address(hidden), len(hidden), self._format, logits.data_ptr())
         return logits
 
     def _call(self, function: "ctypes._NamedFuncPointer", *arguments: object) -> None:
-        """First to learn how much workspace it takes, then in earnest."""
+        """First to learn how much workspace it takes, then to compute."""
         num_threads = torch.get_num_threads()
         num_bytes = function(self._model, *arguments, None, num_threads)
         if num_bytes > self._workspace.nbytes:
@@ -97,12 +148,12 @@ class _Weights:
         self._kept: list[object] = []
         self.num_bytes = 0
 
-    def take(self, model: Llama, max_seq_len: int) -> ModelStruct:
+    def take(self, model: Llama, max_seq_len: int) -> _Model:
         config = model.config
-        layers = (LayerStruct * config.num_layers)()
+        layers = (_Layer * config.num_layers)()
         self._kept.append(layers)
         for index, layer in enumerate(model.layers):
-            layers[index] = LayerStruct(
+            layers[index] = _Layer(
                 self._matrix(layer.self_attn.qkv_proj),
                 self._matrix(layer.self_attn.o_proj),
                 self._matrix(layer.mlp.gate_up_proj, is_interleaved=True),
@@ -111,8 +162,9 @@ class _Weights:
                 self._vector(layer.post_attention_layernorm.weight),
             )
         embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
-        tables = self._keep(_rope_table(config, max_seq_len))
-        return ModelStruct(
+        head = self._matrix(model.lm_head)
+        del model.model.embed_tokens.weight  # the last reference to a tied head, which is packed now
+        return _Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             num_heads=config.num_heads,
@@ -124,16 +176,11 @@ class _Weights:
             layers=layers,
             final_norm=self._vector(model.model.norm.weight),
             embedding=embedding,
-            rope=tables,
-            head=self._head(model),
+            rope=self._keep(_rope_table(config, max_seq_len)),
+            head=head,
         )
 
-    def _head(self, model: Llama) -> MatrixStruct:
-        head = self._matrix(model.lm_head)
-        del model.model.embed_tokens.weight  # a tied head has had the only other reference
-        return head
-
-    def _matrix(self, linear: Linear, *, is_interleaved: bool = False) -> MatrixStruct:
+    def _matrix(self, linear: Linear, *, is_interleaved: bool = False) -> _Matrix:
         weight: torch.Tensor = linear.weight.detach()
         bias: torch.Tensor | None = linear.bias
         del linear.weight
@@ -142,7 +189,7 @@ class _Weights:
         packed = pack(weight, bias, is_quantized=self._is_quantized)
         self._kept.append(packed)
         self.num_bytes += packed.num_bytes
-        return MatrixStruct.of(packed)
+        return _Matrix.of(packed)
 
     def _vector(self, weight: nn.Parameter) -> int | None:
         """float32, padded with zeros to whole vectors."""
@@ -151,7 +198,7 @@ class _Weights:
     def _keep(self, tensor: torch.Tensor) -> int | None:
         self._kept.append(tensor)
         self.num_bytes += tensor.nbytes
-        return address(tensor)
+        return _address(tensor)
 
 
 def _rope_table(config: ModelConfig, max_seq_len: int) -> torch.Tensor:
@@ -159,3 +206,11 @@ def _rope_table(config: ModelConfig, max_seq_len: int) -> torch.Tensor:
     half = config.head_dim // 2
     cosines, sines = rope_tables(config.rope, config.head_dim, max_seq_len, torch.device("cpu"))
     return torch.cat((cosines[:, :half], sines[:, :half]), dim=-1).contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    """Where a dense tensor's elements are; None for none."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "the kernels know nothing of strides"
+    return tensor.data_ptr()

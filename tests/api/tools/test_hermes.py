@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from chairlift.api.tools import CallPiece, ContentPiece, Piece, ToolFamily, make_parser
+from chairlift.api.tools import CallPiece, ContentPiece, Piece, ToolCallParser, ToolFamily
 from tests.api.tools.reading import Call, read, read_whole
 
 HERMES = ToolFamily.HERMES
@@ -168,7 +168,7 @@ def test_a_broken_call_counts_and_streams_to_its_end() -> None:
 
 
 def test_pieces_come_as_early_as_they_can() -> None:
-    parser = make_parser(HERMES)
+    parser = ToolCallParser(HERMES)
     steps: list[tuple[str, list[Piece]]] = [
         ("Hel", [ContentPiece("Hel")]),
         ("lo ", [ContentPiece("lo")]),
@@ -196,13 +196,15 @@ def test_arguments_before_the_name_come_in_one_piece() -> None:
     assert read(HERMES, texts) == [CallPiece(0, "f", '{"a": 1}')]
 
 
-def test_a_long_answer_in_small_pieces_is_read_in_linear_time() -> None:
-    """Half a million characters in the three places that hold text back; quadratic reading would take minutes."""
+@pytest.mark.parametrize("step", [3, 10_000_000])
+def test_a_long_answer_is_read_in_linear_time(step: int) -> None:
+    """Half a million characters in the places that hold text back or read it again; quadratic: minutes."""
     filler = " ".join("x" * 7 for _ in range(20_000))
     arguments = json.dumps({"text": filler})
     buffered = f'<tool_call>{{"arguments": {arguments}, "name": "f"}}</tool_call>'
     streamed = f'<tool_call>{{"name": "g", "arguments": {arguments}}}'
-    text = filler + buffered + streamed
-    pieces = read(HERMES, (text[at : at + 3] for at in range(0, len(text), 3)))
+    text = filler + CALL_F * 2_000 + buffered + streamed
+    pieces = read(HERMES, (text[at : at + step] for at in range(0, len(text), step)))
     assert sum(len(piece.text) for piece in pieces if isinstance(piece, ContentPiece)) == len(filler)
-    assert sum(len(piece.arguments) for piece in pieces if isinstance(piece, CallPiece)) == 2 * len(arguments)
+    num_characters = sum(len(piece.arguments) for piece in pieces if isinstance(piece, CallPiece))
+    assert num_characters == 2 * len(arguments) + 2_000 * len(F.arguments)

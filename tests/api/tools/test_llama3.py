@@ -1,6 +1,6 @@
 import pytest
 
-from chairlift.api.tools import CallPiece, ContentPiece, Piece, ToolFamily, make_parser
+from chairlift.api.tools import CallPiece, ContentPiece, Piece, ToolCallParser, ToolFamily
 from tests.api.tools.reading import Call, read, read_whole
 
 LLAMA = ToolFamily.LLAMA3_JSON
@@ -49,7 +49,10 @@ def test_several_calls(separator: str) -> None:
         " \n<|python_tag|>print(1)",
         "<|python_tag|>",
         "<|python",
-        "<|python_tag|><|python_tag|>" + CALL_F,
+        "Let me compute that: <|python_tag|>print(1)",
+        "Sure. <|python_tag|>",
+        "Sure. <|python_tag|> \n",
+        'Sure. <|python_tag|>{"answer": 42} <|pyth',
         "{",
         "{}",
         '{"answer": 42, "why": ["a", {"name": "f"}]}\n',
@@ -69,6 +72,22 @@ def test_several_calls(separator: str) -> None:
 def test_any_other_answer_is_content_to_the_last_character(text: str) -> None:
     assert read_whole(LLAMA, text) == ([text] if text else [])
     assert "".join(piece.text for piece in read(LLAMA, text) if isinstance(piece, ContentPiece)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        (f"Let me see.<|python_tag|>{CALL_F}", ["Let me see.", F]),
+        (f"Let me see.\n<|python_tag|> {CALL_F}; {CALL_G}", ["Let me see.\n", F, G]),
+        (f"a <|python_tag|>{CALL_F} b <|python_tag|>{CALL_G}", ["a ", F, " b ", G]),
+        (f'{{"answer": 1}} <|python_tag|>{CALL_F}', ['{"answer": 1} ', F]),
+        (f"<|python_tag|><|python_tag|>{CALL_F}", ["<|python_tag|>", F]),
+        (f"<|python_tag|>print(1)\n<|python_tag|>{CALL_F}", ["<|python_tag|>print(1)\n", F]),
+        (f'a <|python_tag|>{{"x": 1}} <|python_tag|>{CALL_F}', ['a <|python_tag|>{"x": 1} ', F]),
+    ],
+)
+def test_a_call_that_is_marked_may_come_after_text(text: str, items: list[str | Call]) -> None:
+    assert read_whole(LLAMA, text) == items
 
 
 @pytest.mark.parametrize(
@@ -108,7 +127,7 @@ def test_everything_after_the_last_wanted_call_is_swallowed(tail: str) -> None:
 
 
 def test_pieces_come_as_early_as_they_can() -> None:
-    parser = make_parser(LLAMA)
+    parser = ToolCallParser(LLAMA)
     steps: list[tuple[str, list[Piece]]] = [
         (" ", []),
         ("<|python_", []),
@@ -126,7 +145,7 @@ def test_pieces_come_as_early_as_they_can() -> None:
 
 
 def test_text_streams_at_once() -> None:
-    parser = make_parser(LLAMA)
+    parser = ToolCallParser(LLAMA)
     steps: list[tuple[str, list[Piece]]] = [
         ("\n", []),
         ("Hel", [ContentPiece("\nHel")]),
@@ -137,7 +156,7 @@ def test_text_streams_at_once() -> None:
 
 
 def test_an_object_streams_as_content_from_where_it_cannot_be_a_call_any_more() -> None:
-    parser = make_parser(LLAMA)
+    parser = ToolCallParser(LLAMA)
     steps: list[tuple[str, list[Piece]]] = [
         ('{"a": ', []),
         ("1, b", [ContentPiece('{"a": 1, b')]),

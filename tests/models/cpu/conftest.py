@@ -6,8 +6,15 @@ from chairlift.models.cpu import CpuKernelsUnavailable, load_library
 from chairlift.models.cpu.build import INSTRUCTION_SETS, usable_instruction_sets
 from tests.models.cpu.support import FORMATS, Format
 
+_USED_HERE = next(iter(usable_instruction_sets()), "plain")  # the default of this machine; the others are slow tests
 
-@pytest.fixture(params=[instruction_set.name for instruction_set in INSTRUCTION_SETS])
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name == _USED_HERE else pytest.mark.slow)
+        for name in (instruction_set.name for instruction_set in INSTRUCTION_SETS)
+    ]
+)
 def isa(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name not in usable_instruction_sets():

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from chairlift.config import AttentionBackend, DType
-from chairlift.engine.forward import PlainForward
-from chairlift.models.attention import load_backend
+from chairlift.engine.execution.forward import TorchForward
+from chairlift.models.backends import load_backend
 from chairlift.models.config import ModelConfig, RopeConfig
 from chairlift.models.cpu import CpuLlama
 from chairlift.models.cpu.packing import quantize
-from chairlift.models.linear import Linear
+from chairlift.models.layers import Linear
 from chairlift.models.llama import Llama
 from tests.support.forward_bench import SLOT_LEN, Bench
 
@@ -120,7 +120,7 @@ def cpu_forward(config: ModelConfig, number_format: Format, isa: str | None = No
 def torch_bench(model: Llama) -> Bench:
     """The model in torch."""
     attention = load_backend(AttentionBackend.TORCH, model.config.head_dim, model.rope.dtype)
-    return Bench(model, PlainForward(model, attention))
+    return Bench(model, TorchForward(model, attention))
 
 
 def in_float32(model: Llama) -> Llama:

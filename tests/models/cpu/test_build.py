@@ -3,12 +3,16 @@
 import ctypes
 import os
 import shutil
+import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from chairlift import LLM
+from chairlift.models import cpu
 from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library
 from chairlift.models.cpu.build import usable_instruction_sets
 from tests.support.kernels import needs_kernels
@@ -26,7 +30,9 @@ def library() -> str:
     """The file of one that was compiled before."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
-    return load_library()._name
+    load_library()
+    (best, *_) = (each for each in build.INSTRUCTION_SETS if each.name in usable_instruction_sets())
+    return str(build._library_path(best))
 
 
 @pytest.fixture
@@ -171,23 +177,134 @@ def test_a_cache_directory_that_cannot_be_made_is_named(tmp_path: Path, monkeypa
     make_compiler(tmp_path / "compiler", "#!/bin/sh\n", monkeypatch)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(CpuKernelsUnavailable, match=r"compiling CPU kernels failed: .*file/cache"):
+    with pytest.raises(CpuKernelsUnavailable, match=r"cannot be kept in .*file/cache: Not a directory"):
         build.load_library.__wrapped__()
 
 
-def test_a_library_that_is_broken_is_named_with_what_to_do(
-    cache: Path, copying: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def only_library(cache: Path) -> Path:
+    (name,) = names(cache)
+    return cache / name
+
+
+def num_compiled(calls: Path) -> int:
+    return len(calls.read_text().splitlines()) // 2  # compile, link
+
+
+@pytest.mark.parametrize("damage", ["cut off", "cut off a little", "changed", "empty", "of before", "a link"])
+def test_a_library_that_is_damaged_is_compiled_anew_and_not_run(
+    cache: Path, copying: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     load()
-    (name,) = names(cache)
-    broken = tmp_path / "other" / name  # what was loaded from a place is not loaded from there again
-    broken.parent.mkdir()
-    broken.write_bytes(b"broken")
-    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(broken.parent))
+    path = only_library(cache)
+    content = path.read_bytes()
+    compiled = content.partition(b"chairlift-sha256")[0]
+    path.unlink()  # what was loaded stays as it is
+    if damage == "a link":
+        (tmp_path / "elsewhere.so").write_bytes(content)
+        path.symlink_to(tmp_path / "elsewhere.so")
+    else:
+        kept = {
+            "cut off": content[:4096],
+            "cut off a little": content[:-1],
+            "changed": bytes([content[0] ^ 1, *content[1:]]),
+            "empty": b"",
+            "of before": compiled,
+        }
+        path.write_bytes(kept[damage])
+    load()
+    assert num_compiled(copying) == 2
+    assert path.read_bytes().startswith(compiled)
+    assert f"{path} " in caplog.text
+    assert "compiled again" in caplog.text
+    load()
+    assert num_compiled(copying) == 2
+
+
+def test_what_a_compiler_made_that_cannot_be_loaded_is_named_with_what_to_do(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_compiler(tmp_path / "compiler", '#!/bin/sh\nfor last; do :; done\necho broken > "$last"\n', monkeypatch)
     message = refusal()
-    assert message.startswith(f"{broken} cannot be loaded")
-    assert message.endswith("delete it to have it compiled anew")
-    assert len(copying.read_text().splitlines()) == 2
+    assert message.startswith(f"{only_library(cache)} cannot be loaded")
+    assert message.endswith("delete it to have it compiled again")
+
+
+def test_the_cache_directory_is_its_owners_alone(cache: Path, copying: Path) -> None:
+    load()
+    assert mode(cache) == 0o700
+    for before in (0o755, 0o711, 0o750):
+        cache.chmod(before)
+        load()
+        assert mode(cache) == 0o700
+    assert num_compiled(copying) == 1
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("before", [0o777, 0o1777, 0o770, 0o775, 0o722])
+def test_a_directory_that_others_can_write_to_is_refused_and_nothing_in_it_is_run(
+    cache: Path, library: str, before: int
+) -> None:
+    cache.mkdir(parents=True)
+    planted = cache / Path(library).name
+    shutil.copy(library, planted)
+    cache.chmod(before)
+    assert refusal() == (
+        f"compiled kernels cannot be kept in {cache}: other users can write to it, and may have; delete it, or name"
+        " another in $CHAIRLIFT_CACHE_DIR"
+    )
+    assert (mode(cache), names(cache)) == (before, [planted.name])
+
+
+def test_a_directory_of_another_user_is_refused(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    owner = cache.stat().st_uid
+    monkeypatch.setattr(build, "_ROOT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert f"compiled kernels cannot be kept in {cache}: it belongs to another user; " in refusal()
+    assert num_compiled(copying) == 1
+
+
+def test_a_directory_that_is_a_link_is_refused(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    cache.parent.mkdir()
+    cache.symlink_to(tmp_path / "elsewhere")
+    assert f"compiled kernels cannot be kept in {cache}: it is a symbolic link; " in refusal()
+
+
+def test_with_auto_the_log_says_why_it_is_torch(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    monkeypatch.setattr(cpu, "load_library", build.load_library)
+    with LLM(device="cpu", max_batch_size=1, max_seq_len=64, num_threads=1) as llm:
+        assert llm.config.attention_backend == "torch"
+    assert f"attention backend torch rather than cpu: compiled kernels cannot be kept in {cache}" in caplog.text
+
+
+def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is_made(
+    cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load()
+    used = only_library(cache)
+    month_ago = time.time() - 31 * 24 * 3600
+    os.utime(used, (month_ago, month_ago))
+    load()  # which is a use
+    old, recent, other = cache / "kernels-plain-0.so", cache / "kernels-plain-1.so", cache / "notes.txt"
+    for path in (old, recent, other):
+        path.touch()
+    for path in (old, other):
+        os.utime(path, (month_ago, month_ago))
+    monkeypatch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
+    load()
+    assert not old.exists()
+    assert used.exists()
+    assert recent.exists()
+    assert other.exists()
+    assert num_compiled(copying) == 2
 
 
 @pytest.mark.parametrize("is_parameter", [False, True])
@@ -234,6 +351,7 @@ with open("/proc/self/maps") as maps:
 """
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_two_processes_may_compile_at_the_same_time_and_each_has_one_openmp_runtime(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-// What Python hands over: see bindings.py, which has the same fields in the same order.
+// What Python hands over: see llama.py, whose structures have the same fields in the same order.
 #pragma once
 
 #include "product.h"

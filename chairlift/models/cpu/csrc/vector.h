@@ -66,18 +66,6 @@ INLINE void store16(bf16* p, f32x16 x) {
 #endif
 }
 
-// Two vectors to neighbouring bfloat16 elements of 32-bit words: the first in the lower halves.
-INLINE u32x16 interleave_bf16(f32x16 low, f32x16 high) {
-#if defined(__AVX512BF16__)
-    constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    __m512i both = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(high), bit_cast<__m512>(low)));
-    return bit_cast<u32x16>(_mm512_permutexvar_epi16(load<__m512i>(order), both));
-#else
-    return round_to_bf16(low) | (round_to_bf16(high) << 16);
-#endif
-}
-
 // Two vectors one after the other.
 INLINE void store32(float* p, f32x16 first, f32x16 second) {
     store16(p, first);

@@ -1,0 +1,163 @@
+"""A worker seen from the driver: a process that answers one JSON line with another, and can be stopped in between."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_LOG_TAIL_LINES = 8
+_CHUNK_BYTES = 1 << 16
+
+
+class WorkerError(Exception):
+    """A worker did not do what it was asked. The message is for the table: one line."""
+
+
+class WorkerDied(WorkerError):
+    """Its process is gone, or has been killed because it could not go on."""
+
+
+class Worker:
+    """A session of its own. It runs within `turn()` only, so that it does not disturb the others.
+
+    `log` receives what its libraries print. Always `kill` it: a stopped process does not notice that its driver left.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        self.started_at = time.monotonic()
+        with log.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        self._unread = b""
+        self._is_killed = False
+        self._signal(signal.SIGSTOP)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """The time in which it runs."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def ask(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Its answer, which must come in time. Raises `WorkerDied`, and `WorkerError` if it answers with an error."""
+        deadline = time.monotonic() + limit_s
+        self._write(json.dumps(message).encode() + b"\n", deadline, limit_s)
+        line = self._read_line(deadline, limit_s)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise self._given_up(f"it answered {line[:80]!r}, which is no JSON") from None
+        if not isinstance(answer, dict):
+            raise self._given_up(f"it answered {line[:80]!r}, which is no JSON object")
+        if "error" in answer:
+            raise WorkerError(str(answer["error"]))
+        return answer
+
+    def peak_bytes(self) -> int:
+        """Resident memory at its highest, summed over its processes (pages that they share count more than once)."""
+        return sum(_peak_bytes(pid) for pid in self._pids())
+
+    def kill(self) -> None:
+        """Ends all its processes, stopped or not. It may be called again."""
+        if self._is_killed:
+            return
+        self._is_killed = True
+        self._signal(signal.SIGKILL)  # which also ends what is stopped
+        self._process.wait()
+        self._signal(signal.SIGKILL)  # what was being started meanwhile
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+    @staticmethod
+    def tail_of(log: Path) -> str:
+        """The last lines that a worker has printed."""
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(line for line in lines[-_LOG_TAIL_LINES:] if line.strip())
+
+    def _write(self, data: bytes, deadline: float, limit_s: float) -> None:
+        with self._selector(self._in, selectors.EVENT_WRITE) as selector:
+            while data:
+                self._wait(selector, deadline, limit_s)
+                try:
+                    data = data[os.write(self._in, data[:_CHUNK_BYTES]) :]
+                except BrokenPipeError:
+                    raise self._given_up(self._end()) from None
+
+    def _read_line(self, deadline: float, limit_s: float) -> bytes:
+        with self._selector(self._out, selectors.EVENT_READ) as selector:
+            while b"\n" not in self._unread:
+                self._wait(selector, deadline, limit_s)
+                if not (chunk := os.read(self._out, _CHUNK_BYTES)):
+                    raise self._given_up(self._end())
+                self._unread += chunk
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    @contextlib.contextmanager
+    def _selector(self, descriptor: int, event: int) -> Iterator[selectors.BaseSelector]:
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, event)
+            yield selector
+
+    def _wait(self, selector: selectors.BaseSelector, deadline: float, limit_s: float) -> None:
+        if not selector.select(max(0.0, deadline - time.monotonic())):
+            raise self._given_up(f"no answer within {limit_s:g} s")
+
+    def _end(self) -> str:
+        """How the process ended, its pipes being closed."""
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipes"
+        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+
+    def _given_up(self, reason: str) -> WorkerDied:
+        self.kill()
+        return WorkerDied(reason)
+
+    def _pids(self) -> list[int]:
+        """The processes of its session: its own and those it has started, whoever their parent is now."""
+        pids = []
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):
+                if os.getsid(pid) == self._process.pid:
+                    pids.append(pid)
+        return pids
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To each process of its session: an engine may have put its own into groups of their own."""
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _peak_bytes(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    kilobytes = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")]
+    return sum(kilobytes) * 1024

@@ -1,0 +1,34 @@
+"""Chairlift, as `LLM.generate` runs it."""
+
+from peers.workers.protocol import Generate, Session, serve
+
+
+def load(session: Session) -> Generate:
+    """`LLM` with slots for the largest workload; everything else as its user would find it."""
+    import torch
+
+    import chairlift
+
+    session.imported(chairlift=chairlift.__version__, torch=torch.__version__)
+    settings = session.settings
+    llm = chairlift.LLM(
+        settings.model,
+        device="cpu",
+        dtype=settings.dtype,
+        num_threads=settings.num_threads,
+        max_batch_size=settings.max_requests,
+        max_seq_len=settings.max_tokens,
+        **{"quantization": settings.quantization, **settings.options},
+    )
+    session.about["attention_backend"] = str(llm.config.attention_backend)
+
+    def generate(prompts: list[list[int]], num_tokens: int) -> list[int]:
+        params = chairlift.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    return generate
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,1 +1,0 @@
-"""What measurements of running servers and of mixed steps have in common."""

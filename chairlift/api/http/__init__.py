@@ -1,0 +1,1 @@
+"""Connections, bodies, keys: what lies between a socket and an endpoint."""

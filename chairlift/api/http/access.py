@@ -1,0 +1,277 @@
+"""Who may use the server: whoever has an API key, and the web pages that a browser or the server itself lets in.
+
+A server that asks for no key and listens on this machine only trusts whoever is here; but any web page that somebody
+looks at here can send requests, too. Those say which page they come from, and, where the page's own name was made to
+lead here (DNS rebinding), that name in `Host`.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from aiohttp import web
+
+from chairlift.api.config import KEYS_VARIABLE, ServerConfig
+from chairlift.api.errors import Handler, error_reply
+from chairlift.api.wire.generation import GenerationRequest
+from chairlift.errors import ConfigurationError, InvalidApiKey, InvalidRequest
+from chairlift.params import RequestOptions
+
+ANY = "*"  # origin or host
+
+_TENANT_CHARACTERS = 16  # 64 bits: two of a server's keys will not share them by accident
+_RANGE = re.compile(r"(?P<lowest>-?[0-9]{1,10}):(?P<highest>-?[0-9]{1,10})")
+_LIMIT = re.compile(r"\s+(?P<name>[a-z_]+)=(?P<value>[^\s=]+)$")
+
+_ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+_HOST = re.compile(r"(?P<name>[^:\[\]]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+_EXPOSED_HEADERS = "X-Request-Id, Retry-After"
+_MAX_AGE_S = 3600  # for which browsers remember a preflight's answer
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What the requests of one key may ask for."""
+
+    lowest_priority: int = 0  # the most urgent
+    highest_priority: int = 100
+    queue_share: float = 0.5
+
+    @classmethod
+    def parse(cls, priority_range: str, queue_share: str | float) -> "KeyLimits":
+        """`priority_range`: `LOWEST:HIGHEST`. `ConfigurationError` if either cannot be read or is out of range."""
+        found = _RANGE.fullmatch(priority_range)
+        if found is None or int(found["lowest"]) > int(found["highest"]):
+            raise ConfigurationError(f"priorities {priority_range!r} are not LOWEST:HIGHEST, such as -10:10")
+        try:
+            share = float(queue_share)
+        except ValueError:
+            share = 0.0
+        if not 0.0 < share <= 1.0:
+            raise ConfigurationError(f"a key's share of the queue is above 0 and at most 1, not {queue_share}")
+        return cls(int(found["lowest"]), int(found["highest"]), share)
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who sent a request: whoever holds a key or, where no keys are asked for, whoever has an address."""
+
+    name: str  # clients take turns by it; of a key it is a digest
+    limits: KeyLimits | None = None  # None: no keys are asked for
+    shares_prefixes: bool = False
+
+    def options_of(self, body: GenerationRequest) -> RequestOptions:
+        """How a request is served beside others. `InvalidRequest` if its priority is not one that the key may have."""
+        if self.limits is None:
+            return body.request_options(None)
+        options = body.request_options(self.name)
+        lowest, highest = self.limits.lowest_priority, self.limits.highest_priority
+        if not lowest <= options.priority <= highest:
+            raise InvalidRequest(
+                f"priority {options.priority} is out of this key's range: {lowest} to {highest}", "priority"
+            )
+        # Who shares prefixes can tell from `usage` and from times what others have sent.
+        salt = options.cache_salt if self.shares_prefixes else f"{self.name}:{options.cache_salt}"
+        return replace(options, cache_salt=salt, queue_share=self.limits.queue_share)
+
+
+class KeyRing:
+    """The keys that are valid; an empty ring lets everybody in."""
+
+    def __init__(
+        self, keys: Mapping[str, KeyLimits], shares_prefixes: bool = False, open_paths: Collection[str] = ()
+    ) -> None:
+        """`shares_prefixes`: keys reuse each other's prompts; `open_paths` need no key."""
+        self._limits = {_digest(key): limits for key, limits in keys.items()}
+        if len(self._limits) == 1:  # there is nobody to leave the rest of the queue to
+            self._limits = {digest: replace(limits, queue_share=1.0) for digest, limits in self._limits.items()}
+        self._shares_prefixes = shares_prefixes
+        self._open_paths = open_paths
+
+    def __len__(self) -> int:
+        return len(self._limits)
+
+    def knows(self, key: str) -> bool:
+        """Compares with every key, each in constant time, so that timing tells nothing about them."""
+        digest = _digest(key)
+        return sum(hmac.compare_digest(digest, known) for known in self._limits) > 0
+
+    def client_of(self, request: web.Request) -> Client:
+        """Who sent a request that the middleware let in. A key's name is the same on every server."""
+        if not self._limits:
+            return Client(request.remote or "")
+        digest = _digest(_key_of(request))
+        return Client(digest.hex()[:_TENANT_CHARACTERS], self._limits[digest], self._shares_prefixes)
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuses requests without a valid key with `InvalidApiKey`."""
+        if self._limits and request.path not in self._open_paths and not self.knows(_key_of(request)):
+            raise InvalidApiKey
+        return await handler(request)
+
+
+def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
+    """The keys of all three places (flags, file and environment), and what each of them may.
+
+    A place that is named but holds no key is a `ConfigurationError`: who wrote it did not want an open server.
+    """
+    usual = KeyLimits.parse(config.key_priority_range, config.key_queue_share)
+    keys = [key.get_secret_value().strip() for key in config.api_key]
+    if not all(keys):
+        raise ConfigurationError("api_key is empty; give a key, or leave the flag out to let everybody in")
+    if (listed := os.environ.get(KEYS_VARIABLE)) is not None:
+        in_environment = [key.strip() for key in listed.split(",") if key.strip()]
+        if not in_environment:
+            raise ConfigurationError(f"{KEYS_VARIABLE} is set but holds no key; write keys with commas, or unset it")
+        keys += in_environment
+    in_file = {} if config.api_key_file is None else read_keys(config.api_key_file, usual)
+    return {**dict.fromkeys(keys, usual), **in_file}
+
+
+def read_keys(path: Path, usual: KeyLimits) -> dict[str, KeyLimits]:
+    """One key per line, perhaps followed by limits of its own; blank lines and lines that begin with # do not count."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ConfigurationError(f"api_key_file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:  # whose message would show a piece of the file
+        raise ConfigurationError(f"api_key_file {path} cannot be read: it is not UTF-8") from None
+    keys: dict[str, KeyLimits] = {}
+    for number, line in enumerate(lines, start=1):
+        if line and not line.startswith("#"):
+            try:
+                keys.update([_parse_line(line, usual)])
+            except ConfigurationError as error:
+                raise ConfigurationError(f"api_key_file {path}, line {number}: {error}") from None
+    if not keys:
+        raise ConfigurationError(f"api_key_file {path} holds no key; write one per line")
+    return keys
+
+
+def _parse_line(line: str, usual: KeyLimits) -> tuple[str, KeyLimits]:
+    """`KEY priority=-10:10 queue=0.25`, where a key may hold spaces."""
+    given: dict[str, str] = {}
+    while (found := _LIMIT.search(line)) is not None:
+        name = found["name"]
+        if name not in ("priority", "queue") or name in given:
+            raise ConfigurationError(
+                f"{name}= is given twice or is no limit of a key; known are priority=LOWEST:HIGHEST and queue=SHARE"
+            )
+        given[name] = found["value"]
+        line = line[: found.start()]
+    usual_range = f"{usual.lowest_priority}:{usual.highest_priority}"
+    return line, KeyLimits.parse(given.get("priority", usual_range), given.get("queue", usual.queue_share))
+
+
+def _key_of(request: web.Request) -> str:
+    """The key that it brings; empty if none, which no key is."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _digest(key: str) -> bytes:
+    """Digests have one length whatever the key's, which comparison in constant time needs."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Cors:
+    """The Fetch standard's CORS protocol for allowed origins and, if `is_strict`, no service for any other page."""
+
+    def __init__(self, allowed_origins: Sequence[str], allowed_hosts: Sequence[str] = ()) -> None:
+        self._origins = frozenset(normalize_origin(origin) for origin in allowed_origins)
+        self._hosts = frozenset(host.lower() for host in allowed_hosts)
+        self.is_strict = False
+
+    def install(self, app: web.Application) -> None:
+        """Before any other middleware: preflights carry no API key."""
+        if self._origins:
+            app.middlewares.insert(0, self._answer_preflight)
+            app.on_response_prepare.append(self._mark)  # streams prepare themselves, out of reach of middlewares
+        app.middlewares.insert(0, self._refuse_foreign_pages)
+
+    def _allows(self, origin: str) -> bool:
+        return ANY in self._origins or origin in self._origins
+
+    @web.middleware
+    async def _refuse_foreign_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        complaint = self._complaint_of(request) if self.is_strict else None
+        if complaint is not None:
+            return error_reply(web.HTTPForbidden(text=complaint)).response()
+        return await handler(request)
+
+    def _complaint_of(self, request: web.Request) -> str | None:
+        host = request.headers.get("Host")
+        if host is not None and not self._is_known(host):  # browsers always send one
+            return f"this server is not called {host}; --allowed-host would let that name in"
+        origin = request.headers.get("Origin")
+        if origin is not None:
+            is_own = origin.lower() == f"{request.scheme}://{host}".lower()
+            return None if is_own or self._allows(origin) else _refusal(origin)
+        # An image or a script of a foreign page is asked for without an origin. To follow a link is no fetch.
+        is_foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+        if is_foreign and request.headers.get("Sec-Fetch-Mode") != "navigate":
+            return _refusal("another site")
+        return None
+
+    def _is_known(self, host: str) -> bool:
+        found = _HOST.fullmatch(host.lower())
+        if found is None:
+            return False
+        name = found["name"].strip("[]")
+        return ANY in self._hosts or name in self._hosts or name == "localhost" or _is_loopback(name)
+
+    @web.middleware
+    async def _answer_preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        origin = request.headers.get("Origin")
+        if request.method != "OPTIONS" or origin is None or "Access-Control-Request-Method" not in request.headers:
+            return await handler(request)
+        if not self._allows(origin):
+            return error_reply(web.HTTPForbidden(text=_refusal(origin))).response()
+        error = request.match_info.http_exception  # OPTIONS itself has no route
+        methods = error.allowed_methods if isinstance(error, web.HTTPMethodNotAllowed) else {"GET", "POST"}
+        headers = {
+            "Access-Control-Allow-Methods": ", ".join(sorted(methods)),
+            # A * would not stand for Authorization, so the headers that are asked for are named.
+            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "Authorization"),
+            "Access-Control-Max-Age": str(_MAX_AGE_S),
+        }
+        return web.Response(status=204, headers=headers)
+
+    async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.add("Vary", "Origin")  # a cache must not give one origin's reply to another
+        origin = request.headers.get("Origin")
+        if origin is not None and self._allows(origin):
+            response.headers["Access-Control-Allow-Origin"] = ANY if ANY in self._origins else origin
+            response.headers["Access-Control-Expose-Headers"] = _EXPOSED_HEADERS
+
+
+def normalize_origin(origin: str) -> str:
+    """An origin as browsers write it: in lower case, without the scheme's own port. `*` stays itself."""
+    if origin == ANY:
+        return origin
+    match = _ORIGIN.fullmatch(origin.lower())
+    if match is None or int(match["port"] or 0) > 65535:
+        raise ConfigurationError(
+            f"allowed_origin {origin!r} is no origin: write scheme://host or scheme://host:port, without a path or a"
+            " slash at the end, the host in ASCII; or * for every origin"
+        )
+    scheme, host, port = match["scheme"], match["host"], match["port"]
+    return f"{scheme}://{host}" if port in (None, _DEFAULT_PORTS.get(scheme)) else f"{scheme}://{host}:{port}"
+
+
+def _refusal(origin: str) -> str:
+    return f"pages of {origin} may not use this server; --allowed-origin would let them"
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:  # a name
+        return False

@@ -1,0 +1,191 @@
+"""Bodies of requests: which are taken, how many bytes of them may wait, and how they are read, unpacked and checked."""
+
+import asyncio
+import re
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from chairlift.errors import ClientTooBusy, EngineClosed, InvalidRequest, ServerTooBusy
+
+MAX_WAITING_BYTES = 2**28
+"""Bytes of all bodies whose replies have not begun; half of it for one client."""
+
+MAX_JSON_VALUES = 2**18
+"""Numbers in a body. So many are checked in 50 ms, in which no other thread may run; other values cost more."""
+
+_LARGE_BODY_BYTES = 2**16
+_PIECE_BYTES = 2**16
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_COSTS = {b",": 1, b"[": 4, b":": 8, b"{": 4}  # what it takes to check a value, a list, a name, an object
+_WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class RawBody:
+    """A body as it came."""
+
+    data: bytes
+    encoding: str | None  # of its content: gzip, x-gzip or deflate
+    max_bytes: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether checking it, and what follows, may take longer than others should wait for."""
+        return self.encoding is not None or len(self.data) > _LARGE_BODY_BYTES
+
+    def parse(self, model: type[_Body]) -> _Body:
+        """The checked body. Takes up to a second, so it belongs off the event loop."""
+        data = self.data if self.encoding is None else _inflate(self.data, self.encoding, self.max_bytes)
+        if _cost(data) > MAX_JSON_VALUES:
+            raise InvalidRequest(
+                f"the body has too many JSON values: {MAX_JSON_VALUES} numbers or some {MAX_JSON_VALUES // 25} messages"
+                " at most; send it in several requests, or text instead of token ids"
+            )
+        return model.model_validate_json(data)
+
+
+class BodyReader:
+    """Reads the bodies of one application's requests. What is read counts as waiting until the reply begins."""
+
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._max_waiting = max(MAX_WAITING_BYTES, max_bytes)
+        self._max_waiting_per_client = max(MAX_WAITING_BYTES // 2, max_bytes)
+        self._num_waiting = 0  # bytes
+        self._num_waiting_of: Counter[str] = Counter()  # by client
+        self._deadlines: set[asyncio.Timeout] = set()  # of bodies that are being read
+        self._is_closed = False
+
+    async def read(self, request: web.Request, client: str) -> RawBody:
+        """The whole body, of which aiohttp keeps nothing.
+
+        Raises what becomes a 415 if it is not JSON, 413 if it is or says that it is too large, 408 if it does not come
+        in time (and then this reply is the connection's last), 429 and 503 if too much waits already.
+        """
+        encoding = _checked_encoding(request)
+        if request.content_length is not None and request.content_length > self._max_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._max_bytes, request.content_length)
+        request[_HOLD] = hold = _Hold(client)
+        chunks: list[bytes] = []
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                self._deadlines.add(deadline)
+                try:
+                    while chunk := await request.content.readany():
+                        self._count(hold, len(chunk))
+                        chunks.append(chunk)
+                finally:
+                    self._deadlines.discard(deadline)
+        except web.RequestPayloadError:
+            _end_body(request)
+            raise
+        except TimeoutError:
+            _end_body(request)
+            if self._is_closed:
+                raise EngineClosed("the server is going down; try another one, or later") from None
+            raise web.HTTPRequestTimeout(text=f"the body did not come within {self._timeout_s:g} s") from None
+        return RawBody(b"".join(chunks), encoding, self._max_bytes)
+
+    def close(self) -> None:
+        """Gives up on bodies that have not come whole: the server is going down."""
+        self._is_closed = True
+        for deadline in self._deadlines:
+            deadline.reschedule(asyncio.get_running_loop().time())
+
+    async def release(self, request: web.Request, _: web.StreamResponse | None = None) -> None:
+        """The reply begins, or there will be none; what the body took does not count any more."""
+        hold = request.get(_HOLD)
+        if hold is not None:
+            self._num_waiting -= hold.num_bytes
+            self._num_waiting_of[hold.client] -= hold.num_bytes
+            hold.num_bytes = 0
+            if not self._num_waiting_of[hold.client]:
+                del self._num_waiting_of[hold.client]
+
+    def _count(self, hold: "_Hold", num_bytes: int) -> None:
+        if hold.num_bytes + num_bytes > self._max_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._max_bytes, hold.num_bytes + num_bytes)
+        if self._num_waiting_of[hold.client] + num_bytes > self._max_waiting_per_client:
+            raise ClientTooBusy("too many bytes of your requests wait for their replies; send fewer at once")
+        if self._num_waiting + num_bytes > self._max_waiting:
+            raise ServerTooBusy("too many bytes of requests wait for their replies; try again later")
+        self._num_waiting += num_bytes
+        self._num_waiting_of[hold.client] += num_bytes
+        hold.num_bytes += num_bytes
+
+
+@dataclass(slots=True)
+class _Hold:
+    """What one request's body takes of what may wait."""
+
+    client: str
+    num_bytes: int = 0
+
+
+_HOLD = web.RequestKey("chairlift_body_hold", _Hold)
+
+
+def _checked_encoding(request: web.Request) -> str | None:
+    """JSON only: a page of a foreign site may send text and forms to any server, but JSON only to those that agree."""
+    kind = request.content_type
+    if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
+        sent = request.headers.get("Content-Type", "no Content-Type")
+        raise web.HTTPUnsupportedMediaType(text=f"the body must be sent as Content-Type: application/json, not {sent}")
+    if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise web.HTTPUnsupportedMediaType(text=f"the body must be sent as UTF-8, not {request.charset}")
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding != "identity" and encoding not in _WINDOW_BITS:
+        known = ", ".join(_WINDOW_BITS)
+        raise web.HTTPUnsupportedMediaType(text=f"Content-Encoding {encoding} is not known here; known are {known}")
+    return None if encoding == "identity" else encoding
+
+
+def _inflate(data: bytes, encoding: str, max_bytes: int) -> bytes:
+    bits = _WINDOW_BITS[encoding]
+    if encoding == "deflate" and data[:1] and data[0] & 0x0F != 8:  # some send the bare stream, without zlib's frame
+        bits = -bits
+    stream = zlib.decompressobj(bits)
+    try:
+        inflated = stream.decompress(data, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidRequest("the body cannot be decoded; check its Content-Encoding") from error
+    if len(inflated) > max_bytes:
+        raise web.HTTPRequestEntityTooLarge(max_bytes, len(inflated))
+    if not stream.eof or stream.unused_data:
+        raise InvalidRequest(f"the body is not one whole {encoding} stream; check its Content-Encoding")
+    return inflated
+
+
+def _cost(data: bytes) -> int:
+    """How much work a JSON text's values are; an upper bound of that if it is below the limit anyway."""
+    bound = _cost_of_separators(data)
+    if bound <= MAX_JSON_VALUES:
+        return bound
+    total, is_in_string, start = 0, False, 0
+    while start < len(data):  # in pieces, between which other threads may run
+        end = start + _PIECE_BYTES
+        num_backslashes = end - len(data[start:end].rstrip(b"\\")) - start
+        end += num_backslashes % 2  # an escape is not cut in two
+        parts = _ESCAPE.sub(b"", data[start:end]).split(b'"')
+        total += _cost_of_separators(b"".join(parts[is_in_string::2]))
+        is_in_string ^= len(parts) % 2 == 0
+        start = end
+    return total
+
+
+def _cost_of_separators(data: bytes) -> int:
+    return sum(data.count(separator) * cost for separator, cost in _COSTS.items())
+
+
+def _end_body(request: web.Request) -> None:
+    """Or aiohttp would wait for the rest in order to throw it away. The reply is the connection's last."""
+    request.content.feed_eof()
+    request.protocol.close()

@@ -1,0 +1,155 @@
+"""The page that shows a chat and the batch: `/` and its files, and `/watch`, the batch as it is, as server-sent events.
+
+An event is a `chairlift.engine.stats.Snapshot` without the fields that have their default value. One task looks at
+the engine, and only while somebody watches; each snapshot is serialized once. A watcher has no queue of its own: it
+takes the newest snapshot when it has written the one before, so a slow one misses some and costs nothing else. Nothing
+is sent while nothing changes. A stream that ends means that the engine is gone; who asks again is told why.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import TypeAdapter
+
+from chairlift.api.sse import EventStream
+from chairlift.engine.stats import Snapshot, SnapshotSource
+
+WATCH_PATH = "/watch"
+MAX_WATCHERS = 64
+SNAPSHOT_INTERVAL_S = 0.1
+
+_FOLDER = Path(__file__).parent / "page_files"
+_FILES = {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in sorted(_FOLDER.iterdir())}
+
+PAGE_PATHS = frozenset(_FILES)
+"""What a browser fetches before anybody could have given it a key."""
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",  # kept, but asked for again: another version may be served from here tomorrow
+}
+
+_SNAPSHOTS = TypeAdapter(Snapshot)
+
+
+def add_page_routes(app: web.Application, feed: "SnapshotFeed", keep_alive_s: float) -> None:
+    """Serves the page, its files and its feed. The browser loads from this server only, and runs no inline script."""
+
+    def serving(file: Path) -> Handler:
+        async def serve(_: web.Request) -> web.FileResponse:
+            return web.FileResponse(file, headers=_HEADERS)
+
+        return serve
+
+    async def watch(request: web.Request) -> web.StreamResponse:
+        """Sends snapshots until the watcher leaves or the engine is gone. What fails before the first is raised."""
+        stream = EventStream(request, keep_alive_s)
+        with suppress(ConnectionError):  # the watcher left; nobody is there to be told
+            async with stream, aclosing(feed.events()) as events:
+                async for event in events:
+                    await stream.send(event)
+            await stream.close()
+        return stream.response
+
+    for path, file in _FILES.items():
+        app.router.add_get(path, serving(file))
+    app.router.add_get(WATCH_PATH, watch, allow_head=False)
+
+
+class SnapshotFeed:
+    """Snapshots of one engine for any number of watchers up to a limit. Used from one event loop."""
+
+    def __init__(
+        self, source: SnapshotSource, max_watchers: int = MAX_WATCHERS, interval_s: float = SNAPSHOT_INTERVAL_S
+    ) -> None:
+        self._source = source
+        self._max_watchers = max_watchers
+        self._interval_s = interval_s
+        self._broadcast: _Broadcast | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.num_watchers = 0
+
+    async def events(self) -> AsyncGenerator[str]:
+        """For one watcher: the newest snapshot as an event, now and after each change, until the engine is gone.
+
+        Raises `HTTPServiceUnavailable` if too many watch already, or what the engine says if there is no snapshot.
+        """
+        if self.num_watchers >= self._max_watchers:
+            message = f"{self.num_watchers} watch this server already, and no more may; close one, or come back later"
+            raise web.HTTPServiceUnavailable(text=message)
+        self.num_watchers += 1
+        try:
+            async with aclosing(self._running_broadcast().events()) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.num_watchers -= 1
+            if not self.num_watchers and self._task is not None:
+                self._task.cancel()
+                self._broadcast = self._task = None
+
+    def _running_broadcast(self) -> "_Broadcast":
+        """The present one, or a new one if nobody watched or the engine was gone."""
+        if self._broadcast is None or self._broadcast.error is not None:
+            self._broadcast = _Broadcast()
+            self._task = asyncio.create_task(self._look(self._broadcast), name="chairlift-watch")
+        return self._broadcast
+
+    async def _look(self, broadcast: "_Broadcast") -> None:
+        """Looks again and again, with a pause after each look, until the engine is gone."""
+        seen: Snapshot | None = None
+        try:
+            while True:
+                snapshot = await self._source.take_snapshot()
+                if snapshot != seen:
+                    broadcast.publish(f"data: {_SNAPSHOTS.dump_json(snapshot, exclude_defaults=True).decode()}\n\n")
+                seen = snapshot
+                await asyncio.sleep(self._interval_s)
+        except Exception as error:  # whatever it was, the watchers' replies tell
+            broadcast.end(error)
+
+
+class _Broadcast:
+    """The newest event, and the error that ends them: a mailbox of size one that all watchers share."""
+
+    def __init__(self) -> None:
+        self._event: str | None = None
+        self._has_changed = asyncio.Event()
+        self.error: Exception | None = None
+
+    def publish(self, event: str) -> None:
+        self._event = event
+        self._wake()
+
+    def end(self, error: Exception) -> None:
+        self.error = error
+        self._wake()
+
+    async def events(self) -> AsyncGenerator[str]:
+        """The newest event whenever there is a newer one. Ends, or raises the error where there was no event."""
+        was_sent = False
+        while True:
+            has_changed = self._has_changed
+            if self.error is not None:
+                if was_sent:
+                    return
+                raise self.error
+            if self._event is not None:
+                yield self._event
+                was_sent = True
+            await has_changed.wait()
+
+    def _wake(self) -> None:
+        self._has_changed.set()
+        self._has_changed = asyncio.Event()

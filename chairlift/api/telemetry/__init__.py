@@ -1,0 +1,1 @@
+"""What is told about requests: metrics, log lines, traces."""

@@ -1,0 +1,177 @@
+"""`/metrics`: what the engine and the HTTP side have counted, for Prometheus.
+
+Counting is integers and lists where things happen; only a scrape makes metric families of them. It reads the engine's
+books as of its newest launch and asks the engine nothing, so that it waits for no step and works for a dead engine.
+
+Labels hold what the server knows beforehand: states, outcomes, statuses, its own paths. Nothing that a client chose.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+import chairlift
+from chairlift.api.telemetry.observation import Observation, Outcome
+from chairlift.engine.async_llm import AsyncLLM
+from chairlift.engine.stats import TOKEN_COUNTS, WAIT_SECONDS, Distribution, EngineStats, Histogram, SlotState, Totals
+
+_CONFIG_FIELDS = (
+    *("device", "dtype", "quantization", "attention_backend", "max_batch_size", "max_seq_len"),
+    *("max_num_batched_tokens", "max_steps_per_launch", "max_queue_size", "enable_prefix_caching"),
+)
+
+_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
+    (
+        "chairlift_prompt_tokens",
+        "Prompt tokens of requests whose prompt was computed, the cached ones included.",
+        lambda totals: totals.num_prompt_tokens,
+    ),
+    (
+        "chairlift_cached_tokens",
+        "Prompt tokens that were not computed because a slot held them already.",
+        lambda totals: totals.num_cached_tokens,
+    ),
+    ("chairlift_generated_tokens", "Tokens generated.", lambda totals: totals.num_generated_tokens),
+    ("chairlift_preemptions", "Times that a request lost its slot to another.", lambda totals: totals.num_preemptions),
+)
+"""Name, to which Prometheus adds `_total`; description; where the engine counts it."""
+
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineStats], Distribution]], ...] = (
+    (
+        "chairlift_step_duration_seconds",
+        "Time of a step of the engine; a launch of several steps counts as several with equal shares.",
+        lambda stats: stats.step_seconds,
+    ),
+    ("chairlift_step_rows", "Requests in a step: the batch size.", lambda stats: stats.step_rows),
+    ("chairlift_step_tokens", "Tokens computed in a step.", lambda stats: stats.step_tokens),
+    (
+        "chairlift_queue_time_seconds",
+        "Time from a request's arrival to its first slot.",
+        lambda stats: stats.queue_seconds,
+    ),
+    (
+        "chairlift_time_to_first_token_seconds",
+        "Time from a request's arrival to its first token.",
+        lambda stats: stats.first_token_seconds,
+    ),
+    (
+        "chairlift_inter_token_latency_seconds",
+        "Time from one token of a request to its next; tokens of one launch share its time equally.",
+        lambda stats: stats.inter_token_seconds,
+    ),
+)
+
+
+class Metrics(Collector):
+    """The counts of one server. Used from its event loop."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+        self._llm = llm
+        self._model_name = model_name
+        self._outcomes: Counter[Outcome] = Counter()
+        self._responses: Counter[tuple[str, int]] = Counter()
+        self._request_seconds = Histogram(WAIT_SECONDS)
+        self._prompt_lengths = Histogram(TOKEN_COUNTS)
+        self._output_lengths = Histogram(TOKEN_COUNTS)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def note_response(self, path: str, status: int) -> None:
+        """A reply begins. `path` is one of a route's, or "other"."""
+        self._responses[path, status] += 1
+
+    def note_request(self, observation: Observation) -> None:
+        """A request for tokens is over. Durations and lengths count if all of it was generated."""
+        outcomes = observation.outcomes
+        self._outcomes.update(outcomes)
+        if not outcomes or not {Outcome.STOP, Outcome.LENGTH}.issuperset(outcomes):
+            return
+        if observation.total_seconds is not None:
+            self._request_seconds.add(observation.total_seconds)
+        for generation in observation.generations:
+            self._prompt_lengths.add(len(generation.prompt_token_ids))
+        for length in observation.output_lengths:
+            self._output_lengths.add(length)
+
+    def render(self, accepted: str) -> tuple[bytes, str]:
+        """The exposition and its content type: OpenMetrics where the header `Accept` asks for that."""
+        try:
+            encode, content_type = choose_encoder(accepted)
+        except (TypeError, ValueError):  # what the library raises for versions that are not numbers
+            encode, content_type = choose_encoder("")
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, as of now."""
+        stats = self._llm.read_stats()
+        is_up = int(self._llm.is_healthy)
+        yield self._info()
+        yield GaugeMetricFamily("chairlift_engine_up", "1 while new requests are served, else 0.", is_up)
+        yield GaugeMetricFamily("chairlift_requests_running", "Requests that have a slot.", stats.num_running)
+        yield GaugeMetricFamily("chairlift_requests_waiting", "Requests that wait for a slot.", stats.num_waiting)
+        yield self._slots(stats)
+        for name, description, read_total in _COUNTERS:
+            yield CounterMetricFamily(name, description, read_total(stats.totals))
+        yield self._requests()
+        yield self._http_responses()
+        for name, description, read in _HISTOGRAMS:
+            yield _histogram(name, description, read(stats))
+        yield _histogram(
+            "chairlift_request_duration_seconds",
+            "Time from the headers of an HTTP request for tokens to the end of its reply, where all was generated.",
+            self._request_seconds.read(),
+        )
+        yield _histogram(
+            "chairlift_request_prompt_tokens", "Length of a prompt that was continued.", self._prompt_lengths.read()
+        )
+        yield _histogram(
+            "chairlift_request_generated_tokens", "Length of what was generated.", self._output_lengths.read()
+        )
+
+    def _info(self) -> Metric:
+        config = self._llm.config
+        known = {name: getattr(config, name) for name in _CONFIG_FIELDS}
+        labels = {name: str(value).lower() if value is not None else "none" for name, value in known.items()}
+        return InfoMetricFamily(
+            "chairlift_engine",
+            "The model that is served, the version that serves it, and its configuration.",
+            {"model": self._model_name, "version": chairlift.__version__, **labels},
+        )
+
+    def _slots(self, stats: EngineStats) -> Metric:
+        counts = {
+            SlotState.WARM: stats.num_warm,
+            SlotState.PREFILLING: stats.num_prefilling,
+            SlotState.DECODING: stats.num_decoding,
+        }
+        num_free = self._llm.config.num_slots - sum(counts.values())
+        family = GaugeMetricFamily("chairlift_slots", "Cache slots by state.", labels=["state"])
+        for state, count in {SlotState.FREE: num_free, **counts}.items():
+            family.add_metric([state], count)
+        return family
+
+    def _requests(self) -> Metric:
+        family = CounterMetricFamily(
+            "chairlift_requests", "Sequences that came to an end, one per prompt and choice.", labels=["outcome"]
+        )
+        for outcome in Outcome:
+            family.add_metric([outcome], self._outcomes[outcome])
+        return family
+
+    def _http_responses(self) -> Metric:
+        family = CounterMetricFamily("chairlift_http_responses", "Replies that were begun.", labels=["path", "status"])
+        for (path, status), count in sorted(self._responses.items()):
+            family.add_metric([path, str(status)], count)
+        return family
+
+
+def _histogram(name: str, description: str, distribution: Distribution) -> Metric:
+    bounds = [str(float(bound)) for bound in distribution.bounds] + ["+Inf"]
+    buckets = list(zip(bounds, distribution.cumulative, strict=True))
+    return HistogramMetricFamily(name, description, buckets, distribution.sum)

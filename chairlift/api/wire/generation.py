@@ -1,0 +1,294 @@
+"""What all requests that generate have in common: whom they ask, how to sample, and what the answer must look like."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from chairlift.api.wire.base import Body, Ignored, Label, Metadata, Texts, TokenIds, only, without_nulls
+from chairlift.errors import InvalidGrammar, InvalidRequest
+from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
+
+FOR_CACHING = Ignored("a hint about caching; prompts that begin alike are found without it")
+_FOR_STATISTICS = Ignored("labels a request for its sender's own statistics")
+_MADE_HERE = {"logprobs", "prompt_logprobs", "structured_outputs"}  # mean something else in requests
+
+# --- structure
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a line of a grammar was made from: a schema in one of the client's fields."""
+
+    field: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class WantedStructure:
+    """What an answer must look like, and the field that says so."""
+
+    field: str
+    outputs: StructuredOutputs
+    parts: Mapping[int, Part] = dataclasses.field(default_factory=dict)  # by line of a grammar that was made here
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """As JSON Schema; None if it is something else."""
+        if self.outputs.json_object:
+            return {"type": "object"}
+        try:
+            return json.loads(self.outputs.json) if isinstance(self.outputs.json, str) else self.outputs.json
+        except ValueError as error:
+            raise InvalidRequest(f"{self.field}: not valid JSON: {error}", self.field) from error
+        except RecursionError as error:
+            raise InvalidRequest(f"{self.field}: too deeply nested; simplify it", self.field) from error
+
+    def refusal(self, error: InvalidGrammar) -> InvalidRequest:
+        """The same in terms of what the client wrote."""
+        if not self.parts:
+            return InvalidRequest(f"{self.field}: {error}", self.field)
+        whole = Part(self.field, "the schemas together") if len(self.parts) > 1 else next(iter(self.parts.values()))
+        part = self.parts.get(error.line or 0, whole)
+        return InvalidRequest(f"{part.field}: {part.name} cannot be compiled: {error.reason}", part.field)
+
+
+def make_structure(field: str, **given: Any) -> StructuredOutputs | None:
+    """What the field of that name says; None if it says nothing. InvalidRequest about that field."""
+    if all(value is None for value in given.values()):
+        return None
+    try:
+        return StructuredOutputs(**given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")
+        reason = str(cause).removeprefix("structured_outputs: ") if isinstance(cause, InvalidRequest) else first["msg"]
+        raise InvalidRequest(f"{field}: {reason}", field) from error
+
+
+def the_only_one(**structures: StructuredOutputs | None) -> WantedStructure | None:
+    """What one of these fields asks for; None if none does. InvalidRequest if several do."""
+    wanted = [WantedStructure(field, outputs) for field, outputs in structures.items() if outputs is not None]
+    if len(wanted) > 1:
+        raise InvalidRequest(f"give only one of {' and '.join(each.field for each in wanted)}", wanted[1].field)
+    return wanted[0] if wanted else None
+
+
+class _Schema(Body):
+    model_config = ConfigDict(protected_namespaces=())
+
+    description: Annotated[str | None, Ignored("the model is not told")] = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="JSON Schema")
+    strict: Annotated[StrictBool | None, Ignored("every schema is enforced")] = None
+
+
+class JsonSchema(_Schema):
+    """A named schema."""
+
+    name: str = Field(min_length=1, max_length=64, description="what the schema is called; not shown to the model")
+
+
+class ResponseFormat(Body):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = Field(
+        None, description="only with type json_schema; without a schema: any JSON object"
+    )
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest("response_format.json_schema goes with type json_schema", "response_format")
+        return self
+
+    def structure(self) -> StructuredOutputs | None:
+        """None for plain text."""
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return _structure_of("response_format", self.type, schema)
+
+
+class TextFormat(_Schema):
+    """What the answer must look like, as `/v1/responses` has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, min_length=1, max_length=64, description="of the schema; not shown to the model")
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        is_schema = self.type == "json_schema"
+        if is_schema != (self.schema_ is not None) or is_schema != (self.name is not None):
+            raise InvalidRequest("text.format: name and schema go with type json_schema", "text")
+        return self
+
+    def structure(self) -> StructuredOutputs | None:
+        """None for plain text."""
+        return _structure_of("text", self.type, self.schema_)
+
+
+def _structure_of(field: str, kind: str, schema: dict[str, Any] | None) -> StructuredOutputs | None:
+    if kind == "text":
+        return None
+    return make_structure(field, json=schema, json_object=True if schema is None else None)
+
+
+# --- requests
+
+
+class PromptCacheOptions(Body, refuses=("comparison_response_id",)):
+    """Hints about caching."""
+
+    mode: Annotated[str | None, FOR_CACHING] = None
+    ttl: Annotated[str | None, FOR_CACHING] = None
+    prewarm: Annotated[StrictBool | None, only(False, "every request is answered", "prompt_cache_options.prewarm")] = (
+        None
+    )
+
+
+class ResponseStreamOptions(Body):
+    """Options of a streamed reply that `/v1/responses` knows."""
+
+    include_obfuscation: Annotated[StrictBool | None, Ignored("nothing is padded here")] = None
+
+
+class StreamOptions(ResponseStreamOptions):
+    """Options of a streamed reply."""
+
+    include_usage: StrictBool | None = Field(None, description="end with a chunk that holds the usage and no choices")
+    continuous_usage_stats: StrictBool | None = Field(
+        None, description="every chunk with choices holds the usage so far"
+    )
+
+
+class Repetition(Body):
+    """See RepetitionDetection, whose limits these are."""
+
+    max_pattern_size: StrictInt
+    min_pattern_size: StrictInt | None = None
+    min_count: StrictInt
+
+
+class GenerationRequest(Body):
+    """A field without a description has that of its namesake in RequestOptions or SamplingParams, whose limits hold."""
+
+    model: str | None = Field(None, description="the served model's name; left out: the one there is")
+    user: Label | None = Field(
+        None, description="whose request it is: users share the machine evenly, or API keys do where there are any"
+    )
+    priority: StrictInt | None = None
+    timeout: StrictFloat | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+    stream: StrictBool | None = Field(None, description="send the answer as server-sent events while it is made")
+
+    min_tokens: StrictInt | None = None
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
+    top_k: StrictInt | None = None
+    min_p: StrictFloat | None = None
+    presence_penalty: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = None
+    logit_bias: dict[int, StrictFloat] | None = None
+    seed: StrictInt | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: StrictBool | None = None
+    bad_words: str | Texts | None = None
+    allowed_token_ids: TokenIds | None = None
+    repetition_detection: Repetition | None = None
+    truncate_prompt_tokens: StrictInt | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, BeforeValidator(without_nulls)] = Field(
+        None, description="one of json, json_object, regex, choice and grammar (Lark or GBNF), enforced token by token"
+    )
+
+    metadata: Annotated[Metadata | None, _FOR_STATISTICS] = None
+    safety_identifier: Annotated[Label | None, _FOR_STATISTICS] = None
+    store: Annotated[StrictBool | None, Ignored("nothing is stored here")] = None
+    service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
+    prompt_cache_key: Annotated[Label | None, FOR_CACHING] = None
+    prompt_cache_retention: Annotated[Label | None, FOR_CACHING] = None
+    prompt_cache_options: Annotated[PromptCacheOptions | None, FOR_CACHING] = None
+
+    @field_validator("cache_salt")
+    @classmethod
+    def _check_salt(cls, salt: str | None) -> str | None:
+        if salt == "":  # a client whose secret is missing must not come to share its prompts with everybody
+            raise InvalidRequest("cache_salt is empty; leave it out, or give at least one character", "cache_salt")
+        return salt
+
+    def request_options(self, key_tenant: str | None) -> RequestOptions:
+        """How the request is served. `pydantic.ValidationError` if a field is out of range.
+
+        `key_tenant`: who the API key says it is, None where there are no keys. A key has one share, whatever its
+        holder writes into `user`.
+        """
+        given = self.model_dump(include={"priority", "cache_salt", "timeout"}, exclude_none=True)
+        return RequestOptions(tenant=(self.user or "") if key_tenant is None else key_tenant, **given)
+
+    def sampling_params(self, defaults: SamplingParams, **given: Any) -> SamplingParams:
+        """This request's settings, and those `given` that are not None, over the model's defaults.
+
+        `pydantic.ValidationError` if one is out of range.
+        """
+        own = self.model_dump(include=set(SamplingParams.model_fields) - _MADE_HERE, exclude_none=True)
+        own |= {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**defaults.model_dump(exclude_unset=True), **own})
+
+
+class CompletionsRequest(GenerationRequest):
+    """What chat completions and completions have in common."""
+
+    stream_options: StreamOptions | None = Field(None, description="only with stream")
+    n: StrictInt | None = None
+    max_tokens: StrictInt | None = None
+    prompt_logprobs: StrictInt | None = Field(None, description="log-probabilities of the prompt; not with stream")
+    return_token_ids: StrictBool | None = Field(None, description="tell the tokens of prompt and answer as well")
+
+    response_format: ResponseFormat | None = Field(
+        None, description="text, json_object or json_schema; the last two are enforced token by token"
+    )
+    guided_json: str | dict[str, Any] | None = Field(None, description="older name of structured_outputs.json")
+    guided_regex: str | None = Field(None, description="older name of structured_outputs.regex")
+    guided_choice: Texts | None = Field(None, description="older name of structured_outputs.choice")
+    guided_grammar: str | None = Field(None, description="older name of structured_outputs.grammar")
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs is only there in whole replies; leave out stream", "prompt_logprobs")
+        return self
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_usage_so_far(self) -> bool:
+        """Whether every chunk holds the usage."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def wanted_structure(self) -> WantedStructure | None:
+        """What the answer must look like, whichever field says so. InvalidRequest if several do."""
+        return the_only_one(
+            response_format=None if self.response_format is None else self.response_format.structure(),
+            structured_outputs=self.structured_outputs,
+            guided_json=make_structure("guided_json", json=self.guided_json),
+            guided_regex=make_structure("guided_regex", regex=self.guided_regex),
+            guided_choice=make_structure("guided_choice", choice=self.guided_choice),
+            guided_grammar=make_structure("guided_grammar", grammar=self.guided_grammar),
+        )

@@ -1,0 +1,1 @@
+"""Plans become launches on a device. Never reaches text."""

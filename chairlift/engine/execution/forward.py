@@ -1,0 +1,144 @@
+"""The model's forward pass over a batch, as the runner sees it: hidden states and logits."""
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.config import AttentionBackend, LoadFormat, ResolvedConfig
+from chairlift.models import Checkpoint, load_model, make_dummy_model
+from chairlift.models.attention import Backend, BatchMetadata
+from chairlift.models.attention.batch import token_slots
+from chairlift.models.attention.torch_sdpa import attend_alone
+from chairlift.models.backends import load_backend
+from chairlift.models.cpu import CpuLlama
+from chairlift.models.llama import Llama
+
+logger = logging.getLogger(__name__)
+
+_TILE_SIZES = (16, 8, 4, 2, 1)
+_NUM_PROBED_LAYERS = 64  # a difference shows in about every fourth pass through a layer, so 64 passes miss none
+
+
+class Forward(Protocol):
+    """A way to run a model."""
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """int64 `[T]` -> `[T, hidden]`; appends keys and values to the slots."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[N, hidden]` -> float32 `[N, vocab]`."""
+        ...
+
+
+def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
+    """Loads a checkpoint's weights, to be run by the backend that the configuration names."""
+    if config.slot_len != config.max_seq_len:
+        logger.info(
+            "max_seq_len %d: slots have memory for %d tokens, since %s reads them in pages",
+            config.max_seq_len,
+            config.slot_len,
+            config.attention_backend,
+        )
+    if config.load_format is LoadFormat.DUMMY:
+        model = make_dummy_model(checkpoint, config.dtype, config.device, config.slot_len, config.seed)
+    else:
+        model = load_model(checkpoint, config.dtype, config.device, config.slot_len)
+    if config.attention_backend is AttentionBackend.CPU:
+        return CpuLlama(model, config.slot_len, is_quantized=config.quantization is not None)
+    model.pack()
+    if config.batch_invariant:
+        return InvariantForward(model)
+    device = model.rope.device
+    attention = load_backend(config.attention_backend, model.config.head_dim, model.rope.dtype, device)
+    logger.info("attention: %s on %s", type(attention).__name__, device)
+    return TorchForward(model, attention)
+
+
+class TorchForward:
+    """A model in torch, with an attention backend."""
+
+    def __init__(self, model: Llama, attention: Backend) -> None:
+        self._model = model
+        self._attention = attention
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        hidden: torch.Tensor = self._model(input_ids, batch.positions, self._attention.prepare(batch, cache))
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Forward`."""
+        return self._model.logits(hidden)
+
+    @torch.inference_mode()
+    def rehearse(self, num_tokens: int, num_rows: int) -> None:
+        """Runs a step of that many tokens without a cache, so that what it allocates can be measured.
+
+        Attention is left out: beside its result, which is as large as the queries, it needs next to nothing.
+        """
+        places = torch.zeros(num_tokens, dtype=torch.int64, device=self._model.rope.device)
+        hidden = self._model(places, places, lambda _, query, key, value: query)  # noqa: ARG005
+        self._model.logits(hidden[:num_rows])
+
+
+class InvariantForward:
+    """A model in torch that gives a token the same bits whatever else is in the batch. For CPUs.
+
+    Results depend on the batch because libraries choose kernels, and so an order of summation, by the shapes of a call
+    (He et al., "Defeating Nondeterminism in LLM Inference", 2025). So the batch has no influence on any call's shape:
+    tokens go through the layers in tiles of a fixed size, the last one padded, and each token attends alone.
+    """
+
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+        self._tile_size = next(size for size in _TILE_SIZES if _ignores_position(model, size))
+        logger.info("batch-invariant: tokens are computed in tiles of %d", self._tile_size)
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """See `Forward`."""
+        slots = token_slots(batch, cache)
+
+        def run(tile: torch.Tensor) -> torch.Tensor:
+            positions = batch.positions[tile]
+            hidden: torch.Tensor = self._model(input_ids[tile], positions, attend_alone(slots[tile], positions, cache))
+            return hidden
+
+        return self._in_tiles(len(input_ids), run)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Forward`."""
+        return self._in_tiles(len(hidden), lambda tile: self._model.logits(hidden[tile]))
+
+    def _in_tiles(self, num_rows: int, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`run` gets the indices of a tile's rows; the last row is repeated to fill the last tile."""
+        starts = range(0, num_rows, self._tile_size)
+        tiles = [torch.arange(start, start + self._tile_size).clamp_(max=num_rows - 1) for start in starts]
+        return torch.cat([run(tile) for tile in tiles])[:num_rows]
+
+
+@torch.inference_mode()
+def _ignores_position(model: Llama, tile_size: int) -> bool:
+    """Whether a token gets the same bits at every place in a tile of that size, tried with this model on this machine.
+
+    Some kernels treat the last rows of a matrix, or the elements at a thread's border, differently.
+    """
+    num_probes = -(-_NUM_PROBED_LAYERS // model.config.num_layers)
+    probes = torch.linspace(0, model.config.vocab_size - 1, num_probes).long()
+    for position, token in enumerate(probes.tolist()):
+        ids = torch.full((tile_size,), token)
+        places = torch.full_like(ids, position % model.rope.shape[1])  # the tables may be shorter than there are probes
+        hidden = model(ids, places, lambda _, query, key, value: query)  # noqa: ARG005
+        logits = model.logits(hidden)
+        if not all(torch.equal(each, each[:1].expand_as(each)) for each in (hidden, logits)):
+            return False
+    return True

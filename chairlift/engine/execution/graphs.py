@@ -1,0 +1,257 @@
+"""Decode steps that are recorded once and replayed: on a CUDA device one graph takes the place of hundreds of kernels.
+
+A graph reads and writes tensors at fixed places, in fixed sizes. So a batch is padded to the next of a few sizes, its
+rows are copied into buffers that all graphs share, and the rows behind them work on a scratch slot that no request
+has. There are two kinds:
+
+- a forward graph, per batch size and number of tokens that attention looks at: one step, from the input tokens to the
+  logits; it ends by moving every row on by one token, so that the next replay is the next step;
+- a sampling graph, per batch size and kind of sampling: from the logits to the last token of each slot, which is the
+  next step's input.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.engine.execution.forward import Forward
+from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table, sample_in_graph
+from chairlift.engine.sampling.transfers import send, to_device
+from chairlift.models.attention import BatchMetadata
+from chairlift.models.attention.batch import view_length
+
+logger = logging.getLogger(__name__)
+
+ON_DEVICE = -1  # stands for an input token that only the device knows
+
+Replay = Callable[[], None]
+"""Does again, on what the buffers hold now, what was recorded."""
+
+_FIRST_SIZES = (1, 2, 4)
+_SIZE_STEP = 8
+_COMMON_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256})  # recorded at start; others when they are needed
+_COMMON_LENGTHS = (256, 512, 1024)  # tokens that attention looks at; as above
+_NUM_WARM_UPS = 2
+
+
+class LastTokens:
+    """The last sampled token of each slot, on the device: how a step gets at what the one before it sampled."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._by_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    def note(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """`tokens`, int64 `[N]`, were sampled for these slots, int32 `[N]`."""
+        self._by_slot[slots] = tokens.clamp(min=0)  # a row without a valid token ends, but its surplus is computed
+
+    def fill_in(self, input_ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """int64 `[N]` of these slots, int32 `[N]`, with tokens in the place of `ON_DEVICE`."""
+        return torch.where(input_ids < 0, self._by_slot[slots], input_ids)
+
+
+class GraphRecorder(Protocol):
+    """Makes graphs."""
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """Records what `work` launches. May run it, too, more than once."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs. They share their memory, since only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """See `GraphRecorder`."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for _ in range(_NUM_WARM_UPS):  # libraries allocate and choose kernels, which cannot be recorded
+                    work()
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile, which is no business of this graph.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                work()
+        return graph.replay
+
+
+def batch_sizes(max_batch_size: int) -> list[int]:
+    """Sizes that batches are padded to: 1, 2, 4, 8, 16, 24, ... and the largest."""
+    sizes = {*_FIRST_SIZES, *range(_SIZE_STEP, max_batch_size, _SIZE_STEP)}
+    return [*sorted(size for size in sizes if size < max_batch_size), max_batch_size]
+
+
+class _Buffers:
+    """What graphs read and write, one entry per row. A batch of `size` rows takes the first `size` of each."""
+
+    def __init__(
+        self, max_batch_size: int, max_steps: int, vocab_size: int, scratch: int, device: torch.device
+    ) -> None:
+        with torch.device(device):
+            self.row_offsets = torch.arange(max_batch_size + 1, dtype=torch.int32)  # [B + 1]
+            self.input_ids = torch.zeros(max_batch_size, dtype=torch.int64)
+            self.slots = torch.zeros(max_batch_size, dtype=torch.int32)
+            self.lengths = torch.zeros(max_batch_size, dtype=torch.int32)  # tokens in the slot before the step
+            self.logits = torch.zeros(max_batch_size, vocab_size)
+            self.step = torch.zeros(1, dtype=torch.int64)  # of the launch
+            self.tokens = torch.zeros(max_batch_size, dtype=torch.int64)
+        self.sampling = greedy_table(max_steps, max_batch_size).to(device)
+        self._scratch = scratch
+
+    def clear(self, start: int = 0) -> None:
+        """Turns the rows from there on into padding: an empty sequence on the scratch slot."""
+        self.slots[start:].fill_(self._scratch)
+        self.input_ids[start:].zero_()
+        self.lengths[start:].zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """The launch that the buffers are filled for."""
+
+    num_rows: int
+    forward: Replay
+    sample: Replay | None
+
+
+class DecodeGraphs:
+    """Runs launches that only decode: `load`, then `next_tokens` (or `next_logits`) once per step."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        blocks: torch.Tensor,
+        last_tokens: LastTokens,
+        recorder: GraphRecorder,
+        vocab_size: int,
+        max_steps: int,
+    ) -> None:
+        """`blocks`: the cache's; the last slot is the scratch slot. `max_steps`: of a launch."""
+        self._forward = forward
+        self._blocks = blocks
+        self._last_tokens = last_tokens
+        self._recorder = recorder
+        self._scratch = len(blocks) - 1
+        self._max_steps = max_steps
+        self._sizes = batch_sizes(self._scratch)
+        self._buffers = _Buffers(self._sizes[-1], max_steps, vocab_size, self._scratch, blocks.device)
+        self._forwards: dict[tuple[int, int], Replay] = {}  # by size and tokens to look at
+        self._samplings: dict[tuple[int, DrawKind], Replay] = {}  # by size and kind
+        self._loaded: _Loaded | None = None
+
+    @torch.inference_mode()
+    def record_common(self) -> None:
+        """Records what most launches will need, so that no launch waits for it later."""
+        start = time.monotonic()
+        lengths = sorted({self._view_length(length) for length in _COMMON_LENGTHS})
+        sizes = [size for size in self._sizes if size in _COMMON_SIZES or size == self._sizes[-1]]
+        for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
+            for length in lengths:
+                self._forward_graph(size, length)
+            for kind in DrawKind:
+                self._sampling_graph(size, kind)
+            logger.info("graphs of %d rows recorded, %.1f s", size, time.monotonic() - start)
+
+    def load(
+        self,
+        input_ids: Sequence[int],
+        cache: ContinuousBatchingKVCacheCollection,
+        num_steps: int,
+        sampling: GraphSampling | None,
+    ) -> None:
+        """Fills the buffers for a launch: the rows of a fetch, and the input token of each, or `ON_DEVICE`.
+
+        `sampling`: how the rows are sampled; None if the caller samples them.
+        """
+        num_rows, buffers, device = len(input_ids), self._buffers, self._blocks.device
+        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        # Graphs first: if they have to be recorded, the buffers are used for that.
+        forward = self._forward_graph(size, self._view_length(cache.max_cache_length + num_steps - 1))
+        sample = self._sampling_graph(size, sampling.kind) if sampling is not None else None
+        buffers.input_ids[:num_rows] = to_device(input_ids, torch.int64, device)
+        buffers.slots[:num_rows] = cache.lookup_table
+        buffers.lengths[:num_rows] = cache.cache_lengths
+        buffers.clear(num_rows)
+        if sampling is not None and sampling.table is not None:
+            buffers.sampling[: len(sampling.table), :num_rows] = send(sampling.table, device)
+            buffers.step.zero_()
+        self._loaded = _Loaded(num_rows, forward, sample)
+
+    def next_logits(self) -> torch.Tensor:
+        """One step: float32 `[num_rows, vocab]`, good until the next step. The caller notes what it samples."""
+        assert self._loaded is not None, "load comes first"
+        self._loaded.forward()
+        return self._buffers.logits[: self._loaded.num_rows]
+
+    def next_tokens(self) -> torch.Tensor:
+        """One step: int64 `[num_rows]`, INVALID_TOKEN where there is none."""
+        num_rows = len(self.next_logits())
+        sample = self._loaded.sample if self._loaded is not None else None
+        assert sample is not None, "a launch that its caller samples"
+        sample()
+        return self._buffers.tokens[:num_rows].clone()
+
+    def _view_length(self, longest: int) -> int:
+        return view_length(self._collection(1, longest))
+
+    def _forward_graph(self, size: int, length: int) -> Replay:
+        if (size, length) not in self._forwards:
+            self._forwards[size, length] = self._record(lambda: self._forward_step(size, length))
+        return self._forwards[size, length]
+
+    def _sampling_graph(self, size: int, kind: DrawKind) -> Replay:
+        if (size, kind) not in self._samplings:
+            self._samplings[size, kind] = self._record(lambda: self._sampling_step(size, kind))
+        return self._samplings[size, kind]
+
+    def _record(self, work: Callable[[], None]) -> Replay:
+        self._buffers.clear()  # recording may run it
+        return self._recorder.record(work)
+
+    def _forward_step(self, size: int, length: int) -> None:
+        """What a forward graph does."""
+        buffers, cache = self._buffers, self._collection(size, length)
+        batch = BatchMetadata(
+            row_offsets=buffers.row_offsets[: size + 1],
+            positions=cache.cache_lengths.long(),
+            slots=(self._scratch,) * size,
+            num_new_tokens=(1,) * size,
+            num_cached_tokens=(length - 1,) * size,
+            num_decode_rows=size,
+        )
+        input_ids = self._last_tokens.fill_in(buffers.input_ids[:size], cache.lookup_table)
+        buffers.logits[:size] = self._forward.logits(self._forward.hidden(batch, input_ids, cache))
+        buffers.lengths[:size] += 1
+        buffers.input_ids[:size].fill_(ON_DEVICE)
+
+    def _sampling_step(self, size: int, kind: DrawKind) -> None:
+        """What a sampling graph does."""
+        buffers = self._buffers
+        tokens = sample_in_graph(buffers.logits[:size], kind, buffers.sampling[:, :size], buffers.step)
+        buffers.tokens[:size] = tokens
+        if kind is not DrawKind.GREEDY:
+            buffers.step.add_(1).remainder_(self._max_steps)  # recording may run it more often than a launch has steps
+        self._last_tokens.note(buffers.slots[:size], tokens)
+
+    def _collection(self, size: int, longest: int) -> ContinuousBatchingKVCacheCollection:
+        """The buffers as cache inputs whose longest row has that many tokens after the step."""
+        return ContinuousBatchingKVCacheCollection(
+            blocks=self._blocks,
+            cache_lengths=self._buffers.lengths[:size],
+            lookup_table=self._buffers.slots[:size],
+            is_cache_empty=False,
+            max_seq_length=1,
+            max_cache_length=longest,
+        )

@@ -1,0 +1,118 @@
+"""What this machine offers: the device, the number formats it multiplies natively, and memory.
+
+On a GPU the cache is sized once the weights are loaded. What a step allocates is not guessed: a step of the largest
+size runs once, and its peak is set aside; the cache takes its share of the rest, CUDA graphs and sampling live in what
+is left.
+"""
+
+import logging
+import os
+import re
+
+import psutil
+import torch
+
+from chairlift.config import DType, EngineConfig, ResolvedConfig
+from chairlift.engine.execution.forward import Forward, TorchForward
+from chairlift.engine.execution.resolver import MachineFacts, fit_slots
+from chairlift.errors import ConfigurationError
+from chairlift.models.config import ModelConfig
+from chairlift.models.cpu import are_kernels_fast
+
+logger = logging.getLogger(__name__)
+
+_AMPERE = (8, 0)  # compute capability of the first GPUs that multiply bfloat16
+_GIB = 2**30
+
+
+def inspect_machine(device: str) -> MachineFacts:
+    """Facts about the named device ("auto": the first GPU, else the CPU). ConfigurationError if there is none such."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return MachineFacts(
+            device="cpu",
+            fast_dtypes=_fast_cpu_dtypes(),
+            free_bytes=psutil.virtual_memory().available,
+            num_threads=choose_num_threads(),
+            has_fast_cpu_kernels=are_kernels_fast(),
+        )
+    match = re.fullmatch(r"cuda(?::([0-9]+))?", device)
+    if match is None:
+        raise ConfigurationError(f"device {device!r} is not supported; choose cpu or cuda:0")
+    index, num_gpus = int(match[1] or 0), torch.cuda.device_count()
+    if index >= num_gpus:
+        raise ConfigurationError(f"there is no device cuda:{index}; this machine has {num_gpus} CUDA devices")
+    has_bfloat16 = torch.cuda.get_device_capability(index) >= _AMPERE
+    return MachineFacts(
+        device=f"cuda:{index}",
+        fast_dtypes=frozenset(DType) if has_bfloat16 else frozenset({DType.FLOAT32, DType.FLOAT16}),
+        free_bytes=torch.cuda.mem_get_info(index)[0],
+        num_threads=choose_num_threads(),
+    )
+
+
+def choose_num_threads() -> int:
+    """One thread per physical core that this process may use, unless OMP_NUM_THREADS says otherwise."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if wanted.isdecimal() and int(wanted):  # torch's own count may be what an earlier engine set
+        return int(wanted)
+    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or num_usable, num_usable))
+
+
+def _fast_cpu_dtypes() -> frozenset[DType]:
+    """float32 always; the 16-bit formats only with instructions for them, since emulation is slower than float32."""
+    capabilities = torch.cpu.get_capabilities()
+    dtypes = {DType.FLOAT32}
+    if any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
+        dtypes.add(DType.BFLOAT16)
+    if any(capabilities.get(name) for name in ("avx512_fp16", "amx_fp16", "fp16_arith")):
+        dtypes.add(DType.FLOAT16)
+    return frozenset(dtypes)
+
+
+def fit_cache(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig, forward: Forward) -> ResolvedConfig:
+    """`resolved` with as many slots as a GPU has memory for beside the loaded model; on a CPU as it is.
+
+    `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.
+    """
+    if resolved.device == "cpu" or not isinstance(forward, TorchForward):
+        return resolved
+    fitted = fit_slots(config, resolved, model, _measure_free_bytes(forward, resolved))
+    logger.info(
+        "%d slots of %d tokens: %.0f%% of that for a cache of %.2f GiB",
+        fitted.num_slots,
+        fitted.slot_len,
+        100 * fitted.memory_fraction,
+        fitted.num_slots * fitted.slot_len * model.kv_elements_per_token * fitted.dtype.num_bytes / _GIB,
+    )
+    return fitted
+
+
+def _measure_free_bytes(forward: TorchForward, config: ResolvedConfig) -> int:
+    """Bytes of the device that neither the weights nor the largest step need."""
+    device = config.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    num_weight_bytes = torch.cuda.memory_allocated(device)
+    try:
+        forward.rehearse(config.max_num_batched_tokens, config.max_batch_size)
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(
+            f"{device} ran out of memory in a step of {config.max_num_batched_tokens} tokens beside"
+            f" {num_weight_bytes / _GIB:.2f} GiB of weights; lower max_num_batched_tokens"
+        ) from error
+    num_step_bytes = torch.cuda.max_memory_allocated(device) - num_weight_bytes
+    torch.cuda.empty_cache()
+    num_free_bytes, num_total_bytes = torch.cuda.mem_get_info(device)
+    logger.info(
+        "%s: %.2f of %.2f GiB are free beside %.2f GiB of weights; a step of %d tokens needs %.2f GiB of them",
+        device,
+        num_free_bytes / _GIB,
+        num_total_bytes / _GIB,
+        num_weight_bytes / _GIB,
+        config.max_num_batched_tokens,
+        num_step_bytes / _GIB,
+    )
+    return num_free_bytes - num_step_bytes

@@ -1,0 +1,160 @@
+"""Decides every "auto" of an `EngineConfig`, and refuses what cannot work before anything is loaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, Quantization, ResolvedConfig
+from chairlift.errors import ConfigurationError
+from chairlift.models.backends import find_obstacle, page_size_of
+from chairlift.models.config import ModelConfig
+
+MAX_AUTO_SEQ_LEN = 4096  # a slot has memory for its longest sequence, so "auto" does not take all of a model's 128k
+MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
+AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, and delay newcomers and streams
+AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
+
+ObstacleFinder = Callable[[AttentionBackend, int, DType, str], str | None]
+"""`find_obstacle(backend, head_dim, dtype, device)`: why the backend cannot run such a model there, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What `resolve` needs to know of the machine. `device` is concrete: "cpu" or "cuda:0"."""
+
+    device: str
+    fast_dtypes: frozenset[DType]  # formats that the device multiplies natively
+    free_bytes: int
+    num_threads: int = 1
+    has_fast_cpu_kernels: bool = True  # the cpu backend is faster here than torch
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device != "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    name: AttentionBackend
+    fallback_reason: str | None = None
+
+
+def resolve(
+    config: EngineConfig,
+    model: ModelConfig,
+    num_parameters: int,
+    machine: MachineFacts,
+    find_obstacle: ObstacleFinder = find_obstacle,
+) -> ResolvedConfig:
+    """A new configuration without "auto". `ConfigurationError` says what cannot work, and what to change."""
+    if config.batch_invariant and machine.is_gpu:
+        raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = model.dtype if model.dtype in machine.fast_dtypes else DType.FLOAT32
+    backend = _resolve_backend(config, machine, lambda name: find_obstacle(name, model.head_dim, dtype, machine.device))
+    weight_bytes = num_parameters * (1 if config.quantization is Quantization.INT8 else dtype.num_bytes)
+    if weight_bytes >= machine.free_bytes:
+        raise ConfigurationError(
+            f"the weights do not fit: they need {_gib(weight_bytes)} as {dtype},"
+            f" and {_gib(machine.free_bytes)} are free"
+        )
+    decided = {
+        "device": machine.device,
+        "dtype": dtype,
+        "attention_backend": backend.name,
+        "fallback_reason": backend.fallback_reason,
+        "page_size": page_size_of(backend.name),
+        "num_threads": _or_default(config.num_threads, machine.num_threads),
+        "max_seq_len": _resolve_seq_len(config, model),
+        "num_spare_slots": _or_default(config.num_spare_slots, 0 if config.preempt_after is None else 1),
+        "max_steps_per_launch": _or_default(
+            config.max_steps_per_launch, AUTO_STEPS_PER_LAUNCH_GPU if machine.is_gpu else AUTO_STEPS_PER_LAUNCH_CPU
+        ),
+        **_resolve_batch(config, machine),
+    }
+    resolved = ResolvedConfig.model_validate({**config.model_dump(), **decided})
+    return fit_slots(config, resolved, model, machine.free_bytes - weight_bytes)
+
+
+def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig, free_bytes: int) -> ResolvedConfig:
+    """`resolved` with the slots that `config` asks for, or with "auto" as many as fit, up to those it has.
+
+    `free_bytes`: what is free beside the weights and what a step needs; the cache may take its share of that.
+    `ConfigurationError` if the slots asked for, or a single one, do not fit.
+    """
+    slot_bytes = resolved.slot_len * model.kv_elements_per_token * resolved.dtype.num_bytes
+    cache_bytes = int(max(0, free_bytes) * resolved.memory_fraction)
+    num_spare = resolved.num_spare_slots
+    num_fitting = cache_bytes // slot_bytes - num_spare
+    wanted = _or_default(config.max_batch_size, max(1, min(num_fitting, resolved.max_batch_size)))
+    if wanted > num_fitting:
+        spare = f" and {num_spare} spare" if num_spare else ""
+        raise ConfigurationError(
+            f"there is no room for {wanted}{spare} {'slot' if wanted == 1 else 'slots'} of {resolved.slot_len} tokens:"
+            f" that is {_gib((wanted + num_spare) * slot_bytes)}, and {_gib(cache_bytes)} may be used"
+            f" ({resolved.memory_fraction:.0%} of the {_gib(free_bytes)} that are free beside the weights);"
+            f" lower {'max_seq_len' if wanted == 1 else 'max_batch_size or max_seq_len'}"
+        )
+    return resolved.model_copy(update={"max_batch_size": wanted})
+
+
+def _resolve_backend(
+    config: EngineConfig, machine: MachineFacts, find_obstacle: Callable[[AttentionBackend], str | None]
+) -> _Backend:
+    wanted = config.attention_backend
+    if wanted == "auto" and config.quantization is None:
+        return _best_backend(machine, find_obstacle)
+    if config.quantization is not None and wanted not in ("auto", AttentionBackend.CPU):
+        raise ConfigurationError(f"quantization needs attention_backend cpu, not {wanted}")
+    backend = AttentionBackend.CPU if wanted == "auto" else wanted
+    if obstacle := find_obstacle(backend):
+        if config.quantization is not None:
+            raise ConfigurationError(f"quantization needs attention_backend cpu, which does not work here: {obstacle}")
+        raise ConfigurationError(
+            f"attention_backend {backend} does not work here: {obstacle}; choose torch, or change that"
+        )
+    return _Backend(backend)
+
+
+def _best_backend(machine: MachineFacts, find_obstacle: Callable[[AttentionBackend], str | None]) -> _Backend:
+    if machine.is_gpu:
+        has_flash_attn = find_obstacle(AttentionBackend.FLASH_ATTN) is None
+        return _Backend(AttentionBackend.FLASH_ATTN if has_flash_attn else AttentionBackend.TORCH)
+    if not machine.has_fast_cpu_kernels:
+        return _Backend(AttentionBackend.TORCH, "this processor has no AVX-512")
+    obstacle = find_obstacle(AttentionBackend.CPU)
+    return _Backend(AttentionBackend.CPU if obstacle is None else AttentionBackend.TORCH, obstacle)
+
+
+def _resolve_seq_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_seq_len == "auto":
+        return min(model.max_position_embeddings, MAX_AUTO_SEQ_LEN)
+    if config.max_seq_len > model.max_position_embeddings:
+        raise ConfigurationError(
+            f"max_seq_len {config.max_seq_len} is more than the model's {model.max_position_embeddings} positions"
+        )
+    return config.max_seq_len
+
+
+def _resolve_batch(config: EngineConfig, machine: MachineFacts) -> dict[str, int]:
+    """The token budget, and the most slots: a step must have room for one token of each."""
+    auto_slots = MAX_AUTO_SLOTS_GPU if machine.is_gpu else MAX_AUTO_SLOTS_CPU
+    num_slots = _or_default(
+        config.max_batch_size, min(auto_slots, _or_default(config.max_num_batched_tokens, auto_slots))
+    )
+    auto_budget = AUTO_BATCHED_TOKENS_GPU if machine.is_gpu else AUTO_BATCHED_TOKENS_CPU
+    budget = _or_default(config.max_num_batched_tokens, max(auto_budget, num_slots))
+    if budget < num_slots:
+        raise ConfigurationError(
+            f"max_num_batched_tokens ({budget}) is below max_batch_size ({num_slots}): a step must have room for one"
+            " token of every running request; raise the first or lower the second"
+        )
+    return {"max_batch_size": num_slots, "max_num_batched_tokens": budget}
+
+
+def _or_default(value: int | Auto, default: int) -> int:
+    return default if value == "auto" else value
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,238 @@
+"""Plan -> tensors -> tokens: the only place where a step plan meets the model.
+
+One launch may hold several decode steps. Each feeds its sampled tokens to the next on the device, and the tokens of
+all steps come to the host in one copy at the end. Nothing in `launch` waits for the device, so that where it works
+beside the host the next launch can begin before this one's tokens are known: a row's last token is looked up on the
+device, by slot.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
+
+import torch
+
+from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
+from chairlift.cache.ledger import Reservation
+from chairlift.engine.execution.forward import Forward
+from chairlift.engine.execution.graphs import ON_DEVICE, DecodeGraphs, LastTokens
+from chairlift.engine.sampling.drawing import INVALID_TOKEN, prepare_graph_sampling
+from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
+from chairlift.engine.sampling.transfers import Arrival, bring, send, to_device
+from chairlift.models.attention import BatchMetadata
+from chairlift.params import TokenLogprobs
+from chairlift.scheduler import RowPlan, RowResult, StepPlan
+
+StepResult = list[RowResult]
+"""What came of a launch, by row of its plan."""
+
+_NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What a launch leaves for the host; the rows of a tensor are those that were sampled."""
+
+    tokens: torch.Tensor | None  # int64 [N, num_steps]; None: no row was sampled
+    logprobs: LogprobTensors | None  # of the rows that want them, step by step
+    prompt_scores: dict[int, LogprobTensors]  # by row of the plan
+    sampling: SamplingBatch | None  # None: a graph sampled
+
+    @classmethod
+    def gather(
+        cls, steps: list[Sampled], sampling: SamplingBatch | None, prompt_scores: dict[int, LogprobTensors]
+    ) -> "_Outputs":
+        """All steps of a launch, on their way to the host."""
+        parts = [step.logprobs for step in steps if step.logprobs is not None]
+        return cls(
+            tokens=bring(torch.stack([step.tokens for step in steps], dim=1)) if steps else None,
+            logprobs=LogprobTensors.join(parts).bring() if parts else None,
+            prompt_scores={row: scores.bring() for row, scores in prompt_scores.items()},
+            sampling=sampling,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A plan that has begun. What is launched after it finds its keys, values and tokens on the device."""
+
+    plan: StepPlan
+    reservation: Reservation
+    outputs: _Outputs
+    arrival: Arrival
+    begin: float  # `time.perf_counter()` before anything of it was computed
+
+    def wait(self) -> StepResult:
+        """Returns when it is over. Raises what went wrong on the device."""
+        self.arrival.wait()
+        return _results_by_row(self.plan, self.outputs)
+
+
+class ModelRunner:
+    """Executes step plans on one device, in the order in which they are launched."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        cache: ContinuousBatchingKVCacheManager,
+        sampler: Sampler,
+        last_tokens: LastTokens,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """`last_tokens` is shared with `graphs`, which run what only decodes if there are any."""
+        self._forward = forward
+        self._cache = cache
+        self._sampler = sampler
+        self._last_tokens = last_tokens
+        self._graphs = graphs
+        self._device = cache.devices[0]
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launch:
+        """Starts all steps of the plan. Writes keys and values to the slots; commits nothing."""
+        begin = time.perf_counter()
+        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
+        inputs = self._cache.fetch(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
+        reservation = inputs[0].reservation
+        assert reservation is not None, "fetch always reserves"
+        if self._graphs is not None and plan.is_decode:
+            outputs = self._replay(self._graphs, plan, inputs[0])
+        else:
+            outputs = self._compute(plan, inputs)
+        return Launch(plan, reservation, outputs, Arrival.mark(self._device), begin)
+
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan, cache: ContinuousBatchingKVCacheCollection) -> _Outputs:
+        """A plan that only decodes, from recorded graphs; what they cannot sample is sampled operator by operator."""
+        requests, steps = [row.request for row in plan.rows], range(plan.num_steps)
+        sampling = prepare_graph_sampling(requests, plan.num_steps)
+        graphs.load(_input_ids(plan.rows), cache, plan.num_steps, sampling)
+        if sampling is not None:
+            return _Outputs.gather([Sampled(graphs.next_tokens(), None) for _ in steps], None, {})
+        batch, slots = self._sampler.prepare(requests, plan.num_steps), cache.lookup_table
+        return _Outputs.gather([self._sample(graphs.next_logits(), batch, step, slots) for step in steps], batch, {})
+
+    def _compute(self, plan: StepPlan, inputs: list[ContinuousBatchingKVCacheCollection]) -> _Outputs:
+        """Any plan, operator by operator."""
+        batch, slots = self._first_batch(plan), inputs[0].lookup_table
+        known, decoding = _input_ids(plan.rows), slice(0, plan.num_decode_rows)
+        input_ids = to_device(known, torch.int64, self._device)
+        if ON_DEVICE in known[decoding]:
+            input_ids[decoding] = self._last_tokens.fill_in(input_ids[decoding], slots[decoding])
+        last_tokens: torch.Tensor | slice = slice(None)  # of the rows that are sampled, their places in the batch
+        if not plan.is_decode:
+            ends = [
+                end - 1 for end, row in zip(accumulate(batch.num_new_tokens), plan.rows, strict=True) if row.is_sampled
+            ]
+            last_tokens = to_device(ends, torch.int64, self._device)
+            rows = [index for index, row in enumerate(plan.rows) if row.is_sampled]
+            slots = slots[to_device(rows, torch.int64, self._device)]
+        requests = [row.request for row in plan.rows if row.is_sampled]
+        sampling = self._sampler.prepare(requests, plan.num_steps)
+        prompt_scores: dict[int, LogprobTensors] = {}
+        steps: list[Sampled] = []
+        for step in range(plan.num_steps):
+            if step:
+                inputs = self._cache.increment_cache_lengths(inputs, batch.row_offsets)
+                batch = _next_batch(batch, inputs[0].cache_lengths)
+                input_ids = self._last_tokens.fill_in(torch.full_like(input_ids, ON_DEVICE), slots)
+            hidden = self._forward.hidden(batch, input_ids, inputs[0])
+            if step == 0:
+                prompt_scores = self._score_prompts(plan, hidden)
+            if requests:
+                steps.append(self._sample(self._forward.logits(hidden[last_tokens]), sampling, step, slots))
+        return _Outputs.gather(steps, sampling, prompt_scores)
+
+    def _sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int, slots: torch.Tensor) -> Sampled:
+        sampled = self._sampler.sample(logits, batch, step)
+        self._last_tokens.note(slots, sampled.tokens)
+        return sampled
+
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
+        """By row: log-probabilities of the prompt's tokens that follow those of this step, where they are wanted."""
+        scores: dict[int, LogprobTensors] = {}
+        start = 0
+        for index, row in enumerate(plan.rows):
+            request = row.request
+            if (
+                request.prompt_logprobs is not None
+                and request.wants_prompt_scored
+                and request.num_computed < request.num_prompt_tokens - 1
+            ):
+                prompt = request.token_ids[: request.num_prompt_tokens]
+                following = prompt[request.num_computed + 1 :][: row.num_new_tokens]
+                own = hidden[start : start + len(following)]
+                scores[index] = score_tokens(own, following, request.prompt_logprobs, self._forward.logits)
+            start += row.num_new_tokens
+        return scores
+
+    def _first_batch(self, plan: StepPlan) -> BatchMetadata:
+        """The batch of the plan's first step."""
+        requests = [row.request for row in plan.rows]
+        num_new = tuple(row.num_new_tokens for row in plan.rows)
+        num_cached = tuple(request.num_computed for request in requests)
+        offsets = torch.tensor([0, *accumulate(num_new)], dtype=torch.int32)
+        # Position of a token: its place in the batch, less where its row starts, plus what the row holds already.
+        shifts = torch.tensor(num_cached) - offsets[:-1]
+        positions = torch.arange(sum(num_new)) + torch.repeat_interleave(shifts, torch.tensor(num_new))
+        return BatchMetadata(
+            row_offsets=send(offsets, self._device),
+            positions=send(positions, self._device),
+            slots=tuple(request.slot for request in requests if request.slot is not None),
+            num_new_tokens=num_new,
+            num_cached_tokens=num_cached,
+            num_decode_rows=plan.num_decode_rows,
+        )
+
+
+def _input_ids(rows: Sequence[RowPlan]) -> list[int]:
+    """The input tokens of a step, row by row, as far as the host knows them, else `ON_DEVICE`."""
+    token_ids: list[int] = []
+    for row in rows:
+        start = row.request.num_computed
+        token_ids += row.request.token_ids[start : start + row.num_new_tokens] or [ON_DEVICE]
+    return token_ids
+
+
+def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetadata:
+    """One more token of every row of a batch that only decodes: its rows and offsets stay as they are."""
+    return replace(
+        batch,
+        positions=cache_lengths.long(),
+        num_cached_tokens=tuple(length + 1 for length in batch.num_cached_tokens),
+    )
+
+
+def _results_by_row(plan: StepPlan, outputs: _Outputs) -> StepResult:
+    """What each row gets of the outputs, now on the host; grammars see their tokens first."""
+    sampled = [] if outputs.tokens is None else outputs.tokens.tolist()
+    masks = None if outputs.sampling is None else outputs.sampling.masks
+    if masks is not None:
+        masks.take([steps[0] for steps in sampled])
+    numbered = iter(enumerate(sampled))
+    logprobs = iter(_logprobs_by_row(outputs))
+    results = []
+    for index, row in enumerate(plan.rows):
+        number, own = next(numbered) if row.is_sampled else (-1, [])
+        wants_logprobs = row.is_sampled and row.request.params.logprobs is not None
+        result = RowResult(
+            token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
+            logprobs=next(logprobs) if wants_logprobs else [],
+            prompt_logprobs=scores.to_host() if (scores := outputs.prompt_scores.get(index)) is not None else [],
+            error=_NOT_A_NUMBER if INVALID_TOKEN in own else None,
+        )
+        if masks is not None and result.error is not None:
+            result.error = masks.error_of(number) or result.error
+            result.stop_reason = masks.stop_reason_of(number)
+        result.is_late = masks is not None and number in masks.late
+        results.append(result)
+    return results
+
+
+def _logprobs_by_row(outputs: _Outputs) -> list[list[TokenLogprobs]]:
+    """For each row that wants them: one per step."""
+    if outputs.logprobs is None or outputs.sampling is None:
+        return []
+    num_top = outputs.sampling.num_top_logprobs
+    positions = outputs.logprobs.to_host(num_top * (len(outputs.logprobs.tokens) // len(num_top)))
+    return [positions[row :: len(num_top)] for row in range(len(num_top))]

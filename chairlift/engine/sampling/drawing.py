@@ -1,0 +1,156 @@
+"""Drawing tokens: temperature, min-p, top-k and top-p, then the inverse of the cumulative distribution at a number.
+
+That number depends on nothing but a row's seed and how many tokens it has, so neither the batch nor the device changes
+what a row draws. What rows ask for lies in one table, float64 `[5 + num_steps, R]`: whether the row draws (1 or 0), its
+temperature, min-p, top-k and top-p, then per step of the launch the number to draw at.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chairlift.engine.sampling.penalties import has_penalty
+from chairlift.params import SamplingParams
+from chairlift.scheduler import RequestState
+
+INVALID_TOKEN = -1  # drawn from logits that are not numbers, or of which a mask left none
+
+_NUM_KNOBS = 5
+_ALL = 2**24  # a top_k that keeps everything; the largest number below which float32 has all integers
+_HOTTEST = 1e6  # uniform in float32 already; more could become inf
+_COLDEST = 1e-6  # a smaller temperature could round to zero in float32
+
+
+def draw_table(requests: Sequence[RequestState], num_steps: int) -> torch.Tensor:
+    """The table for the steps of a launch, on the host."""
+    knobs = np.array([_knobs_of(request.params) for request in requests])
+    return torch.from_numpy(np.concatenate((knobs.T, uniforms(requests, num_steps))))
+
+
+def greedy_table(num_steps: int, num_rows: int) -> torch.Tensor:
+    """A table of rows that do not draw."""
+    knobs = torch.tensor(_knobs_of(SamplingParams(temperature=0.0)), dtype=torch.float64)
+    return torch.nn.functional.pad(knobs, (0, num_steps)).unsqueeze(1).repeat(1, num_rows)
+
+
+def _knobs_of(params: SamplingParams) -> list[float]:
+    """The first rows of a table; harmless ones for a request that does not draw."""
+    return [
+        float(not params.is_greedy),
+        min(max(params.temperature, _COLDEST), _HOTTEST),
+        params.min_p,
+        min(params.top_k, _ALL) if params.top_k > 0 else _ALL,
+        # A row that keeps everything must not lose its tail to rounding because another row filters.
+        params.top_p if params.top_p < 1.0 else np.inf,
+    ]
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """True if top-k or top-p may leave something out."""
+    return params.top_k > 0 or params.top_p < 1.0
+
+
+def draw(
+    logits: torch.Tensor, table: torch.Tensor, uniforms: torch.Tensor, *, has_min_p: bool, has_filters: bool
+) -> torch.Tensor:
+    """float32 `[R, vocab]`, and of the table the step's numbers, float64 `[R]` -> int64 `[R]`.
+
+    `has_min_p`, `has_filters`: whether any row has a min-p, or a top-k or top-p.
+    """
+    _, temperature, min_p, top_k, top_p = table[:_NUM_KNOBS].unsqueeze(2)  # [R, 1] each
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.float()  # the likeliest token is at 0
+    if has_min_p:
+        scaled = scaled.masked_fill(scaled < min_p.float().log(), -torch.inf)
+    if has_filters:
+        scaled = scaled.masked_fill(scaled < _cutoff(scaled, top_k.long(), top_p.float()), -torch.inf)
+    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    targets = uniforms.unsqueeze(1) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    return tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits must not become an index out of range
+
+
+def _cutoff(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest logit `[R, 1]` that both top-k and, of those, top-p keep."""
+    descending = scaled.sort(dim=-1, descending=True).values
+    kth = descending.gather(1, (top_k - 1).clamp(max=scaled.shape[-1] - 1))
+    probabilities = descending.masked_fill(descending < kth, -torch.inf).softmax(dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    num_kept = (mass_before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
+    return torch.maximum(kth, descending.gather(1, num_kept - 1))
+
+
+def uniforms(requests: Sequence[RequestState], num_steps: int) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), `[num_steps, R]`: a hash of each request's seed and of the index of the token to come.
+
+    The finalizer of SplitMix64 (Steele, Lea & Flood 2014), its state stepped to the token's index; 32 bits are used.
+    """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for request in requests], dtype=np.uint64)
+    indices = np.array([request.num_output_tokens + 1 for request in requests], dtype=np.uint64)
+    steps = np.arange(num_steps, dtype=np.uint64)[:, None]
+    state = _mix(seeds) + golden * (indices + steps)
+    return (_mix(state) >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+# What a CUDA graph can record: sampling in tensors of fixed size and place, for rows that want nothing but the above.
+
+
+class DrawKind(Enum):
+    """What the rows of a launch need at most."""
+
+    GREEDY = auto()
+    RANDOM = auto()  # a temperature
+    FILTERED = auto()  # min-p, top-k or top-p besides
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSampling:
+    """How a sampling graph samples the rows of a launch."""
+
+    kind: DrawKind
+    table: torch.Tensor | None  # on the host; None: no row draws
+
+
+def prepare_graph_sampling(requests: Sequence[RequestState], num_steps: int) -> GraphSampling | None:
+    """None if one of the rows wants more than a graph offers."""
+    if not all(map(_is_graph_enough, requests)):
+        return None
+    drawing = [request.params for request in requests if not request.params.is_greedy]
+    if not drawing:
+        return GraphSampling(DrawKind.GREEDY, None)
+    has_filters = any(is_filtered(params) or params.min_p for params in drawing)
+    kind = DrawKind.FILTERED if has_filters else DrawKind.RANDOM
+    return GraphSampling(kind, draw_table(requests, num_steps))
+
+
+def sample_in_graph(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """float32 `[N, vocab]` -> int64 `[N]`, INVALID_TOKEN where there is none, as `Sampler.sample` would.
+
+    `table`: on the device, perhaps of more steps; `step`: int64 `[1]`, likewise. Every shape depends on those of the
+    arguments alone.
+    """
+    best, tokens = logits.max(dim=-1)  # of NaN and anything, NaN is the greatest
+    if kind is not DrawKind.GREEDY:
+        has_filters = kind is DrawKind.FILTERED
+        numbers = table[_NUM_KNOBS:].index_select(0, step).squeeze(0)
+        drawn = draw(logits, table, numbers, has_min_p=has_filters, has_filters=has_filters)
+        tokens = torch.where(table[0] > 0, drawn, tokens)
+    return tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN)
+
+
+def _is_graph_enough(request: RequestState) -> bool:
+    params = request.params
+    has_mask = request.grammar is not None or request.token_filter is not None
+    may_not_end = bool(request.end_token_ids) and request.num_output_tokens < request.min_tokens
+    wants_more = params.logit_bias or params.logprobs is not None or has_penalty(params)
+    return not (has_mask or may_not_end or wants_more)

@@ -1,0 +1,293 @@
+"""Grammars in the engine: which tokens each allows next, computed by a few threads beside the forward pass.
+
+Between two tokens of a sequence its grammar takes the first one and computes the mask for the second. How long that
+takes depends on what a stranger wrote, so none of it happens on the engine's thread or while the interpreter's lock is
+held. A launch waits a little for the masks of all its rows together. A row whose mask is late gets no token, sits out
+until the mask is there, and is computed again. A sequence that is slow, by processor time rather than by the clock, has
+a lane of its own, and no launch waits for it.
+
+The threads start with the first grammar that is compiled; the engine starts none.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Self
+
+import torch
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, explain
+from chairlift.engine.sampling.transfers import send, to_device
+from chairlift.params import GRAMMAR_LIMIT
+from chairlift.scheduler import Grammar
+
+logger = logging.getLogger(__name__)
+
+_MIN_PATIENCE_S = 0.005  # beyond the forward pass for masks, and after it for tokens to be taken
+_MAX_PATIENCE_S = 0.05
+_PATIENCE = 0.25  # of what the launch has taken so far, within these bounds
+_MAX_MASK_THREADS = 8
+_JOIN_TIMEOUT_S = 2.0  # for all; a thread that hangs is left behind
+
+_Lane = SimpleQueue[Callable[[], None] | None]
+_Pair = tuple[LLMatcher, int]
+
+
+class TokenGrammar:
+    """One sequence's state in a grammar. A turn: a mask, a token sampled under it, `Workers.take`, `advance`.
+
+    After an error the mask allows no token, so the launch that samples the next one reports the error.
+    """
+
+    def __init__(self, compiled: CompiledGrammar, workers: "Workers") -> None:
+        self.is_ready = True  # see `scheduler.Grammar`
+        self.is_complete = False  # nothing can follow what was taken
+        self.error: str | None = None
+        self.hit_limit = False  # the error is the grammar's own fault
+        self.sampled: int | None = None  # what `Workers.take` was told and `advance` was not yet
+        self.is_taken = False  # the matcher has consumed it
+        self.next_mask: torch.Tensor | None = compiled.first_mask  # None: not yet computed
+        self.compiled = compiled
+        self.workers = workers
+        self.matcher = compiled.matcher.deep_copy()
+        self._tokens: list[int] = []
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """The row's mask; None while it is being computed. A row that was late can only repeat what it sampled."""
+        if self.sampled is None:
+            return self.next_mask
+        mask = torch.zeros_like(self.compiled.first_mask)
+        mask.numpy().view("uint32")[self.sampled // 32] = 1 << self.sampled % 32
+        return mask
+
+    def advance(self, token_id: int) -> bool:
+        """See `scheduler.Grammar`. Takes the token unless `Workers.take` was told of it; waits until it is taken."""
+        if self.sampled is None:
+            self.workers.wait(lambda: self.next_mask is not None)
+            self.workers.take([(self, token_id)])
+        self.workers.wait(lambda: self.is_taken)
+        if self.sampled != token_id:
+            raise ValueError(f"token {self.sampled} had been taken, not {token_id}")
+        self.sampled = None
+        if self.compiled.is_slow:  # a launch without its mask would be in vain
+            self.workers.put_off([self], lambda each: each.next_mask is not None)
+        return self.is_complete
+
+    @property
+    def has_broken_lexer(self) -> bool:
+        """Perhaps another sequence broke it."""
+        return self.matcher.is_error() and "lexer error" in self.matcher.get_error()
+
+    def note_taken(self) -> None:
+        """The matcher has consumed the sampled token."""
+        assert self.sampled is not None, "a token is taken once"
+        self._tokens.append(self.sampled)
+        self._note_error()
+        self.is_complete = self.error is None and self.matcher.is_stopped()
+        self.is_taken = True
+
+    def begin_again(self, consume: Callable[[list[_Pair]], object]) -> None:
+        """Replaces the matcher by one of its own, whose lexer knows nothing but the tokens so far."""
+        self.compiled.is_broken = True
+        self.matcher = self.compiled.new_matcher()
+        for token in self._tokens:
+            consume([(self.matcher, token)])
+        if not self.is_taken and self.sampled is not None:
+            consume([(self.matcher, self.sampled)])
+            self.note_taken()
+
+    def compute_mask(self) -> torch.Tensor:
+        """The mask of the token after those that were taken."""
+        return self.compiled.compute_mask(self.matcher)
+
+    def note_mask(self, mask: torch.Tensor) -> None:
+        """The mask has been computed; it is empty after an error."""
+        self._note_error()
+        self.next_mask, self.is_ready = mask, True
+
+    def _note_error(self) -> None:
+        if self.matcher.is_error():
+            problem = explain(self.matcher.get_error())
+            self.error, self.hit_limit = problem.reason, problem.is_limit
+
+
+def _token_taker(tokenizer: LLTokenizer) -> Callable[[list[_Pair]], object]:
+    """Has matchers consume tokens while other threads run, which llguidance allows only for two or more at once."""
+    executor = LLExecutor(num_threads=1)
+    spare = LLMatcher(tokenizer, "", log_level=0)  # in error, so it does nothing
+    return lambda pairs: executor.consume_token_par([*pairs, (spare, 0)])
+
+
+class Workers:
+    """Threads in three lanes: one takes tokens, some compute masks, and one does both for slow sequences."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        """RuntimeError if threads cannot be started."""
+        self._changed = threading.Condition()
+        self._tokens, self._masks, self._slow = _Lane(), _Lane(), _Lane()
+        num_mask_threads = max(2, min((os.cpu_count() or 1) * 4 // 5, _MAX_MASK_THREADS))
+        self._lanes = [self._tokens, self._slow, *[self._masks] * num_mask_threads]
+        self._threads: list[threading.Thread] = []
+        try:
+            self._consume, self._consume_slowly = _token_taker(tokenizer), _token_taker(tokenizer)
+            for lane in self._lanes:
+                thread = threading.Thread(target=_work, args=(lane,), name="chairlift-grammar", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except (RuntimeError, ValueError) as error:
+            self.close()
+            raise RuntimeError(f"no threads for grammars: {error}") from error
+
+    def take(self, sampled: Iterable[tuple[TokenGrammar, int]]) -> None:
+        """Begins to take these tokens and to compute the masks after them."""
+        together: list[TokenGrammar] = []
+        for grammar, token in sampled:
+            grammar.sampled, grammar.is_taken, grammar.next_mask = token, False, None
+            if grammar.compiled.is_slow:
+                self._slow.put(partial(self._try, self._go_on_alone, grammar))
+            else:
+                together.append(grammar)
+        if together:
+            self._tokens.put(partial(self._take_together, together))
+
+    def wait(self, is_done: Callable[[], bool], timeout: float | None = None) -> None:
+        """Waits until so much has been computed, or the time is up."""
+        if not is_done():
+            with self._changed:
+                self._changed.wait_for(is_done, timeout)
+
+    def put_off(self, grammars: Iterable[TokenGrammar], is_done: Callable[[TokenGrammar], bool]) -> set[TokenGrammar]:
+        """Has those that are not done sit out until their masks are there, and returns them."""
+        with self._changed:
+            late = {grammar for grammar in grammars if not is_done(grammar)}
+            for grammar in late:
+                grammar.is_ready = grammar.next_mask is not None
+        return late
+
+    def close(self) -> None:
+        """Ends the threads once they have done what they were given."""
+        for lane in self._lanes:
+            lane.put(None)
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _take_together(self, grammars: list[TokenGrammar]) -> None:
+        self._consume([(each.matcher, each.sampled or 0) for each in grammars])
+        for grammar in grammars:
+            if grammar.has_broken_lexer:
+                self._slow.put(partial(self._try, self._go_on_alone, grammar))
+            else:
+                grammar.note_taken()
+                self._masks.put(partial(self._try, self._compute, grammar))
+        self._tell()
+
+    def _compute(self, grammar: TokenGrammar) -> None:
+        begin = time.thread_time()
+        mask = grammar.compute_mask()
+        if grammar.has_broken_lexer:
+            self._slow.put(partial(self._try, self._go_on_alone, grammar))
+            return
+        grammar.compiled.note_cost(time.thread_time() - begin)
+        self._deliver(grammar, mask)
+
+    def _go_on_alone(self, grammar: TokenGrammar) -> None:
+        """Takes the token, unless the lexer broke at it or at the mask behind it, and computes the mask."""
+        if not grammar.has_broken_lexer:
+            self._consume_slowly([(grammar.matcher, grammar.sampled or 0)])
+        if grammar.has_broken_lexer:
+            grammar.begin_again(self._consume_slowly)
+            self._tell()
+            self._deliver(grammar, grammar.compute_mask())
+        else:
+            grammar.note_taken()
+            self._tell()
+            self._compute(grammar)
+
+    def _try(self, job: Callable[[TokenGrammar], None], grammar: TokenGrammar) -> None:
+        """If the job fails, nothing can be sampled for this sequence, which ends its request alone."""
+        try:
+            job(grammar)
+        except Exception as error:
+            logger.error("computing a grammar's mask failed", exc_info=error)
+            grammar.error = f"{type(error).__name__}: {error}"
+            grammar.is_taken = True
+            self._deliver(grammar, torch.zeros_like(grammar.compiled.first_mask))
+
+    def _deliver(self, grammar: TokenGrammar, mask: torch.Tensor) -> None:
+        with self._changed:
+            grammar.note_mask(mask)
+            self._changed.notify_all()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def _work(lane: _Lane) -> None:
+    while (job := lane.get()) is not None:
+        job()
+
+
+class PendingMasks:
+    """The masks of those rows of a launch that have a grammar."""
+
+    def __init__(self, grammars: dict[int, TokenGrammar]) -> None:
+        self._grammars = grammars
+        self._workers = next(iter(grammars.values())).workers
+        self._begin = time.perf_counter()
+        self.late: set[int] = set()  # rows that get no token in this launch
+
+    @classmethod
+    def of(cls, grammars: Sequence[Grammar | None]) -> Self | None:
+        """By row; None if no row has one."""
+        constrained = {row: each for row, each in enumerate(grammars) if isinstance(each, TokenGrammar)}
+        return cls(constrained) if constrained else None
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Forbids in those rows of `[N, vocab]`, in place, what their grammars do not allow. Waits if it must."""
+        self._settle(lambda grammar: grammar.mask is not None)
+        masks = {row: each.mask for row, each in self._in_time()}
+        present = [mask for mask in masks.values() if mask is not None]
+        if not present:
+            return
+        rows = to_device(list(masks), torch.int64, logits.device)
+        words = send(torch.stack(present), logits.device)
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        is_allowed = (words.unsqueeze(-1) >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
+        logits[rows] = logits[rows].masked_fill_(~is_allowed, -torch.inf)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Shows the grammars what was sampled, by row; a negative one is none. Waits for them if it must."""
+        sampled = [(grammar, tokens[row]) for row, grammar in self._in_time() if tokens[row] >= 0]
+        self._workers.take(pair for pair in sampled if pair[0].sampled is None)  # one that was late repeats its token
+        self._settle(lambda grammar: grammar.sampled is None or grammar.is_taken)
+
+    def error_of(self, row: int) -> str | None:
+        """Why nothing can be sampled for a row, if that is due to its grammar."""
+        grammar = self._grammars.get(row)
+        return None if grammar is None or grammar.error is None else f"the grammar failed: {grammar.error}"
+
+    def stop_reason_of(self, row: int) -> str | None:
+        """GRAMMAR_LIMIT if its grammar turned out too costly, which is for the client to change."""
+        grammar = self._grammars.get(row)
+        return GRAMMAR_LIMIT if grammar is not None and grammar.hit_limit else None
+
+    def _in_time(self) -> list[tuple[int, TokenGrammar]]:
+        return [(row, grammar) for row, grammar in self._grammars.items() if row not in self.late]
+
+    def _settle(self, is_done: Callable[[TokenGrammar], bool]) -> None:
+        """Waits a little, though not for slow sequences, and notes which are late."""
+        rows = self._in_time()
+        awaited = [grammar for _, grammar in rows if not grammar.compiled.is_slow]
+        patience = min(max(_PATIENCE * (time.perf_counter() - self._begin), _MIN_PATIENCE_S), _MAX_PATIENCE_S)
+        self._workers.wait(lambda: all(map(is_done, awaited)), patience)
+        if not all(is_done(grammar) for _, grammar in rows):
+            late = self._workers.put_off([grammar for _, grammar in rows], is_done)
+            self.late.update(row for row, grammar in rows if grammar in late)

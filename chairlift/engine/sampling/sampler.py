@@ -1,0 +1,262 @@
+"""Sampling, batched on the device, each row with parameters of its own.
+
+Order, as in vLLM: log-probabilities are taken from the model's own logits; then logit bias, forbidden tokens (bad
+words, those that are not allowed) and grammars, penalties, then for rows that are not greedy temperature, min-p, top-k
+and top-p.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from chairlift.engine.sampling.drawing import INVALID_TOKEN, draw, draw_table, is_filtered
+from chairlift.engine.sampling.masks import PendingMasks
+from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
+from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
+from chairlift.engine.sampling.transfers import bring, send, to_device
+from chairlift.params import Logprob, TokenLogprobs
+from chairlift.scheduler import RequestState
+
+_BLOCK_SIZE = 64  # positions whose logits are in memory at the same time
+
+
+class LogprobTensors(NamedTuple):
+    """By position: the token that stands there, its log-probability and rank, and the likeliest tokens."""
+
+    tokens: torch.Tensor  # int64 [L]
+    values: torch.Tensor  # float32 [L]
+    ranks: torch.Tensor  # int64 [L], from 1
+    top_tokens: torch.Tensor  # int64 [L, k]
+    top_values: torch.Tensor  # float32 [L, k]
+
+    @classmethod
+    def join(cls, parts: Sequence["LogprobTensors"]) -> "LogprobTensors":
+        """All positions of the parts, which have the same k, one after the other."""
+        return cls(*map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
+
+    def bring(self) -> "LogprobTensors":
+        """A copy on its way to the host."""
+        return LogprobTensors(*map(bring, self))
+
+    def to_host(self, num_top: Sequence[int] | None = None) -> list[TokenLogprobs]:
+        """By position, once it is there; `num_top[i]` of the likeliest tokens for position i, or all."""
+        wanted = [self.top_tokens.shape[1]] * len(self.tokens) if num_top is None else num_top
+        rows = zip(*(column.tolist() for column in self), wanted, strict=True)
+        return [
+            {token: Logprob(value, rank)} | _top(top_tokens[:count], top_values[:count], token)
+            for token, value, rank, top_tokens, top_values, count in rows
+        ]
+
+
+def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, num_top: int) -> LogprobTensors:
+    """float32 `[L, vocab]` and int64 `[L]` -> what is reported of them."""
+    values = logprobs.gather(1, tokens.unsqueeze(1))
+    ranks = (logprobs > values).sum(dim=-1) + 1
+    top_values, top_tokens = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
+    return LogprobTensors(tokens, values.squeeze(1), ranks, top_tokens, top_values)
+
+
+def score_tokens(
+    hidden: torch.Tensor, tokens: Sequence[int], num_top: int, logits_of: Callable[[torch.Tensor], torch.Tensor]
+) -> LogprobTensors:
+    """Log-probabilities of the tokens that follow hidden states `[L, hidden]`, a block of positions at a time."""
+    following = to_device(tokens, torch.int64, hidden.device)
+    blocks = zip(torch.split(hidden, _BLOCK_SIZE), torch.split(following, _BLOCK_SIZE), strict=True)
+    return LogprobTensors.join(
+        [pick_logprobs(logits_of(block).log_softmax(dim=-1), own, num_top) for block, own in blocks]
+    )
+
+
+def _top(tokens: list[int], values: list[float], first: int) -> dict[int, Logprob]:
+    pairs = zip(tokens, values, strict=True)
+    return {token: Logprob(value, rank) for rank, (token, value) in enumerate(pairs, 1) if token != first}
+
+
+@dataclass(frozen=True, slots=True)
+class _Additions:
+    """Some elements of the logits, and what to add to them."""
+
+    rows: torch.Tensor  # int64 [E]
+    tokens: torch.Tensor  # int64 [E]
+    values: torch.Tensor  # float32 [E]
+
+    def add_to(self, logits: torch.Tensor) -> None:
+        logits.index_put_((self.rows, self.tokens), self.values, accumulate=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowAdditions:
+    """What one row contributes to them, on the host."""
+
+    row: int
+    tokens: TokenIds
+    values: npt.NDArray[np.float32]
+
+    @classmethod
+    def forbid(cls, row: int, tokens: TokenIds) -> "_RowAdditions":
+        return cls(row, tokens, np.full(len(tokens), -np.inf, dtype=np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class _Constants:
+    """What a request holds, perhaps by the thousand, as arrays."""
+
+    end_tokens: TokenIds
+    bias_tokens: TokenIds
+    bias: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, request: RequestState) -> "_Constants":
+        bias = request.params.logit_bias
+        values = np.array(list(bias.values()), dtype=np.float32)
+        return cls(_as_array(request.end_token_ids), _as_array(bias), values)
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomRows:
+    """The rows that draw."""
+
+    rows: torch.Tensor  # int64 [R]
+    table: torch.Tensor  # see `drawing`
+    uniforms: torch.Tensor  # float64 [num_steps, R]
+    has_min_p: bool
+    has_filters: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What the rows of one launch asked for; a part that no row asked for is None."""
+
+    additions: list[_Additions | None]  # per step: logit bias, bad words, and end tokens below min_tokens
+    refused: dict[int, torch.Tensor]  # by row that may only draw some tokens: all others, bool [vocab]
+    masks: PendingMasks | None  # of the launch's first step; rows with a grammar keep no more
+    penalties: PenaltyBatch | None
+    random: _RandomRows | None
+    logprob_rows: torch.Tensor | None  # int64 [L]: rows that want log-probabilities
+    num_top_logprobs: list[int]  # how many likeliest tokens each of them wants
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One step's tokens."""
+
+    tokens: torch.Tensor  # int64 [N]; INVALID_TOKEN where there is none
+    logprobs: LogprobTensors | None
+
+
+class Sampler:
+    """Turns logits into tokens. Holds the token counts that penalties need, by slot."""
+
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
+        self._device = device
+        self._penalties = PenaltyState(vocab_size, num_slots, device)
+        self._constants: dict[RequestState, _Constants] = {}  # of the rows of the last launch
+
+    def prepare(self, requests: Sequence[RequestState], num_steps: int) -> SamplingBatch:
+        """Gathers the parameters of the rows that will be sampled, once per launch."""
+        wanting = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+        return SamplingBatch(
+            masks=PendingMasks.of([request.grammar for request in requests]),
+            logprob_rows=to_device(wanting, torch.int64, self._device) if wanting else None,
+            num_top_logprobs=[requests[row].params.logprobs or 0 for row in wanting],
+            additions=self._additions(requests, num_steps),
+            refused=self._refused(requests),
+            penalties=self._penalties.prepare(requests),
+            random=self._random_rows(requests, num_steps),
+        )
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
+        """float32 `[N, vocab]` (changed in place) -> tokens, for that step of the launch."""
+        raw = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(dim=-1)
+        additions = batch.additions[step]
+        if additions is not None:
+            additions.add_to(logits)
+        for row, refused in batch.refused.items():
+            logits[row].masked_fill_(refused, -torch.inf)
+        if batch.masks is not None and step == 0:
+            batch.masks.apply(logits)
+        if batch.penalties is not None:
+            self._penalties.apply(batch.penalties, logits)
+        best, tokens = logits.max(dim=-1)  # of NaN and anything, NaN is the greatest
+        if (random := batch.random) is not None:
+            tokens[random.rows] = draw(
+                logits[random.rows],
+                random.table,
+                random.uniforms[step],
+                has_min_p=random.has_min_p,
+                has_filters=random.has_filters,
+            )
+        if batch.penalties is not None:
+            self._penalties.count(batch.penalties, tokens)
+        logprobs = None
+        if raw is not None and batch.logprob_rows is not None:
+            logprobs = pick_logprobs(raw, tokens[batch.logprob_rows], max(batch.num_top_logprobs))
+        return Sampled(tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN), logprobs)
+
+    def _additions(self, requests: Sequence[RequestState], num_steps: int) -> list[_Additions | None]:
+        """Bad words are judged by the tokens that the host knows: where that matters, only the first step counts."""
+        known, self._constants = self._constants, {}
+        in_all: list[_RowAdditions] = []
+        may_not_end: list[int] = []
+        for row, request in enumerate(requests):
+            if request.params.logit_bias or _may_not_end(request, 0):
+                constants = self._constants[request] = known.get(request) or _Constants.of(request)
+                in_all.append(_RowAdditions(row, constants.bias_tokens, constants.bias))
+            if _may_not_end(request, 0):
+                may_not_end.append(row)
+            if isinstance(request.token_filter, RuleFilter):
+                words = request.token_filter.forbidden_after(request.token_ids, request.num_prompt_tokens)
+                in_all.append(_RowAdditions.forbid(row, words))
+        if not may_not_end:
+            return [self._send(in_all)] * num_steps
+        steps = []
+        for step in range(num_steps):
+            rows = [row for row in may_not_end if _may_not_end(requests[row], step)]
+            ends = [_RowAdditions.forbid(row, self._constants[requests[row]].end_tokens) for row in rows]
+            steps.append(self._send([*in_all, *ends]))
+        return steps
+
+    def _send(self, parts: list[_RowAdditions]) -> _Additions | None:
+        sizes = [len(part.tokens) for part in parts]
+        if not any(sizes):
+            return None
+        return _Additions(
+            rows=send(torch.from_numpy(np.repeat([part.row for part in parts], sizes)), self._device),
+            tokens=send(torch.from_numpy(np.concatenate([part.tokens for part in parts])), self._device),
+            values=send(torch.from_numpy(np.concatenate([part.values for part in parts])), self._device),
+        )
+
+    def _refused(self, requests: Sequence[RequestState]) -> dict[int, torch.Tensor]:
+        return {
+            row: refused
+            for row, request in enumerate(requests)
+            if isinstance(request.token_filter, RuleFilter)
+            and (refused := request.token_filter.rules.refused_on(self._device)) is not None
+        }
+
+    def _random_rows(self, requests: Sequence[RequestState], num_steps: int) -> _RandomRows | None:
+        rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
+        if not rows:
+            return None
+        drawing = [requests[row] for row in rows]
+        table = send(draw_table(drawing, num_steps), self._device)
+        return _RandomRows(
+            rows=to_device(rows, torch.int64, self._device),
+            table=table,
+            uniforms=table[-num_steps:],
+            has_min_p=any(request.params.min_p for request in drawing),
+            has_filters=any(is_filtered(request.params) for request in drawing),
+        )
+
+
+def _may_not_end(request: RequestState, step: int) -> bool:
+    """Whether at that step of a launch the request is below its min_tokens, and has tokens that would end it."""
+    return bool(request.end_token_ids) and request.num_output_tokens + step < request.min_tokens
+
+
+def _as_array(token_ids: Collection[int]) -> TokenIds:
+    return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))

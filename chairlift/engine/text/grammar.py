@@ -1,0 +1,137 @@
+"""Grammars are compiled on the text side, each once however many sequences and requests share it.
+
+llguidance does the work. A grammar is tried out in a process that may die of it (`rehearsal`), then compiled here, in a
+few threads of their own, so that a slow one delays no other request.
+"""
+
+import json
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
+from chairlift.engine.sampling.masks import TokenGrammar, Workers
+from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, try_out
+from chairlift.engine.text.tokenizer import Vocabulary
+from chairlift.errors import GrammarsBusy, InvalidGrammar
+from chairlift.params import StructuredOutputs
+
+logger = logging.getLogger(__name__)
+
+_NUM_THREADS = 4
+_MAX_UNFINISHED = 64  # grammars that are compiled or wait for it
+_MAX_CACHE_BYTES = 2**27
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary. Its methods may be called from any thread."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._rehearsal = Rehearsal(self._settings)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chairlift-compiler")
+        self._lock = threading.Lock()
+        self._workers: list[Workers] = []  # one, from the first grammar on
+        self._unfinished: dict[str, Future[CompiledGrammar]] = {}
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the least recently used comes first
+        self._end = weakref.finalize(self, _end, self._threads, self._rehearsal, self._workers)
+        if not IS_POSSIBLE:
+            logger.warning("grammars are compiled without a process of their own, because this system has no fork")
+
+    def compile(self, outputs: StructuredOutputs) -> "Future[CompiledGrammar]":
+        """What others may be compiling, or have compiled. Its exception may be `InvalidGrammar` or `GrammarsBusy`.
+
+        The future is shared: do not cancel it. Raises `GrammarsBusy` if too many grammars are being compiled or no
+        thread can be started.
+        """
+        key = _as_json(outputs)
+        with self._lock:
+            known = self._cache.pop(key, None)
+            if known is not None and not known.is_broken:
+                self._keep(key, known)
+                done: Future[CompiledGrammar] = Future()
+                done.set_result(known)
+                return done
+            if key not in self._unfinished:
+                if len(self._unfinished) >= _MAX_UNFINISHED:
+                    raise GrammarsBusy(f"{_MAX_UNFINISHED} other grammars are being compiled")
+                try:
+                    self._unfinished[key] = self._threads.submit(self._compile_and_keep, key)
+                except RuntimeError as error:  # no thread; what was submitted may still run, and is then kept
+                    raise GrammarsBusy(str(error)) from error
+            return self._unfinished[key]
+
+    def start(self, compiled: CompiledGrammar) -> TokenGrammar:
+        """A sequence's state in it."""
+        return TokenGrammar(compiled, self._workers[0])
+
+    def new_grammar(self, outputs: StructuredOutputs) -> TokenGrammar:
+        """Compiles it and waits. Raises `InvalidGrammar` or `GrammarsBusy`."""
+        return self.start(self.compile(outputs).result())
+
+    def close(self) -> None:
+        """Ends threads and process; pending grammars fail with `GrammarsBusy`, running sequences get no more masks."""
+        self._end()
+        self._threads.shutdown()
+
+    def _compile_and_keep(self, key: str) -> CompiledGrammar:
+        try:
+            compiled = self._compile(key)
+            with self._lock:
+                self._keep(key, compiled)
+            return compiled
+        finally:
+            with self._lock:
+                self._unfinished.pop(key, None)
+
+    def _keep(self, key: str, compiled: CompiledGrammar) -> None:
+        """The one that was asked for last is kept in any case. They grow while they are used."""
+        self._cache[key] = compiled
+        num_bytes = sum(each.num_bytes for each in self._cache.values())
+        while num_bytes > _MAX_CACHE_BYTES and len(self._cache) > 1:
+            _, evicted = self._cache.popitem(last=False)
+            num_bytes -= evicted.num_bytes
+
+    def _compile(self, key: str) -> CompiledGrammar:
+        tokenizer = self._vocabulary.load()
+        if tokenizer is None:
+            raise InvalidGrammar(f"llguidance cannot read this model's kind of tokenizer: {self._vocabulary.problem}")
+        try:
+            with self._lock:
+                if not self._workers:
+                    self._workers.append(Workers(tokenizer))
+            verdict = (
+                self._rehearsal.perform(key) if IS_POSSIBLE else try_out(tokenizer, json.loads(key), PARSER_LIMITS)
+            )
+        except (OSError, RuntimeError) as error:  # no process or no thread
+            raise GrammarsBusy(str(error)) from error
+        if verdict.error is not None:
+            problem = explain(verdict.error)
+            raise InvalidGrammar(problem.reason, problem.line if verdict.has_own_lines else None)
+        compiled = CompiledGrammar(tokenizer, verdict.source, verdict.num_bytes + 2 * len(verdict.source) + len(key))
+        if compiled.matcher.is_error():
+            raise InvalidGrammar(explain(compiled.matcher.get_error()).reason)
+        return compiled
+
+    def _settings(self) -> bytes:
+        """What the helper process needs to know."""
+        return b'{"limits": %b, "tokenizer": %b}' % (json.dumps(PARSER_LIMITS).encode(), self._vocabulary.description)
+
+
+def _as_json(outputs: StructuredOutputs) -> str:
+    """What tells it from others, and all that is needed to compile it."""
+    fields = {name: getattr(outputs, name) for name in ("json", "regex", "choice", "grammar")}
+    try:
+        return json.dumps(fields)
+    except RecursionError as error:
+        raise InvalidGrammar(TOO_LARGE) from error
+
+
+def _end(threads: ThreadPoolExecutor, rehearsal: Rehearsal, workers: list[Workers]) -> None:
+    """Not a method: it is called when the compiler is garbage."""
+    threads.shutdown(wait=False)
+    rehearsal.close()
+    for each in workers:
+        each.close()

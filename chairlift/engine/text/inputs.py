@@ -1,0 +1,337 @@
+"""From what a caller writes to what the engine runs: tokenize, check, fill in what was left open.
+
+Nothing here needs the event loop, and nothing should run on it. Whatever is too long is refused before work goes into
+it.
+"""
+
+import json
+import random
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from chairlift.config import ResolvedConfig
+from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
+from chairlift.engine.sampling.token_rules import Automaton, PatternWatch, RuleFilter, TokenRules, compile_rules
+from chairlift.engine.text.grammar import GrammarCompiler
+from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, Vocabulary, strings_in, too_long
+from chairlift.errors import CheckpointError, InvalidRequest
+from chairlift.models.checkpoint import find_directory
+from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
+from chairlift.scheduler import Request
+
+Prompt = str | list[int]
+
+DEFAULT_CHAT = ChatOptions()
+
+MAX_TOKENIZED = 2**19
+"""Characters of a text for `tokenize`, and tokens for `decode`."""
+
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_TOOLS_PER_MESSAGES = 4  # templates may show little of a tool, so tools may be so many times as long as messages
+_MIN_TOOL_CHARACTERS = 2**18
+_NUM_PREPARED = 4
+
+
+class StopStrings:
+    """The stop strings of a request: prepared once, off the event loop, for all of its choices."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.automaton = Automaton([list(map(ord, stop)) for stop in stops])
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedParams:
+    """What takes time to make of parameters; all prompts with the same ones share it."""
+
+    params: SamplingParams
+    stops: StopStrings
+    rules: TokenRules | None
+
+
+class TextWatcher(Protocol):
+    """Reads one choice's text as it grows."""
+
+    def push(self, text: str) -> bool:
+        """Takes new text. True: the choice ends here, as at a stop string."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How a choice's tokens become text, and where that ends, beside what SamplingParams says."""
+
+    new_watcher: Callable[[], TextWatcher] | None = None  # called once per choice
+    shown_tokens: tuple[str, ...] = ()  # special tokens that are part of the text, by name
+
+
+DEFAULT_TEXT = TextOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A checked prompt and the sequences, one per choice, that continue it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    requests: list[Request]
+    stops: StopStrings
+    text_options: TextOptions = DEFAULT_TEXT
+
+
+class InputProcessor:
+    """Makes `Generation`s. InvalidRequest says what to change; nothing reaches the engine then."""
+
+    def __init__(self, config: ResolvedConfig, vocab_size: int) -> None:
+        directory = find_directory(config.model)
+        self.tokenizer = Tokenizer(find_directory(config.tokenizer or config.model), config.chat_template)
+        self.max_seq_len = config.max_seq_len
+        self._capacity = config.max_batch_size + config.max_queue_size
+        self._vocab_size = vocab_size
+        self._serials = count()
+        self._prepared: dict[int, _PreparedParams] = {}  # the last few, by identity
+        self._lock = threading.Lock()
+        self._seeds = random.Random(config.seed)
+        generation_config = _read_json(directory / "generation_config.json")
+        eos = _eos_token_ids(generation_config, directory, self.tokenizer)
+        # A tokenizer may have more tokens than the model has rows; those are never sampled.
+        self._eos_token_ids = frozenset(token for token in eos if 0 <= token < vocab_size)
+        self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
+        self.grammars = GrammarCompiler(self.vocabulary)
+        self.default_params = _default_params(generation_config, directory)
+        self.default_chat_params = self.default_params.model_copy(update={"max_tokens": None})
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        param: str = "prompt",
+        options: RequestOptions = DEFAULT_OPTIONS,
+        text_options: TextOptions = DEFAULT_TEXT,
+        compiled: CompiledGrammar | None = None,
+    ) -> Generation:
+        """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json).
+
+        `param` is the field that the prompt came from, for the errors that name it. `compiled`: the grammar that params
+        ask for; None: it is compiled here.
+        """
+        params = params or self.default_params
+        if params.n > self._capacity:
+            raise InvalidRequest(f"n is {params.n}, and at most {self._capacity} requests can run and wait here", "n")
+        token_ids = self._truncate(self._tokenize(prompt, params), params)
+        max_tokens = self._check_lengths(token_ids, params, param)
+        self._check_vocabulary(token_ids, param)
+        prepared = self._prepare_params(params)
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            self.vocabulary.load()  # here, off the event loop
+        if compiled is None and params.structured_outputs is not None:
+            compiled = self.grammars.compile(params.structured_outputs).result()
+        serial = next(self._serials)  # the engine's ids are its own: a caller may use one twice
+        first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        rules, repetition = prepared.rules, params.repetition_detection
+        prompt_token_ids = tuple(token_ids)  # the list is the caller's
+        requests = [
+            Request(
+                f"{request_id}-{serial}-{index}",
+                prompt_token_ids,
+                params,
+                max_tokens,
+                first_seed + index,
+                self._eos_token_ids,
+                new_grammar=None if compiled is None else partial(self.grammars.start, compiled),
+                prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # they are the same for all
+                options=options,
+                new_token_filter=None if rules is None else partial(RuleFilter, rules),
+                new_repetition_watch=None if repetition is None else partial(PatternWatch, repetition),
+            )
+            for index in range(params.n)
+        ]
+        text = prompt if isinstance(prompt, str) else None
+        return Generation(request_id, text, token_ids, params, requests, prepared.stops, text_options)
+
+    def close(self) -> None:
+        """Ends the threads and the process that grammars need."""
+        self.grammars.close()
+
+    def encode_chat(
+        self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT, truncates: bool = False
+    ) -> list[int]:
+        """Token ids of a conversation in the model's chat template. InvalidRequest if the template refuses it.
+
+        `truncates`: `prepare` is going to keep only the end of it (`truncate_prompt_tokens`), so it may be longer than
+        a sequence; else ContextLengthExceeded.
+        """
+        if not isinstance(messages, Sequence) or not all(isinstance(message, dict) for message in messages):
+            raise InvalidRequest("messages must be a list of {'role': ..., 'content': ...}", "messages")
+        if not messages:
+            raise InvalidRequest("messages is empty; give at least one message", "messages")
+        if not truncates:
+            most = self.max_seq_len * self.tokenizer.longest_token
+            self._check_characters(messages, most, "messages")
+            self._check_characters(options.tools, max(_TOOLS_PER_MESSAGES * most, _MIN_TOOL_CHARACTERS), "tools")
+        try:
+            return self.tokenizer.encode_chat(messages, options, self.max_seq_len, truncates)
+        except RecursionError as error:
+            raise InvalidRequest("messages: the content is nested too deeply", "messages") from error
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text for their own sake: it may be longer than a prompt, up to MAX_TOKENIZED characters."""
+        if len(text) > MAX_TOKENIZED:
+            raise InvalidRequest(
+                f"prompt: a text of {len(text)} characters is too long to be tokenized at once; send at most"
+                f" {MAX_TOKENIZED}",
+                "prompt",
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included. InvalidRequest if one is not in the vocabulary."""
+        if len(token_ids) > MAX_TOKENIZED:
+            raise InvalidRequest(f"tokens: {len(token_ids)} are too many; send at most {MAX_TOKENIZED}", "tokens")
+        self._check_vocabulary(token_ids, "tokens")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _check_characters(self, given: object, most: int, param: str) -> None:
+        """Refuses what is far longer than a prompt can be, without a look at the text itself."""
+        num_characters = 0
+        for text in strings_in(given):
+            num_characters += len(text) + 1  # many empty ones are too long, too
+            if num_characters > most:
+                what = f"your {param} have more than {most} characters. Please reduce their length."
+                raise too_long(self.max_seq_len, what, param)
+
+    def _prepare_params(self, params: SamplingParams) -> _PreparedParams:
+        """Checks them, and makes what the prompts that follow with the same object need not make again."""
+        with self._lock:
+            prepared = self._prepared.get(id(params))
+        if prepared is None:
+            self._check_vocabulary(params.logit_bias, "logit_bias")
+            self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
+            self._check_vocabulary(params.allowed_token_ids or (), "allowed_token_ids")
+            rules = compile_rules(params, self._encode_word, self._vocab_size)
+            self._check_something_can_be_sampled(params, rules)
+            prepared = _PreparedParams(params, StopStrings(params.stop), rules)
+            with self._lock:
+                self._prepared[id(params)] = prepared  # which keeps that object, so that no other can have its id
+                while len(self._prepared) > _NUM_PREPARED:
+                    del self._prepared[next(iter(self._prepared))]
+        return prepared
+
+    def _encode_word(self, word: str) -> list[int]:
+        return self.tokenizer.encode(word, add_special_tokens=False, param="bad_words")
+
+    def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("the prompt is empty; give at least one character", "prompt")
+            return self.tokenizer.encode(prompt, max_tokens=self.max_seq_len, keeps_end=params.truncates_prompt)
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise InvalidRequest("a prompt is a string or a list of token ids", "prompt")
+        return prompt
+
+    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """The last tokens of a prompt, as `truncate_prompt_tokens` has it."""
+        num_kept = params.truncate_prompt_tokens
+        if num_kept is None:
+            return token_ids
+        if num_kept == 0:
+            raise InvalidRequest("truncate_prompt_tokens is 0, which leaves no prompt", "truncate_prompt_tokens")
+        if num_kept == -1:
+            num_for_answer = 1 if params.is_max_tokens_open else params.max_tokens or 0
+            num_kept = max(1, self.max_seq_len - max(num_for_answer, params.min_tokens))
+        return token_ids[-num_kept:]
+
+    def _check_lengths(self, token_ids: list[int], params: SamplingParams, param: str) -> int:
+        """`max_tokens`, resolved: it fits beside the prompt."""
+        size, room = len(token_ids), self.max_seq_len - len(token_ids)
+        if not size:
+            raise InvalidRequest("the prompt is empty; give at least one token", param)
+        num_for_answer = 0 if params.max_tokens == 0 else 1
+        if room < num_for_answer:
+            beside = " beside at least 1 for the answer" if num_for_answer else ""
+            what = f"your {param} resulted in {size} tokens, {num_for_answer - room} too many{beside}."
+            raise too_long(self.max_seq_len, f"{what} Please reduce the length of the {param}.", param)
+        max_tokens = 0 if params.is_max_tokens_open else params.max_tokens or 0
+        hints = {"max_tokens": "max_tokens, or leave max_tokens out", "min_tokens": "min_tokens"}
+        for name, wanted in (("max_tokens", max_tokens), ("min_tokens", params.min_tokens)):
+            if wanted > room:
+                what = f"{name} {wanted} does not fit beside the prompt of {size} tokens, which leaves {room}."
+                advice = f"Please reduce the length of the prompt or {hints[name]}."
+                raise too_long(self.max_seq_len, f"{what} {advice}", name)
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _check_vocabulary(self, token_ids: Collection[int], param: str) -> None:
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
+            wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
+            raise InvalidRequest(
+                f"{param}: token id {wrong} is not in the model's vocabulary [0, {self._vocab_size})", param
+            )
+
+    def _check_something_can_be_sampled(self, params: SamplingParams, rules: TokenRules | None) -> None:
+        """Beside a grammar, whose next tokens are known only then."""
+        ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        if not params.min_tokens or params.structured_outputs is not None:
+            ends = set()
+        if len(ends) == self._vocab_size:
+            raise InvalidRequest("with every token an end token, min_tokens cannot be reached", "stop_token_ids")
+        words = [] if rules is None or rules.bad_words is None else rules.bad_words.single.tolist()
+        if params.allowed_token_ids is not None and ends.union(words).issuperset(params.allowed_token_ids):
+            raise InvalidRequest(
+                "no token of allowed_token_ids can be sampled: each is a bad word, or an end token below min_tokens",
+                "allowed_token_ids",
+            )
+        if len(ends.union(words)) == self._vocab_size:
+            raise InvalidRequest("bad_words leave no token that can be sampled", "bad_words")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return parsed
+
+
+def _eos_token_ids(generation_config: dict[str, Any], directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """End tokens, one or several: of generation_config.json, else of config.json, else the tokenizer's."""
+    eos = generation_config.get("eos_token_id")
+    if eos is None:
+        eos = _read_json(directory / "config.json").get("eos_token_id")
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    if eos is None:
+        return frozenset()
+    listed = eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int for token in listed):
+        raise CheckpointError(
+            f"{directory}: eos_token_id in generation_config.json or config.json must be a token id or a list of them,"
+            f" not {eos!r}"
+        )
+    return frozenset(listed)
+
+
+def _default_params(generation_config: dict[str, Any], directory: Path) -> SamplingParams:
+    """A checkpoint's sampling defaults. `do_sample: false`, where it is written, means greedy."""
+    fields = {name: generation_config[name] for name in _SAMPLING_FIELDS if generation_config.get(name) is not None}
+    if generation_config.get("do_sample") is False:
+        fields["temperature"] = 0.0
+    try:
+        return SamplingParams(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{directory / 'generation_config.json'}: {first['loc'][0]}: {first['msg']}") from error

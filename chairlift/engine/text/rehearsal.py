@@ -1,0 +1,337 @@
+"""Grammars are compiled first where nothing is lost if that goes wrong: in a child of a helper process, under limits.
+
+llguidance compiles in native code what strangers write. Deep nesting overflows its stack, and small texts can take
+minutes or gigabytes; its own limits do not stop all of that, and inside the server each would end the server. So this
+file is also a program, which the server starts by its path: it imports llguidance and nothing of ours, and forks a
+child for every grammar, with limits of processor time, memory and stack. Only what a child survived is compiled in the
+server.
+
+The program's standard input is a socket through which it gets one more socket for everything that it is to do: first
+for its settings (the keyword arguments of `LLTokenizer` and the parser's limits), then one per grammar. A child reads
+the fields of a `StructuredOutputs` from its socket and answers with `_BEGUN` and, if it survives, a `Verdict`, in JSON.
+The program ends when its standard input does, so also when the server is killed. Where there is no fork
+(Windows), `IS_POSSIBLE` is false, and llguidance's own limits have to do.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+IS_POSSIBLE = hasattr(os, "fork") and find_spec("resource") is not None
+
+_USUAL_CPU_S = 0.05  # of a child; then it yields to the requests that are served
+_MAX_CPU_S = 0.5  # the largest honest grammars take 0.1
+_NICENESS = 10
+_MAX_BYTES = 2**27  # that a child may add to what it was born with
+_MAX_STACK_BYTES = 2**21  # or half of what the server's threads have; to use what was built takes a quarter
+_MAX_S = 20  # of a child; the machine may be busy
+_ANSWER_S = 60.0
+_NUM_TOKENS = 2  # taken on trial: some limits are noticed only behind the first mask
+_BEGUN = b" "
+
+_OVERFLOW = "recursion limit exceeded"  # llguidance's words, also for a child that did not survive
+# As Python's json.dumps writes it. Free whitespace would let a weak model write blanks until its tokens run out.
+_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark's rules have a single colon
+_SPECIAL_IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a rehearsal: what llguidance is to compile, or its error."""
+
+    source: str = ""
+    num_bytes: int = 0  # that it took
+    error: str | None = None
+    has_own_lines: bool = False  # the lines that the error counts are those that the client wrote
+
+
+class Rehearsal:
+    """Rehearses grammars in a helper process, which starts when first needed and again if it dies. Thread-safe."""
+
+    def __init__(self, read_settings: Callable[[], bytes]) -> None:
+        """`read_settings`: JSON with `tokenizer` and `limits`; called when the process starts."""
+        self._read_settings = read_settings
+        self._lock = threading.Lock()
+        self._helper: _Helper | None = None
+        self._is_closed = False
+
+    def perform(self, outputs: str) -> Verdict:
+        """Waits for the verdict on the fields of a `StructuredOutputs`, as JSON. OSError without a process."""
+        answer = self._usable_helper().ask(outputs.encode())
+        if not answer and not self._is_closed:  # it died, perhaps by an operator's hand
+            answer = self._usable_helper().ask(outputs.encode())
+        if self._is_closed:
+            raise ChildProcessError("the grammar compiler was closed")
+        if not answer:
+            raise ChildProcessError("the process that compiles grammars died")
+        if answer == _BEGUN:  # the child overflowed its stack, found no memory, or its time was up
+            return Verdict(error=_OVERFLOW)
+        reply = json.loads(answer)
+        if "failure" in reply:
+            raise ChildProcessError(reply["failure"])
+        return Verdict(**reply)
+
+    def close(self) -> None:
+        """Ends the process and its children; pending calls of `perform` fail."""
+        with self._lock:
+            self._is_closed = True
+            if self._helper is not None:
+                self._helper.kill()
+
+    def _usable_helper(self) -> "_Helper":
+        with self._lock:
+            if self._is_closed:
+                raise ChildProcessError("the grammar compiler was closed")
+            if self._helper is not None and self._helper.process.poll() is not None:
+                logger.warning("the process that compiles grammars died; it is started again")
+                self._helper.kill()
+                self._helper = None
+            if self._helper is None:
+                self._helper = _Helper(self._read_settings())
+            return self._helper
+
+
+class _Helper:
+    """The program of this file, running."""
+
+    def __init__(self, settings: bytes) -> None:
+        import llguidance
+
+        package = Path(llguidance.__file__).parent.parent
+        self._lock = threading.Lock()  # of the socket, which must not be closed while it is used
+        self._control, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", __file__, str(package)],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # or a thread reserves memory that counts as used
+                    start_new_session=True,  # a Ctrl-C is for the server
+                )
+        except OSError:
+            self._control.close()
+            raise
+        with suppress(OSError):  # it died; `ask` will find out
+            self._send(settings).close()
+
+    def ask(self, message: bytes) -> bytes:
+        """Waits for the whole answer. It is empty if the process died before it had a child for this."""
+        try:
+            with self._send(message) as connection:
+                return _read_all(connection)
+        except TimeoutError as error:
+            self.kill()
+            raise ChildProcessError("the process that compiles grammars does not answer") from error
+        except OSError:  # it died, or was closed
+            self.kill()
+            return b""
+
+    def kill(self) -> None:
+        """Ends the process and its children. From any thread, also twice."""
+        with self._lock:
+            self._control.close()
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def _send(self, message: bytes) -> socket.socket:
+        """The connection on which the answer comes."""
+        connection, theirs = socket.socketpair()
+        try:
+            connection.settimeout(_ANSWER_S)
+            with theirs, self._lock:
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            connection.sendall(message)
+            connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    """Reads until the other side has shut down its half."""
+    with connection.makefile("rb") as stream:
+        return stream.read()
+
+
+# --- the program
+
+
+def main() -> None:
+    """Reads the settings, then forks a child for each socket that comes."""
+    sys.path.append(sys.argv[1])
+    from llguidance import LLTokenizer
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps the children
+    control = socket.socket(fileno=0)
+    tokenizer, limits = None, {}
+    while (connection := _next_connection(control)) is not None:
+        with connection:
+            if tokenizer is None:
+                settings = json.loads(_read_all(connection))
+                tokenizer, limits = LLTokenizer(**settings["tokenizer"]), settings["limits"]
+                continue
+            try:
+                pid = os.fork()
+            except OSError as error:
+                _answer(connection, {"failure": f"no process to compile a grammar: {error}"})
+                continue
+            if pid == 0:
+                _perform(tokenizer, limits, connection)
+
+
+def _next_connection(control: socket.socket) -> socket.socket | None:
+    message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    return socket.socket(fileno=descriptors[0]) if message else None
+
+
+def _answer(connection: socket.socket, reply: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(reply).encode())
+
+
+def _perform(tokenizer: "LLTokenizer", limits: dict[str, Any], connection: socket.socket) -> None:
+    """The child's whole life."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+
+    def compile_it() -> None:
+        try:
+            verdict = try_out(tokenizer, json.loads(message), limits)
+        except MemoryError:
+            verdict = Verdict(error=_OVERFLOW)
+        _answer(connection, asdict(verdict))
+        os._exit(0)
+
+    try:
+        connection.sendall(_BEGUN)
+        message = _read_all(connection)
+        _limit()
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        _limit_time(thread)
+        thread.join()
+    finally:
+        with suppress(OSError):
+            _answer(connection, {"failure": "no thread to compile a grammar"})
+        os._exit(1)
+
+
+def _limit() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sizes = Path("/proc/self/statm")
+    if sizes.exists():  # elsewhere (macOS) memory has no limit that would be obeyed
+        most = int(sizes.read_text().split()[0]) * resource.getpagesize() + _MAX_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    usual, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    of_threads = 2**21 if usual == resource.RLIM_INFINITY else usual  # what the C library then gives a thread
+    threading.stack_size(min(_MAX_STACK_BYTES, max(of_threads // 2, 2**16)))
+    resource.setrlimit(resource.RLIMIT_CPU, (2, 2))  # in case nothing else works
+
+
+def _limit_time(thread: threading.Thread) -> None:
+    def go_on_slowly(*_: object) -> None:
+        if sys.platform == "linux":  # where it is a thread that has a priority
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, _NICENESS)
+        else:
+            os.nice(_NICENESS)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
+        signal.setitimer(signal.ITIMER_PROF, _MAX_CPU_S - _USUAL_CPU_S)
+
+    signal.signal(signal.SIGPROF, go_on_slowly)
+    signal.setitimer(signal.ITIMER_PROF, _USUAL_CPU_S)
+    signal.alarm(_MAX_S)  # which ends the process
+
+
+# --- what the child does
+
+
+def try_out(tokenizer: "LLTokenizer", outputs: dict[str, Any], limits: dict[str, Any]) -> Verdict:
+    """Compiles the fields of a `StructuredOutputs`, computes a mask and takes a token or two, in this process."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        source = _to_source(outputs)
+    except RecursionError:
+        return Verdict(error=_OVERFLOW)
+    except Exception as error:  # the converters raise whatever they run into
+        return Verdict(error=str(error))
+    num_bytes = _num_allocated_bytes()
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**limits))
+    for _ in range(_NUM_TOKENS):
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_stopped() or not allowed or not matcher.consume_token((allowed & -allowed).bit_length() - 1):
+            break
+    if matcher.is_error():
+        return Verdict(error=matcher.get_error(), has_own_lines=_is_lark(outputs["grammar"]))
+    return Verdict(source, max(0, _num_allocated_bytes() - num_bytes))
+
+
+def _to_source(outputs: dict[str, Any]) -> str:
+    """What llguidance compiles."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if outputs["regex"] is not None:
+        return LLMatcher.grammar_from_regex(outputs["regex"])
+    if outputs["choice"] is not None:
+        return LLMatcher.grammar_from_regex("|".join(map(_escape, outputs["choice"])))
+    if outputs["grammar"] is not None:
+        grammar = outputs["grammar"]
+        return LLMatcher.grammar_from_lark(grammar if _is_lark(grammar) else gbnf_to_lark(grammar))
+    schema = {"type": "object"} if outputs["json"] is None else outputs["json"]
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE)
+
+
+def _is_lark(grammar: str | None) -> bool:
+    return grammar is not None and not _GBNF_RULE.search(grammar)
+
+
+def _escape(text: str) -> str:
+    """A regular expression that only this text matches. (Not `re.escape`: the dialect is Rust's.)"""
+    return _SPECIAL_IN_REGEX.sub(lambda match: "\\" + match[0], text)
+
+
+class _MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h: ten numbers."""
+
+    _fields_: ClassVar = [("numbers", ctypes.c_size_t * 10)]
+
+
+def _num_allocated_bytes() -> int:
+    """Memory in use, whether new or used before; 0 where the C library does not tell (it is not glibc)."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo2.restype = _MallocInfo
+    numbers = mallinfo2().numbers
+    return int(numbers[4]) + int(numbers[7])  # hblkhd: in mapped blocks; uordblks: in others
+
+
+if __name__ == "__main__":
+    main()

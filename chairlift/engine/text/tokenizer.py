@@ -1,0 +1,348 @@
+"""Text to token ids and back: transformers' tokenizers and chat templates, and the bytes behind each token.
+
+What a conversation says is text, also where it spells a special token: such a token ends a turn, so only the template
+may write it, unless a request asks otherwise (`ChatOptions.parse_special_tokens`).
+"""
+
+import inspect
+import json
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from llguidance import LLTokenizer
+from tokenizers import Tokenizer as BackendTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest
+
+_NO_LIMIT = 10**30
+_RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+# What templates raise about roles and shapes that they do not know, or when they take too much memory.
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError)
+_MAX_REASON = 1000
+_PRIVATE_USE = range(0xE000, 0xF900)  # characters
+# Stands before a piece that is encoded by itself and does not begin the text; see `Tokenizer._encode_pieces`.
+_GLUE = "\n"
+
+Message = dict[str, Any]
+"""One chat message: at least `role` and `content`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a conversation is rendered."""
+
+    tools: list[dict[Any, Any] | Callable[..., Any]] = field(default_factory=list)  # in OpenAI's shape
+    add_generation_prompt: bool = True  # end with the beginning of the assistant's turn
+    continue_final_message: bool = False  # leave the last message open instead
+    template_arguments: dict[str, Any] = field(default_factory=dict)  # variables of the model's own template
+    parse_special_tokens: bool = False  # text that spells a special token is that token, as if the template wrote it
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template. Its methods may be called from any thread."""
+
+    def __init__(self, directory: Path, chat_template_file: str | None = None) -> None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        except Exception as error:  # whatever transformers raises is about the files
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if "custom code" in reason:
+                reason += " Chairlift runs no code that a checkpoint brings."
+            raise CheckpointError(f"{directory} has no tokenizer that can be loaded: {reason}") from error
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise CheckpointError(f"{directory} has no fast tokenizer (tokenizer.json)")
+        if chat_template_file is not None:
+            tokenizer.chat_template = _read_template(Path(chat_template_file))
+        tokenizer.model_max_length = _NO_LIMIT  # lengths are checked against the slot, with a clearer message
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        added = self.backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._specials = _SpecialTokens({added[token_id].content for token_id in self._special_ids})
+        self._token_texts: dict[int, str] = {}
+
+    @property
+    def backend(self) -> BackendTokenizer:
+        """The tokenizers library's object, which incremental decoding needs."""
+        backend: BackendTokenizer = self._tokenizer.backend_tokenizer
+        return backend
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    @property
+    def chat_template(self) -> str:
+        """The template's text; empty if there is none."""
+        template = self._tokenizer.chat_template
+        return template if isinstance(template, str) else "\n".join((template or {}).values())
+
+    def describe(self) -> dict[str, Any]:
+        """Its class, special tokens and added tokens, in transformers' names; those that it has not are None."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        added = self.backend.get_added_tokens_decoder()
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            **{name: getattr(self._tokenizer, name) for name in names},
+            "added_tokens_decoder": {
+                token_id: {"content": token.content, "special": token.special} for token_id, token in added.items()
+            },
+        }
+
+    def entries(self, token_ids: Sequence[int]) -> list[str]:
+        """How the vocabulary writes each token: of some kinds not as text, such as "Ġthe" for " the"."""
+        return [self.backend.id_to_token(token) or "" for token in token_ids]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry of the vocabulary: a text has at least its length by this many tokens."""
+        return max(map(len, self.backend.get_vocab()), default=1)
+
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        max_tokens: int | None = None,
+        keeps_end: bool = False,
+    ) -> list[int]:
+        """Token ids of a text, by default with the special tokens (such as a beginning) that the model expects.
+
+        InvalidRequest about the field `param` if the text is not valid Unicode. ContextLengthExceeded if it is so long
+        that it must have more than `max_tokens`, whatever they are: that is found without looking at all of it.
+        `keeps_end`: of such a text the end is encoded instead, and no less than `max_tokens` of it.
+        """
+        if max_tokens is not None and len(text) > max_tokens * self.longest_token:
+            if not keeps_end:
+                raise _certainly_too_long(len(text), max_tokens, param)
+            text = text[-max_tokens * self.longest_token :]
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # what the library makes of half a surrogate pair
+            raise InvalidRequest(f"{param}: not valid Unicode text", param) from error
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """A token by itself, special ones by name. Remembered: the vocabulary bounds how many there are."""
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._token_texts[token_id]
+
+    def is_written(self, token_id: int) -> bool:
+        """Whether the token can appear in a decoded text: special and unknown ones do not, and change nothing there."""
+        return token_id not in self._special_ids and self.backend.id_to_token(token_id) is not None
+
+    def render_chat(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        """The prompt that the chat template makes of the messages."""
+        if not self.has_chat_template:
+            raise InvalidRequest("this model has no chat template; use completions, or set chat_template", "messages")
+        reserved = _RENDERING_ARGUMENTS.intersection(options.template_arguments)
+        if reserved:
+            raise InvalidRequest(f"chat_template_kwargs must not set {min(reserved)}", "chat_template_kwargs")
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=options.tools or None,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.template_arguments,
+            )
+        except _TEMPLATE_ERRORS as error:
+            reason = (str(error) or type(error).__name__)[:_MAX_REASON]
+            raise InvalidRequest(f"the chat template refuses these messages: {reason}", "messages") from error
+        return str(rendered)
+
+    def encode_chat(
+        self, messages: Sequence[Message], options: ChatOptions, max_tokens: int, keeps_end: bool = False
+    ) -> list[int]:
+        """Token ids of the rendered chat, whose special tokens the template writes itself. Limits as for `encode`."""
+        pieces = self._render_pieces(messages, options)
+        if len(pieces) == 1:
+            return self.encode(pieces[0], False, "messages", max_tokens, keeps_end)
+        length = sum(map(len, pieces))
+        if len(pieces) > max_tokens or length > max_tokens * self.longest_token:  # a piece has at least a token
+            if not keeps_end:
+                raise _certainly_too_long(length, max_tokens, "messages")
+            pieces = pieces[-max_tokens:]
+        return self._encode_pieces(pieces)
+
+    def _render_pieces(self, messages: Sequence[Message], options: ChatOptions) -> list[str]:
+        """The rendered chat, cut within each special token that the conversation spells, so that no piece holds one."""
+        rendered = self.render_chat(messages, options)
+        given = [*messages, options.tools, options.template_arguments]
+        if options.parse_special_tokens or not any(map(self._specials.are_in, strings_in(given))):
+            return [rendered]
+        cut = _unused_character([rendered, *strings_in(given)])
+
+        def render(in_answers: _SpecialTokens, elsewhere: _SpecialTokens) -> str:
+            marked = [
+                (in_answers if message.get("role") == "assistant" else elsewhere).cut(message, cut)
+                for message in messages
+            ]
+            tools, arguments = elsewhere.cut(options.tools, cut), elsewhere.cut(options.template_arguments, cut)
+            return self.render_chat(marked, replace(options, tools=tools, template_arguments=arguments))
+
+        marked = render(self._specials, self._specials)
+        if marked.replace(cut, "") != rendered:
+            # The template looks for some of these texts, such as a think block that it leaves out of earlier answers.
+            # What it looks for in answers stays as it is there.
+            none, texts = _SpecialTokens(()), self._specials.texts
+            looked_for = {
+                text
+                for text in texts
+                if text in self.chat_template and render(_SpecialTokens((text,)), none).replace(cut, "") != rendered
+            }
+            marked = render(_SpecialTokens(texts - looked_for), self._specials)
+        return [piece for piece in marked.split(cut) if piece]
+
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        """Token ids of one text, piece by piece: no token reaches from one piece into the next.
+
+        Some tokenizers put a space before the first word of whatever they encode. So that only the first piece gets
+        it, the others are encoded behind a character that is taken off again.
+        """
+        first, *others = pieces
+        try:
+            glue = self.backend.encode(_GLUE, add_special_tokens=False).ids
+            texts = [first, *(_GLUE + piece for piece in others)]
+            ids, *glued = (each.ids for each in self.backend.encode_batch(texts, add_special_tokens=False))
+            for piece, piece_ids in zip(others, glued, strict=True):
+                is_apart = piece_ids[: len(glue)] == glue
+                ids += piece_ids[len(glue) :] if is_apart else self.backend.encode(piece, add_special_tokens=False).ids
+        except TypeError as error:
+            raise InvalidRequest("messages: not valid Unicode text", "messages") from error
+        return list(ids)
+
+
+class _SpecialTokens:
+    """How special tokens are spelled, and where a text would be taken for one. Those of one character are left out."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self.texts = frozenset(text for text in texts if len(text) > 1)
+        spelled = "|".join(map(re.escape, sorted(self.texts, key=len, reverse=True))) or "(?!)"
+        self._anywhere = re.compile(spelled)
+        self._first_character = re.compile(f"(?=(?:{spelled})).", re.DOTALL)  # also where two overlap
+        self._beginnings = frozenset(text[:size] for text in self.texts for size in range(1, len(text)))
+        self._max_beginning = max(map(len, self._beginnings), default=0)
+
+    def are_in(self, text: str) -> bool:
+        """Whether it spells one, or ends with what could be the beginning of one."""
+        return self._anywhere.search(text) is not None or self._ends_open(text.rstrip())
+
+    def cut(self, value: Any, cut: str) -> Any:
+        """A copy of strings, lists and dicts with a character within all that spells one, and after a beginning of one
+        at the end: the template could put another string there that goes on with it.
+        """
+        if isinstance(value, str):
+            text = self._first_character.sub(f"\\g<0>{cut}", value)
+            end = len(text.rstrip())
+            return f"{text[:end]}{cut}{text[end:]}" if self._ends_open(text[:end]) else text
+        if isinstance(value, dict):
+            return {self.cut(key, cut): self.cut(each, cut) for key, each in value.items()}
+        return [self.cut(each, cut) for each in value] if isinstance(value, list | tuple) else value
+
+    def _ends_open(self, text: str) -> bool:
+        sizes = range(1, min(self._max_beginning, len(text)) + 1)
+        return any(text[-size:] in self._beginnings for size in sizes)
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings in lists and dicts, keys as well, however deeply they are nested."""
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            stack += value.keys()
+            stack += value.values()
+        elif isinstance(value, list | tuple):
+            stack += value
+
+
+def _unused_character(texts: Collection[str]) -> str:
+    """A private-use character that is in none of the texts."""
+    unused = set(map(chr, _PRIVATE_USE)).difference(*texts)
+    if not unused:
+        raise InvalidRequest("messages: they use every private-use character of Unicode; leave one out", "messages")
+    return min(unused)
+
+
+def too_long(max_seq_len: int, what: str, param: str) -> ContextLengthExceeded:
+    """The error about the field `param`, which says `what` is too long."""
+    start = f"This model's maximum context length is {max_seq_len} tokens."
+    return ContextLengthExceeded(f"{start} However, {what}", param)
+
+
+def _certainly_too_long(num_characters: int, max_tokens: int, param: str) -> ContextLengthExceeded:
+    what = f"your {param} of {num_characters} characters certainly takes more. Please reduce its length."
+    return too_long(max_tokens, what, param)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"chat_template {path} cannot be read: {error}") from error
+
+
+_BYTE_255 = ("ÿ", "<0xFF>")  # in the alphabets of byte-level and of byte-fallback tokenizers
+
+
+class Vocabulary:
+    """The bytes behind a model's tokens, as llguidance reads them from its tokenizer. Usable from any thread.
+
+    It is loaded when first needed, or before the server starts: a large vocabulary takes up to a second, in which no
+    other thread of the process runs.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Collection[int]) -> None:
+        """`size`: the number of tokens that the model has; the tokenizer may know more or fewer."""
+        self._tokenizer = tokenizer
+        self._size = size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._loaded: LLTokenizer | None = None
+        self.description = b""  # once loaded: the keyword arguments of `LLTokenizer`, as JSON
+        self.problem: ValueError | None = None  # why llguidance cannot read this kind of tokenizer
+
+    def load(self) -> LLTokenizer | None:
+        """llguidance's view of the tokenizer; None if there is a `problem`."""
+        with self._lock:
+            if not self.description:
+                backend = self._tokenizer.backend
+                arguments: dict[str, Any] = {
+                    "tokenizer": backend.to_str(),
+                    "n_vocab": max(self._size, backend.get_vocab_size(with_added_tokens=True)),
+                    "eos_token": self._eos_token_ids or None,
+                }
+                self.description = json.dumps(arguments).encode()  # now, rather than between requests
+                try:
+                    self._loaded = LLTokenizer(**arguments)
+                except ValueError as error:
+                    self.problem = error
+            return self._loaded
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text; the name of a special token."""
+        loaded = self.load()
+        if loaded is None:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        spelling: bytes = loaded.decode_bytes([token_id])
+        # llguidance marks special tokens with a byte 255, and so loses the token that is this byte.
+        if not spelling and self._tokenizer.backend.id_to_token(token_id) in _BYTE_255:
+            return b"\xff"
+        return spelling

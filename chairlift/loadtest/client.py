@@ -1,0 +1,234 @@
+"""One HTTP client for any OpenAI-compatible server: it lists models, and streams one reply into a record.
+
+A request never raises: whatever goes wrong is in its record. Times are `time.perf_counter()` seconds, taken
+once for each piece that the socket yields, before it is parsed.
+"""
+
+import json
+import sys
+from http import HTTPStatus
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+
+from chairlift.loadtest.config import BenchConfig
+from chairlift.loadtest.records import (
+    INCOMPLETE_STREAM,
+    BenchError,
+    RequestFailed,
+    RequestFailure,
+    RequestRecord,
+    one_line,
+)
+
+# What servers answer to a field they do not know: OpenAI's status, and FastAPI's.
+REFUSED_FIELD = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
+MAX_CONNECTIONS = 2**16
+IGNORE_EOS_HINT = "this server does not take ignore_eos: give --no-ignore-eos"
+CHAT_TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+
+
+def open_session(config: BenchConfig) -> aiohttp.ClientSession:
+    """A session with unbounded connections: the test itself decides how many are in flight."""
+    headers = {"Content-Type": "application/json"}
+    if config.api_key is not None:
+        headers["Authorization"] = f"Bearer {config.api_key.get_secret_value()}"
+    return aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=config.timeout),
+    )
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files: each request in flight takes one."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, MAX_CONNECTIONS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def first_model(session: aiohttp.ClientSession, url: str) -> str:
+    """The first model that the server at `url` lists. Raises `BenchError` if there is none."""
+    models_url = f"{url}/v1/models"
+    try:
+        async with session.get(models_url) as response:
+            body = await response.read()
+    except TimeoutError:
+        raise BenchError(f"{models_url} did not answer in time") from None
+    except aiohttp.ClientError as problem:
+        raise BenchError(f"cannot reach {url}: {one_line(str(problem))}") from None
+    if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise BenchError(f"{models_url} answered HTTP {response.status}: give the server's --api-key")
+    try:
+        return str(json.loads(body)["data"][0]["id"])
+    except (ValueError, TypeError, LookupError):
+        raise BenchError(
+            f"{models_url} answered HTTP {response.status} and no list of models ({response.content_type}): "
+            "is this an OpenAI-compatible server? If it only lacks that route, give --model"
+        ) from None
+
+
+class StreamClient:
+    """Posts bodies to one endpoint within an open session. The counts are over all its requests."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+        self.num_running = 0
+        self.num_chunks = 0
+
+    async def send(self, record: RequestRecord, body: bytes) -> str:
+        """Post a body now, follow its stream to the end into the record, and return the reply's text."""
+        reply = StreamedReply(record)
+        self.num_running += 1
+        record.sent_at = perf_counter()
+        try:
+            await self._stream(body, reply)
+        except RequestFailed as problem:
+            record.failure = problem.failure
+        except TimeoutError:
+            limit = self._session.timeout.total
+            record.failure = RequestFailure("timeout", f"no complete reply within {limit:g} s")
+        except aiohttp.ClientError as problem:
+            record.failure = RequestFailure("connection failed", one_line(str(problem)))
+        finally:
+            self.num_running -= 1
+        if record.failure is not None:
+            record.ended_at = perf_counter()
+        return "".join(reply.texts)
+
+    async def _stream(self, body: bytes, reply: "StreamedReply") -> None:
+        async with self._session.post(self._url, data=body) as response:
+            if response.status != HTTPStatus.OK:
+                raise _http_failure(response.status, await response.text(errors="replace"))
+            if response.content_type != "text/event-stream":
+                start = (await response.text(errors="replace"))[:80]
+                raise RequestFailed("not an event stream", f"{response.content_type}: {start}")
+            try:
+                async for piece in response.content.iter_any():
+                    self.num_chunks += reply.feed(piece, perf_counter())
+            except TimeoutError:
+                raise
+            except aiohttp.ClientError as problem:
+                raise RequestFailed(INCOMPLETE_STREAM, str(problem)) from None
+            reply.require_complete()
+
+
+class EventReader:
+    """Takes server-sent events apart, however their bytes were cut (WHATWG HTML, section 9.2).
+
+    Only `data` fields count. An event ends with a blank line; one that is cut off before that is never reported.
+    """
+
+    def __init__(self) -> None:
+        self._unfinished_line = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of each event that these bytes complete."""
+        lines = (self._unfinished_line + piece).split(b"\n")
+        self._unfinished_line = lines.pop()
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        return events
+
+
+class StreamedReply:
+    """Reads completions and chat chunks of one stream into a record, and keeps the text without reasoning.
+
+    A content chunk is one whose choice carries text (in a chat: content or reasoning). An empty text counts too, since
+    a token may have none to show yet (half a character), except where a chunk only announces the role or the finish
+    reason: servers that send those apart from tokens would gain a token by it. vLLM's own client counts them.
+    """
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+        self._reader = EventReader()
+        self._is_complete = False
+        self.texts: list[str] = []
+
+    def feed(self, piece: bytes, arrived_at: float) -> int:
+        """How many content chunks these bytes complete. Raises `RequestFailed` on an error or on what is no chunk."""
+        num_before = len(self._record.chunk_times)
+        for event in self._reader.feed(piece):
+            self._take(event, arrived_at)
+        return len(self._record.chunk_times) - num_before
+
+    def require_complete(self) -> None:
+        """Called at the end of the stream; raises `RequestFailed` if that came too early."""
+        num_chunks = len(self._record.chunk_times)
+        if not self._is_complete:
+            message = f"ended after {num_chunks} chunks with neither finish reason nor [DONE]"
+            raise RequestFailed(INCOMPLETE_STREAM, message)
+        if not num_chunks:
+            raise RequestFailed(INCOMPLETE_STREAM, "ended without a single token")
+
+    def _take(self, event: bytes, arrived_at: float) -> None:
+        if event == b"[DONE]":
+            self._is_complete = True
+            return
+        try:
+            chunk = json.loads(event)
+            if chunk.get("error"):
+                raise RequestFailed("error in stream", error_message(chunk))
+            if choices := chunk.get("choices"):
+                self._take_choice(choices[0], arrived_at)
+            if usage := chunk.get("usage"):
+                self._record.usage_prompt_tokens = _count(usage, "prompt_tokens")
+                self._record.usage_output_tokens = _count(usage, "completion_tokens")
+                self._record.usage_cached_tokens = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+        except (ValueError, TypeError, AttributeError, KeyError) as problem:
+            shown = event.decode(errors="replace")
+            raise RequestFailed("malformed chunk", f"{shown!r} ({problem})") from None
+
+    def _take_choice(self, choice: dict[str, Any], arrived_at: float) -> None:
+        record = self._record
+        record.ended_at = arrived_at
+        is_last = choice.get("finish_reason") is not None
+        self._is_complete |= is_last
+        delta = choice.get("delta")
+        if delta is None:
+            delta = {"content": choice.get("text")}
+        self.texts.append(str(delta.get("content") or ""))
+        has_text = any(delta.get(name) for name in CHAT_TEXT_FIELDS)
+        # A reply whose only token has no text shows only in its last chunk.
+        is_silent_token = not record.chunk_times if is_last else not delta.get("role")
+        if has_text or is_silent_token:
+            record.chunk_times.append(arrived_at)
+
+
+def _count(usage: dict[str, Any], field: str) -> int | None:
+    count = usage.get(field)
+    return None if count is None else int(count)
+
+
+def _http_failure(status: int, body: str) -> RequestFailed:
+    try:
+        message = error_message(json.loads(body))
+    except ValueError:
+        message = body
+    if status in REFUSED_FIELD and "ignore_eos" in body:
+        message = f"{IGNORE_EOS_HINT} ({message})"
+    return RequestFailed(f"HTTP {status}", message)
+
+
+def error_message(body: object) -> str:
+    """The sentence in an error body like OpenAI's `{"error": {"message": ...}}`, else the whole body."""
+    while isinstance(body, dict):
+        inner = next((body[key] for key in ("error", "message", "detail") if body.get(key)), None)
+        if inner is None:
+            break
+        body = inner
+    return body if isinstance(body, str) else json.dumps(body)

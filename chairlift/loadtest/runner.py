@@ -1,0 +1,241 @@
+"""A whole test: find the model, make what is to be sent, warm up, measure; and watch how well the client keeps up.
+
+Conversations are played so many at a time (closed loop) or when a schedule wants them (open loop). Times are
+`time.perf_counter()` seconds. In the open loop a late client does not shift the later requests, and each knows the time
+it was due; latency counts from there, so that a stalled server does not slow the clock that measures it ("coordinated
+omission").
+"""
+
+import asyncio
+import gc
+import json
+import statistics
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from itertools import accumulate
+from time import perf_counter, thread_time
+from typing import Any
+
+from tqdm import tqdm
+
+from chairlift.loadtest.client import StreamClient, allow_many_connections, first_model, open_session
+from chairlift.loadtest.config import DEFAULT_CONCURRENCY, BenchConfig
+from chairlift.loadtest.files import Message
+from chairlift.loadtest.records import INCOMPLETE_STREAM, MS_PER_S, BenchError, RequestFailure, RequestRecord
+from chairlift.loadtest.summary import BenchResult
+from chairlift.loadtest.workload import Conversation, Turn, Workload, build_workload
+
+Send = Callable[[int, float], Coroutine[Any, Any, None]]
+"""Sends one arrival, given its index and the time it is due, and returns when its last reply has ended."""
+
+
+async def closed_loop(count: int, concurrency: int, send: Send) -> None:
+    """Keep `concurrency` arrivals in flight until `count` were sent; each is due when it is sent."""
+    indices = iter(range(count))
+
+    async def keep_sending() -> None:
+        for index in indices:
+            await send(index, perf_counter())
+
+    async with asyncio.TaskGroup() as lanes:
+        for _ in range(min(concurrency, count)):
+            lanes.create_task(keep_sending())
+
+
+async def open_loop(offsets: Sequence[float], send: Send) -> None:
+    """Send arrival i when `offsets[i]` seconds have passed, however many are still in flight."""
+    start = perf_counter()
+    async with asyncio.TaskGroup() as in_flight:
+        for index, offset in enumerate(offsets):
+            # Even when late this yields: tasks created before have yet to send.
+            await _sleep_until(start + offset)
+            in_flight.create_task(send(index, start + offset))
+
+
+async def _sleep_until(moment: float) -> None:
+    """Yield at least once, and do not return early, as an event loop's timers may by their resolution."""
+    await asyncio.sleep(max(0.0, moment - perf_counter()))
+    while perf_counter() < moment:
+        await asyncio.sleep(0)
+
+
+class Player:
+    """Sends conversations, each turn with all turns and replies before it, and passes on a record of every request.
+
+    The bodies of first turns are encoded ahead of the clock. `config` is resolved; where it has a schedule, its
+    concurrency is the most requests in flight, and those for which there is no room wait here.
+    """
+
+    def __init__(
+        self,
+        client: StreamClient,
+        config: BenchConfig,
+        conversations: Sequence[Conversation],
+        take: Callable[[RequestRecord], None],
+    ) -> None:
+        self._client = client
+        self._think_time = config.think_time
+        self._fields = {
+            "model": config.model,
+            "temperature": config.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        } | ({"ignore_eos": True} if config.ignore_eos else {})
+        self._conversations = conversations
+        self._first_bodies = [self._body(conversation[0], []) for conversation in conversations]
+        self._first_indices = list(accumulate(map(len, conversations), initial=0))
+        self._take = take
+        self._gate: AbstractAsyncContextManager[Any] = nullcontext()
+        if config.is_open_loop and config.concurrency is not None:
+            self._gate = asyncio.Semaphore(config.concurrency)
+
+    async def play(self, number: int, due_at: float) -> None:
+        """All turns of one conversation, the first due at a time of `perf_counter`. Never raises."""
+        history: list[Message] = []
+        body, has_failed = self._first_bodies[number], False
+        for position, turn in enumerate(self._conversations[number]):
+            if has_failed:
+                due_at = perf_counter()
+            elif position:
+                due_at = perf_counter() + self._think_time
+                body = self._body(turn, history)
+                await _sleep_until(due_at)
+            record = RequestRecord(
+                index=self._first_indices[number] + position,
+                intended_at=due_at,
+                sent_at=due_at,
+                ended_at=due_at,
+                turn=position,
+                asked_prompt_tokens=turn.prompt_tokens,
+                asked_output_tokens=turn.output_tokens,
+            )
+            if has_failed:  # there is no reply to go on from
+                record.failure = RequestFailure("not sent", "an earlier turn of the conversation failed")
+            else:
+                async with self._gate:
+                    text = await self._client.send(record, body)
+                history += [*turn.prompt.get("messages", ()), {"role": "assistant", "content": text}]
+            has_failed = record.failure is not None
+            self._take(record)
+
+    def _body(self, turn: Turn, history: list[Message]) -> bytes:
+        prompt = {"messages": history + turn.prompt["messages"]} if history else turn.prompt
+        return json.dumps(self._fields | {"max_tokens": turn.output_tokens} | prompt).encode()
+
+
+TICK_S = 0.01
+TICKS_PER_REFRESH = 50
+
+
+async def make_test(config: BenchConfig) -> BenchResult:
+    """Make the test that `config` describes. Raises `BenchError` if it cannot be made."""
+    allow_many_connections()
+    workload = build_workload(config)
+    async with open_session(config) as session:
+        resolved = config.resolved(config.model or await first_model(session, config.url))
+        client = StreamClient(session, resolved.endpoint_url)
+        await _warm_up(client, workload, resolved)
+        return await _measure(client, workload, resolved)
+
+
+async def _warm_up(client: StreamClient, workload: Workload, config: BenchConfig) -> None:
+    """Raises `BenchError` if a request fails: a test of a server that is not ready shows nothing.
+
+    Streams that break off are left to the measurement, which counts them.
+    """
+    records: list[RequestRecord] = []
+    player = Player(client, config, workload.warm_up, records.append)
+    await closed_loop(len(workload.warm_up), DEFAULT_CONCURRENCY, player.play)
+    for record in records:
+        if record.failure is not None and record.failure.label != INCOMPLETE_STREAM:
+            raise BenchError(f"the warm-up request to {config.endpoint_url} failed: {record.failure}")
+
+
+async def _measure(client: StreamClient, workload: Workload, config: BenchConfig) -> BenchResult:
+    with _quiet_heap():
+        async with watching(client, workload.num_requests) as watch:
+            player = Player(client, config, workload.conversations, watch.take)
+            started_at, cpu_at_start = perf_counter(), thread_time()
+            if workload.offsets is not None:
+                await open_loop(workload.offsets, player.play)
+            else:
+                assert config.concurrency is not None, "the configuration is not resolved"
+                await closed_loop(len(workload.conversations), config.concurrency, player.play)
+            duration_s = perf_counter() - started_at
+            busy_share = (thread_time() - cpu_at_start) / duration_s
+    records = sorted(watch.records, key=lambda record: record.index)
+    return BenchResult(config, tuple(records), started_at, duration_s, tuple(watch.lags), busy_share)
+
+
+@contextmanager
+def _quiet_heap() -> Iterator[None]:
+    """Hide what exists already from the garbage collector.
+
+    A full collection of what the imports left behind takes tens of milliseconds, in which no chunk is seen
+    arriving: the client's pause would be counted as the server's.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class Watch:
+    """Collects records and ticks beside them: samples by how many seconds the event loop is late, shows a live line."""
+
+    def __init__(self, client: StreamClient, num_requests: int) -> None:
+        self.records: list[RequestRecord] = []
+        self.lags: list[float] = []
+        self._client = client
+        self._num_failed = 0
+        self._recent_ttfts: deque[float] = deque(maxlen=50)
+        # `disable=None` shows the line on a terminal only.
+        self._bar = tqdm(total=num_requests, unit="request", disable=None, file=sys.stderr, dynamic_ncols=True)
+
+    def take(self, record: RequestRecord) -> None:
+        """A request has ended."""
+        self.records.append(record)
+        if record.failure is None:
+            self._recent_ttfts.append(record.ttft)
+        self._num_failed += record.failure is not None
+        self._bar.update()
+
+    def status(self, chunks_per_s: float) -> str:
+        """What stands beside the progress bar."""
+        parts = [f"{self._client.num_running} running", f"{chunks_per_s:,.0f} tokens/s"]
+        if self._recent_ttfts:
+            parts.append(f"TTFT {statistics.median(self._recent_ttfts) * MS_PER_S:,.0f} ms")
+        if self._num_failed:
+            parts.append(f"{self._num_failed} failed")
+        return ", ".join(parts)
+
+    async def tick(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            num_before, since = self._client.num_chunks, perf_counter()
+            for _ in range(TICKS_PER_REFRESH):
+                due_at = perf_counter() + TICK_S
+                await asyncio.sleep(TICK_S)
+                self.lags.append(max(0.0, perf_counter() - due_at))
+            self._bar.set_postfix_str(self.status((self._client.num_chunks - num_before) / (perf_counter() - since)))
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+@asynccontextmanager
+async def watching(client: StreamClient, num_requests: int) -> AsyncIterator[Watch]:
+    """A watch that ticks until the context is left."""
+    watch = Watch(client, num_requests)
+    ticking = asyncio.create_task(watch.tick())
+    try:
+        yield watch
+    finally:
+        ticking.cancel()
+        with suppress(asyncio.CancelledError):
+            await ticking
+        watch.close()

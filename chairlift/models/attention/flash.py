@@ -1,0 +1,214 @@
+"""Attention with flash kernels on a CUDA device: those of the package flash-attn (2, or 3 on Hopper), or torch's own.
+
+All read the slots in place, as strided views whose last dimension is dense. None checks the capacity of a slot, which
+`fetch` has done. Versions other than 3 compute a mixed batch in its two parts: as one ragged call they would give a
+decode row one block of threads per head, however long its context is.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.config import DType
+from chairlift.models.attention.batch import (
+    Attend,
+    Backend,
+    BatchMetadata,
+    append_tokens,
+    key_lengths,
+    prepare_apart,
+    view_length,
+)
+
+PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a multiple of this
+
+_HEAD_DIM_ALIGNMENT = 8
+_MAX_HEAD_DIM = 256
+_FLASH_ATTN_2, _FLASH_ATTN_3 = "flash_attn", "flash_attn_interface"  # modules
+_AMPERE = (8, 0)  # compute capability of the first GPUs that flash-attn runs on
+_HOPPER = 9  # major one of those that version 3 was written for
+_CAUSAL_WINDOW = (-1, 0)
+_MAX_OFFSET = torch.iinfo(torch.int32).max
+
+
+def find_obstacle(head_dim: int, dtype: DType, device: str) -> str | None:
+    """Why flash-attn cannot run a model of that shape and format on that device; None if it can."""
+    if device == "cpu":
+        return "it runs on a CUDA device, and the device is cpu"
+    if dtype is DType.FLOAT32:
+        return f"it computes in bfloat16 or float16, not {dtype}"
+    if not _takes_heads_of(head_dim):
+        return f"it takes a head_dim up to {_MAX_HEAD_DIM} that {_HEAD_DIM_ALIGNMENT} divides, not {head_dim}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _AMPERE:
+        return f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+    if find_flash_attn(capability) is None:
+        return "the package flash-attn is not installed (pip install 'chairlift[flash]')"
+    return None
+
+
+def find_flash_attn(capability: tuple[int, int]) -> str | None:
+    """The module of flash-attn to use on a GPU of that compute capability: version 3 on Hopper if it is installed,
+    else version 2; None if there is none. Nothing is imported."""
+    wanted = (_FLASH_ATTN_3, _FLASH_ATTN_2) if capability[0] == _HOPPER else (_FLASH_ATTN_2,)
+    return next((name for name in wanted if importlib.util.find_spec(name) is not None), None)
+
+
+def load_flash_attn(device: torch.device) -> Backend:
+    """The installed version for that device. ImportError if it does not load."""
+    is_version_3 = find_flash_attn(torch.cuda.get_device_capability(device)) == _FLASH_ATTN_3
+    return FlashAttn3Backend() if is_version_3 else FlashAttnBackend()
+
+
+def is_varlen_available(head_dim: int, dtype: torch.dtype) -> bool:
+    """True if this torch has ragged flash kernels (2.12), for heads of that size in that format."""
+    if dtype not in (torch.bfloat16, torch.float16) or not _takes_heads_of(head_dim):
+        return False
+    from torch.nn.attention import varlen
+
+    return hasattr(varlen, "varlen_attn_out")
+
+
+class FlashAttnBackend:
+    """Version 2. Its decode call appends to the slots; before a prefill that is done apart, with slots as pages."""
+
+    def __init__(self) -> None:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._decode: Any = flash_attn_with_kvcache
+        self._prefill: Any = flash_attn_varlen_func
+
+    def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
+        """See `Backend.prepare`."""
+        if batch.is_decode:
+            return self._prepare_decode(cache)
+        if batch.num_decode_rows:
+            return prepare_apart(self.prepare, batch, cache)
+        return self._prepare_prefill(batch, cache)
+
+    def _prepare_decode(self, cache: ContinuousBatchingKVCacheCollection) -> Attend:
+        longest = view_length(cache)  # holds the token that is appended, too
+
+        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            output = self._decode(
+                query.unsqueeze(1),  # [B, 1, Hq, D]
+                cache.get_key_cache(layer_idx)[:, :longest],
+                cache.get_value_cache(layer_idx)[:, :longest],
+                k=key.unsqueeze(1),
+                v=value.unsqueeze(1),
+                cache_seqlens=cache.cache_lengths,
+                cache_batch_idx=cache.lookup_table,
+                causal=True,
+            )
+            return torch.as_tensor(output).squeeze(1)
+
+        return attend
+
+    def _prepare_prefill(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
+        append = append_tokens(batch, cache)
+        key_offsets = torch.nn.functional.pad(torch.cumsum(key_lengths(batch, cache), 0, dtype=torch.int32), (1, 0))
+        pages = cache.lookup_table.unsqueeze(1)
+
+        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            append(layer_idx, key, value)
+            output = self._prefill(
+                query,
+                cache.get_key_cache(layer_idx),
+                cache.get_value_cache(layer_idx),
+                cu_seqlens_q=batch.row_offsets,
+                cu_seqlens_k=key_offsets,
+                max_seqlen_q=cache.max_seq_length,
+                max_seqlen_k=cache.max_cache_length,
+                causal=True,
+                block_table=pages,
+            )
+            return torch.as_tensor(output)
+
+        return attend
+
+
+class FlashAttn3Backend:
+    """Version 3: every batch is one ragged call, which appends to the slots and attends to what they then hold."""
+
+    def __init__(self) -> None:
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        self._kernel: Any = flash_attn_with_kvcache
+
+    def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
+        """See `Backend.prepare`."""
+        longest = view_length(cache)  # holds the tokens that are appended, too
+
+        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            output = self._kernel(
+                query,
+                cache.get_key_cache(layer_idx)[:, :longest],
+                cache.get_value_cache(layer_idx)[:, :longest],
+                k=key,
+                v=value,
+                cache_seqlens=cache.cache_lengths,
+                cache_batch_idx=cache.lookup_table,
+                cu_seqlens_q=batch.row_offsets,
+                cu_seqlens_k_new=batch.row_offsets,
+                max_seqlen_q=cache.max_seq_length,
+                causal=True,
+            )
+            return torch.as_tensor(output)
+
+        return attend
+
+
+class TorchVarlenBackend:
+    """Torch's own kernels, which read ragged keys at offsets: row i's `seqused_k[i]` keys from token `cu_seq_k[i]` on.
+
+    All slots of a layer are one long run of tokens for them, with the other layers' tokens in between: slot n begins
+    at token `n * 2 * num_layers * slot_len`, for keys as for values and in every layer.
+    """
+
+    def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
+        """See `Backend.prepare`."""
+        from torch.nn.attention import varlen
+
+        if 0 < batch.num_decode_rows < len(batch.slots):
+            return prepare_apart(self.prepare, batch, cache)
+        append = append_tokens(batch, cache)
+        lengths = key_lengths(batch, cache)
+        slot_stride = cache.blocks.stride(0) // cache.blocks.stride(3)  # in tokens
+        # With heads of 64 bytes or more this takes a cache of a hundred gigabytes.
+        assert slot_stride * cache.blocks.shape[0] <= _MAX_OFFSET, "the kernels count tokens in 32 bits"
+        offsets = torch.nn.functional.pad(cache.lookup_table * slot_stride, (0, 1))  # int32 [B + 1]; the last is unused
+        longest = view_length(cache)
+
+        def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            append(layer_idx, key, value)
+            output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            varlen.varlen_attn_out(
+                output,
+                query,
+                _as_tokens(cache.get_key_cache(layer_idx)),
+                _as_tokens(cache.get_value_cache(layer_idx)),
+                batch.row_offsets,
+                offsets,
+                cache.max_seq_length,
+                longest,
+                window_size=_CAUSAL_WINDOW,
+                enable_gqa=True,
+                seqused_k=lengths,
+            )
+            return output
+
+        return attend
+
+
+def _as_tokens(slots: torch.Tensor) -> torch.Tensor:
+    """A layer's slots `[n_slots, S, H, D]` as one run of tokens `[*, H, D]`, a view that ends with the last slot."""
+    slot_stride, token_stride, head_stride, _ = slots.stride()
+    num_slots, slot_len, num_heads, head_dim = slots.shape
+    num_tokens = (num_slots - 1) * (slot_stride // token_stride) + slot_len
+    return slots.as_strided((num_tokens, num_heads, head_dim), (token_stride, head_stride, 1))
+
+
+def _takes_heads_of(head_dim: int) -> bool:
+    return head_dim <= _MAX_HEAD_DIM and head_dim % _HEAD_DIM_ALIGNMENT == 0

@@ -1,0 +1,259 @@
+"""Bodies: which are taken, what is unpacked, how many bytes may wait, and what is left of them then."""
+
+import asyncio
+import gc
+import gzip
+import json
+import random
+import tracemalloc
+import zlib
+from typing import Any
+
+import aiohttp
+import pytest
+
+from chairlift.api.config import ServerConfig
+from chairlift.api.http import bodies
+from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
+from chairlift.api.wire.service import DetokenizeRequest
+from chairlift.errors import InvalidRequest
+from tests.api.conftest import Server
+from tests.api.contract import CHAT, COMPLETIONS
+from tests.api.fault_support import RawClient, forward_of, held, post, serving, until_idle
+from tests.engine.async_support import wait_until
+
+BODY = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
+JSON = {"Content-Type": "application/json"}
+
+
+async def send(server: Server, data: bytes, headers: dict[str, str], path: str = COMPLETIONS) -> tuple[int, str]:
+    """The status, and the error's message if there is one."""
+    async with (
+        aiohttp.ClientSession(skip_auto_headers=["Content-Type"]) as http,
+        http.post(server.url + path, data=data, headers=headers) as response,
+    ):
+        return response.status, (await response.json()).get("error", {}).get("message", "")
+
+
+# --- kinds
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=UTF-8", "application/vnd.x+json"])
+async def test_json_is_taken_by_all_of_its_names(server: Server, kind: str) -> None:
+    assert await send(server, BODY, {"Content-Type": kind}) == (200, "")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"])
+async def test_what_a_foreign_page_may_send_anywhere_is_a_415(server: Server, path: str) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json"):
+        status, message = await send(server, BODY, {"Content-Type": kind}, path)
+        assert (status, message) == (415, f"the body must be sent as Content-Type: application/json, not {kind}")
+    assert await send(server, BODY, {}, path) == (
+        415,
+        "the body must be sent as Content-Type: application/json, not no Content-Type",
+    )
+
+
+@pytest.mark.asyncio
+async def test_json_in_another_charset_is_a_415(server: Server) -> None:
+    assert await send(server, BODY, {"Content-Type": "application/json; charset=latin-1"}) == (
+        415,
+        "the body must be sent as UTF-8, not latin-1",
+    )
+
+
+# --- encodings
+
+
+def bare_deflate(data: bytes) -> bytes:
+    compressor = zlib.compressobj(wbits=-15)
+    return compressor.compress(data) + compressor.flush()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("encoding", "data"),
+    [
+        ("gzip", gzip.compress(BODY)),
+        ("X-Gzip", gzip.compress(BODY)),
+        ("deflate", zlib.compress(BODY)),
+        ("deflate", bare_deflate(BODY)),
+        ("identity", BODY),
+    ],
+)
+async def test_compressed_bodies_are_unpacked(server: Server, encoding: str, data: bytes) -> None:
+    assert await send(server, data, {**JSON, "Content-Encoding": encoding}) == (200, "")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "none"])
+async def test_an_unknown_encoding_is_a_415_that_names_the_known_ones(server: Server, encoding: str) -> None:
+    assert await send(server, BODY, {**JSON, "Content-Encoding": encoding}) == (
+        415,
+        f"Content-Encoding {encoding} is not known here; known are gzip, x-gzip, deflate",
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("data", [b"", b"no gzip", gzip.compress(BODY)[:-1], gzip.compress(BODY) + b"more"])
+async def test_a_body_that_is_not_one_whole_stream_is_a_400(server: Server, data: bytes) -> None:
+    status, message = await send(server, data, {**JSON, "Content-Encoding": "gzip"})
+    assert status == 400
+    assert message.endswith("check its Content-Encoding")
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_unpacks_to_more_than_is_allowed_is_a_413() -> None:
+    async with serving(ServerConfig(max_body_bytes=2000)) as server:
+        fits, does_not = (json.dumps({"prompt": "a", "user": "b"}).encode().ljust(size) for size in (2000, 2001))
+        gzipped = {**JSON, "Content-Encoding": "gzip"}
+        assert await send(server, gzip.compress(fits), gzipped) == (200, "")
+        status, message = await send(server, gzip.compress(does_not), gzipped)
+        assert (status, message[:25]) == (413, "the body is too large: Ma")
+        assert (await send(server, gzip.compress(bytes(2**30)), gzipped))[0] == 413
+
+
+def test_of_a_bomb_no_more_is_unpacked_than_is_allowed() -> None:
+    bomb = RawBody(gzip.compress(bytes(2**28)), "gzip", 2**20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(aiohttp.web.HTTPRequestEntityTooLarge):
+            bomb.parse(DetokenizeRequest)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
+# --- numbers of values
+
+
+def cost(value: Any) -> int:
+    """What stands outside of strings: 4 for a list or an object, 8 for a name, 1 for a comma."""
+    if isinstance(value, dict):
+        return 4 + sum(8 + cost(each) for each in value.values()) + max(0, len(value) - 1)
+    if isinstance(value, list):
+        return 4 + sum(map(cost, value)) + max(0, len(value) - 1)
+    return 0
+
+
+def some_json(chance: random.Random, depth: int = 0) -> Any:
+    kind = chance.choice(["list", "dict", "text", "number"]) if depth < 5 else "text"
+    if kind == "list":
+        return [some_json(chance, depth + 1) for _ in range(chance.randrange(6))]
+    if kind == "dict":
+        return {some_text(chance) + str(i): some_json(chance, depth + 1) for i in range(chance.randrange(6))}
+    return some_text(chance) if kind == "text" else chance.random()
+
+
+def some_text(chance: random.Random) -> str:
+    return "".join(chance.choice('\\",:[]{}aü') for _ in range(chance.randrange(12)))
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 64])
+def test_values_are_counted_whatever_strings_hold_and_wherever_pieces_end(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_JSON_VALUES", 0)
+    monkeypatch.setattr(bodies, "_PIECE_BYTES", piece)
+    chance = random.Random(piece)
+    for _ in range(200):
+        value = [some_json(chance) for _ in range(4)]
+        assert bodies._cost(json.dumps(value).encode()) == cost(value)
+
+
+def test_many_values_are_refused_and_a_long_text_full_of_commas_is_not() -> None:
+    many = json.dumps({"tokens": [1] * MAX_JSON_VALUES}).encode()
+    with pytest.raises(InvalidRequest, match="too many JSON values: 262144 numbers or some 10485 messages at most"):
+        RawBody(many, None, len(many)).parse(DetokenizeRequest)
+    text = json.dumps({"tokens": [1], "model": ",[{:" * MAX_JSON_VALUES}).encode()
+    assert RawBody(text, None, len(text)).parse(DetokenizeRequest).tokens == [1]
+
+
+# --- bytes that wait
+
+
+def waiting_bytes(server: Server) -> int:
+    return server.api._bodies._num_waiting
+
+
+async def half(server: Server, num_bytes: int) -> RawClient:
+    """A client that has sent so many bytes of its body, and goes on with nothing."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 5000\r\n\r\n"
+    )
+    writer.write(head.encode() + b" " * num_bytes)
+    return RawClient(reader, writer)
+
+
+@pytest.mark.asyncio
+async def test_one_client_fills_half_of_what_may_wait_and_its_share_is_free_when_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_WAITING_BYTES", 10_000)
+    async with serving(ServerConfig(max_body_bytes=5000)) as server:
+        first = await half(server, 4900)
+        await wait_until(lambda: waiting_bytes(server) == 4900, "it waits")
+        assert await send(server, BODY.ljust(101), JSON) == (
+            429,
+            "too many bytes of your requests wait for their replies; send fewer at once",
+        )
+        assert await send(server, BODY.ljust(100), JSON) == (200, "")
+        first.reset()
+        await wait_until(lambda: waiting_bytes(server) == 0, "it has left")
+        assert await send(server, BODY.ljust(5000), JSON) == (200, "")
+        assert waiting_bytes(server) == 0
+
+
+@pytest.mark.asyncio
+async def test_bytes_are_bounded_for_all_clients_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_WAITING_BYTES", 5000)
+    async with serving(ServerConfig.model_validate({"max_body_bytes": 5000, "api_key": ["one", "two"]})) as server:
+        first = {**JSON, "Authorization": "Bearer one"}
+        with held(forward_of(server.llm), "hidden"):
+            async with aiohttp.ClientSession() as http:
+                waiting = asyncio.create_task(http.post(server.url + COMPLETIONS, data=BODY.ljust(4950), headers=first))
+                await wait_until(lambda: waiting_bytes(server) == 4950, "it waits")
+                second = {**JSON, "Authorization": "Bearer two"}
+                status, message = await send(server, BODY.ljust(51), second)
+                assert (status, message[:44]) == (503, "too many bytes of requests wait for their re")
+                waiting.cancel()
+        await until_idle(server)
+        assert waiting_bytes(server) == 0
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_has_begun_frees_what_its_body_took(server: Server) -> None:
+    body = {"prompt": "Once", "max_tokens": 50, "ignore_eos": True, "stream": True}
+    with held(forward_of(server.llm), "hidden") as gate:
+        gate.allow(2)
+        async with await post(server, body) as client:
+            await client.head()
+            assert (server.api.num_active, waiting_bytes(server)) == (1, 0)
+    await until_idle(server)
+
+
+@pytest.mark.asyncio
+async def test_what_waits_keeps_neither_its_body_nor_what_was_read_out_of_it(server: Server) -> None:
+    """Of five megabytes, most of them a field that changes nothing, hardly anything is left while the engine works."""
+    message = {"role": "assistant", "content": "Hi!", "refusal": "x" * 5_000_000}
+    body = {"messages": [message, {"role": "user", "content": "Hello!"}], "max_tokens": 2, "logprobs": True}
+    async with await post(server, body, CHAT) as client:
+        await client.head()  # what is loaded at first is there now
+    with held(forward_of(server.llm), "hidden") as gate:
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            async with await post(server, body, CHAT) as client:
+                await gate.entered()
+                # A worker's thread may be about to let go of its last reference.
+                await wait_until(lambda: tracemalloc.get_traced_memory()[0] < 1_000_000, "what was sent is forgotten")
+                gate.open()
+                assert "200 OK" in await client.head()
+        finally:
+            tracemalloc.stop()
+            gc.enable()

@@ -1,0 +1,387 @@
+"""Attacks below JSON: compressed and unfinished bodies, floods of connections and requests, readers that do not read,
+logs that nobody reads, signals, and too few open files.
+"""
+
+import asyncio
+import contextlib
+import errno
+import gzip
+import re
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.attacks.attacker import KEY, MAX_BODY, Attacker, Shot, post
+from tests.attacks.harness import Target
+from tests.support.server_process import SERVE, Process, long_stream, running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+HELLO = b'{"prompt":"Hello!","max_tokens":1}'
+HEAD = (
+    "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
+    + KEY
+    + "\r\nContent-Type: application/json\r\n{more}\r\n\r\n"
+)
+
+
+def head(more: str, path: str = COMPLETIONS) -> bytes:
+    return HEAD.format(path=path, more=more).encode()
+
+
+# Compressed bodies
+
+
+def bomb(num_gigabytes: int) -> bytes:
+    """As gzip: a thousandth of what it holds. One compressed piece stands there again and again."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    packer.compress(b"a")
+    packer.flush(zlib.Z_FULL_FLUSH)
+    piece = packer.compress(bytes(10**8)) + packer.flush(zlib.Z_FULL_FLUSH)
+    return gzip.compress(b"")[:10] + piece * (10 * num_gigabytes) + packer.flush(zlib.Z_FINISH) + bytes(8)
+
+
+def packed(body: bytes | Callable[[], bytes], encoding: str, status: int, label: str, path: str = COMPLETIONS) -> Shot:
+    headers = {"Content-Encoding": encoding}
+    return Shot(path, body, label, headers=headers, allowed=frozenset({status}))
+
+
+COMPRESSED = [
+    packed(partial(bomb, 10), "gzip", 413, "a bomb of 10 GB"),
+    packed(zlib.compress(bytes(10**7 * 2)), "deflate", 413, "20 MB of zeros"),
+    packed(gzip.compress(bytes(MAX_BODY + 1)), "gzip", 413, "a byte too much"),
+    packed(gzip.compress(b'{"messages":[' + b"1," * (MAX_BODY // 2 - 20) + b"1]}"), "gzip", 400, "10 MB of ones", CHAT),
+    packed(gzip.compress(gzip.compress(bytes(10**7))), "gzip, gzip", 415, "a bomb in a bomb"),
+    packed(gzip.compress(HELLO)[:-9], "gzip", 400, "an end that is missing"),
+    packed(HELLO, "gzip", 400, "what is not compressed"),
+    packed(gzip.compress(HELLO), "gzip", 200, "an honest body"),
+    packed(HELLO, "identity", 200, "a plain body"),
+    *(
+        packed(HELLO, unknown, 415, f"encoding {unknown[:20]}")
+        for unknown in ("compress", "x-unknown", "gzipp", "gzip;q=1", "identity, x-unknown", "a" * 4000)
+    ),
+]
+
+
+@pytest.mark.parametrize("shot", COMPRESSED, ids=lambda shot: shot.label)
+def test_compressed_bodies_are_bounded_by_what_they_hold(target: Target, shot: Shot) -> None:
+    target.withstand(lambda attacker: attacker.fire(shot))
+
+
+def test_bombs_together_are_bounded_too(target: Target) -> None:
+    shot = Shot(COMPLETIONS, bomb(1), headers={"Content-Encoding": "gzip"}, allowed=frozenset({413, 429, 503}))
+    target.withstand(lambda attacker: attacker.fire_at_once([shot] * 20))
+
+
+# Bodies that come slowly, in crumbs, or not at all; replies that nobody reads
+
+
+async def half_bodies(attacker: Attacker) -> None:
+    """50 clients send half of 10 MB each, and wait."""
+    raw = head(f"Content-Length: {MAX_BODY}") + b"a" * (MAX_BODY // 2)
+    await attacker.hold(raw, 50, 3.0)
+
+
+async def slow_bodies(attacker: Attacker) -> None:
+    """200 clients send a byte now and then."""
+
+    async def trickle() -> None:
+        _, writer = await attacker.connect()
+        writer.write(head(f"Content-Length: {MAX_BODY}"))
+        with contextlib.suppress(OSError):
+            for _ in range(12):
+                writer.write(b"a")
+                await writer.drain()
+                await asyncio.sleep(0.25)
+        writer.transport.abort()
+
+    await asyncio.gather(*(trickle() for _ in range(200)))
+
+
+async def slow_heads(attacker: Attacker) -> None:
+    await attacker.hold(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0", 500, 2.0)
+
+
+async def crumbs(attacker: Attacker) -> None:
+    """A body of 2 MB in chunks of one byte."""
+    raw = head("Transfer-Encoding: chunked") + b"1\r\na\r\n" * 2_000_000 + b"0\r\n\r\n"
+    await attacker.exchange(raw)
+
+
+async def endless_chunks(attacker: Attacker) -> None:
+    """More than a body may hold, without a length that says so."""
+    raw = head("Transfer-Encoding: chunked") + (b"100000\r\n" + b"a" * 2**20 + b"\r\n") * 40
+    await attacker.exchange(raw)
+
+
+async def long_chunk_extensions(attacker: Attacker) -> None:
+    raw = head("Transfer-Encoding: chunked") + (b"1;" + b"x" * 4000 + b"\r\na\r\n") * 2_000 + b"0\r\n\r\n"
+    await attacker.exchange(raw)
+
+
+async def unread_streams(attacker: Attacker) -> None:
+    """64 streams of 1,900 tokens, of which nobody reads a byte."""
+    body = b'{"prompt":"a","max_tokens":1900,"ignore_eos":true,"stream":true,"logprobs":5}'
+    await attacker.hold(head(f"Content-Length: {len(body)}") + body, 64, 3.0)
+
+
+async def unread_replies(attacker: Attacker) -> None:
+    """20 large replies, of which nobody reads a byte."""
+    body = b'{"tokens":[' + b"97," * 300_000 + b"97]}"
+    await attacker.hold(head(f"Content-Length: {len(body)}", "/detokenize") + body, 20, 3.0)
+
+
+async def pipeline(attacker: Attacker) -> None:
+    """10,000 requests in one go on one connection."""
+    raw = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 10_000
+    await attacker.exchange(raw, leaves_after=3.0)
+
+
+async def pipeline_of_posts(attacker: Attacker) -> None:
+    raw = (head(f"Content-Length: {len(HELLO)}", TOKENIZE) + HELLO) * 2_000
+    await attacker.exchange(raw, leaves_after=3.0)
+
+
+async def long_heads(attacker: Attacker) -> None:
+    lines = "\r\n".join(f"X-Filling-{number}: {'a' * 4000}" for number in range(2_000))
+    await attacker.exchange(head(lines))
+    await attacker.exchange(b"GET /" + b"a" * 10**7 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    await attacker.exchange(b"a" * 10**7)
+    await attacker.exchange(b"\r\n" * (5 * 10**6), leaves_after=3.0)
+
+
+async def page_floods(attacker: Attacker) -> None:
+    for path in ("/openapi.json", "/docs", "/metrics", "/", "/v1/models", "/nothing"):
+        await attacker.fire_at_once([Shot(path, method="GET")] * 50)
+
+
+async def watchers(attacker: Attacker) -> None:
+    await attacker.fire_at_once([Shot("/watch", method="GET", leaves_after=2.0)] * 300)
+
+
+async def comers_and_goers(attacker: Attacker) -> None:
+    """Streams that are left as soon as they begin."""
+    shot = post(COMPLETIONS, {**long_stream(1900), "n": 8}, leaves_after=0.05)
+    await attacker.fire_at_once([shot] * 400, at_most=20)
+
+
+async def broken_requests(attacker: Attacker) -> None:
+    """Errors in a row, which cost a log line each."""
+    await attacker.fire_at_once([Shot(COMPLETIONS, b"{", "half a body")] * 500, at_most=20)
+
+
+CONNECTIONS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
+    attack.__name__.replace("_", " "): attack
+    for attack in (
+        half_bodies,
+        slow_bodies,
+        slow_heads,
+        crumbs,
+        endless_chunks,
+        long_chunk_extensions,
+        unread_streams,
+        unread_replies,
+        pipeline,
+        pipeline_of_posts,
+        long_heads,
+        page_floods,
+        watchers,
+        comers_and_goers,
+        broken_requests,
+    )
+}
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_connections_of_one_client_hold_up_no_other(target: Target, name: str) -> None:
+    target.withstand(CONNECTIONS[name], linger_s=1.0)
+
+
+# A burst
+
+
+def test_a_burst_of_a_thousand_connections_is_accepted_without_a_second_attempt(target: Target) -> None:
+    """The kernel drops what does not fit into the queue of a listening socket, and tries again after a second."""
+    if int(Path("/proc/sys/net/core/somaxconn").read_text()) < 1024:
+        pytest.skip("this system's listening sockets hold fewer")
+    begin = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        pending = {}
+        for _ in range(1000):
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            assert connection.connect_ex(("127.0.0.1", target.process.port)) in (0, errno.EINPROGRESS)
+            pending[connection.fileno()] = connection
+        poll = select.poll()
+        for number in pending:
+            poll.register(number, select.POLLOUT)
+        took = 0.0
+        while pending and took < 10.0:
+            for number, _ in poll.poll(100):
+                poll.unregister(number)
+                del pending[number]
+            took = time.monotonic() - begin
+    assert not pending
+    assert took < 0.9, f"the last of 1,000 connections came after {took:.2f} s"
+
+
+def test_a_burst_of_requests_is_answered_beside_the_streams_of_others(target: Target) -> None:
+    shots = [Shot(TOKENIZE, HELLO.replace(b',"max_tokens":1', b""), "burst")] * 1000
+    target.withstand(lambda attacker: attacker.fire_at_once(shots))
+
+
+# Headers
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "text/plain; version=a.b.c",
+        "application/openmetrics-text; version=a.b.c",
+        "application/openmetrics-text; version=1.0.0; escaping=nonsense",
+        "text/plain; version=" + "9" * 5000,
+        "*/*;q=many",
+        "," * 7000,
+        ";" * 7000,
+        "text/plain; version=",
+        "\u00ff",
+    ],
+)
+def test_metrics_answer_whatever_is_accepted(target: Target, accept: str) -> None:
+    with httpx.Client(base_url=target.process.url) as client:
+        reply = client.get("/metrics", headers=[(b"Accept", accept.encode("latin-1"))])
+    assert reply.status_code in (200, 406)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("Authorization", "Bearer " + "\u00ff" * 4000),
+        ("X-Request-Id", "a" * 7000),
+        ("traceparent", "00-" + "0" * 7000),
+        ("Content-Type", "application/json; charset=" + "a" * 5000),
+        ("Content-Type", "application/json; charset=utf-7"),
+        ("Cookie", "a=b;" * 1500),
+        ("Range", "bytes=0-" + "9" * 5000),
+        ("Upgrade", "websocket"),
+        ("Accept-Encoding", "gzip;q=" + "9" * 5000),
+        ("If-Modified-Since", "9" * 5000),
+    ],
+)
+def test_no_header_makes_it_fail(target: Target, name: str, value: str) -> None:
+    usual = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    headers = {key.encode(): text.encode("latin-1") for key, text in {**usual, name: value}.items()}
+    with httpx.Client(base_url=target.process.url, timeout=20) as client:
+        for method, path in (("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/")):
+            reply = client.request(method, path, headers=headers, content=HELLO if method == "POST" else None)
+            assert reply.status_code < 500
+    assert target.is_alive
+
+
+# Processes of their own
+
+
+def test_a_log_that_nobody_reads_stops_nothing() -> None:
+    with running(SERVE, "--log-interval", "0.05", reads_log=False) as process:
+        with httpx.Client(base_url=process.url, timeout=10) as client:
+            statuses = {client.post(TOKENIZE, json={"prompt": 1}).status_code for _ in range(400)}
+            statuses |= {
+                client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).status_code for _ in range(1000)
+            }
+            assert statuses == {200, 400}
+            assert client.get("/health").status_code == 200
+        process.popen.terminate()
+        assert process.popen.wait(20) == 0
+
+
+def test_too_few_open_files_are_told_in_the_log_and_served_again_when_there_are_enough() -> None:
+    with running(SERVE) as process, httpx.Client(base_url=process.url, timeout=60) as client:
+        server = psutil.Process(process.popen.pid)
+        with client.stream("POST", COMPLETIONS, json=long_stream(1900)) as stream, contextlib.ExitStack() as stack:
+            lines = stream.iter_lines()
+            next(lines)
+            limit = server.num_fds() + 20
+            server.rlimit(resource.RLIMIT_NOFILE, (limit, limit))
+            for _ in range(100):
+                stack.enter_context(socket.create_connection(("127.0.0.1", process.port), 10))
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert httpx.get(f"{process.url}/health", timeout=10).status_code == 200  # on a connection of its own
+        process.popen.terminate()
+        assert process.exit_code() == 0
+        assert [line for line in process.log if re.search(r" (WARNING|ERROR) .*\bopen\b", line)]
+        assert len(process.log) < 100, "it tells it again and again"
+
+
+def test_a_hang_up_cuts_no_stream() -> None:
+    with running(SERVE) as process:
+        with httpx.stream("POST", process.url + COMPLETIONS, json=long_stream(1500), timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.popen.send_signal(signal.SIGHUP)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert httpx.get(f"{process.url}/health").status_code == 200
+
+
+HALVES = (
+    head("Content-Length: 1000") + b'{"prompt":',
+    head("Transfer-Encoding: chunked") + b"a\r\n",
+    head("Content-Length: 1000\r\nContent-Encoding: gzip") + gzip.compress(HELLO)[:10],
+    head("Content-Length: 1000\r\nExpect: 100-continue"),
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127",
+    b"",
+)
+
+
+def test_half_a_request_does_not_delay_the_end() -> None:
+    with running(SERVE, "--api-key", KEY) as process, contextlib.ExitStack() as stack:
+        for sent in HALVES:
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", process.port), 10))
+            half.sendall(sent)
+        httpx.get(f"{process.url}/health")  # what was sent before has been read
+        process.popen.terminate()
+        begin = time.monotonic()
+        assert process.exit_code() in (0, 3)
+        assert time.monotonic() - begin < 8.0
+
+
+def test_a_signal_amid_an_attack_ends_it_in_time() -> None:
+    """Half bodies, bodies being checked, streams that are read and streams that are not."""
+    with running(SERVE, "--api-key", KEY, "--drain-timeout", "2") as process:
+        attacker = Attacker(process.port)
+
+        async def attack() -> None:
+            ones = post(CHAT, {"messages": [1] * 1_000_000}, leaves_after=14.0)
+            streams = [post(COMPLETIONS, long_stream(1900), leaves_after=14.0)] * 40
+            await asyncio.gather(
+                attacker.fire_at_once([ones] * 4 + streams),
+                attacker.hold(head("Content-Length: 1000") + b"{", 20, 14.0),
+                attacker.hold(streams[0].raw(), 20, 14.0),
+                _terminate_after(process, 1.0),
+            )
+
+        thread = threading.Thread(target=asyncio.run, args=[attack()])
+        thread.start()
+        try:
+            assert process.popen.wait(10) in (0, 3)
+        finally:
+            process.popen.kill()
+            thread.join()
+
+
+async def _terminate_after(process: Process, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    process.popen.terminate()

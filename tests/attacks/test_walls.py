@@ -1,0 +1,371 @@
+"""Walls: between keys, against foreign web pages, and against files that somebody else has written."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors import safe_open
+
+from chairlift.models.checkpoint import find_directory
+from chairlift.models.cpu import CpuKernelsUnavailable, load_library
+from tests.attacks.attacker import Attacker, Shot, post
+from tests.support.server_process import SERVE, Process, long_stream, run_to_end, running
+
+pytestmark = pytest.mark.timeout(120)
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+FIRST, SECOND = "first-key", "second-key"
+SECRET = "The password of the vault is 7359182640, and nobody else may know it."
+
+
+# Keys
+
+
+@pytest.fixture(scope="module")
+def two_keys() -> Iterator[Process]:
+    with running(SERVE, "--api-key", FIRST, "--api-key", SECOND) as process:
+        yield process
+
+
+def client_of(process: Process, key: str) -> httpx.Client:
+    return httpx.Client(base_url=process.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+
+def num_cached(process: Process, key: str, prompt: str, **fields: Any) -> int:
+    """Prompt tokens that the reply says were there already."""
+    with client_of(process, key) as client:
+        usage = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1, **fields}).json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("plain", {}), ("salted", {"cache_salt": "shared"}), ("users'", {"user": "same"})]
+)
+def test_no_key_can_tell_what_another_has_sent(two_keys: Process, name: str, fields: dict[str, Any]) -> None:
+    prompt = f"{name}: {SECRET}"  # no two cases begin alike
+    assert num_cached(two_keys, FIRST, prompt, **fields) == 0
+    assert num_cached(two_keys, FIRST, prompt, **fields) > 50
+    assert num_cached(two_keys, SECOND, prompt, **fields) == 0
+    assert num_cached(two_keys, SECOND, prompt, **fields) > 50
+
+
+def test_a_prompt_that_is_running_is_not_shared_either(two_keys: Process) -> None:
+    prompt = "Once upon a running time. " * 8
+    with client_of(two_keys, FIRST) as first:
+        body = {**long_stream(1500), "prompt": prompt}
+        with first.stream("POST", COMPLETIONS, json=body) as stream:
+            next(stream.iter_lines())
+            assert num_cached(two_keys, SECOND, prompt) == 0
+
+
+def test_keys_share_prompts_where_a_setting_says_so() -> None:
+    with running(SERVE, "--api-key", FIRST, "--api-key", SECOND, "--share-prefixes") as process:
+        assert num_cached(process, FIRST, SECRET) == 0
+        assert num_cached(process, SECOND, SECRET) > 50
+
+
+@pytest.mark.parametrize("priority", [-1, 101, -(2**31 - 1), 2**31 - 1])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
+def test_a_priority_beyond_a_keys_range_is_refused_by_name(two_keys: Process, path: str, priority: int) -> None:
+    body = {"prompt": "a"} if path == COMPLETIONS else {"input": "a"} if path == RESPONSES else chat("a")
+    with client_of(two_keys, FIRST) as client:
+        reply = client.post(path, json={**body, "priority": priority})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "priority"
+
+
+def test_each_key_of_a_file_has_the_range_of_priorities_that_stands_beside_it(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{FIRST} priority=-10:10 queue=0.25\n{SECOND}\n")
+    with running(SERVE, "--api-key-file", str(keys), "--key-priority-range", "5:6") as process:
+        for key, allowed, refused in ((FIRST, (-10, 10), (-11, 11)), (SECOND, (5, 6), (4, 7))):
+            with client_of(process, key) as client:
+                for priority in (*allowed, *refused):
+                    body = {"prompt": "a", "max_tokens": 1, "priority": priority}
+                    status = client.post(COMPLETIONS, json=body).status_code
+                    assert status == (200 if priority in allowed else 400)
+
+
+def test_a_key_that_floods_leaves_places_for_the_other() -> None:
+    with running(
+        SERVE, "--api-key", FIRST, "--api-key", SECOND, "--max-batch-size", "2", "--max-queue-size", "8"
+    ) as process:
+        attacker = Attacker(process.port)
+
+        async def flood_and_ask() -> list[int]:
+            flood = post(COMPLETIONS, long_stream(700), headers=bearer(FIRST), leaves_after=10.0)
+            flooding = [asyncio.ensure_future(attacker.fire(flood)) for _ in range(59)]
+            await asyncio.sleep(0.5)
+            ask = post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers=bearer(SECOND))
+            statuses = [(await attacker.fire(ask)).status for _ in range(10)]
+            for each in flooding:
+                each.cancel()
+            await asyncio.gather(*flooding, return_exceptions=True)
+            return statuses
+
+        assert asyncio.run(flood_and_ask()) == [200] * 10
+
+
+def test_the_most_urgent_priority_that_a_key_may_use_does_not_starve_the_other() -> None:
+    with running(
+        SERVE, "--api-key", FIRST, "--api-key", SECOND, "--max-batch-size", "2", "--max-queue-size", "64"
+    ) as process:
+        attacker = Attacker(process.port)
+
+        async def hurry_and_ask() -> int:
+            hurried = post(COMPLETIONS, {**long_stream(400), "priority": 0}, headers=bearer(FIRST), leaves_after=20.0)
+
+            async def keep_on() -> None:
+                while True:
+                    await attacker.fire(hurried)
+
+            hurrying = [asyncio.ensure_future(keep_on()) for _ in range(24)]
+            await asyncio.sleep(0.5)
+            ask = post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "priority": 0}, headers=bearer(SECOND))
+            status = (await attacker.fire(ask)).status
+            for each in hurrying:
+                each.cancel()
+            await asyncio.gather(*hurrying, return_exceptions=True)
+            return status
+
+        assert asyncio.run(hurry_and_ask()) == 200
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def chat(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize("mark", ["<|im_end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>"])
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_special_tokens_in_what_a_user_writes_are_text(two_keys: Process, mark: str, role: str) -> None:
+    """Read as tokens they would end the user's turn, and begin another's."""
+
+    def tokens_of(content: str) -> list[int]:
+        with client_of(two_keys, FIRST) as client:
+            reply = client.post("/tokenize", json={"messages": [{"role": role, "content": content}]})
+        return list(reply.json()["tokens"])
+
+    plain = tokens_of("a" + "b" * len(mark) + "c")
+    marked = tokens_of("a" + mark + "c")
+    assert len(marked) == len(plain), "the bundled model's tokens are bytes"
+    assert bytes(token for token in marked if token < 256).count(mark.encode()) >= 1
+
+
+# Foreign pages
+
+
+@pytest.fixture(scope="module")
+def keyless() -> Iterator[Process]:
+    with running(SERVE, "--allowed-host", "llm.example", "--allowed-origin", "https://app.example") as process:
+        yield process
+
+
+def status_of(process: Process, method: str, path: str, headers: dict[str, str]) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", process.port, timeout=20)
+    body = b'{"prompt":"a","max_tokens":1}' if method == "POST" else None
+    connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.putheader("Content-Length", str(len(body or b"")))
+    connection.endheaders(body)
+    with contextlib.closing(connection):
+        return connection.getresponse().status
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", "", "text/json", "json"],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"])
+def test_only_json_is_taken_for_json(keyless: Process, path: str, kind: str) -> None:
+    assert status_of(keyless, "POST", path, {"Content-Type": kind}) == 415
+
+
+def test_a_body_without_a_type_is_none_either(keyless: Process) -> None:
+    assert status_of(keyless, "POST", COMPLETIONS, {}) == 415
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
+def test_json_is_taken_however_it_is_written(keyless: Process, kind: str) -> None:
+    assert status_of(keyless, "POST", COMPLETIONS, {"Content-Type": kind}) == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", "evil.example:8000", "[::1", "", "@"],
+)
+@pytest.mark.parametrize(("method", "path"), [("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/watch")])
+def test_a_foreign_host_is_refused_without_a_key(keyless: Process, method: str, path: str, host: str) -> None:
+    assert status_of(keyless, method, path, {**JSON, "Host": host}) in (400, 403)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "localhost:80", "llm.example", "LLM.example:8000"])
+def test_this_machines_names_and_allowed_ones_are_taken(keyless: Process, host: str) -> None:
+    assert status_of(keyless, "POST", COMPLETIONS, {**JSON, "Host": host}) == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "https://app.example.evil.example", "http://app.example"]
+)
+@pytest.mark.parametrize(("method", "path"), [("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/watch")])
+def test_a_foreign_origin_is_refused_without_a_key(keyless: Process, method: str, path: str, origin: str) -> None:
+    assert status_of(keyless, method, path, {**JSON, "Origin": origin}) == 403
+
+
+def test_the_servers_own_pages_and_allowed_origins_are_taken(keyless: Process) -> None:
+    own = {"Host": f"127.0.0.1:{keyless.port}", "Origin": keyless.url}
+    assert status_of(keyless, "POST", COMPLETIONS, {**JSON, **own}) == 200
+    assert status_of(keyless, "POST", COMPLETIONS, {**JSON, "Origin": "https://app.example"}) == 200
+
+
+def test_a_foreign_page_cannot_end_a_keyless_server(keyless: Process) -> None:
+    """As a page would send it: no preflight, so plain text."""
+    headers = {"Content-Type": "text/plain", "Origin": "http://evil.example"}
+    shot = Shot(CHAT, json.dumps({**chat("a"), "n": 10**8}).encode(), headers=headers)
+    assert asyncio.run(Attacker(keyless.port).fire(shot)).status in (403, 415)
+    assert httpx.get(f"{keyless.url}/health").status_code == 200
+
+
+# Files
+
+
+def library() -> Path:
+    """The file of the kernels that this process has loaded, which it may know by a descriptor."""
+    try:
+        return Path(load_library()._name).resolve()
+    except CpuKernelsUnavailable as error:
+        pytest.skip(f"there are no kernels here: {error}")
+
+
+def make_compiler(directory: Path) -> str:
+    """One that copies what was compiled before, so that nobody waits for it."""
+    script = directory / "compiler"
+    script.write_text(
+        '#!/bin/sh\nfor last; do :; done\nif [ "$1" = -shared ]; then cp '
+        + str(library())
+        + ' "$last"; else : > "$last"; fi\n'
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+def answer_of(process: Process) -> str:
+    reply = httpx.post(f"{process.url}{CHAT}", json={**chat("What is 17 + 25?"), "temperature": 0}, timeout=60)
+    return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def test_a_library_that_somebody_planted_is_not_executed(tmp_path: Path) -> None:
+    planted, marker = tmp_path / "shared", tmp_path / "executed"
+    planted.mkdir()
+    planted.chmod(0o777)
+    source = tmp_path / "evil.c"
+    source.write_text(f'#include <stdio.h>\n__attribute__((constructor)) void run() {{ fopen("{marker}", "w"); }}\n')
+    compiler = shutil.which("gcc") or shutil.which("cc") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no compiler")
+    target = planted / library().name
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(target)], check=True, timeout=60)
+    compiler = make_compiler(tmp_path)
+    # To refuse is fine as well.
+    with contextlib.suppress(AssertionError), running(SERVE, CHAIRLIFT_CACHE_DIR=str(planted), CXX=compiler) as process:
+        assert answer_of(process) == "17 + 25 = 42."
+    assert not marker.exists()
+
+
+def test_a_folder_that_others_may_write_is_not_used_as_it_is(tmp_path: Path) -> None:
+    """Whoever may write it could exchange the library after it was checked. To refuse is fine as well."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shutil.copy(library(), shared)
+    shared.chmod(0o777)
+    is_used = False
+    with contextlib.suppress(AssertionError), running(SERVE, CHAIRLIFT_CACHE_DIR=str(shared)) as process:
+        is_used = str(shared) in Path(f"/proc/{process.popen.pid}/maps").read_text()
+    assert not is_used or not shared.stat().st_mode & 0o022
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_truncated_library_is_compiled_anew(tmp_path: Path, share: float) -> None:
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    kept = Path(shutil.copy(library(), own))
+    size = kept.stat().st_size
+    os.truncate(kept, int(share * size))
+    with running(SERVE, CHAIRLIFT_CACHE_DIR=str(own), CXX=make_compiler(tmp_path)) as process:
+        assert answer_of(process) == "17 + 25 = 42."
+    assert kept.stat().st_size >= size
+
+
+def copied_checkpoint(directory: Path) -> Path:
+    shutil.copytree(find_directory("bundled"), directory)
+    return directory
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, **fields}))
+
+
+def start(model: Path, stdin: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Asks the model one thing, and says yes to whatever is asked."""
+    command = [sys.executable, "-m", "chairlift", "generate", "What is 17 + 25?", "--model", str(model)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=90, check=False, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}},
+        ),
+        ("config.json", {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": "evil.Evil"}}),
+        ("config.json", {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}),
+    ],
+    ids=["tokenizer", "unknown kind of model", "model"],
+)
+def test_a_checkpoints_own_code_does_not_run_whoever_says_yes(
+    tmp_path: Path, file: str, fields: dict[str, Any]
+) -> None:
+    model, marker = copied_checkpoint(tmp_path / "model"), tmp_path / "executed"
+    (model / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: ...\n")
+    change_json(model / file, **fields)
+    ended = start(model, stdin="y\n" * 10, HF_HOME=str(tmp_path / "hub"), HF_MODULES_CACHE=str(tmp_path / "modules"))
+    assert not marker.exists()
+    assert "[y/N]" not in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("outside", ["below/../../outside.safetensors", "{absolute}"])
+def test_an_index_of_weights_names_no_file_outside_its_folder(tmp_path: Path, outside: str) -> None:
+    model = copied_checkpoint(tmp_path / "model")
+    shutil.move(model / "model.safetensors", tmp_path / "outside.safetensors")
+    (model / "below").mkdir()
+    name = outside.format(absolute=tmp_path / "outside.safetensors")
+    with safe_open(tmp_path / "outside.safetensors", framework="pt") as weights:
+        tensors = list(weights.keys())
+    change_json(model / "model.safetensors.index.json", weight_map=dict.fromkeys(tensors, name))
+    code, stderr = run_to_end("generate", "What is 17 + 25?", "--model", str(model))
+    assert code == 2
+    assert name in stderr
+    assert "Traceback" not in stderr

@@ -1,0 +1,111 @@
+"""Whatever comes and goes, in any order: in the end no table of the engine or of its loop knows of anybody."""
+
+import asyncio
+import gc
+from random import Random
+
+import pytest
+
+from chairlift import AsyncLLM, SamplingParams
+from chairlift.engine import core as core_module
+from chairlift.engine.core import Pacing
+from chairlift.errors import QueueFull, QueueTimeout
+from chairlift.params import RequestOptions, RequestOutput, StructuredOutputs
+from chairlift.scheduler import Request, RequestState
+from tests.engine.async_support import make_async_llm, wait_until
+from tests.scheduler.fake_engine import assert_nothing_is_left
+from tests.support.checkpoints import random_prompts
+
+NUM_REQUESTS = 150
+BEGINNINGS = random_prompts(4, [150, 40, 5], 250)
+
+
+def random_params(drawn: Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.0,
+        seed=drawn.randrange(100),
+        n=drawn.choice([1, 1, 1, 3]),
+        max_tokens=drawn.randrange(20),
+        ignore_eos=drawn.random() < 0.5,
+        repetition_penalty=drawn.choice([1.0, 1.0, 1.5]),
+        stop=drawn.choice([[], ["a", "e"]]),
+        logprobs=drawn.choice([None, None, 2]),
+        prompt_logprobs=drawn.choice([None, None, None, 1]),
+        structured_outputs=drawn.choice([None, None, StructuredOutputs(regex="[a-f]{3,9}")]),
+    )
+
+
+def random_options(drawn: Random) -> RequestOptions:
+    return RequestOptions(
+        priority=drawn.randrange(3),
+        tenant=drawn.choice("abc"),
+        cache_salt=drawn.choice(["", "x"]),
+        queue_share=drawn.choice([1.0, 0.5]),
+        timeout=drawn.choice([None, None, 0.05]),
+    )
+
+
+async def visit(engine: AsyncLLM, drawn: Random, seen: set[str]) -> str:
+    """One client, and how it ends: it is served, is refused, or leaves. Notes its sequences."""
+    prompt = [*drawn.choice(BEGINNINGS), *(drawn.randrange(250) for _ in range(drawn.randrange(20)))]
+    generation = await engine.prepare(prompt, random_params(drawn), options=random_options(drawn))
+    seen.update(request.request_id for request in generation.requests)
+    patience = drawn.choice([1, 2, 1000])  # looks at the output
+    latest: RequestOutput | None = None
+    try:
+        async for output in engine.run(generation):
+            latest = output
+            patience -= 1
+            if drawn.random() < 0.02:
+                await engine.abort(generation.request_id)
+            if not patience:
+                return "left"
+    except (QueueFull, QueueTimeout) as error:
+        return type(error).__name__
+    assert latest is not None
+    assert latest.finished
+    return "served"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_ahead", [0, 1])
+async def test_after_churn_every_table_is_empty(tiny: str, monkeypatch: pytest.MonkeyPatch, num_ahead: int) -> None:
+    drawn = Random(num_ahead)
+    monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=num_ahead))
+    async with make_async_llm(
+        tiny,
+        max_batch_size=4,
+        max_queue_size=6,
+        max_steps_per_launch=3,
+        max_num_batched_tokens=48,
+        preempt_after=2,
+        queue_timeout=0.3,
+    ) as engine:
+        tasks: list[asyncio.Task[str]] = []
+        seen: set[str] = set()
+        for number in range(NUM_REQUESTS):
+            tasks.append(asyncio.create_task(visit(engine, drawn, seen)))
+            if number % 10 == 0:
+                await asyncio.sleep(0.02)
+            if drawn.random() < 0.1:
+                drawn.choice(tasks).cancel()
+            if drawn.random() < 0.1:
+                await engine.reset_prefix_cache()
+        fates = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [fate for fate in fates if isinstance(fate, Exception)] == []
+        assert {"served", "left", "QueueFull"} <= set(fates)
+        core, thread = engine._core, engine._thread
+        assert thread is not None
+        await wait_until(lambda: thread.progress is None and not core.has_work, "nothing is left to do")
+        assert engine.is_healthy
+        assert (engine._mailboxes, engine._answers, engine._outputs._routes) == ({}, set(), {})
+        await wait_until(lambda: thread._num_untaken == 0, "all is taken")
+        core.check()
+        assert list(core._launches) == []
+        assert (core._journal._begun, core._journal._last_tokens) == (set(), {})
+        assert_nothing_is_left(core._scheduler)
+        del tasks, fates
+        gc.collect()
+        assert len(seen) > NUM_REQUESTS
+        alive = [each.request_id for each in gc.get_objects() if type(each) in (Request, RequestState)]
+        assert seen.isdisjoint(alive)

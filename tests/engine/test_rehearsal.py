@@ -1,0 +1,318 @@
+"""Grammars that would end the process, or take it for themselves, are refused; honest ones of any size are compiled."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from chairlift.engine.text import grammar as grammar_module
+from chairlift.engine.text.grammar import GrammarCompiler
+from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, Verdict
+from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
+from chairlift.errors import GrammarsBusy, InvalidGrammar
+from chairlift.params import MAX_GRAMMAR_CHARACTERS, StructuredOutputs
+from tests.engine.async_support import DEADLINE_S
+from tests.engine.support import END_TOKEN, VOCAB_SIZE
+
+pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="this system has no fork")
+
+TOO_LARGE = "too deeply nested or too large; simplify it"
+TOO_COMPLEX = "too many alternatives, optional parts or repetitions at once; simplify it"
+WORDS = [f"{number:05d}-word" for number in range(10_000)]
+
+
+def chained_references(length: int) -> dict[str, Any]:
+    chain = {f"d{index}": {"$ref": f"#/$defs/d{index + 1}"} for index in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**chain, f"d{length}": {"type": "string"}}}
+
+
+def nested(depth: int) -> str:
+    return '{"type": "object", "properties": {"a": ' * depth + '{"type": "string"}' + "}}" * depth
+
+
+def rules(names: str, length: int) -> str:
+    chain = "".join(f"{names}{index}: {names}{index + 1}\n" for index in range(length))
+    return f'start: {names}0\n{chain}{names}{length}: "a"\n'
+
+
+def an_object(num_properties: int, **more: Any) -> dict[str, Any]:
+    kinds = ["string", "integer", "number", "boolean", "array", "null"]
+    fields = {
+        f"field_{index}": {"type": kinds[index % 6], "description": "what it is"} for index in range(num_properties)
+    }
+    return {"type": "object", "properties": fields, "additionalProperties": False, **more}
+
+
+def a_call(number: int) -> dict[str, Any]:
+    fields = {"name": {"const": f"function_{number}"}, "arguments": an_object(10)}
+    return {"type": "object", "properties": fields, "required": ["name", "arguments"]}
+
+
+ATTACKS: dict[str, tuple[StructuredOutputs, str]] = {
+    "2,500 chained references": (StructuredOutputs(json=chained_references(2500)), TOO_LARGE),
+    "1,200 objects": (StructuredOutputs(json=nested(1200)), TOO_LARGE),
+    "100,000 brackets": (StructuredOutputs(json="[" * 100_000), TOO_LARGE),
+    "3,000 rules": (StructuredOutputs(grammar=rules("r", 3000)), TOO_LARGE),
+    "10,000 terminals": (StructuredOutputs(grammar=rules("T", 10_000)), TOO_LARGE),
+    "parentheses": (StructuredOutputs(grammar=f'start: {"(" * 50_000}"a"{")" * 50_000}\n'), f"line 1: {TOO_LARGE}"),
+    "130,000 optional letters": (StructuredOutputs(regex="a?" * 130_000), TOO_COMPLEX),
+    "20,000 optional letters": (StructuredOutputs(regex="a?" * 20_000), TOO_LARGE),
+    "a million letters": (StructuredOutputs(regex="(a{1000}){1000}"), TOO_COMPLEX),
+    "as many in Lark": (StructuredOutputs(grammar='start: a{1000}\na: b{1000}\nb: "x"{1000}\n'), TOO_COMPLEX),
+    "a choice of one long text": (StructuredOutputs(choice=["a b c " * 40_000]), TOO_COMPLEX),
+    "GBNF parentheses": (StructuredOutputs(grammar=f'root ::= {"(" * 5000}"a"{")" * 5000}\n'), TOO_LARGE),
+}
+
+HONEST: dict[str, StructuredOutputs] = {
+    "1,000 fields": StructuredOutputs(json=an_object(1000, required=[f"field_{index}" for index in range(1000)])),
+    "200 optional fields": StructuredOutputs(json=an_object(200)),
+    "40 levels": StructuredOutputs(json=nested(40)),
+    "100 chained references": StructuredOutputs(json=chained_references(100)),
+    "10,000 values": StructuredOutputs(json={"enum": WORDS}),
+    "10,000 choices": StructuredOutputs(choice=WORDS),
+    "128 tools": StructuredOutputs(json={"anyOf": [a_call(index) for index in range(128)]}),
+    "long strings": StructuredOutputs(json=an_object(1) | {"maxLength": 20_000}),
+    "an e-mail": StructuredOutputs(regex=r"[a-zA-Z0-9._%+-]{1,64}@[a-zA-Z0-9.-]{1,255}\.[a-zA-Z]{2,24}"),
+    "an essay": StructuredOutputs(regex=r"([A-Z][^.!?\n]{10,300}[.!?] ?){1,30}"),
+}
+
+
+@pytest.fixture(scope="module")
+def shared_compiler(byte_tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    with closing(GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))) as compiler:
+        yield compiler
+
+
+def helper_of(compiler: GrammarCompiler) -> psutil.Process:
+    helper = compiler._rehearsal._helper
+    assert helper is not None
+    return psutil.Process(helper.process.pid)
+
+
+@pytest.mark.parametrize(("outputs", "reason"), ATTACKS.values(), ids=ATTACKS.keys())
+def test_what_would_overflow_a_stack_or_never_end_is_refused(
+    shared_compiler: GrammarCompiler, outputs: StructuredOutputs, reason: str
+) -> None:
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(InvalidGrammar) as caught:
+        shared_compiler.new_grammar(outputs)
+    assert str(caught.value) == f"the grammar or schema cannot be compiled: {reason}"
+    assert psutil.Process().memory_info().rss - before < 100e6
+    assert not shared_compiler._cache.keys() & {grammar_module._as_json(outputs)}
+
+
+@pytest.mark.parametrize("outputs", HONEST.values(), ids=HONEST.keys())
+def test_what_is_only_large_is_compiled(shared_compiler: GrammarCompiler, outputs: StructuredOutputs) -> None:
+    assert shared_compiler.new_grammar(outputs).is_ready
+
+
+def test_a_schema_may_be_nested_only_so_deep() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(ValidationError, match="the schema is nested more than 120 levels deep"):
+        StructuredOutputs(json=deep)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"json": {"enum": ["x" * 100] * 2700}}, "the schema has more than 262144 characters; simplify it"),
+        ({"json": {"x" * 300_000: 1}}, "the schema has more than 262144 characters; simplify it"),
+        ({"choice": ["x" * 1000] * 300}, "the list of choices has more than 262144 characters; simplify it"),
+    ],
+)
+def test_a_schema_may_be_as_long_as_its_text_may_be(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        StructuredOutputs(**fields)
+    assert StructuredOutputs(json={"enum": ["x" * 100] * 2000})
+    assert len(json.dumps({"enum": ["x" * 100] * 2000})) < MAX_GRAMMAR_CHARACTERS
+
+
+def test_without_forks_llguidances_own_limits_have_to_do(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(grammar_module, "IS_POSSIBLE", False)
+    with closing(GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))) as compiler:
+        assert "grammars are compiled without a process of their own" in caplog.text
+        assert compiler.new_grammar(StructuredOutputs(regex="[a-z]+")).is_ready
+        with pytest.raises(InvalidGrammar, match=TOO_COMPLEX):
+            compiler.new_grammar(StructuredOutputs(regex="(a{1000}){1000}"))
+        assert compiler._rehearsal._helper is None
+
+
+def test_who_wants_the_same_grammar_waits_for_the_same_one(compiler: GrammarCompiler) -> None:
+    same = StructuredOutputs(regex="[a-z]{3}")
+    futures = [compiler.compile(same) for _ in range(20)]
+    assert len({id(future.result(DEADLINE_S)) for future in futures}) == 1
+    assert compiler.compile(same).result() is futures[0].result()
+
+
+def test_the_helper_is_started_again_when_it_dies(compiler: GrammarCompiler) -> None:
+    compiler.new_grammar(StructuredOutputs(regex="a"))
+    first = helper_of(compiler)
+    first.kill()
+    psutil.wait_procs([first], DEADLINE_S)
+    compiler.new_grammar(StructuredOutputs(regex="b"))
+    assert helper_of(compiler).pid != first.pid
+
+
+def test_who_waits_when_the_helper_dies_is_served_by_the_next_one(compiler: GrammarCompiler) -> None:
+    compiler.new_grammar(StructuredOutputs(regex="a"))
+    first = helper_of(compiler)
+    first.suspend()
+    future = compiler.compile(StructuredOutputs(regex="b"))
+    first.kill()
+    assert compiler.start(future.result(DEADLINE_S)).is_ready
+
+
+def test_process_and_threads_end_with_their_compiler(byte_tokenizer: Tokenizer) -> None:
+    before = set(threading.enumerate())
+    compiler = GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))
+    compiler.new_grammar(StructuredOutputs(regex="a"))
+    helper = helper_of(compiler)
+    threads = set(threading.enumerate()) - before
+    assert len(threads) > 4
+    compiler.close()
+    assert not helper.is_running() or helper.status() == psutil.STATUS_ZOMBIE
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    with pytest.raises(GrammarsBusy):
+        compiler.new_grammar(StructuredOutputs(regex="b"))
+
+
+STARTS_ONE = """
+import json, sys, time
+from chairlift.engine.text.rehearsal import Rehearsal
+
+rehearsal = Rehearsal(lambda: json.dumps({"tokenizer": {"tokenizer": sys.argv[1]}, "limits": {}}).encode())
+print(rehearsal.perform('{"json": null, "regex": "a", "choice": null, "grammar": null}').error, flush=True)
+print(rehearsal._helper.process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_the_helper_ends_when_the_process_that_started_it_is_killed(byte_tokenizer: Tokenizer) -> None:
+    command = [sys.executable, "-c", STARTS_ONE, byte_tokenizer.backend.to_str()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == "None\n"
+        helper = psutil.Process(int(starter.stdout.readline()))
+        starter.kill()
+        _, alive = psutil.wait_procs([helper], DEADLINE_S)
+    assert not alive
+
+
+def test_the_helper_knows_nothing_of_torch_or_of_this_package(compiler: GrammarCompiler) -> None:
+    compiler.new_grammar(StructuredOutputs(regex="a"))
+    mapped = {os.path.basename(each.path) for each in helper_of(compiler).memory_maps()}
+    assert any("llguidance" in path.path for path in helper_of(compiler).memory_maps())
+    assert not any("torch" in name for name in mapped)
+
+
+def test_slow_grammars_hold_up_nobody_behind_them(compiler: GrammarCompiler) -> None:
+    compiler.new_grammar(StructuredOutputs(regex="a"))
+    slow = [compiler.compile(StructuredOutputs(regex="a?" * 20_000 + "b" * index)) for index in range(3)]
+    compiler.compile(StructuredOutputs(regex="[a-z]+")).result(DEADLINE_S)
+    assert sum(future.done() for future in slow) < 3
+    for future in slow:
+        assert isinstance(future.exception(DEADLINE_S), InvalidGrammar)
+
+
+def test_beyond_a_number_nobody_else_may_wait(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_UNFINISHED", 2)
+    gate = threading.Event()
+    monkeypatch.setattr(Rehearsal, "perform", lambda *_: gate.wait(DEADLINE_S) and Verdict(error="no"))
+    waiting = [compiler.compile(StructuredOutputs(regex=letter)) for letter in "ab"]
+    with pytest.raises(GrammarsBusy, match="2 other grammars are being compiled; try again later"):
+        compiler.compile(StructuredOutputs(regex="c"))
+    assert compiler.compile(StructuredOutputs(regex="a")) is waiting[0]
+    gate.set()
+    for future in waiting:
+        assert isinstance(future.exception(DEADLINE_S), InvalidGrammar)
+
+
+def test_without_a_thread_to_be_had_a_grammar_can_be_had_later(compiler: GrammarCompiler) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(GrammarsBusy, match="can't start new thread; try again later"):
+            compiler.new_grammar(StructuredOutputs(regex="a"))
+    assert compiler.new_grammar(StructuredOutputs(regex="a")).is_ready
+
+
+def test_without_a_process_to_be_had_too(compiler: GrammarCompiler) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chairlift.engine.text.rehearsal.subprocess.Popen", refuse)
+        with pytest.raises(GrammarsBusy, match="Resource temporarily unavailable; try again later"):
+            compiler.new_grammar(StructuredOutputs(regex="a"))
+    assert compiler.new_grammar(StructuredOutputs(regex="a")).is_ready
+
+
+def test_the_cache_is_bounded_by_what_is_in_it(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = [StructuredOutputs(choice=[f"{index}{word}" for word in WORDS[:2000]]) for index in range(4)]
+    compiled: list[Future[Any]] = [compiler.compile(outputs) for outputs in large[:2]]
+    sizes = [future.result(DEADLINE_S).num_bytes for future in compiled]
+    assert all(100_000 < size < 10_000_000 for size in sizes)
+    monkeypatch.setattr(grammar_module, "_MAX_CACHE_BYTES", sum(sizes) * 5 // 4)
+    assert len(compiler._cache) == 2
+    compiler.compile(large[0]).result(DEADLINE_S)  # used last
+    compiler.compile(large[2]).result(DEADLINE_S)
+    assert list(compiler._cache) == [grammar_module._as_json(large[index]) for index in (0, 2)]
+
+
+def test_what_a_grammar_grows_by_in_use_counts_and_pushes_out_others(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = StructuredOutputs(regex="[a-z]+"), StructuredOutputs(regex="[0-9]+")
+    compiled = compiler.compile(first).result(DEADLINE_S)
+    size = compiled.num_bytes
+    compiled.note_cost(0.01)
+    assert compiled.num_bytes == size + 2_000_000
+    compiled.note_cost(100.0)
+    assert compiled.num_bytes < size + 20_000_000  # a lexer has so many states at most
+    compiler.compile(second).result(DEADLINE_S)
+    monkeypatch.setattr(grammar_module, "_MAX_CACHE_BYTES", 10_000_000)
+    compiler.compile(second).result(DEADLINE_S)
+    assert list(compiler._cache) == [grammar_module._as_json(second)]
+
+
+def test_a_grammar_whose_lexer_broke_is_compiled_anew_for_those_who_come(compiler: GrammarCompiler) -> None:
+    outputs = StructuredOutputs(regex="[a-z]+")
+    compiled = compiler.compile(outputs).result(DEADLINE_S)
+    compiled.is_broken = True
+    assert compiler.compile(outputs).result(DEADLINE_S) is not compiled
+
+
+def test_the_line_of_an_error_is_told_where_the_client_wrote_lines(compiler: GrammarCompiler) -> None:
+    said = []
+    for outputs in (
+        StructuredOutputs(grammar='start: "a" x\nx: y\n'),
+        StructuredOutputs(grammar="root ::= x\nx ::= y\n"),
+        StructuredOutputs(regex="(a"),
+        StructuredOutputs(grammar='start: "a"\n  | "b" (\n'),
+    ):
+        with pytest.raises(InvalidGrammar) as caught:
+            compiler.new_grammar(outputs)
+        said.append(str(caught.value).removeprefix("the grammar or schema cannot be compiled: "))
+    assert said == [
+        'line 2: unknown name: "y"',
+        "Rule 'y' not found",
+        'invalid regex "(a" (in regex): regex parse error: (a ^ error: unclosed group',
+        "line 2: Expected token ')', found '\\n' (at \"\\n\\n\" ('\\n'))",
+    ]

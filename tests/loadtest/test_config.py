@@ -1,0 +1,317 @@
+"""The settings: what is refused, and in what words; and what is left open until the test begins."""
+
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from chairlift.loadtest import BenchConfig
+from chairlift.loadtest.config import Lengths, SweepValues, parse_limits
+
+
+def messages(**settings: object) -> list[str]:
+    """What is said against these settings, as `field: message`."""
+    with pytest.raises(ValidationError) as caught:
+        BenchConfig.model_validate(settings)
+    return [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in caught.value.errors()]
+
+
+def test_every_field_has_a_description_since_it_is_the_help_of_its_flag() -> None:
+    assert [name for name, field in BenchConfig.model_fields.items() if not field.description] == []
+
+
+def test_defaults_are_a_valid_test() -> None:
+    config = BenchConfig()
+    assert (config.num_requests, config.warmup) == (None, 1)
+    assert (config.temperature, config.ignore_eos, config.is_chat) == (0.0, True, False)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        BenchConfig().num_requests = 3  # type: ignore[misc]
+
+
+def test_an_unknown_setting_is_refused_by_name() -> None:
+    assert messages(concurency=3) == ["concurency: Extra inputs are not permitted"]
+
+
+@pytest.mark.parametrize("name", ["num_requests", "concurrency", "num_prefixes", "turns"])
+def test_counts_are_positive(name: str) -> None:
+    assert messages(prefix_tokens=8, **{name: 0}) == [f"{name}: Input should be greater than 0"]
+
+
+@pytest.mark.parametrize("name", ["request_rate", "timeout"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0, "Input should be greater than 0"),
+        (float("inf"), "Input should be a finite number"),
+    ],
+)
+def test_rates_and_times_are_positive_and_finite(name: str, value: float, said: str) -> None:
+    assert messages(**{name: value}) == [f"{name}: {said}"]
+
+
+@pytest.mark.parametrize("name", ["warmup", "seed", "temperature"])
+def test_some_numbers_may_be_zero_but_not_negative(name: str) -> None:
+    BenchConfig.model_validate({name: 0})
+    assert messages(**{name: -1}) == [f"{name}: Input should be greater than or equal to 0"]
+
+
+def test_an_unknown_endpoint_is_refused_with_the_known_ones() -> None:
+    assert messages(endpoint="embeddings") == ["endpoint: Input should be 'completions' or 'chat'"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"request_rate": 1.0, "ramp": (1, 2)}, "give either --request-rate or --ramp, not both"),
+        ({"request_rate": 1.0, "trace": "t"}, "give either --request-rate or --trace, not both"),
+        ({"trace": "t", "conversations": "c"}, "give either --trace or --conversations, not both"),
+        ({"trace": "t", "prompt_tokens": 5}, "give either --trace or --prompt-tokens, not both"),
+        ({"trace": "t", "output_tokens": 5}, "give either --trace or --output-tokens, not both"),
+        ({"conversations": "c", "prefix_tokens": 5}, "give either --conversations or --prefix-tokens, not both"),
+        ({"conversations": "c", "turns": 2}, "give either --conversations or --turns, not both"),
+        ({"endpoint": "completions", "turns": 2}, "give either --endpoint completions or --turns, not both"),
+        ({"burstiness": 0.5}, "--burstiness needs --request-rate or --ramp or --sweep rate"),
+        ({"trace_speedup": 2.0}, "--trace-speedup needs --trace"),
+        ({"num_prefixes": 2}, "--num-prefixes needs --prefix-tokens"),
+        ({"think_time": 2.0}, "--think-time needs --turns or --conversations"),
+        ({"sweep": "rate=1,2"}, "--sweep needs --goodput"),
+        ({"goodput": "ttft:5", "goodput_share": 0.5}, "--goodput-share needs --sweep"),
+        ({"goodput": "ttft:5", "sweep": "rate=1", "ramp": (1, 2)}, "give either --sweep or --ramp, not both"),
+        (
+            {"goodput": "ttft:5", "sweep": "concurrency=1", "concurrency": 2},
+            "give either --sweep concurrency or --concurrency, not both",
+        ),
+    ],
+)
+def test_settings_that_would_have_no_effect_are_refused(settings: dict[str, object], said: str) -> None:
+    assert messages(**settings) == [f": Value error, {said}"]
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    assert messages(num_prefixes=2, think_time=1.0) == [
+        ": Value error, --num-prefixes needs --prefix-tokens; --think-time needs --turns or --conversations"
+    ]
+
+
+def test_a_rate_may_have_a_most_in_flight() -> None:
+    config = BenchConfig(concurrency=4, request_rate=2.0)
+    assert (config.is_open_loop, config.resolved("m").concurrency) == (True, 4)
+
+
+@pytest.mark.parametrize("settings", [{"turns": 2}, {"conversations": "c"}, {"endpoint": "chat"}])
+def test_messages_go_to_the_chat_endpoint(settings: dict[str, object]) -> None:
+    config = BenchConfig.model_validate({"url": "http://host", **settings})
+    assert config.endpoint_url == "http://host/v1/chat/completions"
+    assert config.resolved("m").endpoint == "chat"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("goodput", "ttft500", "cannot read the limit 'ttft500': limits are of ttft, tpot, e2el"),
+        ("sweep", "rate", "cannot read the sweep 'rate': it must look like rate=1,2,4,8"),
+        ("prompt_tokens", "some", "cannot read the length 'some': it must be N, uniform:LOW,HIGH"),
+        ("output_tokens", 0, "cannot read the length 0: it must be N"),
+        ("report", "report.pdf", "must end in .html, unlike 'report.pdf'"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(name: str, value: object, said: str) -> None:
+    [message] = messages(**{name: value})
+    assert message.startswith(f"{name}: Value error, {said}")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host:8000", "http://host:8000/", "http://host:8000/v1", "http://host:8000/v1/"]
+)
+def test_the_url_may_end_in_v1_or_a_slash(url: str) -> None:
+    assert BenchConfig(url=url).endpoint_url == "http://host:8000/v1/completions"
+
+
+def test_the_chat_endpoint_keeps_a_path_prefix() -> None:
+    config = BenchConfig(url="https://host/openai/v1", endpoint="chat")
+    assert config.endpoint_url == "https://host/openai/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "ftp://host",
+        "http://",
+        "http://host?key=1",
+        "http://host#top",
+        "http://a..b",
+        "http://host:0",
+        "http://host:99999",
+    ],
+)
+def test_what_is_no_http_url_is_refused(url: str) -> None:
+    assert messages(url=url) == [
+        f"url: Value error, must look like http://host:port or https://host, not {url!r}",
+    ]
+
+
+def test_a_json_file_that_cannot_be_written_is_refused_before_the_test(tmp_path: Path) -> None:
+    missing = tmp_path / "missing" / "result.json"
+    for name, path in [("json_file", missing), ("json_file", tmp_path), ("report", tmp_path / "missing" / "a.html")]:
+        assert messages(**{name: path}) == [
+            f"{name}: Value error, cannot write {path}: it must be a file in an existing directory"
+        ]
+
+
+def test_the_json_file_goes_by_the_short_name_of_its_flag_too(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    assert BenchConfig.model_validate({"json": path}).json_file == path
+
+
+def test_the_api_key_does_not_show() -> None:
+    config = BenchConfig.model_validate({"api_key": "sk-secret"})
+    assert "sk-secret" not in repr(config)
+    assert config.model_dump(mode="json")["api_key"] == "**********"
+
+
+def test_resolving_fills_in_the_model_and_the_concurrency() -> None:
+    resolved = BenchConfig().resolved("tiny")
+    assert (resolved.model, resolved.concurrency, resolved.request_rate) == ("tiny", 8, None)
+
+
+def test_resolving_keeps_a_given_concurrency() -> None:
+    assert BenchConfig(concurrency=3).resolved("tiny").concurrency == 3
+
+
+def test_resolving_gives_a_rate_no_concurrency() -> None:
+    assert BenchConfig(request_rate=2.0).resolved("tiny").concurrency is None
+
+
+def draw(text: int | str, count: int = 20_000, seed: int = 0) -> list[int]:
+    return Lengths.parse(text).draw(count, np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize("text", [7, "7", " 7 "])
+def test_a_number_is_the_length_of_all(text: int | str) -> None:
+    assert draw(text, count=3) == [7, 7, 7]
+
+
+def test_uniform_reaches_both_ends() -> None:
+    lengths = draw("uniform:3,6")
+    assert set(lengths) == {3, 4, 5, 6}
+    assert lengths.count(3) == pytest.approx(5000, rel=0.1)
+
+
+def test_normal_has_its_mean_and_deviation() -> None:
+    lengths = draw("normal:500,50")
+    assert statistics.mean(lengths) == pytest.approx(500, rel=0.01)
+    assert statistics.stdev(lengths) == pytest.approx(50, rel=0.03)
+
+
+def test_lognormal_has_its_median_and_a_heavy_tail() -> None:
+    lengths = draw("lognormal:300,0.8")
+    assert statistics.median(lengths) == pytest.approx(300, rel=0.03)
+    # The mean of a lognormal is median * exp(sigma^2 / 2).
+    assert statistics.mean(lengths) == pytest.approx(300 * np.exp(0.32), rel=0.03)
+
+
+@pytest.mark.parametrize("text", ["normal:10,50,40", "lognormal:10,2,40"])
+def test_no_length_is_below_one_or_above_the_most(text: str) -> None:
+    lengths = draw(text)
+    assert (min(lengths), max(lengths)) == (1, 40)
+
+
+def test_lengths_are_plain_integers_fit_for_json() -> None:
+    assert {type(length) for length in draw("normal:10,5", count=5)} == {int}
+
+
+@pytest.mark.parametrize("text", ["uniform:1,1000", "normal:500,50", "lognormal:300,0.8"])
+def test_asking_for_more_keeps_the_first_ones(text: str) -> None:
+    assert draw(text, count=50)[:20] == draw(text, count=20)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        0,
+        -3,
+        "",
+        "1.5",
+        "many",
+        "128,256",
+        "uniform",
+        "uniform:5",
+        "uniform:6,5",
+        "uniform:0,5",
+        "uniform:1,2,3",
+        "normal:5",
+        "normal:5,1,0.5",
+        "normal:nan,1",
+        "lognormal:inf,1",
+        "poisson:5",
+        "1e300",
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_what_can(text: int | str) -> None:
+    with pytest.raises(ValueError, match="cannot read the length") as caught:
+        Lengths.parse(text)
+    assert str(caught.value) == (
+        f"cannot read the length {text!r}: it must be N, uniform:LOW,HIGH, normal:MEAN,STD[,MAX] or "
+        "lognormal:MEDIAN,SIGMA[,MAX], in numbers above 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"),
+    [
+        ("ttft:500", {"ttft": 500.0}),
+        ("ttft:500,tpot:50", {"ttft": 500.0, "tpot": 50.0}),
+        (" tpot:0.5 , e2el:2e3", {"tpot": 0.5, "e2el": 2000.0}),
+    ],
+)
+def test_limits_are_read(text: str, limits: dict[str, float]) -> None:
+    assert parse_limits(text) == limits
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "cannot read the limit '': limits are of ttft, tpot, e2el, each at most once, as in ttft:500,tpot:50"),
+        ("500", "cannot read the limit '500': limits are of"),
+        ("itl:5", "cannot read the limit 'itl:5': limits are of"),
+        ("ttft:5,ttft:6", "cannot read the limit 'ttft:6': limits are of"),
+        ("ttft:5,", "cannot read the limit '': limits are of"),
+        ("ttft", "cannot read the limit 'ttft': milliseconds above 0 must follow the colon, as in ttft:500,tpot:50"),
+        ("ttft:soon", "cannot read the limit 'ttft:soon': milliseconds"),
+        ("ttft:0", "cannot read the limit 'ttft:0': milliseconds"),
+        ("tpot:nan", "cannot read the limit 'tpot:nan': milliseconds"),
+        ("tpot:inf", "cannot read the limit 'tpot:inf': milliseconds"),
+    ],
+)
+def test_a_limit_that_cannot_be_read_is_named(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the limit") as caught:
+        parse_limits(text)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("rate=1,2.5,4", SweepValues("rate", (1.0, 2.5, 4.0))),
+        ("rate=4,1,4", SweepValues("rate", (1.0, 4.0))),
+        ("concurrency=8", SweepValues("concurrency", (8.0,))),
+    ],
+)
+def test_values_of_a_sweep_are_read_in_ascending_order(text: str, values: SweepValues) -> None:
+    assert SweepValues.parse(text) == values
+
+
+@pytest.mark.parametrize("text", ["", "rate", "rate=", "rate=a", "rate=0", "rate=1,inf", "speed=1", "concurrency=1.5"])
+def test_a_sweep_that_cannot_be_read_is_refused_with_one_that_can(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the sweep") as caught:
+        SweepValues.parse(text)
+    assert str(caught.value) == (
+        f"cannot read the sweep {text!r}: it must look like rate=1,2,4,8 or concurrency=1,2,4,8, with numbers above 0 "
+        "(whole ones for concurrency)"
+    )

@@ -1,0 +1,203 @@
+"""What a test will send, and when, from its settings alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from chairlift.loadtest import BenchConfig
+from chairlift.loadtest.records import BenchError
+from chairlift.loadtest.workload import WORDS, Draws, Workload, build_workload, distinct_draws, draw_one
+
+
+def draws(lengths: list[int], num_choices: int = 95, seed: int = 0) -> list[Draws]:
+    return distinct_draws(lengths, num_choices, np.random.default_rng(seed))
+
+
+def test_each_prompt_has_exactly_its_length() -> None:
+    assert [len(prompt) for prompt in draws([17, 3, 1, 40])] == [17, 3, 1, 40]
+
+
+def test_draws_reach_every_choice_and_no_other() -> None:
+    assert {draw for prompt in draws([20] * 50, num_choices=4) for draw in prompt} == {0, 1, 2, 3}
+
+
+def test_draws_are_plain_integers_fit_for_json() -> None:
+    assert {type(draw) for draw in draws([8])[0]} == {int}
+
+
+def test_draws_are_uniform() -> None:
+    prompt = draw_one(40_000, 4, np.random.default_rng(3))
+    for choice in range(4):
+        assert prompt.count(choice) == pytest.approx(10_000, rel=0.05)
+
+
+def test_the_same_seed_gives_the_same_prompts_and_another_other_ones() -> None:
+    assert draws([8] * 3, seed=7) == draws([8] * 3, seed=7)
+    assert not set(draws([8] * 50, seed=1)) & set(draws([8] * 50, seed=2))
+
+
+def test_asking_for_more_keeps_the_first_ones() -> None:
+    assert draws([8, 5, 6, 7])[:2] == draws([8, 5])
+
+
+def test_prompts_are_distinct_even_when_every_possible_one_is_needed() -> None:
+    assert len(set(draws([2] * 16, num_choices=4))) == 16
+
+
+def test_too_few_possible_prompts_are_refused_with_the_way_out() -> None:
+    with pytest.raises(BenchError) as caught:
+        draws([2, 1, 1, 1, 1, 1], num_choices=4)
+    assert str(caught.value) == (
+        "5 prompts of 1 tokens cannot all differ: 4 choices for each token allow only 4; raise --prompt-tokens or "
+        "lower --num-requests"
+    )
+
+
+def test_words_are_distinct_and_single() -> None:
+    assert len(set(WORDS)) == len(WORDS)
+    assert all(word.isalpha() and len(word) <= 6 for word in WORDS)
+
+
+def workload(**settings: object) -> Workload:
+    return build_workload(BenchConfig.model_validate(settings))
+
+
+def prompts(found: Workload) -> list[list[int]]:
+    return [turn.prompt["prompt"] for conversation in found.conversations for turn in conversation]
+
+
+def contents(conversation: Any) -> list[list[str]]:
+    return [[message["content"] for message in turn.prompt["messages"]] for turn in conversation]
+
+
+def write(path: Path, *values: object) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+    return path
+
+
+def chat_line(*texts: str, **fields: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": text} for text in texts]} | fields
+
+
+def test_a_hundred_random_requests_of_one_turn_in_a_closed_loop_are_the_default() -> None:
+    found = workload()
+    assert found.num_requests == 100
+    assert found.offsets is None
+    assert {len(conversation) for conversation in found.conversations} == {1}
+    assert {(turn.prompt_tokens, turn.output_tokens) for [turn] in found.conversations} == {(128, 128)}
+
+
+def test_lengths_follow_their_distributions() -> None:
+    found = workload(num_requests=300, prompt_tokens="uniform:2,4", output_tokens="uniform:5,6")
+    assert {len(prompt) for prompt in prompts(found)} == {2, 3, 4}
+    assert [turn.prompt_tokens for [turn] in found.conversations] == [len(prompt) for prompt in prompts(found)]
+    assert {turn.output_tokens for [turn] in found.conversations} == {5, 6}
+
+
+def test_measured_prompts_are_the_same_with_any_warm_up_or_rate_and_all_differ() -> None:
+    bare = workload(num_requests=3, warmup=0)
+    assert prompts(workload(num_requests=3, warmup=2, request_rate=5.0)) == prompts(bare)
+    assert prompts(workload(num_requests=30, warmup=0))[:3] == prompts(bare)
+    assert prompts(workload(num_requests=3, warmup=0, seed=1)) != prompts(bare)
+
+
+def test_warm_up_is_as_long_as_what_is_measured_but_of_other_tokens() -> None:
+    found = workload(num_requests=3, warmup=4, prompt_tokens="uniform:20,90", output_tokens="uniform:2,90")
+    measured = [(turn.prompt_tokens, turn.output_tokens) for [turn] in found.conversations]
+    assert [(turn.prompt_tokens, turn.output_tokens) for [turn] in found.warm_up] == [*measured, measured[0]]
+    assert not {tuple(turn.prompt["prompt"]) for [turn] in found.warm_up} & {tuple(each) for each in prompts(found)}
+
+
+def test_a_rate_gives_every_conversation_its_time() -> None:
+    found = workload(num_requests=11, request_rate=5.0)
+    assert found.offsets is not None
+    assert (len(found.offsets), found.offsets[0]) == (11, 0.0)
+    assert found.offsets[-1] == pytest.approx(2.0)
+    assert workload(num_requests=11, request_rate=5.0, burstiness=0.5).offsets != found.offsets
+
+
+def test_a_ramp_gives_every_conversation_its_time() -> None:
+    offsets = workload(num_requests=2001, ramp=(1, 100)).offsets
+    assert offsets is not None
+    assert offsets[1000] > 2 * (offsets[2000] - offsets[1000])
+
+
+def test_families_share_their_prefixes() -> None:
+    found = workload(num_requests=40, prefix_tokens=10, num_prefixes=3, prompt_tokens=4)
+    assert {len(prompt) for prompt in prompts(found)} == {14}
+    assert {turn.prompt_tokens for [turn] in found.conversations} == {14}
+    assert len({tuple(prompt[:10]) for prompt in prompts(found)}) == 3
+    assert len({tuple(prompt[10:]) for prompt in prompts(found)}) == 40
+
+
+def test_a_prefix_of_a_chat_is_the_system_message_of_its_first_turn() -> None:
+    found = workload(num_requests=4, turns=2, prefix_tokens=3, prompt_tokens=5)
+    [first, _] = found.conversations[0]
+    assert [message["role"] for message in first.prompt["messages"]] == ["system", "user"]
+    assert len(found.conversations) == 2
+    for conversation in found.conversations:
+        [[system, question], [following]] = contents(conversation)
+        assert [len(text.split()) for text in (system, question, following)] == [3, 5, 5]
+        assert [turn.prompt_tokens for turn in conversation] == [8, None]
+
+
+def test_the_last_conversation_is_cut_to_the_number_of_requests() -> None:
+    found = workload(num_requests=7, turns=3)
+    assert [len(conversation) for conversation in found.conversations] == [3, 3, 1]
+    assert found.num_requests == 7
+
+
+def test_too_few_possible_prompts_are_an_error() -> None:
+    with pytest.raises(BenchError, match="96 prompts of 1 tokens cannot all differ: 95 choices"):
+        workload(num_requests=96, prompt_tokens=1)
+    assert workload(num_requests=95, prompt_tokens=1, warmup=0).num_requests == 95
+
+
+def test_a_trace_gives_times_and_lengths(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl",
+        {"timestamp": 0, "input_length": 4, "output_length": 2},
+        {"timestamp": 1500, "input_length": 9, "output_length": 3},
+    )
+    found = workload(trace=path, trace_speedup=3.0)
+    assert found.offsets == (0.0, 0.5)
+    assert [len(prompt) for prompt in prompts(found)] == [4, 9]
+    assert [turn.output_tokens for [turn] in found.conversations] == [2, 3]
+    assert [turn.prompt_tokens for [turn] in found.warm_up] == [4]
+
+
+def test_equal_block_ids_of_a_trace_are_equal_tokens(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl",
+        {"timestamp": 0, "input_length": 1100, "output_length": 1, "hash_ids": [7, 8, 9]},
+        {"timestamp": 0, "input_length": 1100, "output_length": 1, "hash_ids": [7, 8, 10]},
+        {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [7]},
+    )
+    first, second, third = prompts(workload(trace=path))
+    assert (len(first), len(second), len(third)) == (1100, 1100, 600)
+    assert first[:1024] == second[:1024]
+    assert first[1024:] != second[1024:]
+    assert first[:512] == third[:512]
+    assert first[512:600] != third[512:]
+
+
+def test_conversations_of_a_file_are_cut_or_repeated_to_the_number_of_requests(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", chat_line("a", "b"), chat_line("c"))
+
+    def found(**settings: object) -> list[list[list[str]]]:
+        return [contents(conversation) for conversation in workload(conversations=path, **settings).conversations]
+
+    assert found() == [[["a"], ["b"]], [["c"]]]
+    assert found(num_requests=1) == [[["a"]]]
+    assert found(num_requests=5) == [[["a"], ["b"]], [["c"]], [["a"], ["b"]]]
+
+
+def test_a_line_s_own_length_of_replies_counts_before_the_setting(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", chat_line("a", "b"), chat_line("c", output_tokens=7))
+    found = workload(conversations=path, output_tokens=5)
+    assert [[turn.output_tokens for turn in conversation] for conversation in found.conversations] == [[5, 5], [7]]
+    assert {turn.prompt_tokens for conversation in found.conversations for turn in conversation} == {None}
+    assert len(contents(found.warm_up[0])[0][0].split()) == 128

@@ -1,0 +1,253 @@
+"""What keeps a backend from running; which flash-attn is used where; what the references of its kernels refuse."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chairlift.config import AttentionBackend, DType
+from chairlift.errors import ConfigurationError
+from chairlift.models import cpu
+from chairlift.models.attention.flash import find_flash_attn, is_varlen_available
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.backends import find_obstacle, load_backend
+from tests.support.flash_attn_reference import (
+    flash_attn_3_with_kvcache,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    installed,
+    module,
+)
+from tests.support.kernels import needs_kernels
+
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+CUDA = torch.device("cuda")
+Arguments = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [(AMPERE, "flash_attn"), (HOPPER, "flash_attn_interface"), (BLACKWELL, "flash_attn")]
+)
+def test_version_3_is_used_on_hopper_and_version_2_elsewhere(capability: tuple[int, int], name: str) -> None:
+    with installed():
+        assert find_flash_attn(capability) == name
+
+
+@pytest.mark.parametrize(("capability", "name"), [(AMPERE, None), (HOPPER, "flash_attn_interface")])
+def test_version_3_alone_is_for_hopper_only(capability: tuple[int, int], name: str | None) -> None:
+    with module("flash_attn", None), module("flash_attn_interface", {}):
+        assert find_flash_attn(capability) == name
+
+
+def test_version_2_alone_is_used_on_hopper_too() -> None:
+    with module("flash_attn", {}), module("flash_attn_interface", None):
+        assert find_flash_attn(HOPPER) == "flash_attn"
+
+
+@pytest.mark.parametrize(("capability", "name"), [(AMPERE, "FlashAttnBackend"), (HOPPER, "FlashAttn3Backend")])
+def test_the_backend_is_that_of_the_version(
+    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with installed():
+        backend = load_backend(AttentionBackend.FLASH_ATTN, 64, torch.bfloat16, CUDA)
+    assert type(backend).__name__ == name
+
+
+def test_a_package_that_cannot_be_imported_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: AMPERE)
+    with installed(), module("flash_attn", {}), pytest.raises(ConfigurationError) as caught:
+        load_backend(AttentionBackend.FLASH_ATTN, 64, torch.bfloat16, CUDA)
+    message = str(caught.value)
+    assert message.startswith("flash-attn cannot be imported (cannot import name")
+    assert message.endswith(f"reinstall it for torch {torch.__version__}, or choose attention_backend torch")
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float32), (264, torch.bfloat16), (60, torch.bfloat16)])
+def test_torch_copies_slots_for_what_its_flash_kernels_do_not_take(head_dim: int, dtype: torch.dtype) -> None:
+    assert not is_varlen_available(head_dim, dtype)
+    assert isinstance(load_backend(AttentionBackend.TORCH, head_dim, dtype, CUDA), TorchBackend)
+
+
+OBSTACLES = [
+    (AttentionBackend.CPU, 24, DType.FLOAT32, "cpu", "it takes a head_dim up to 256 that 32 divides, not 24"),
+    (AttentionBackend.CPU, 288, DType.FLOAT32, "cpu", "it takes a head_dim up to 256 that 32 divides, not 288"),
+    (AttentionBackend.CPU, 64, DType.FLOAT16, "cpu", "it computes in float32 or bfloat16, not float16"),
+    (AttentionBackend.CPU, 64, DType.FLOAT32, "cuda:1", "it runs on a CPU, and the device is cuda:1"),
+    (AttentionBackend.FLASH_ATTN, 64, DType.BFLOAT16, "cpu", "it runs on a CUDA device, and the device is cpu"),
+    (AttentionBackend.FLASH_ATTN, 64, DType.FLOAT32, "cuda:0", "it computes in bfloat16 or float16, not float32"),
+    (
+        AttentionBackend.FLASH_ATTN,
+        264,
+        DType.FLOAT16,
+        "cuda:0",
+        "it takes a head_dim up to 256 that 8 divides, not 264",
+    ),
+    (AttentionBackend.FLASH_ATTN, 60, DType.FLOAT16, "cuda:0", "it takes a head_dim up to 256 that 8 divides, not 60"),
+    (AttentionBackend.FLASH_ATTN, 64, DType.FLOAT16, "cuda:0", None),
+    (AttentionBackend.TORCH, 24, DType.FLOAT16, "cpu", None),
+]
+
+
+@pytest.mark.parametrize(("backend", "head_dim", "dtype", "device", "obstacle"), OBSTACLES)
+def test_a_backend_says_what_keeps_it_from_running_a_model(
+    backend: AttentionBackend,
+    head_dim: int,
+    dtype: DType,
+    device: str,
+    obstacle: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: AMPERE)
+    with installed():
+        assert find_obstacle(backend, head_dim, dtype, device) == obstacle
+
+
+@needs_kernels
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_nothing_keeps_native_code_from_running_such_models(head_dim: int, dtype: DType) -> None:
+    assert find_obstacle(AttentionBackend.CPU, head_dim, dtype, "cpu") is None
+
+
+def test_without_a_compiler_there_is_no_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "load_library", cpu.load_library.__wrapped__)
+    monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    said = "there is no C++ compiler 'no-such-compiler'; install g++, or name one in $CXX"
+    assert find_obstacle(AttentionBackend.CPU, 64, DType.FLOAT32, "cpu") == said
+
+
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        ((9, 0), "the package flash-attn is not installed (pip install 'chairlift[flash]')"),
+        ((7, 5), "it needs compute capability 8.0, and this GPU has 7.5"),
+    ],
+)
+def test_a_gpu_that_is_too_old_or_without_the_package(
+    capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with module("flash_attn", None), module("flash_attn_interface", None):
+        assert find_obstacle(AttentionBackend.FLASH_ATTN, 64, DType.BFLOAT16, "cuda:0") == said
+
+
+# The references, each with arguments that it takes, and with one of them spoiled
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def int32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def decode_arguments() -> Arguments:
+    return {
+        "q": random(2, 1, 4, 16),
+        "k_cache": random(3, 256, 2, 16),
+        "v_cache": random(3, 256, 2, 16),
+        "k": random(2, 1, 2, 16),
+        "v": random(2, 1, 2, 16),
+        "cache_seqlens": int32(5, 255),
+        "cache_batch_idx": int32(2, 0),
+        "causal": True,
+    }
+
+
+def varlen_arguments() -> Arguments:
+    return {
+        "q": random(5, 4, 16),
+        "k": random(3, 256, 2, 16),
+        "v": random(3, 256, 2, 16),
+        "cu_seqlens_q": int32(0, 2, 5),
+        "cu_seqlens_k": int32(0, 9, 12),
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 9,
+        "causal": True,
+        "block_table": int32(2, 0).unsqueeze(1),
+    }
+
+
+def ragged_arguments() -> Arguments:
+    return {
+        **decode_arguments(),
+        "q": random(5, 4, 16),
+        "k": random(5, 2, 16),
+        "v": random(5, 2, 16),
+        "cache_seqlens": int32(5, 253),
+        "cu_seqlens_q": int32(0, 2, 5),
+        "cu_seqlens_k_new": int32(0, 2, 5),
+        "max_seqlen_q": 3,
+    }
+
+
+def transposed(*shape: int) -> torch.Tensor:
+    """Of that shape, with its last dimension not dense."""
+    return random(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+
+
+REFUSED = [
+    (flash_attn_with_kvcache, decode_arguments, {"q": random(2, 1, 4, 16, dtype=torch.float32)}),
+    (flash_attn_with_kvcache, decode_arguments, {"k": random(2, 1, 2, 16, dtype=torch.float16)}),
+    (flash_attn_with_kvcache, decode_arguments, {"q": random(2, 1, 3, 16)}),
+    (flash_attn_with_kvcache, decode_arguments, {"q": transposed(2, 1, 4, 16)}),
+    (flash_attn_with_kvcache, decode_arguments, {"k_cache": transposed(3, 256, 2, 16)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": torch.tensor([5, 255])}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5, 256)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5, -1)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5, 0, 6, 0)[::2]}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_batch_idx": int32(2, 2)}),
+    (flash_attn_with_kvcache, decode_arguments, {"cache_batch_idx": int32(2, 3)}),
+    (flash_attn_with_kvcache, decode_arguments, {"v": random(2, 1, 1, 16)}),
+    (flash_attn_varlen_func, varlen_arguments, {"k": random(3, 255, 2, 16), "v": random(3, 255, 2, 16)}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_q": int32(0, 2, 4)}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_q": int32(1, 2, 5)}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_k": torch.tensor([0, 9, 12])}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_k": int32(0, 9, 11)}),
+    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_k": int32(0, 300, 303), "max_seqlen_k": 300}),
+    (flash_attn_varlen_func, varlen_arguments, {"max_seqlen_q": 2}),
+    (flash_attn_varlen_func, varlen_arguments, {"max_seqlen_k": 8}),
+    (flash_attn_varlen_func, varlen_arguments, {"block_table": torch.tensor([[2], [0]])}),
+    (flash_attn_varlen_func, varlen_arguments, {"block_table": int32(2, 3).unsqueeze(1)}),
+    (flash_attn_varlen_func, varlen_arguments, {"block_table": int32(2).unsqueeze(1)}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"cache_seqlens": int32(5, 254)}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"cu_seqlens_k_new": int32(0, 2, 4)}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"cu_seqlens_q": int32(0, 0, 5)}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"max_seqlen_q": 2}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"max_seqlen_q": 257}),
+    (flash_attn_3_with_kvcache, ragged_arguments, {"cache_batch_idx": int32(1, 1)}),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "spoiled"), REFUSED)
+def test_a_reference_refuses_what_its_kernel_cannot_be_given(function: Any, arguments: Any, spoiled: Arguments) -> None:
+    assert function(**arguments()).isfinite().all()
+    with pytest.raises(AssertionError):
+        function(**{**arguments(), **spoiled})
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (flash_attn_with_kvcache, decode_arguments),
+        (flash_attn_varlen_func, varlen_arguments),
+        (flash_attn_3_with_kvcache, ragged_arguments),
+    ],
+)
+def test_a_reference_knows_only_the_arguments_that_are_passed(function: Any, arguments: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
+        function(**arguments(), softcap=1.0)
+
+
+def test_the_causal_mask_is_aligned_to_the_last_key() -> None:
+    arguments = varlen_arguments()
+    output = flash_attn_varlen_func(**arguments)
+    arguments["v"][2, 8] = 1000.0  # the first row's ninth key: only its second query, the last one, sees it
+    changed = flash_attn_varlen_func(**arguments)
+    assert torch.equal(changed[0], output[0])
+    assert not torch.equal(changed[1], output[1])

@@ -1,0 +1,179 @@
+"""The load: waves of clients, with pauses between them in which nothing may be left."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from tests.soak.bad import BAD, huge_body, more_than_ever_fits, wrong_prompt
+from tests.soak.case import Draw
+from tests.soak.client import Client, Manner
+from tests.soak.client_log import ClientLog, Ending
+from tests.soak.good import GOOD, full_slot
+from tests.soak.raw import RawClient
+from tests.soak.state import ServerState
+from tests.soak.target import Target
+
+IDLE_WITHIN_S = 10.0  # after the last client has left
+_POLL_S = 0.05
+_MANNERS = {Manner.PATIENT: 12, Manner.LEAVES_BEFORE: 3, Manner.LEAVES_WITHIN: 3, Manner.SLOW: 1, Manner.STOPS: 1}
+_LARGE_MANNERS = {Manner.LEAVES_WITHIN: 1, Manner.SLOW: 2, Manner.STOPS: 3}  # of replies that no buffer holds
+_Drawn = TypeVar("_Drawn")
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Ways to draw requests, with their weights; and whether connections are broken too."""
+
+    good: Mapping[Draw, int]
+    bad: Mapping[Draw, int]
+    has_raw: bool
+
+    def without_limits(self) -> "Kinds":
+        """Without those that know the limits of our own server."""
+        good = {draw: weight for draw, weight in self.good.items() if draw not in KNOW_OUR_LIMITS}
+        bad = {draw: weight for draw, weight in self.bad.items() if draw not in KNOW_OUR_LIMITS}
+        return Kinds(good, bad, has_raw=False)
+
+
+ALL_KINDS = Kinds(GOOD, BAD, has_raw=True)
+KNOW_OUR_LIMITS = {full_slot, wrong_prompt, huge_body, more_than_ever_fits}
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """So many clients at a time, for so long or so many requests. At its end all may leave at once."""
+
+    num_clients: int
+    seconds: float
+    is_cut: bool = False
+    max_requests: int | None = None
+
+
+@dataclass(slots=True)
+class Health:
+    """How `/health` answered while the load was on."""
+
+    latencies: list[float] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+
+class Load:
+    """Puts waves on a server. The n-th request of a seed is always the same."""
+
+    def __init__(self, target: Target, seed: int, kinds: Kinds = ALL_KINDS) -> None:
+        self._target = target
+        self.seed = seed
+        self._kinds = kinds
+        self.client_log = ClientLog()
+        self.health = Health()
+        self.server_log: dict[str, list[str]] = {}
+        self.complaints: list[str] = []
+
+    async def put(self, wave: Wave) -> None:
+        """One wave, and then the wait for the server to be idle."""
+        polling = asyncio.create_task(self._poll_health())
+        try:
+            async with Client(self._target.url, self.client_log) as client:
+                await self._send(wave, client)
+            state = await self._wait_until_idle()
+        finally:
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
+        if state is not None and _still_there(state):
+            self.complaints.append(f"not idle {IDLE_WITHIN_S:g} s after a wave: {state.leftovers}")
+
+    async def read_final_state(self) -> ServerState | None:
+        """Thorough ones, once the connections of clients that left have been taken down too."""
+        deadline = time.monotonic() + IDLE_WITHIN_S
+        while (state := await self._read_state()) is not None and state.leftovers and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)
+        return await self._read_state(is_thorough=True)
+
+    async def _read_state(self, is_thorough: bool = False) -> ServerState | None:
+        """The server's state now. Its faults and what its log has are taken over."""
+        state = await self._target.read(is_thorough)
+        if state is not None:
+            self.complaints += [f"the server: {fault}" for fault in state.faults]
+            for number, endings in state.server_log.items():
+                self.server_log.setdefault(number, []).extend(endings)
+        return state
+
+    async def _send(self, wave: Wave, client: Client) -> None:
+        raw = RawClient(*_address(self._target.url), self.client_log)
+        num_before = len(self.client_log.entries)
+        ends_at = time.monotonic() + wave.seconds
+
+        def is_over() -> bool:
+            num_sent = len(self.client_log.entries) - num_before
+            return time.monotonic() > ends_at or (wave.max_requests is not None and num_sent >= wave.max_requests)
+
+        async def keep_asking() -> None:
+            while not is_over():
+                await self._ask(client, raw)
+
+        asking = [asyncio.create_task(keep_asking()) for _ in range(wave.num_clients)]
+        if wave.is_cut:
+            await asyncio.wait(asking, timeout=max(0.0, ends_at - time.monotonic()))
+            for task in asking:
+                task.cancel()
+        ends = await asyncio.gather(*asking, return_exceptions=True)
+        self.complaints += [f"the soak itself failed: {end!r}" for end in ends if isinstance(end, Exception)]
+
+    async def _ask(self, client: Client, raw: RawClient) -> None:
+        rng = Random(f"{self.seed}-{len(self.client_log.entries)}")
+        share = rng.random()
+        if share < 0.06 and self._kinds.has_raw:
+            entry = await raw.perform(rng)
+        elif share < 0.25:
+            manner = rng.choice([Manner.PATIENT, Manner.PATIENT, Manner.LEAVES_BEFORE])
+            entry = await client.perform(_draw(rng, self._kinds.bad)(rng), manner, rng)
+        else:
+            make = _draw(rng, self._kinds.good)
+            manner = _draw(rng, _LARGE_MANNERS if make is full_slot else _MANNERS)
+            entry = await client.perform(make(rng), manner, rng)
+        if entry.ending is Ending.QUEUE_FULL:
+            await asyncio.sleep(rng.uniform(0.0, 1.0))  # the server asked for one second
+
+    async def _poll_health(self) -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+            while True:
+                asked_at = time.monotonic()
+                async with session.get(f"{self._target.url}/health") as response:
+                    if response.status != 200:
+                        self.health.complaints.append(f"/health answered {response.status}: {await response.text()}")
+                self.health.latencies.append(time.monotonic() - asked_at)
+                await asyncio.sleep(_POLL_S)
+
+    async def _wait_until_idle(self) -> ServerState | None:
+        deadline = time.monotonic() + IDLE_WITHIN_S
+        while True:
+            state = await self._read_state()
+            if state is None or not _still_there(state) or time.monotonic() > deadline:
+                return state
+            await asyncio.sleep(_POLL_S)
+
+
+def draw_wave(rng: Random) -> Wave:
+    """A wave of any strength, from a small load to twice what the server can take."""
+    return Wave(rng.choice([2, 8, 24, 40]), rng.uniform(4.0, 10.0), is_cut=rng.random() < 0.4)
+
+
+def _draw(rng: Random, weights: Mapping[_Drawn, int]) -> _Drawn:
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    assert parts.hostname is not None, "an address"
+    return parts.hostname, parts.port or 80
+
+
+def _still_there(state: ServerState) -> bool:
+    """True if something runs. Connections may be the health poll's."""
+    return bool(state.leftovers.keys() - {"connections"})

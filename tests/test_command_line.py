@@ -1,0 +1,200 @@
+"""The command line as it is typed: flags and variables in, settings, help, or one line for each mistake out."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import chairlift
+from chairlift.__main__ import main
+from chairlift.api.config import ServerConfig
+from chairlift.commands import bench_command, generate_command, serve_command
+from chairlift.config import EngineConfig
+from chairlift.flags import Command, UsageError, read_settings
+
+COMMANDS = [serve_command, generate_command, bench_command]
+
+
+def complaints(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return [line.removeprefix("chairlift: error: ") for line in printed.err.splitlines()]
+
+
+def serve_settings(*flags: str) -> tuple[EngineConfig, ServerConfig]:
+    engine, server = read_settings(serve_command(), flags)
+    return engine, server
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["srve"], "unknown command srve; did you mean serve?"),
+        (["fly"], "unknown command fly; see chairlift --help"),
+        (["--port", "80"], "unknown flag --port; see chairlift --help"),
+        (["serve", "--max-bach-size", "3"], "unknown flag --max-bach-size; did you mean --max-batch-size?"),
+        (["serve", "--batch-size=3"], "unknown flag --batch-size; did you mean --max-batch-size?"),
+        (["bench", "--no-ignore-eso"], "unknown flag --no-ignore-eso; did you mean --no-ignore-eos?"),
+        (["serve", "--zzz"], "unknown flag --zzz; see chairlift serve --help"),
+        (["serve", "--max"], "unknown flag --max; see chairlift serve --help"),  # no abbreviations: they change meaning
+        (["serve", "--port"], "--port needs a value; one that begins with a dash is written --port=VALUE"),
+        (["serve", "--port", "70000"], "--port must be at most 65535, not '70000'"),
+        (["serve", "--port", "http"], "--port must be a whole number, not 'http'"),
+        (["serve", "--max-batch-size", "0"], "--max-batch-size must be at least 1 or auto, not '0'"),
+        (["serve", "--queue-timeout", "0"], "--queue-timeout must be above 0, not '0'"),
+        (["serve", "--log-format", "xml"], "--log-format must be text or json, not 'xml'"),
+        (
+            ["serve", "--dtype", "flot32"],
+            "--dtype must be float32, bfloat16, float16 or auto, not 'flot32'; did you mean float32?",
+        ),
+        (["serve", "a", "b"], "unexpected argument 'b'; see chairlift serve --help"),
+        (["serve", "a", "--model", "b"], "both 'a' and --model are given; leave one of them out"),
+        (["generate"], "PROMPT is missing"),
+        (["generate", "--raw=1", "a"], "--raw: ignored explicit argument '1'"),
+        (["bench", "--ramp", "1"], "--ramp must be 2 values separated by commas"),
+        (["bench", "--ramp", "1,x"], "--ramp must be a number, not '1,x'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_change(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert complaints(arguments, capsys) == [line]
+
+
+def test_every_mistake_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["serve", "--port", "x", "--max-seq-len", "long", "--host", ""]
+    assert complaints(arguments, capsys) == [
+        "--max-seq-len must be a whole number or auto, not 'long'",
+        "--host: String should have at least 1 character",
+        "--port must be a whole number, not 'x'",
+    ]
+
+
+@pytest.mark.parametrize("flags", [["some/model"], ["--model", "some/model"], ["--port", "9000", "some/model"]])
+def test_a_model_is_named_with_or_without_its_flag(flags: list[str]) -> None:
+    assert serve_settings(*flags)[0].model == "some/model"
+
+
+def test_flags_become_settings_and_the_rest_keeps_its_defaults() -> None:
+    engine, server = serve_settings(
+        *("--dtype", "float32", "--max-batch-size", "4", "--no-enable-prefix-caching", "--quantization", "None"),
+        *("--allowed-origin", "https://a.example", "--allowed-origin=https://b.example", "--api-key-file", "keys"),
+    )
+    given = {"dtype": "float32", "max_batch_size": 4, "enable_prefix_caching": False, "quantization": None}
+    assert engine == EngineConfig.model_validate(given)
+    assert server.allowed_origin == ["https://a.example", "https://b.example"]
+    assert server.api_key_file == Path("keys")
+    assert server.port == 8000
+
+
+def test_a_prompt_may_begin_like_a_flag() -> None:
+    _, answer = read_settings(generate_command(), ["--max-tokens", "5", "--", "-5 + 7?"])
+    assert (answer.prompt, answer.max_tokens, answer.raw) == ("-5 + 7?", 5, False)
+
+
+def test_a_wrong_variable_is_no_obstacle_to_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CHAIRLIFT_SERVE__PROT", "80")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert capsys.readouterr().out.startswith("usage: chairlift serve [MODEL] [flags]")
+
+
+def test_variables_are_settings_that_flags_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAIRLIFT_SERVE__MAX_BATCH_SIZE", "16")
+    monkeypatch.setenv("chairlift_serve__port", "9000")
+    monkeypatch.setenv("CHAIRLIFT_SERVE__ENABLE_PREFIX_CACHING", "false")
+    monkeypatch.setenv("CHAIRLIFT_SERVE__DTYPE", "float16")
+    monkeypatch.setenv("CHAIRLIFT_BENCH__RAMP", "1,2")
+    engine, server = serve_settings("--dtype", "float32")
+    assert (engine.max_batch_size, engine.enable_prefix_caching, engine.dtype) == (16, False, "float32")
+    assert server.port == 9000
+    assert read_settings(bench_command(), [])[0].ramp == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "line"),
+    [
+        ("CHAIRLIFT_SERVE__PORT", "x", "CHAIRLIFT_SERVE__PORT must be a whole number, not 'x'"),
+        (
+            "CHAIRLIFT_SERVE__PROT",
+            "80",
+            "unknown environment variable CHAIRLIFT_SERVE__PROT; did you mean CHAIRLIFT_SERVE__PORT?",
+        ),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, value: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(UsageError) as caught:
+        serve_settings()
+    assert caught.value.lines == (line,)
+
+
+@pytest.mark.parametrize("make_command", COMMANDS)
+def test_help_shows_every_setting_once_in_its_group(
+    make_command: Callable[[], Command], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = make_command()
+    names = [name for names in command.groups.values() for name in names]
+    assert len(names) == len(set(names))
+    assert set(command.fields) <= set(names)
+    with pytest.raises(SystemExit) as caught:
+        main([command.name, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "\nexamples:\n" in text
+    assert "==SUPPRESS==" not in text
+    for name in command.fields:
+        assert f"  --{name.replace('_', '-')}" in text or (name, command.name) == ("prompt", "generate")
+
+
+def test_choices_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "-h"])
+    text = capsys.readouterr().out
+    for shown in ("--load-format safetensors|dummy", "--dtype float32|bfloat16|float16|auto", "--max-seq-len N|auto"):
+        assert f"  {shown}" in text
+
+
+def test_help_and_version_need_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"chairlift {chairlift.__version__}\n"
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert main([]) == 2
+    assert capsys.readouterr().out == text
+    assert [command().name for command in COMMANDS if f"  {command().name} " in text] == ["serve", "generate", "bench"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "slow_modules"),
+    [
+        (["--help"], ["pydantic", "asyncio", "torch"]),
+        (["--version"], ["pydantic", "asyncio", "torch"]),
+        (["serve", "--help"], ["aiohttp", "transformers", "torch"]),
+        (["serve", "--hlep"], ["aiohttp", "transformers", "torch"]),
+        (["generate", "--help"], ["aiohttp", "transformers", "torch"]),
+        (["bench", "--help"], ["transformers", "torch"]),
+    ],
+)
+def test_an_answer_about_flags_waits_for_no_slow_import(arguments: list[str], slow_modules: list[str]) -> None:
+    script = (
+        "import sys\nfrom chairlift.__main__ import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        f"print('imported', [name for name in {slow_modules} if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.splitlines()[-1] == "imported []"
+
+
+def test_the_package_loads_its_public_names_on_first_use() -> None:
+    script = "import sys, chairlift; chairlift.EngineConfig, chairlift.SamplingParams; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "False\n"
+    with pytest.raises(AttributeError, match="has no attribute 'Engine'"):
+        chairlift.Engine  # noqa: B018

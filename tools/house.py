@@ -1,0 +1,118 @@
+"""Print lines, files, the longest of each kind, import directions and the token's road; exit with 1 beyond a limit."""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "chairlift"
+MAX_LINES, MAX_FILES = 12_500, 110
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_CLASS_LINES = 400, 60, 250
+MAX_ROAD_FILES, MAX_ROAD_LINES = 20, 3_000  # files named in each direction; lines of those that hand the request on
+SHORT_FILE_LINES = 40
+NUM_SHOWN = 10
+ROADS = ("From body to row", "From step to client")  # headings in ARCHITECTURE.md
+NAMED, NUMBERED = r"`([\w/]+\.py)`", r"^\d+\. `([\w/]+\.py)`"  # files on the walk; those that hand the request on
+
+
+class Entry(NamedTuple):
+    lines: int
+    name: str
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def definitions(path: Path) -> Iterator[tuple[bool, Entry]]:
+    """Classes (True) and functions (False) of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            yield isinstance(node, ast.ClassDef), Entry(length, f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parent.as_posix()
+
+
+def room_of_module(name: str) -> str:
+    """The room of a module, or of the module that holds this name."""
+    path = ROOT.joinpath(*name.split("."))
+    while not path.is_dir() and not path.with_suffix(".py").is_file():
+        path = path.parent
+    return room_of(path / "__init__.py" if path.is_dir() else path)
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a file imports from when the program runs, in functions too, but not for type checking alone."""
+    tree = ast.parse(path.read_text())
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    for_types = {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node not in for_types:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import) and node not in for_types:
+            names += [alias.name for alias in node.names]
+    return {room_of_module(name) for name in names if name.split(".")[0] == PACKAGE.name} - {room_of(path)}
+
+
+def road_files(heading: str, pattern: str) -> list[Path]:
+    """The files that ARCHITECTURE.md names below a heading, in the order of the walk."""
+    section = (ROOT / "ARCHITECTURE.md").read_text().partition(f"# {heading}\n")[2].partition("\n#")[0]
+    return [PACKAGE / name for name in re.findall(pattern, section, re.MULTILINE)]
+
+
+def show(title: str, entries: list[Entry]) -> None:
+    sys.stdout.write(f"\n{title}\n" + "".join(f"{lines:7,}  {name}\n" for lines, name in entries))
+
+
+def show_rooms(files: list[Path]) -> None:
+    rooms: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in files:
+        rooms[room_of(path)].append(path)
+    sums = [Entry(sum(map(num_lines, held)), f"{len(held):3} files  {room}") for room, held in sorted(rooms.items())]
+    show(f"chairlift/: {sum(map(num_lines, files)):,} lines in {len(files)} files", sums)
+    others = {name: list((ROOT / name).rglob("*.py")) for name in ("tests", "benchmarks", "tools", "examples")}
+    show(
+        "beside it", [Entry(sum(map(num_lines, held)), f"{len(held):3} files  {name}") for name, held in others.items()]
+    )
+    sys.stdout.write("\nimport directions\n")
+    for room, held in sorted(rooms.items()):
+        sys.stdout.write(f"  {room} -> {', '.join(sorted(set().union(*map(imported_rooms, held)))) or 'nothing'}\n")
+
+
+def main() -> int:
+    files = sorted(PACKAGE.rglob("*.py"))
+    sizes = sorted((Entry(num_lines(path), str(path.relative_to(ROOT))) for path in files), reverse=True)
+    found = sorted((each for path in files for each in definitions(path)), key=lambda each: each[1], reverse=True)
+    functions = [entry for is_class, entry in found if not is_class]
+    classes = [entry for is_class, entry in found if is_class]
+    walks = {heading: road_files(heading, NAMED) for heading in ROADS}
+    missing = [path for paths in walks.values() for path in paths if not path.is_file()]
+    on_road = {path for heading in ROADS for path in road_files(heading, NUMBERED)}
+    road_lines = sum(num_lines(path) for path in on_road if path.is_file())
+    show_rooms(files)
+    for title, entries in (("functions", functions), ("classes", classes), ("files", sizes)):
+        show(f"longest {title}", entries[:NUM_SHOWN])
+    show(f"files under {SHORT_FILE_LINES} lines", [entry for entry in sizes if entry.lines < SHORT_FILE_LINES])
+    show("the token's road", [Entry(len(paths), f"files named {heading.lower()}") for heading, paths in walks.items()])
+    sys.stdout.write(f"{road_lines:7,}  lines in the {len(on_road)} files that hand it on\n")
+    limits = [("lines", sum(entry.lines for entry in sizes), MAX_LINES), ("files", len(files), MAX_FILES)]
+    limits += [(f"files {heading.lower()}", len(paths), MAX_ROAD_FILES) for heading, paths in walks.items()]
+    limits += [("lines on the road", road_lines, MAX_ROAD_LINES)]
+    for entries, limit in ((sizes, MAX_FILE_LINES), (functions, MAX_FUNCTION_LINES), (classes, MAX_CLASS_LINES)):
+        limits += [(f"lines of {entry.name}", entry.lines, limit) for entry in entries]
+    faults = [f"{value:,} {name}, {limit:,} at most" for name, value, limit in limits if value > limit]
+    faults += [f"ARCHITECTURE.md names {path.relative_to(ROOT)}, which does not exist" for path in missing]
+    sys.stdout.write("\n" + ("\n".join(faults) or "every limit is met") + "\n")
+    return 1 if faults or not on_road else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -40,7 +40,7 @@ def main() -> int:
         line = figures[-1]
         print(
             f"{line['asked']:>12,.0f}{line['arrived']:>12,.0f}{line['lag_p99_ms']:>11.1f} ms{line['busy']:>8.0%}"
-            f"   {'fell behind' if summary.client.has_fallen_behind else ''}"
+            f"   {'fell behind' if summary.has_lagging_client else ''}"
         )
     print(json.dumps({"streams": arguments.streams, "tokens": arguments.tokens, "rounds": figures}))
     return 0
@@ -149,13 +149,13 @@ _TOKEN, _LAST_TOKEN = _token(None), _token("length")
 
 
 def _figures(rate: float, summary: Summary) -> dict[str, float]:
-    lag = summary.client.lag_ms
+    lag = summary.client_lag_ms
     assert summary.num_succeeded == summary.num_requests, summary.failures
     return {
         "asked": rate,
         "arrived": round(summary.output_token_throughput),
         "lag_p99_ms": 0.0 if lag is None else round(lag.p99, 2),
-        "busy": round(summary.client.busy_share, 3),
+        "busy": round(summary.client_busy_share, 3),
     }
 
 

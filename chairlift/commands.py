@@ -170,10 +170,10 @@ def bench(arguments: Sequence[str]) -> int:
     """Makes a load test."""
     (config,) = read_settings(bench_command(), arguments)
     from chairlift.api.telemetry.log import set_up_logging
-    from chairlift.loadtest import run_bench
+    from chairlift.loadtest.command import run
 
     set_up_logging()
-    return run_bench(config, _loop_factory())
+    return run(config, _loop_factory())
 
 
 def _exit_at_once(code: int) -> None:

@@ -13,14 +13,7 @@ from typing import Any
 import aiohttp
 
 from chairlift.loadtest.config import BenchConfig
-from chairlift.loadtest.records import (
-    INCOMPLETE_STREAM,
-    BenchError,
-    RequestFailed,
-    RequestFailure,
-    RequestRecord,
-    one_line,
-)
+from chairlift.loadtest.records import INCOMPLETE_STREAM, BenchError, RequestFailed, RequestRecord, one_line
 
 # What servers answer to a field they do not know: OpenAI's status, and FastAPI's.
 REFUSED_FIELD = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -34,11 +27,8 @@ def open_session(config: BenchConfig) -> aiohttp.ClientSession:
     headers = {"Content-Type": "application/json"}
     if config.api_key is not None:
         headers["Authorization"] = f"Bearer {config.api_key.get_secret_value()}"
-    return aiohttp.ClientSession(
-        headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=config.timeout),
-    )
+    timeout = aiohttp.ClientTimeout(total=config.timeout)
+    return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
 def allow_many_connections() -> None:
@@ -61,7 +51,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
             body = await response.read()
     except TimeoutError:
         raise BenchError(f"{models_url} did not answer in time") from None
-    except aiohttp.ClientError as problem:
+    except (aiohttp.ClientError, ValueError) as problem:
         raise BenchError(f"cannot reach {url}: {one_line(str(problem))}") from None
     if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise BenchError(f"{models_url} answered HTTP {response.status}: give the server's --api-key")
@@ -92,62 +82,34 @@ class StreamClient:
             await self._stream(body, reply)
         except RequestFailed as problem:
             record.failure = problem.failure
-        except TimeoutError:
-            limit = self._session.timeout.total
-            record.failure = RequestFailure("timeout", f"no complete reply within {limit:g} s")
-        except aiohttp.ClientError as problem:
-            record.failure = RequestFailure("connection failed", one_line(str(problem)))
+            record.ended_at = perf_counter()
         finally:
             self.num_running -= 1
-        if record.failure is not None:
-            record.ended_at = perf_counter()
         return "".join(reply.texts)
 
     async def _stream(self, body: bytes, reply: "StreamedReply") -> None:
-        async with self._session.post(self._url, data=body) as response:
-            if response.status != HTTPStatus.OK:
-                raise _http_failure(response.status, await response.text(errors="replace"))
-            if response.content_type != "text/event-stream":
-                start = (await response.text(errors="replace"))[:80]
-                raise RequestFailed("not an event stream", f"{response.content_type}: {start}")
-            try:
+        failure = "connection failed"
+        try:
+            async with self._session.post(self._url, data=body) as response:
+                if response.status != HTTPStatus.OK:
+                    raise _http_failure(response.status, await response.text(errors="replace"))
+                if response.content_type != "text/event-stream":
+                    start = (await response.text(errors="replace"))[:80]
+                    raise RequestFailed("not an event stream", f"{response.content_type}: {start}")
+                failure = INCOMPLETE_STREAM
                 async for piece in response.content.iter_any():
                     self.num_chunks += reply.feed(piece, perf_counter())
-            except TimeoutError:
-                raise
-            except aiohttp.ClientError as problem:
-                raise RequestFailed(INCOMPLETE_STREAM, str(problem)) from None
-            reply.require_complete()
-
-
-class EventReader:
-    """Takes server-sent events apart, however their bytes were cut (WHATWG HTML, section 9.2).
-
-    Only `data` fields count. An event ends with a blank line; one that is cut off before that is never reported.
-    """
-
-    def __init__(self) -> None:
-        self._unfinished_line = b""
-        self._data: list[bytes] = []
-
-    def feed(self, piece: bytes) -> list[bytes]:
-        """The data of each event that these bytes complete."""
-        lines = (self._unfinished_line + piece).split(b"\n")
-        self._unfinished_line = lines.pop()
-        events = []
-        for line in lines:
-            line = line.removesuffix(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].removeprefix(b" "))
-            elif not line and self._data:
-                events.append(b"\n".join(self._data))
-                self._data.clear()
-        return events
+        except TimeoutError:
+            raise RequestFailed("timeout", f"no complete reply within {self._session.timeout.total:g} s") from None
+        except (aiohttp.ClientError, ValueError) as problem:
+            raise RequestFailed(failure, str(problem)) from None
+        reply.require_complete()
 
 
 class StreamedReply:
     """Reads completions and chat chunks of one stream into a record, and keeps the text without reasoning.
 
+    Each line of server-sent events that begins with `data:` is one chunk: no server of this API sends longer events.
     A content chunk is one whose choice carries text (in a chat: content or reasoning). An empty text counts too, since
     a token may have none to show yet (half a character), except where a chunk only announces the role or the finish
     reason: servers that send those apart from tokens would gain a token by it. vLLM's own client counts them.
@@ -155,15 +117,17 @@ class StreamedReply:
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
-        self._reader = EventReader()
+        self._unfinished_line = b""
         self._is_complete = False
         self.texts: list[str] = []
 
     def feed(self, piece: bytes, arrived_at: float) -> int:
         """How many content chunks these bytes complete. Raises `RequestFailed` on an error or on what is no chunk."""
         num_before = len(self._record.chunk_times)
-        for event in self._reader.feed(piece):
-            self._take(event, arrived_at)
+        *lines, self._unfinished_line = (self._unfinished_line + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take(line[5:].strip(), arrived_at)
         return len(self._record.chunk_times) - num_before
 
     def require_complete(self) -> None:

@@ -5,6 +5,7 @@ nor an HTTP client is imported, so that the command line answers at once.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,19 +14,7 @@ from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    HttpUrl,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    SecretStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, Field, PositiveInt, SecretStr, model_validator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +23,6 @@ DEFAULT_CONCURRENCY = 8
 MAX_LENGTH = 10_000_000
 LENGTH_FORMS = "N, uniform:LOW,HIGH, normal:MEAN,STD[,MAX] or lognormal:MEDIAN,SIGMA[,MAX]"
 LIMIT_NAMES = ("ttft", "tpot", "e2el")
-LIMITS_EXAMPLE = "ttft:500,tpot:50"
 SWEPT_FIELDS = {"rate": "request_rate", "concurrency": "concurrency"}
 
 
@@ -53,59 +41,45 @@ class Lengths:
     def parse(cls, text: int | str) -> Self:
         """Raises `ValueError` with the accepted forms."""
         kind, _, listed = str(text).strip().rpartition(":")
-        try:
-            lengths = cls(kind, tuple(float(part) for part in listed.split(",")))
-        except ValueError:
-            lengths = cls(kind, ())
-        if not lengths._is_valid():
-            raise ValueError(f"cannot read the length {text!r}: it must be {LENGTH_FORMS}, in numbers above 0")
-        return lengths
+        with suppress(ValueError):
+            lengths = cls(kind, tuple(map(float, listed.split(","))))
+            if all(0 < number <= MAX_LENGTH for number in lengths.numbers) and lengths._has_its_numbers():
+                return lengths
+        raise ValueError(f"cannot read the length {text!r}: it must be {LENGTH_FORMS}, in numbers above 0")
 
-    def _is_valid(self) -> bool:
-        if not all(0 < number <= MAX_LENGTH for number in self.numbers):
-            return False
+    def _has_its_numbers(self) -> bool:
         match self.kind, self.numbers:
             case "", (length,):
-                return length == int(length)
+                return length.is_integer()
             case "uniform", (low, high):
                 return low <= high
-            case "normal" | "lognormal", (_, _, *most):
-                return len(most) <= 1 and all(number >= 1 for number in most)
+            case "normal" | "lognormal", (_, _, *maximum):
+                return len(maximum) <= 1 and all(number >= 1 for number in maximum)
         return False
 
     def draw(self, count: int, generator: "np.random.Generator") -> list[int]:
         """`count` rounded lengths, each at least 1. Asking for more keeps the first ones."""
         if not self.kind:
             return [int(self.numbers[0])] * count
-        first, second, *most = self.numbers
+        first, second, *maximum = self.numbers
         if self.kind == "uniform":
             return list(map(int, generator.integers(round(first), round(second), size=count, endpoint=True)))
-        if self.kind == "normal":
-            drawn = generator.normal(first, second, size=count)
-        else:
-            drawn = generator.lognormal(math.log(first), second, size=count)
-        maximum = int(most[0]) if most else MAX_LENGTH
-        return [min(max(1, round(length)), maximum) for length in drawn.tolist()]
+        center, draw = (first, generator.normal) if self.kind == "normal" else (math.log(first), generator.lognormal)
+        most = int(maximum[0]) if maximum else MAX_LENGTH
+        return [min(max(1, round(length)), most) for length in draw(center, second, size=count).tolist()]
 
 
 def parse_limits(text: str) -> dict[str, float]:
-    """Milliseconds by latency, from `ttft:500,tpot:50`. Raises `ValueError`."""
-    limits: dict[str, float] = {}
-    for part in map(str.strip, text.split(",")):
-        name, _, number = part.partition(":")
-        try:
-            limit = float(number)
-        except ValueError:
-            limit = math.nan
-        if name not in LIMIT_NAMES or name in limits:
-            complaint = f"limits are of {', '.join(LIMIT_NAMES)}, each at most once"
-        elif not 0 < limit < math.inf:
-            complaint = "milliseconds above 0 must follow the colon"
-        else:
-            limits[name] = limit
-            continue
-        raise ValueError(f"cannot read the limit {part!r}: {complaint}, as in {LIMITS_EXAMPLE}")
-    return limits
+    """Milliseconds by latency, from `ttft:500,tpot:50`. Raises `ValueError` with an example."""
+    pairs = [part.strip().partition(":") for part in text.split(",")]
+    with suppress(ValueError):
+        limits = {name: float(number) for name, _, number in pairs if name in LIMIT_NAMES}
+        if len(limits) == len(pairs) and all(0 < limit < math.inf for limit in limits.values()):
+            return limits
+    raise ValueError(
+        f"cannot read the limits {text!r}: they must look like ttft:500,tpot:50, with milliseconds above 0 for any of "
+        f"{', '.join(LIMIT_NAMES)}, each at most once"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,27 +93,31 @@ class SweepValues:
     def parse(cls, text: str) -> Self:
         """Reads `rate=1,2,4,8`. Raises `ValueError` with an example."""
         name, _, listed = text.partition("=")
-        try:
+        with suppress(ValueError):
             values = sorted({float(value) for value in listed.split(",")})
-        except ValueError:
-            values = []
-        is_whole = name == "rate" or all(value.is_integer() for value in values)
-        if name not in SWEPT_FIELDS or not values or not is_whole or not all(0 < v < math.inf for v in values):
-            raise ValueError(
-                f"cannot read the sweep {text!r}: it must look like rate=1,2,4,8 or concurrency=1,2,4,8, "
-                "with numbers above 0 (whole ones for concurrency)"
-            )
-        return cls(name, tuple(values))
+            is_whole = name == "rate" or all(map(float.is_integer, values))
+            if name in SWEPT_FIELDS and is_whole and all(0 < value < math.inf for value in values):
+                return cls(name, tuple(values))
+        raise ValueError(
+            f"cannot read the sweep {text!r}: it must look like rate=1,2,4,8 or concurrency=1,2,4,8, with numbers "
+            "above 0 (whole ones for concurrency)"
+        )
 
 
 def _readable_by(parse: Callable[[Any], object]) -> AfterValidator:
-    """Text that stays text, once it has been seen that it can be parsed."""
+    """For text that stays as it was typed, once it has been parsed without an error."""
 
     def check(text: Any) -> Any:
         parse(text)
         return text
 
     return AfterValidator(check)
+
+
+def _normal_url(url: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", url):
+        raise ValueError(f"must look like http://host:port or https://host, not {url!r}")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _check_writable(path: Path) -> Path:
@@ -180,32 +158,22 @@ _COMPANIONS = {
 }
 
 
-class BenchConfig(BaseModel):
+class BenchConfig(BaseModel, frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True):
     """A load test's settings. Arrivals are a fixed concurrency (closed loop) or follow a schedule (open loop)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
-
-    url: str = Field("http://127.0.0.1:8000", description="base URL of the server, with or without a final /v1")
+    url: Annotated[str, AfterValidator(_normal_url)] = Field(
+        "http://127.0.0.1:8000", description="base URL of the server, with or without a final /v1"
+    )
     endpoint: Literal["completions", "chat"] | None = Field(
-        None,
-        description="API to drive: completions (sends token ids) or chat (sends words); by default chat for "
-        "conversations, else completions",
+        None, description="completions sends token ids, chat words; unset: chat for conversations, else completions"
     )
-    model: str | None = Field(
-        None, min_length=1, description="model name to ask for; by default the first that GET /v1/models lists"
-    )
+    model: str | None = Field(None, min_length=1, description="unset: the first that GET /v1/models lists")
     api_key: SecretStr | None = Field(None, description="key sent as 'Authorization: Bearer KEY'")
-    num_requests: PositiveInt | None = Field(
-        None, description="requests to measure; by default all of a file, without a file 100"
-    )
+    num_requests: PositiveInt | None = Field(None, description="requests to measure; unset: all of a file, else 100")
     concurrency: PositiveInt | None = Field(
-        None,
-        description=f"requests kept in flight, {DEFAULT_CONCURRENCY} by default; with a schedule the most in flight: "
-        "further ones wait in the client, and their latency counts from when they were due",
+        None, description=f"requests kept in flight, {DEFAULT_CONCURRENCY} if unset; with a schedule the most in flight"
     )
-    request_rate: PositiveFloat | None = Field(
-        None, description="mean requests per second of random arrivals; latency counts from when each is due"
-    )
+    request_rate: PositiveFloat | None = Field(None, description="mean requests per second of random arrivals")
     burstiness: PositiveFloat = Field(
         1.0, description="shape of the gamma distribution of gaps: 1 is Poisson, less is burstier, more is more even"
     )
@@ -213,45 +181,34 @@ class BenchConfig(BaseModel):
         None, description="FIRST,LAST: a request rate that grows from request to request"
     )
     trace: Path | None = Field(
-        None,
-        description="file to replay, one JSON object per line: timestamp (ms), input_length, output_length, hash_ids",
+        None, description="file to replay: in each line JSON with timestamp (ms), input_length, output_length, hash_ids"
     )
     trace_speedup: PositiveFloat = Field(1.0, description="replay the trace this many times as fast")
     prompt_tokens: LengthsText = Field(
         128, description=f"prompt length, in token ids for completions, in words for chat: {LENGTH_FORMS}"
     )
     output_tokens: LengthsText = Field(128, description="tokens per reply (max_tokens); written as prompt_tokens")
-    prefix_tokens: NonNegativeInt = Field(
-        0, description="tokens of a shared prefix before each prompt; in a chat, the system message"
-    )
+    prefix_tokens: int = Field(0, ge=0, description="tokens of a shared prefix, in a chat the system message")
     num_prefixes: PositiveInt = Field(1, description="number of different shared prefixes")
     turns: PositiveInt = Field(1, description="turns of a conversation, each sent with all turns and replies before it")
     conversations: Path | None = Field(
-        None,
-        description='file with one JSON object per line, {"messages": [...]}: a conversation with one turn for each '
-        "user message",
+        None, description='file of conversations: in each line {"messages": [...]}, one turn for each user message'
     )
-    think_time: NonNegativeFloat = Field(
-        0.0, allow_inf_nan=False, description="seconds from a reply to the next turn of its conversation"
+    think_time: float = Field(
+        0.0, ge=0, allow_inf_nan=False, description="seconds from a reply to the next turn of its conversation"
     )
-    ignore_eos: bool = Field(
-        True, description="send ignore_eos (a vLLM extension) so that every reply has the full length"
-    )
+    ignore_eos: bool = Field(True, description="send ignore_eos (a vLLM extension): every reply has the full length")
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="sampling temperature; 0 is greedy")
-    warmup: NonNegativeInt = Field(1, description="requests sent first and not counted")
+    warmup: int = Field(1, ge=0, description="requests sent first and not counted")
     timeout: PositiveFloat = Field(600.0, description="seconds until a request counts as failed")
-    seed: NonNegativeInt = Field(
-        0, description="seed of prompts and arrivals; a new one avoids prompts cached in an earlier run"
-    )
+    seed: int = Field(0, ge=0, description="of prompts and arrivals; a new one avoids what a server has cached")
     goodput: Annotated[str, _readable_by(parse_limits)] | None = Field(
-        None, description=f"limits in ms that make a request good, of {', '.join(LIMIT_NAMES)}: {LIMITS_EXAMPLE}"
+        None, description=f"limits in ms that make a request good, of {', '.join(LIMIT_NAMES)}: ttft:500,tpot:50"
     )
-    goodput_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.9, description="share of requests that must be good for a sweep to call a test good"
-    )
+    goodput_share: float = Field(0.9, gt=0, le=1, description="share of good requests that a sweep wants of a test")
     sweep: Annotated[str, _readable_by(SweepValues.parse)] | None = Field(
         None,
-        description="rate=1,2,4,8 or concurrency=1,2,4,8: one test for each, and the highest that meets the goodput",
+        description="rate=1,2,4,8 or concurrency=1,2,4,8: one test for each, to find the highest that meets the limits",
     )
     json_file: WritablePath | None = Field(
         None, validation_alias="json", description="file for the settings, the summary and every request's figures"
@@ -260,32 +217,18 @@ class BenchConfig(BaseModel):
         None, description="HTML file for the figures and plots (needs matplotlib)"
     )
 
-    @field_validator("url")
-    @classmethod
-    def _normalise_url(cls, url: str) -> str:
-        is_valid = False
-        with suppress(ValueError):
-            parsed = HttpUrl(url)
-            str(parsed.host).encode("idna")  # fails for names that the HTTP client cannot look up
-            is_valid = bool(parsed.port) and not parsed.query and not parsed.fragment
-        if not is_valid:
-            raise ValueError(f"must look like http://host:port or https://host, not {url!r}")
-        return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         given = {name for name in self.model_fields_set if getattr(self, name) is not None}
-        given |= {f"endpoint {self.endpoint}"} | ({f"sweep {self.sweep_values.name}"} if self.sweep_values else set())
-        if found := list(_conflicts(given)):
-            raise ValueError("; ".join(found))
+        given |= {f"endpoint {self.endpoint}", f"sweep {str(self.sweep).partition('=')[0]}"}
+        if conflicts := "; ".join(_conflicts(given)):
+            raise ValueError(conflicts)
         return self
 
     @property
     def is_chat(self) -> bool:
         """Whether messages are sent: because that was asked for, or because there are conversations."""
-        if self.endpoint is not None:
-            return self.endpoint == "chat"
-        return self.conversations is not None or self.turns > 1
+        return self.endpoint == "chat" or (self.endpoint is None and (self.conversations is not None or self.turns > 1))
 
     @property
     def is_open_loop(self) -> bool:
@@ -298,19 +241,21 @@ class BenchConfig(BaseModel):
         return f"{self.url}/v1/{'chat/completions' if self.is_chat else 'completions'}"
 
     @property
+    def arrivals(self) -> str:
+        """The flags that say when requests are sent, as they are typed."""
+        names = ("request_rate", "burstiness", "ramp", "trace", "trace_speedup", "concurrency")
+        values = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        flags = [f"{_flag(name)} {_typed(value)}" for name, value in values.items() if value is not None]
+        return f"{' '.join(flags)} ({'open' if self.is_open_loop else 'closed'} loop)"
+
+    @property
     def limits(self) -> dict[str, float]:
         """What makes a request good, in milliseconds by latency; empty without `goodput`."""
         return {} if self.goodput is None else parse_limits(self.goodput)
 
-    @property
-    def sweep_values(self) -> SweepValues | None:
-        return None if self.sweep is None else SweepValues.parse(self.sweep)
-
     def resolved(self, model: str) -> Self:
         """The same test with nothing left open: a model, an endpoint, and a concurrency where there is no schedule."""
-        concurrency = self.concurrency
-        if concurrency is None and not self.is_open_loop:
-            concurrency = DEFAULT_CONCURRENCY
+        concurrency = self.concurrency or (None if self.is_open_loop else DEFAULT_CONCURRENCY)
         endpoint = "chat" if self.is_chat else "completions"
         return self.model_copy(update={"model": model, "endpoint": endpoint, "concurrency": concurrency})
 
@@ -330,3 +275,9 @@ def _conflicts(given: Set[str]) -> Iterator[str]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _typed(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_typed, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -10,7 +10,7 @@ fields.
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from chairlift.loadtest.records import MS_PER_S, BenchError, one_line
 
@@ -22,10 +22,8 @@ NumTokens = Annotated[int, Field(ge=1, strict=True)]
 BlockId = Annotated[int, Field(ge=0, strict=True)]
 
 
-class TraceLine(BaseModel):
+class TraceLine(BaseModel, frozen=True):
     """One request of a trace."""
-
-    model_config = ConfigDict(frozen=True)
 
     timestamp: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     input_length: NumTokens
@@ -33,20 +31,10 @@ class TraceLine(BaseModel):
     hash_ids: tuple[BlockId, ...] = ()
 
 
-class MessageShape(BaseModel):
-    """What every message must have: the rest of it is the server's to judge."""
+class ConversationLine(BaseModel, frozen=True):
+    """One conversation. What else a message has is the server's to judge."""
 
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-
-
-class ConversationLine(BaseModel):
-    """One conversation."""
-
-    model_config = ConfigDict(frozen=True)
-
-    messages: list[MessageShape]
+    messages: list[Message]
     output_tokens: PositiveInt | None = None
 
     @property
@@ -54,10 +42,9 @@ class ConversationLine(BaseModel):
         """What each turn adds: the messages up to and with one of the user. The assistant's are left out."""
         turns: list[list[Message]] = [[]]
         for message in self.messages:
-            if message.role == "assistant":
-                continue
-            turns[-1].append(message.model_dump())
-            if message.role == "user":
+            if message.get("role") != "assistant":
+                turns[-1].append(message)
+            if message.get("role") == "user":
                 turns.append([])
         return turns[:-1]
 

@@ -11,7 +11,6 @@ Exception
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
 
 MS_PER_S = 1e3
 MAX_MESSAGE_CHARS = 200
@@ -47,10 +46,6 @@ def one_line(text: str) -> str:
     return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 3] + "..."
 
 
-TokenSource = Literal["server's usage", "chunks received", "length asked for", "not known", "mixed"]
-"""Who counted the tokens."""
-
-
 @dataclass(slots=True)
 class RequestRecord:
     """One request, filled in while its reply streams. Latencies have a meaning only where `failure` is None.
@@ -80,24 +75,21 @@ class RequestRecord:
         return self.usage_prompt_tokens if self.usage_prompt_tokens is not None else self.asked_prompt_tokens or 0
 
     @property
-    def output_tokens(self) -> int:
-        """The server's count, else the number of content chunks."""
-        return len(self.chunk_times) if self.usage_output_tokens is None else self.usage_output_tokens
-
-    @property
-    def output_token_source(self) -> TokenSource:
-        return "chunks received" if self.usage_output_tokens is None else "server's usage"
-
-    @property
-    def prompt_token_source(self) -> TokenSource:
+    def prompt_token_source(self) -> str:
+        """Who counted the prompt's tokens."""
         if self.usage_prompt_tokens is not None:
             return "server's usage"
         return "not known" if self.asked_prompt_tokens is None else "length asked for"
 
     @property
-    def is_short(self) -> bool:
-        """Whether the reply has fewer tokens than were asked for."""
-        return self.asked_output_tokens is not None and self.output_tokens < self.asked_output_tokens
+    def output_tokens(self) -> int:
+        """The server's count, else the number of content chunks."""
+        return len(self.chunk_times) if self.usage_output_tokens is None else self.usage_output_tokens
+
+    @property
+    def output_token_source(self) -> str:
+        """Who counted the reply's tokens."""
+        return "chunks received" if self.usage_output_tokens is None else "server's usage"
 
     @property
     def queue_time(self) -> float:
@@ -106,12 +98,12 @@ class RequestRecord:
 
     @property
     def latency(self) -> float:
-        """E2EL, end-to-end latency in seconds: from sending to the last token."""
+        """E2EL, end-to-end latency in seconds: from the intended send time to the last token."""
         return self.ended_at - self.intended_at
 
     @property
     def ttft(self) -> float:
-        """Time to first token in seconds: from sending to the first content chunk."""
+        """Time to first token in seconds: from the intended send time to the first content chunk."""
         return self.chunk_times[0] - self.intended_at
 
     @property

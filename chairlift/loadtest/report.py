@@ -1,97 +1,180 @@
-"""The figures as tables for a terminal, and as the JSON file of a run."""
+"""What is said of a test or of a sweep: tables, warnings, the JSON file, and one HTML page that loads nothing else."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from html import escape
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from chairlift.loadtest.config import BenchConfig
+from chairlift.loadtest.plots import draw_sweep, draw_test
 from chairlift.loadtest.records import RequestRecord
-from chairlift.loadtest.summary import BenchResult, ClientFigures, Summary, Sweep, SweepStep
+from chairlift.loadtest.summary import BenchResult, Distribution, Summary, Sweep, SweepStep, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LABEL_WIDTH = 26
 COLUMN_WIDTH = 12
-LATENCY_COLUMNS = ("mean", "p50", "p90", "p99")
+DOTS_PER_INCH = 144
 SWEEP_COLUMNS = ("requests/s", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "failed", "good")
-MISSING = "-"
+SWEPT_UNITS = {"rate": "requests/s asked for", "concurrency": "requests in flight"}
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; margin: 1.5rem 0; }}
+th, td {{ padding: .25rem .9rem; border-bottom: 1px solid #8884; text-align: left; }}
+td + td {{ text-align: right; font-variant-numeric: tabular-nums; }}
+.note {{ border-left: 4px solid #d97706; padding: .5rem 1rem; }}
+img {{ width: 100%; border-radius: 6px; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{notes}
+<img src="data:image/png;base64,{image}" alt="Plots of the figures in the tables below">
+{tables}
+</body>
+</html>
+"""
+
+Table = Sequence[tuple[str, ...]]
+"""Rows of a label and one cell of any width; or of more cells, which are columns under the first row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of a label and its cells. Without `columns` each row has one cell, of any width."""
+class Report:
+    """`document` is for JSON; `draw` makes the plots of the page; a bad outcome (not `is_good`) costs the exit code."""
 
-    rows: tuple[tuple[str, ...], ...]
-    heading: tuple[str, ...] = ()
+    title: str
+    tables: Sequence[Table]
+    warnings: Sequence[str]
+    document: dict[str, Any]
+    draw: "Callable[[], Figure]"
+    is_good: bool
 
     def __str__(self) -> str:
-        if not self.heading:
-            return "\n".join(f"{label:<{LABEL_WIDTH}}{cell}" for label, cell in self.rows)
-        return "\n".join(
-            f"{label:<{LABEL_WIDTH}}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
-            for label, *cells in (self.heading, *self.rows)
+        """The tables as text, with a blank line between them."""
+        return "\n\n".join("\n".join(map(_text_row, table)) for table in self.tables)
+
+    def write_page(self, path: Path) -> None:
+        image = BytesIO()
+        self.draw().savefig(image, format="png", dpi=DOTS_PER_INCH)
+        page = _PAGE.format(
+            title=escape(self.title),
+            notes="\n".join(f'<p class="note">{escape(warning)}</p>' for warning in self.warnings),
+            image=b64encode(image.getvalue()).decode(),
+            tables="\n".join(f"<table>\n{''.join(map(_html_row, table))}</table>" for table in self.tables),
         )
+        path.write_text(page, encoding="utf-8")
+
+    def write_json(self, path: Path) -> None:
+        path.write_text(json.dumps(self.document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def result_tables(config: BenchConfig, summary: Summary) -> list[Table]:
-    """Settings, throughput, latencies and failures of one test; `config` is resolved."""
-    settings = (("server", config.endpoint_url), ("model", str(config.model)), ("arrivals", _arrivals(config)))
-    tables = [Table(settings), _throughput(config, summary), _latencies(summary)]
-    if summary.failures:
-        failures = ((f"failed: {each.label}", f"{each.count} ({each.first_message})") for each in summary.failures)
-        tables.append(Table(tuple(failures)))
-    return tables
-
-
-def sweep_tables(sweep: Sweep) -> list[Table]:
-    """A row for each test, and what was found."""
-    unit = {"rate": "requests/s asked for", "concurrency": "requests in flight"}[sweep.values.name]
-    config = sweep.steps[0].result.config
-    found = "none" if sweep.highest is None else f"{sweep.highest:g}"
-    return [
-        Table(tuple(_sweep_row(step) for step in sweep.steps), (unit, *SWEEP_COLUMNS)),
-        Table(
-            (
-                ("limits", f"{_limits(config)} for {config.goodput_share:.0%} of requests"),
-                (f"highest {sweep.values.name}", found),
-            )
-        ),
+def report_test(result: BenchResult) -> Report:
+    """One test. Its JSON has `config` (the key masked), `summary` and `requests`."""
+    summary, config = summarize(result), result.config
+    rows = list(_rows(summary))
+    tables: list[Table] = [
+        [("server", config.endpoint_url), ("model", str(config.model)), ("arrivals", config.arrivals)],
+        [row for row in rows if len(row) == 2],
+        [("ms", "mean", "p50", "p90", "p99"), *(row for row in rows if len(row) > 2)],
+        [(f"failed: {each.label}", f"{each.count} ({each.first_message})") for each in summary.failures],
     ]
-
-
-def format_tables(tables: Sequence[Table]) -> str:
-    """Text in columns, with a blank line between tables."""
-    return "\n\n".join(map(str, tables))
-
-
-def lag_warning(client: ClientFigures) -> str:
-    """What to say of a client that is part of what it measured."""
-    lag = 0.0 if client.lag_ms is None else client.lag_ms.p99
-    return (
-        f"the load test itself fell behind: its event loop was {lag:.0f} ms late (p99) and {client.busy_share:.0%} of "
-        "a core busy, which is in the latencies above; give it a core of its own, or lower the load"
+    return Report(
+        f"Load test of {config.model}",
+        [table for table in tables if table],
+        _warnings(summary),
+        _document(result, summary),
+        lambda: draw_test(result),
+        summary.num_succeeded == summary.num_requests,
     )
 
 
-def write_test(path: Path, result: BenchResult, summary: Summary) -> None:
-    """Write one test as JSON: `config` (the key masked), `summary`, `requests`."""
-    _write(path, _test(result, summary))
+def report_sweep(sweep: Sweep) -> Report:
+    """A row for each test, and what was found.
 
-
-def write_sweep(path: Path, config: BenchConfig, sweep: Sweep) -> None:
-    """Write a sweep as JSON: `config`, the `highest` value that met the limits (or null), and `tests`.
-
-    Each test has its `value` beside what one test alone has.
+    Its JSON has `config`, the `highest` value that met the limits (or null), and `tests`: each has its `value` beside
+    what one test alone has.
     """
-    tests = [{"value": step.value, **_test(step.result, step.summary)} for step in sweep.steps]
-    _write(path, {"config": config.model_dump(mode="json"), "highest": sweep.highest, "tests": tests})
+    found = "none" if sweep.highest is None else f"{sweep.highest:g}"
+    limits = f"{sweep.config.goodput} for {sweep.config.goodput_share:.0%} of requests"
+    tests = [{"value": step.value, **_document(step.result, step.summary)} for step in sweep.steps]
+    return Report(
+        f"Load test of {sweep.steps[0].result.config.model}: sweep of {sweep.name}",
+        [
+            [(SWEPT_UNITS[sweep.name], *SWEEP_COLUMNS), *map(_sweep_row, sweep.steps)],
+            [("limits", limits), (f"highest {sweep.name}", found)],
+        ],
+        [line for step in sweep.steps for line in _warnings(step.summary, f"{sweep.name} {step.value:g}: ")],
+        {"config": sweep.config.model_dump(mode="json"), "highest": sweep.highest, "tests": tests},
+        lambda: draw_sweep(sweep),
+        sweep.highest is not None,
+    )
 
 
-def _write(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+def _text_row(row: tuple[str, ...]) -> str:
+    label, *cells = row
+    return f"{label:<{LABEL_WIDTH}}" + (cells[0] if len(cells) == 1 else "".join(f"{c:>{COLUMN_WIDTH}}" for c in cells))
 
 
-def _test(result: BenchResult, summary: Summary) -> dict[str, Any]:
+def _html_row(row: tuple[str, ...]) -> str:
+    label, *cells = map(escape, row)
+    return f"<tr><th>{label}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
+
+
+def _rows(summary: Summary) -> Iterator[tuple[str, ...]]:
+    """A row for every figure that was measured and has a label: of one text, or of a latency's statistics."""
+    for each in fields(summary):
+        figure = getattr(summary, each.name)
+        for label, text in each.metadata.items() if figure is not None else ():
+            if isinstance(figure, Distribution):
+                yield label, *(f"{value:.2f}" for value in astuple(figure))
+            else:
+                yield label, text.format(summary, figure)
+
+
+def _sweep_row(step: SweepStep) -> tuple[str, ...]:
+    summary = step.summary
+    latencies = [
+        "-" if distribution is None else f"{milliseconds:.1f}"
+        for distribution in (summary.ttft_ms, summary.tpot_ms)
+        for milliseconds in ((distribution.p50, distribution.p99) if distribution else (0.0, 0.0))
+    ]
+    return (
+        f"{step.value:g}",
+        f"{summary.request_throughput:.2f}",
+        f"{summary.output_token_throughput:.1f}",
+        *latencies,
+        f"{summary.num_requests - summary.num_succeeded}",
+        f"{step.good_share:.1%}",
+    )
+
+
+def _warnings(summary: Summary, where: str = "") -> list[str]:
+    """What to say of a client that is part of what it measured."""
+    if not summary.has_lagging_client:
+        return []
+    lag = 0.0 if summary.client_lag_ms is None else summary.client_lag_ms.p99
+    busy = f"its event loop was {lag:.0f} ms late (p99) and {summary.client_busy_share:.0%} of a core busy"
+    return [
+        f"{where}the load test itself fell behind: {busy}, which is in the latencies above; give it a core of its own, "
+        "or lower the load"
+    ]
+
+
+def _document(result: BenchResult, summary: Summary) -> dict[str, Any]:
     return {
         "config": result.config.model_dump(mode="json"),
         "summary": asdict(summary),
@@ -108,80 +191,11 @@ def _raw_figures(record: RequestRecord, started_at: float) -> dict[str, Any]:
         "sent_s": record.sent_at - started_at,
         "chunks_s": [arrived_at - started_at for arrived_at in record.chunk_times],
         "ended_s": record.ended_at - started_at,
+        "asked_prompt_tokens": record.asked_prompt_tokens,
+        "asked_output_tokens": record.asked_output_tokens,
         "prompt_tokens": record.usage_prompt_tokens,
         "cached_tokens": record.usage_cached_tokens,
         "output_tokens": record.output_tokens,
         "output_token_source": record.output_token_source,
         "error": None if record.failure is None else str(record.failure),
     }
-
-
-def _arrivals(config: BenchConfig) -> str:
-    if not config.is_open_loop:
-        return f"{config.concurrency} in flight (closed loop)"
-    if config.trace is not None:
-        schedule = f"trace {config.trace}, {config.trace_speedup:g} times as fast"
-    else:
-        kind = "Poisson" if config.burstiness == 1 else f"gamma with burstiness {config.burstiness:g}"
-        rate = f"{config.request_rate:g}" if config.ramp is None else "{:g} growing to {:g}".format(*config.ramp)
-        schedule = f"{kind}, {rate} per second"
-    limit = "" if config.concurrency is None else f", at most {config.concurrency} in flight"
-    return f"{schedule}{limit} (open loop)"
-
-
-def _limits(config: BenchConfig) -> str:
-    return ", ".join(f"{name} {limit:g} ms" for name, limit in config.limits.items())
-
-
-def _throughput(config: BenchConfig, summary: Summary) -> Table:
-    rows = [
-        ("requests succeeded", f"{summary.num_succeeded} of {summary.num_requests}"),
-        ("most in flight", f"{summary.peak_running}"),
-        ("duration", f"{summary.duration_s:.2f} s"),
-        ("prompt tokens", f"{summary.prompt_tokens} ({summary.prompt_token_source})"),
-        ("output tokens", f"{summary.output_tokens} ({summary.output_token_source})"),
-        ("request throughput", f"{summary.request_throughput:.2f} requests/s"),
-        ("output throughput", f"{summary.output_token_throughput:.2f} tokens/s"),
-        ("total throughput", f"{summary.total_token_throughput:.2f} tokens/s"),
-    ]
-    if summary.peak_output_token_throughput is not None:
-        rows.append(("most output in a second", f"{summary.peak_output_token_throughput:.0f} tokens"))
-    if summary.num_short_replies:
-        rows.append(("short replies", f"{summary.num_short_replies} with fewer tokens than asked for"))
-    if summary.goodput is not None:
-        good = f"{summary.goodput.request_goodput:.2f} requests/s, {summary.goodput.share:.1%} of requests"
-        rows.append(("goodput", f"{good} within {_limits(config)}"))
-    return Table(tuple(rows))
-
-
-def _latencies(summary: Summary) -> Table:
-    served = {
-        "TTFT, first token": summary.ttft_ms,
-        "TPOT, per output token": summary.tpot_ms,
-        "ITL, between chunks": summary.itl_ms,
-        "E2EL, whole request": summary.e2el_ms,
-    }
-    own = {"queued in the client": summary.client.queue_ms, "client's own lag": summary.client.lag_ms}
-    shown = served | {label: distribution for label, distribution in own.items() if distribution is not None}
-    rows = (
-        (label, *(f"{value:.2f}" for value in astuple(distribution))) if distribution else (label, *[MISSING] * 4)
-        for label, distribution in shown.items()
-    )
-    return Table(tuple(rows), ("ms", *LATENCY_COLUMNS))
-
-
-def _sweep_row(step: SweepStep) -> tuple[str, ...]:
-    summary = step.summary
-    latencies = [
-        MISSING if distribution is None else f"{getattr(distribution, percentile):.1f}"
-        for distribution in (summary.ttft_ms, summary.tpot_ms)
-        for percentile in ("p50", "p99")
-    ]
-    return (
-        f"{step.value:g}",
-        f"{summary.request_throughput:.2f}",
-        f"{summary.output_token_throughput:.1f}",
-        *latencies,
-        f"{summary.num_requests - summary.num_succeeded}",
-        f"{step.good_share:.1%}",
-    )

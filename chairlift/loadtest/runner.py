@@ -9,11 +9,9 @@ omission").
 import asyncio
 import gc
 import json
-import statistics
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from time import perf_counter, thread_time
 from typing import Any
@@ -23,12 +21,26 @@ from tqdm import tqdm
 from chairlift.loadtest.client import StreamClient, allow_many_connections, first_model, open_session
 from chairlift.loadtest.config import DEFAULT_CONCURRENCY, BenchConfig
 from chairlift.loadtest.files import Message
-from chairlift.loadtest.records import INCOMPLETE_STREAM, MS_PER_S, BenchError, RequestFailure, RequestRecord
+from chairlift.loadtest.records import INCOMPLETE_STREAM, BenchError, RequestFailure, RequestRecord
 from chairlift.loadtest.summary import BenchResult
 from chairlift.loadtest.workload import Conversation, Turn, Workload, build_workload
 
+TICK_S = 0.01
+TICKS_PER_REFRESH = 50
+
 Send = Callable[[int, float], Coroutine[Any, Any, None]]
 """Sends one arrival, given its index and the time it is due, and returns when its last reply has ended."""
+
+
+async def make_test(config: BenchConfig) -> BenchResult:
+    """Make the test that `config` describes. Raises `BenchError` if it cannot be made."""
+    allow_many_connections()
+    workload = build_workload(config)
+    async with open_session(config) as session:
+        resolved = config.resolved(config.model or await first_model(session, config.url))
+        client = StreamClient(session, resolved.endpoint_url)
+        await _warm_up(client, workload, resolved)
+        return await _measure(client, workload, resolved)
 
 
 async def closed_loop(count: int, concurrency: int, send: Send) -> None:
@@ -87,57 +99,34 @@ class Player:
         self._first_bodies = [self._body(conversation[0], []) for conversation in conversations]
         self._first_indices = list(accumulate(map(len, conversations), initial=0))
         self._take = take
-        self._gate: AbstractAsyncContextManager[Any] = nullcontext()
-        if config.is_open_loop and config.concurrency is not None:
-            self._gate = asyncio.Semaphore(config.concurrency)
+        is_limited = config.is_open_loop and config.concurrency is not None
+        self._gate = asyncio.Semaphore(config.concurrency or 0) if is_limited else nullcontext()
 
     async def play(self, number: int, due_at: float) -> None:
         """All turns of one conversation, the first due at a time of `perf_counter`. Never raises."""
         history: list[Message] = []
-        body, has_failed = self._first_bodies[number], False
+        body, failure = self._first_bodies[number], None
         for position, turn in enumerate(self._conversations[number]):
-            if has_failed:
+            if position:
                 due_at = perf_counter()
-            elif position:
-                due_at = perf_counter() + self._think_time
+            if position and failure is None:
+                due_at += self._think_time
                 body = self._body(turn, history)
                 await _sleep_until(due_at)
-            record = RequestRecord(
-                index=self._first_indices[number] + position,
-                intended_at=due_at,
-                sent_at=due_at,
-                ended_at=due_at,
-                turn=position,
-                asked_prompt_tokens=turn.prompt_tokens,
-                asked_output_tokens=turn.output_tokens,
-            )
-            if has_failed:  # there is no reply to go on from
-                record.failure = RequestFailure("not sent", "an earlier turn of the conversation failed")
-            else:
+            record = RequestRecord(self._first_indices[number] + position, due_at, due_at, due_at, turn=position)
+            record.asked_prompt_tokens, record.asked_output_tokens = turn.prompt_tokens, turn.output_tokens
+            if failure is None:
                 async with self._gate:
                     text = await self._client.send(record, body)
                 history += [*turn.prompt.get("messages", ()), {"role": "assistant", "content": text}]
-            has_failed = record.failure is not None
+                failure = record.failure
+            else:  # there is no reply to go on from
+                record.failure = RequestFailure("not sent", "an earlier turn of the conversation failed")
             self._take(record)
 
     def _body(self, turn: Turn, history: list[Message]) -> bytes:
         prompt = {"messages": history + turn.prompt["messages"]} if history else turn.prompt
         return json.dumps(self._fields | {"max_tokens": turn.output_tokens} | prompt).encode()
-
-
-TICK_S = 0.01
-TICKS_PER_REFRESH = 50
-
-
-async def make_test(config: BenchConfig) -> BenchResult:
-    """Make the test that `config` describes. Raises `BenchError` if it cannot be made."""
-    allow_many_connections()
-    workload = build_workload(config)
-    async with open_session(config) as session:
-        resolved = config.resolved(config.model or await first_model(session, config.url))
-        client = StreamClient(session, resolved.endpoint_url)
-        await _warm_up(client, workload, resolved)
-        return await _measure(client, workload, resolved)
 
 
 async def _warm_up(client: StreamClient, workload: Workload, config: BenchConfig) -> None:
@@ -185,33 +174,25 @@ def _quiet_heap() -> Iterator[None]:
 
 
 class Watch:
-    """Collects records and ticks beside them: samples by how many seconds the event loop is late, shows a live line."""
+    """Collects records; beside them samples by how many seconds the event loop is late, and shows a live line."""
 
-    def __init__(self, client: StreamClient, num_requests: int) -> None:
+    def __init__(self, client: StreamClient, bar: "tqdm[Any]") -> None:
         self.records: list[RequestRecord] = []
         self.lags: list[float] = []
         self._client = client
         self._num_failed = 0
-        self._recent_ttfts: deque[float] = deque(maxlen=50)
-        # `disable=None` shows the line on a terminal only.
-        self._bar = tqdm(total=num_requests, unit="request", disable=None, file=sys.stderr, dynamic_ncols=True)
+        self._bar = bar
 
     def take(self, record: RequestRecord) -> None:
         """A request has ended."""
         self.records.append(record)
-        if record.failure is None:
-            self._recent_ttfts.append(record.ttft)
         self._num_failed += record.failure is not None
         self._bar.update()
 
     def status(self, chunks_per_s: float) -> str:
         """What stands beside the progress bar."""
-        parts = [f"{self._client.num_running} running", f"{chunks_per_s:,.0f} tokens/s"]
-        if self._recent_ttfts:
-            parts.append(f"TTFT {statistics.median(self._recent_ttfts) * MS_PER_S:,.0f} ms")
-        if self._num_failed:
-            parts.append(f"{self._num_failed} failed")
-        return ", ".join(parts)
+        failed = f", {self._num_failed} failed" if self._num_failed else ""
+        return f"{self._client.num_running} running, {chunks_per_s:,.0f} tokens/s{failed}"
 
     async def tick(self) -> None:
         """Runs until it is cancelled."""
@@ -223,19 +204,17 @@ class Watch:
                 self.lags.append(max(0.0, perf_counter() - due_at))
             self._bar.set_postfix_str(self.status((self._client.num_chunks - num_before) / (perf_counter() - since)))
 
-    def close(self) -> None:
-        self._bar.close()
-
 
 @asynccontextmanager
 async def watching(client: StreamClient, num_requests: int) -> AsyncIterator[Watch]:
     """A watch that ticks until the context is left."""
-    watch = Watch(client, num_requests)
-    ticking = asyncio.create_task(watch.tick())
-    try:
-        yield watch
-    finally:
-        ticking.cancel()
-        with suppress(asyncio.CancelledError):
-            await ticking
-        watch.close()
+    # `disable=None` shows the line on a terminal only.
+    with tqdm(total=num_requests, unit="request", disable=None, file=sys.stderr, dynamic_ncols=True) as bar:
+        watch = Watch(client, bar)
+        ticking = asyncio.create_task(watch.tick())
+        try:
+            yield watch
+        finally:
+            ticking.cancel()
+            with suppress(asyncio.CancelledError):
+                await ticking

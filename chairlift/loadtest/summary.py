@@ -5,21 +5,42 @@ requests that ended well, throughput is over the wall-clock time of the whole te
 linearly (NumPy's default).
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chairlift.loadtest.config import BenchConfig, SweepValues
-from chairlift.loadtest.records import MS_PER_S, RequestRecord, TokenSource
+from chairlift.loadtest.config import BenchConfig
+from chairlift.loadtest.records import MS_PER_S, RequestRecord
 
 # The lag that is still small beside the latencies of a served model, and the busy share that leaves no room for bursts.
 TOLERABLE_LAG_MS = 10.0
 TOLERABLE_BUSY_SHARE = 0.9
 
 Series = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """A finished test. `config` is resolved; `started_at` is on the records' clock.
+
+    `lags` are seconds by which the client's timers fired late, `busy_share` its thread's share of one core.
+    """
+
+    config: BenchConfig
+    records: tuple[RequestRecord, ...]
+    started_at: float
+    duration_s: float
+    lags: tuple[float, ...]
+    busy_share: float
+
+    @cached_property
+    def succeeded(self) -> list[RequestRecord]:
+        return [record for record in self.records if record.failure is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,83 +71,52 @@ class FailureCount:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientFigures:
-    """How the load test itself fared: one that falls behind sees tokens late that had arrived in time.
-
-    `queue_ms`: from due to sent, None without a schedule.
-    """
-
-    queue_ms: Distribution | None
-    lag_ms: Distribution | None
-    busy_share: float
-
-    @property
-    def has_fallen_behind(self) -> bool:
-        """Whether the client is part of what it measured."""
-        is_late = self.lag_ms is not None and self.lag_ms.p99 > TOLERABLE_LAG_MS
-        return is_late or self.busy_share > TOLERABLE_BUSY_SHARE
-
-
-@dataclass(frozen=True, slots=True)
-class Goodput:
-    """Requests within all limits: how many per second, and as a share of all that were to be sent."""
-
-    request_goodput: float
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
-    """A test's figures. Times end in their unit; throughputs are per second; None where nothing was measured.
+    """A test's figures; metadata has the row of each in the tables: a label, and how to format (summary, figure).
 
-    The peak is of whole seconds, so a test of less than one has none. `num_short_replies` counts replies with fewer
-    tokens than were asked for. `goodput` is None without limits.
+    Times end in their unit; throughputs are per second; None where nothing was measured. Sources say who counted the
+    tokens. The peak is of whole seconds, so a test of less than one has none. Short replies have fewer tokens than were
+    asked for. `goodput` is of requests within the limits, `good_share` their share of all. `client_*` is how the load
+    test itself fared: one that falls behind sees tokens late that came in time.
     """
 
     num_requests: int
-    num_succeeded: int
-    duration_s: float
-    prompt_tokens: int
-    prompt_token_source: TokenSource | None
-    output_tokens: int
-    output_token_source: TokenSource | None
-    num_short_replies: int
-    request_throughput: float
-    output_token_throughput: float
-    peak_output_token_throughput: float | None
-    total_token_throughput: float
-    peak_running: int
-    goodput: Goodput | None
-    ttft_ms: Distribution | None
-    tpot_ms: Distribution | None
-    itl_ms: Distribution | None
-    e2el_ms: Distribution | None
-    client: ClientFigures
+    num_succeeded: int = field(metadata={"requests succeeded": "{1} of {0.num_requests}"})
+    peak_running: int = field(metadata={"most in flight": "{1}"})
+    duration_s: float = field(metadata={"duration": "{1:.2f} s"})
+    prompt_tokens: int = field(metadata={"prompt tokens": "{1} ({0.prompt_token_source})"})
+    prompt_token_source: str
+    output_tokens: int = field(metadata={"output tokens": "{1} ({0.output_token_source})"})
+    output_token_source: str
+    num_short_replies: int = field(metadata={"short replies": "{1}"})
+    request_throughput: float = field(metadata={"request throughput": "{1:.2f} requests/s"})
+    output_token_throughput: float = field(metadata={"output throughput": "{1:.2f} tokens/s"})
+    total_token_throughput: float = field(metadata={"total throughput": "{1:.2f} tokens/s"})
+    peak_output_token_throughput: float | None = field(metadata={"most output in a second": "{1:.0f} tokens"})
+    limits: str | None
+    good_share: float | None
+    goodput: float | None = field(
+        metadata={"goodput": "{1:.2f} requests/s, {0.good_share:.1%} of requests within {0.limits}"}
+    )
+    ttft_ms: Distribution | None = field(metadata={"TTFT, first token": ""})
+    tpot_ms: Distribution | None = field(metadata={"TPOT, per output token": ""})
+    itl_ms: Distribution | None = field(metadata={"ITL, between chunks": ""})
+    e2el_ms: Distribution | None = field(metadata={"E2EL, whole request": ""})
+    client_queue_ms: Distribution | None = field(metadata={"queued in the client": ""})
+    client_lag_ms: Distribution | None = field(metadata={"client's own lag": ""})
+    client_busy_share: float
     failures: tuple[FailureCount, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class BenchResult:
-    """A finished test. `config` is resolved; `started_at` is on the records' clock.
-
-    `lags` are seconds by which the client's timers fired late, `busy_share` its thread's share of one core.
-    """
-
-    config: BenchConfig
-    records: tuple[RequestRecord, ...]
-    started_at: float
-    duration_s: float
-    lags: tuple[float, ...]
-    busy_share: float
-
     @property
-    def succeeded(self) -> list[RequestRecord]:
-        return [record for record in self.records if record.failure is None]
+    def has_lagging_client(self) -> bool:
+        """Whether the client is part of what it measured."""
+        is_late = self.client_lag_ms is not None and self.client_lag_ms.p99 > TOLERABLE_LAG_MS
+        return is_late or self.client_busy_share > TOLERABLE_BUSY_SHARE
 
 
 @dataclass(frozen=True, slots=True)
 class SweepStep:
-    """One test of a sweep."""
+    """One test of a sweep, with the value that was swept."""
 
     value: float
     result: BenchResult
@@ -135,57 +125,55 @@ class SweepStep:
     @property
     def good_share(self) -> float:
         """The share of requests within the limits."""
-        assert self.summary.goodput is not None, "a sweep has limits"
-        return self.summary.goodput.share
-
-    @property
-    def is_good(self) -> bool:
-        """Whether that is the share that was wanted."""
-        return self.good_share >= self.result.config.goodput_share
+        assert self.summary.good_share is not None, "a sweep has limits"
+        return self.summary.good_share
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Steps in ascending order of their values."""
+    """The settings of the whole, what was swept, and a test for each of its values, which ascend."""
 
-    values: SweepValues
+    config: BenchConfig
+    name: str
     steps: Sequence[SweepStep]
 
     @property
     def highest(self) -> float | None:
-        """The highest value whose test is good; None if none is."""
-        return max((step.value for step in self.steps if step.is_good), default=None)
+        """The highest value at which the wanted share of requests was good; None if there is none."""
+        wanted = self.config.goodput_share
+        return max((step.value for step in self.steps if step.good_share >= wanted), default=None)
 
 
 def summarize(result: BenchResult) -> Summary:
     """The figures of a finished test."""
-    good, duration_s = result.succeeded, result.duration_s
+    good, config, duration_s = result.succeeded, result.config, result.duration_s
     prompt_tokens = sum(record.prompt_tokens for record in good)
     output_tokens = sum(record.output_tokens for record in good)
+    num_good = sum(keeps_limits(record, config.limits) for record in result.records) if config.limits else None
     return Summary(
         num_requests=len(result.records),
         num_succeeded=len(good),
+        peak_running=peak_running(good),
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
-        prompt_token_source=_shared_source(record.prompt_token_source for record in good),
+        prompt_token_source=_who_counted(record.prompt_token_source for record in good),
         output_tokens=output_tokens,
-        output_token_source=_shared_source(record.output_token_source for record in good),
-        num_short_replies=sum(record.is_short for record in good),
+        output_token_source=_who_counted(record.output_token_source for record in good),
+        num_short_replies=sum(record.output_tokens < (record.asked_output_tokens or 0) for record in good),
         request_throughput=len(good) / duration_s,
         output_token_throughput=output_tokens / duration_s,
-        peak_output_token_throughput=None if duration_s < 1 else peak_token_rate(good),
         total_token_throughput=(prompt_tokens + output_tokens) / duration_s,
-        peak_running=peak_running(good),
-        goodput=_goodput(result) if result.config.limits else None,
+        peak_output_token_throughput=None if duration_s < 1 else peak_token_rate(good),
+        limits=config.goodput,
+        good_share=None if num_good is None else num_good / len(result.records),
+        goodput=None if num_good is None else num_good / duration_s,
         ttft_ms=Distribution.of_seconds([record.ttft for record in good]),
         tpot_ms=Distribution.of_seconds([record.tpot for record in good if record.tpot is not None]),
         itl_ms=Distribution.of_seconds([gap for record in good for gap in record.inter_token_latencies]),
         e2el_ms=Distribution.of_seconds([record.latency for record in good]),
-        client=ClientFigures(
-            Distribution.of_seconds([r.queue_time for r in result.records] if result.config.is_open_loop else []),
-            Distribution.of_seconds(result.lags),
-            result.busy_share,
-        ),
+        client_queue_ms=Distribution.of_seconds([r.queue_time for r in result.records if config.is_open_loop]),
+        client_lag_ms=Distribution.of_seconds(result.lags),
+        client_busy_share=result.busy_share,
         failures=_count_failures(result.records),
     )
 
@@ -210,8 +198,7 @@ def token_rates(records: Sequence[RequestRecord], started_at: float, num_bins: i
     for record in records:
         if record.chunk_times:
             bins = ((np.asarray(record.chunk_times) - started_at) / width_s).astype(np.int64)
-            weight = record.output_tokens / len(record.chunk_times)
-            np.add.at(totals, np.clip(bins, 0, num_bins - 1), weight)
+            np.add.at(totals, np.clip(bins, 0, num_bins - 1), record.output_tokens / len(record.chunk_times))
     return totals / width_s
 
 
@@ -233,26 +220,18 @@ def running_at(records: Sequence[RequestRecord], moments: Series) -> Series:
 
 def peak_running(records: Sequence[RequestRecord]) -> int:
     """Most requests in flight at once. One that ends when another is sent does not overlap with it."""
-    return int(running_at(records, np.asarray([record.sent_at for record in records])).max()) if records else 0
+    return int(running_at(records, np.asarray([record.sent_at for record in records])).max(initial=0))
 
 
-def _goodput(result: BenchResult) -> Goodput:
-    num_good = sum(keeps_limits(record, result.config.limits) for record in result.records)
-    return Goodput(num_good / result.duration_s, num_good / len(result.records))
-
-
-def _shared_source(sources: Iterable[TokenSource]) -> TokenSource | None:
-    distinct = set(sources)
-    if len(distinct) > 1:
-        return "mixed"
-    return distinct.pop() if distinct else None
+def _who_counted(sources: Iterable[str]) -> str:
+    return " and ".join(sorted(set(sources))) or "no replies"
 
 
 def _count_failures(records: Iterable[RequestRecord]) -> tuple[FailureCount, ...]:
     """Most frequent first."""
-    messages: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = defaultdict(list)
     for record in records:
         if record.failure is not None:
-            messages.setdefault(record.failure.label, []).append(record.failure.message)
+            messages[record.failure.label].append(record.failure.message)
     counts = [FailureCount(label, len(found), found[0]) for label, found in messages.items()]
     return tuple(sorted(counts, key=lambda failure: -failure.count))

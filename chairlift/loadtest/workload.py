@@ -5,9 +5,10 @@ differ, so that no server answers one from what it cached of another. Each purpo
 same seed gives the same prompts at any rate, and asking for more keeps the first ones.
 """
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, cycle, islice
 from typing import Any
@@ -62,7 +63,7 @@ class Workload:
 
     conversations: tuple[Conversation, ...]
     warm_up: tuple[Conversation, ...]
-    offsets: tuple[float, ...] | None
+    offsets: Sequence[float] | None
 
     @property
     def num_requests(self) -> int:
@@ -71,21 +72,21 @@ class Workload:
 
 def build_workload(config: BenchConfig) -> Workload:
     """Everything that will be sent, and when. Raises `BenchError` on a file or a setting that makes it impossible."""
-    offsets = None
-    conversations: list[Conversation]
+    offsets: list[float] | None = None
+    conversations: Iterable[Conversation]
     if config.trace is not None:
         lines = read_trace(config.trace, config.num_requests)
-        conversations = [(turn,) for turn in _trace_turns(config, lines)]
+        conversations = _traced(config, lines)
         offsets = trace_offsets(lines, config.trace_speedup)
     elif config.conversations is not None:
         conversations = _recorded(config, read_conversations(config.conversations))
     else:
         conversations = _random(config)
+    conversations = tuple(conversations)
     rates = config.ramp if config.request_rate is None else (config.request_rate, config.request_rate)
     if rates is not None:
         offsets = random_offsets(len(conversations), *rates, config.burstiness, _generator(config, "arrivals"))
-    warm_up = tuple((turn,) for turn in _warm_up(config, conversations))
-    return Workload(tuple(conversations), warm_up, None if offsets is None else tuple(offsets))
+    return Workload(conversations, tuple(_warm_up(config, conversations)), offsets)
 
 
 def random_offsets(
@@ -102,19 +103,6 @@ def random_offsets(
     if first_rate == last_rate and count > 1:
         gaps *= (count - 1) / first_rate / gaps.sum()
     return [0.0, *np.cumsum(gaps).tolist()]
-
-
-def num_choices(config: BenchConfig) -> int:
-    """How many tokens or words a random prompt is drawn from."""
-    return len(WORDS if config.is_chat else TOKEN_IDS)
-
-
-def write_prompt(config: BenchConfig, draws: Draws, prefix: Draws = ()) -> dict[str, Any]:
-    """The fields of a request's body that hold its prompt; in a chat the prefix is the system message."""
-    if not config.is_chat:
-        return {"prompt": [TOKEN_IDS[draw] for draw in prefix + draws]}
-    parts = [("system", prefix), ("user", draws)] if prefix else [("user", draws)]
-    return {"messages": [{"role": role, "content": " ".join(WORDS[draw] for draw in part)} for role, part in parts]}
 
 
 def distinct_draws(lengths: Sequence[int], num_choices: int, generator: np.random.Generator) -> list[Draws]:
@@ -143,19 +131,30 @@ def _generator(config: BenchConfig, purpose: str, *details: int) -> np.random.Ge
     return np.random.default_rng([config.seed, *purpose.encode(), *details])
 
 
-def _random(config: BenchConfig) -> list[Conversation]:
+def _num_choices(config: BenchConfig) -> int:
+    """How many tokens or words a random prompt is drawn from."""
+    return len(WORDS if config.is_chat else TOKEN_IDS)
+
+
+def _turn(config: BenchConfig, own: Draws, num_output_tokens: int, prefix: Draws = ()) -> Turn:
+    """A turn with a random prompt after a shared prefix, which in a chat is the system message."""
+    num_tokens = len(prefix) + len(own)
+    if not config.is_chat:
+        return Turn({"prompt": [TOKEN_IDS[draw] for draw in prefix + own]}, num_tokens, num_output_tokens)
+    texts = {"system": prefix, "user": own} if prefix else {"user": own}
+    messages = [{"role": role, "content": " ".join(WORDS[draw] for draw in text)} for role, text in texts.items()]
+    return Turn({"messages": messages}, num_tokens, num_output_tokens)
+
+
+def _random(config: BenchConfig) -> Iterator[Conversation]:
     count = config.num_requests or DEFAULT_NUM_REQUESTS
     lengths = Lengths.parse(config.prompt_tokens).draw(count, _generator(config, "prompt lengths"))
-    prompts = distinct_draws(lengths, num_choices(config), _generator(config, "prompts"))
-    starts = range(0, count, config.turns)
-    prefixes = dict(zip(starts, _prefixes(config, len(starts)), strict=True))
-    turns = []
-    for index, (prompt, output_tokens) in enumerate(zip(prompts, _output_lengths(config, count), strict=True)):
-        prefix = prefixes.get(index)
+    prompts = distinct_draws(lengths, _num_choices(config), _generator(config, "prompts"))
+    requests = iter(zip(prompts, _output_lengths(config, count), strict=True))
+    for prefix in _prefixes(config, math.ceil(count / config.turns)):
+        first, *later = islice(requests, config.turns)
         # Later turns repeat the server's replies, whose length it alone knows.
-        num_tokens = None if prefix is None else len(prefix) + len(prompt)
-        turns.append(Turn(write_prompt(config, prompt, prefix or ()), num_tokens, output_tokens))
-    return [tuple(turns[start : start + config.turns]) for start in starts]
+        yield _turn(config, *first, prefix), *(replace(_turn(config, *turn), prompt_tokens=None) for turn in later)
 
 
 def _prefixes(config: BenchConfig, count: int) -> list[Draws]:
@@ -163,48 +162,39 @@ def _prefixes(config: BenchConfig, count: int) -> list[Draws]:
     if not config.prefix_tokens:
         return [()] * count
     lengths = [config.prefix_tokens] * config.num_prefixes
-    families = distinct_draws(lengths, num_choices(config), _generator(config, "prefixes"))
-    chosen = _generator(config, "families").integers(config.num_prefixes, size=count)
-    return [families[family] for family in chosen.tolist()]
+    families = distinct_draws(lengths, _num_choices(config), _generator(config, "prefixes"))
+    return [families[n] for n in _generator(config, "families").integers(config.num_prefixes, size=count)]
 
 
-def _trace_turns(config: BenchConfig, lines: Sequence[TraceLine]) -> list[Turn]:
+def _traced(config: BenchConfig, lines: Sequence[TraceLine]) -> Iterator[Conversation]:
     """Random prompts of the recorded lengths; equal block ids are equal tokens."""
-    generator, choices = _generator(config, "prompts"), num_choices(config)
+    generator, choices = _generator(config, "prompts"), _num_choices(config)
     block = cache(lambda number: draw_one(BLOCK_TOKENS, choices, _generator(config, "blocks", number)))
-    turns = []
     for line in lines:
-        shared = tuple(chain.from_iterable(block(number) for number in line.hash_ids))[: line.input_length]
+        shared = tuple(chain.from_iterable(map(block, line.hash_ids)))[: line.input_length]
         own = draw_one(line.input_length - len(shared), choices, generator)
-        turns.append(Turn(write_prompt(config, shared + own), line.input_length, line.output_length))
-    return turns
+        yield (_turn(config, shared + own, line.output_length),)
 
 
-def _recorded(config: BenchConfig, lines: Sequence[ConversationLine]) -> list[Conversation]:
+def _recorded(config: BenchConfig, lines: Sequence[ConversationLine]) -> Iterator[Conversation]:
     """Conversations for as many requests as wanted, repeated where the file has fewer; the last may be cut."""
     num_left = config.num_requests or sum(len(line.turns) for line in lines)
     outputs = iter(_output_lengths(config, num_left))
-    conversations: list[Conversation] = []
     for line in cycle(lines):
         turns = line.turns[:num_left]
-        conversations.append(
-            tuple(Turn({"messages": added}, None, line.output_tokens or next(outputs)) for added in turns)
-        )
+        yield tuple(Turn({"messages": added}, None, line.output_tokens or next(outputs)) for added in turns)
         num_left -= len(turns)
         if not num_left:
-            break
-    return conversations
+            return
 
 
 def _output_lengths(config: BenchConfig, count: int) -> list[int]:
     return Lengths.parse(config.output_tokens).draw(count, _generator(config, "output lengths"))
 
 
-def _warm_up(config: BenchConfig, conversations: Sequence[Conversation]) -> list[Turn]:
+def _warm_up(config: BenchConfig, conversations: Sequence[Conversation]) -> Iterator[Conversation]:
     """Turns as long as the first to be measured, but of other tokens, so that they leave nothing useful in a cache."""
-    generator, turns = _generator(config, "warm up"), []
+    generator = _generator(config, "warm up")
     for measured in islice(cycle(chain.from_iterable(conversations)), config.warmup):
-        num_tokens = UNKNOWN_PROMPT_TOKENS if measured.prompt_tokens is None else measured.prompt_tokens
-        prompt = write_prompt(config, draw_one(num_tokens, num_choices(config), generator))
-        turns.append(Turn(prompt, num_tokens, measured.output_tokens))
-    return turns
+        length = UNKNOWN_PROMPT_TOKENS if measured.prompt_tokens is None else measured.prompt_tokens
+        yield (_turn(config, draw_one(length, _num_choices(config), generator), measured.output_tokens),)

@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 
 from chairlift.api.reference.description import openapi_document
 from chairlift.api.routes import ROUTES
-from chairlift.loadtest.client import EventReader
+from tests.support.events import EventReader
 from tests.support.server_process import SERVE, Process, running
 
 NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))

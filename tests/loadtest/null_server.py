@@ -5,10 +5,17 @@ An answer gets the request and its decoded body. Below are the well-behaved one 
 
 import json
 from collections.abc import Awaitable, Callable
+from itertools import cycle
 from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+
+from chairlift.loadtest import BenchConfig
+from chairlift.loadtest.client import StreamClient, open_session
+from chairlift.loadtest.records import RequestRecord
+from chairlift.loadtest.runner import Player
+from chairlift.loadtest.workload import build_workload
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
@@ -60,13 +67,21 @@ def stream(*pieces: bytes) -> Answer:
 def cut_stream(*pieces: bytes) -> Answer:
     """Answer with these pieces and hang up in the middle of the HTTP body."""
 
-    async def answer(request: web.Request, _body: dict[str, Any]) -> web.StreamResponse:
-        response = await open_stream(request)
-        for piece in pieces:
-            await response.write(piece)
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await stream(*pieces)(request, body)
         assert request.transport is not None
         request.transport.close()
         return response
+
+    return answer
+
+
+def in_turn(*answers: Answer) -> Answer:
+    """Each request has the next of these answers, over and over."""
+    endless = cycle(answers)
+
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        return await next(endless)(request, body)
 
     return answer
 
@@ -131,3 +146,22 @@ class NullServer:
             return await self.answer(request, body)
         finally:
             self.num_in_flight -= 1
+
+
+async def send_one(url: str, **settings: object) -> RequestRecord:
+    """Send one request as the settings say, meant for time 1.5."""
+    [record] = await play_one(url, num_requests=1, **settings)
+    return record
+
+
+async def play_one(url: str, **settings: object) -> list[RequestRecord]:
+    """Play one conversation as the settings say, its first turn meant for time 1.5."""
+    lengths = {} if "conversations" in settings else {"prompt_tokens": 5}
+    config = BenchConfig.model_validate({"url": url, "output_tokens": 4} | lengths | settings)
+    resolved = config.resolved("null")
+    records: list[RequestRecord] = []
+    async with open_session(resolved) as session:
+        client = StreamClient(session, resolved.endpoint_url)
+        player = Player(client, resolved, build_workload(config).conversations, records.append)
+        await player.play(0, due_at=1.5)
+    return records

@@ -1,6 +1,7 @@
 """Requests against a real socket: what is sent, what is noted, and every way in which one can fail."""
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -14,16 +15,17 @@ from .null_server import (
     DONE,
     Answer,
     NullServer,
-    chat_token,
     cut_stream,
     event,
     open_stream,
+    send_one,
     status,
     stream,
     token,
     usage,
 )
-from .one_request import send_one
+
+pytestmark = pytest.mark.asyncio
 
 
 def slow_stream(first: bytes, then: bytes | None, seconds: float = 0.02) -> Answer:
@@ -49,7 +51,6 @@ async def hang_up(request: web.Request, _body: dict[str, Any]) -> web.StreamResp
     return web.Response()
 
 
-@pytest.mark.asyncio
 async def test_a_request_that_succeeds(server: NullServer) -> None:
     record = await send_one(server.url)
     assert record.failure is None
@@ -63,7 +64,6 @@ async def test_a_request_that_succeeds(server: NullServer) -> None:
     assert record.queue_time == record.sent_at - 1.5
 
 
-@pytest.mark.asyncio
 async def test_the_body_of_a_completion(server: NullServer) -> None:
     await send_one(server.url)
     [body] = server.bodies
@@ -80,7 +80,6 @@ async def test_the_body_of_a_completion(server: NullServer) -> None:
     }
 
 
-@pytest.mark.asyncio
 async def test_the_body_of_a_chat(server: NullServer) -> None:
     record = await send_one(server.url, endpoint="chat")
     [body] = server.bodies
@@ -91,7 +90,6 @@ async def test_the_body_of_a_chat(server: NullServer) -> None:
     assert (record.usage_prompt_tokens, record.usage_output_tokens) == (999, 4)
 
 
-@pytest.mark.asyncio
 async def test_settings_reach_the_request(server: NullServer) -> None:
     await send_one(server.url, ignore_eos=False, temperature=0.7, api_key="sk-1")
     await send_one(server.url)
@@ -100,22 +98,6 @@ async def test_settings_reach_the_request(server: NullServer) -> None:
     assert server.authorizations == ["Bearer sk-1", None]
 
 
-@pytest.mark.asyncio
-async def test_what_a_server_had_computed_before_is_kept(server: NullServer) -> None:
-    counts = {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 3}}
-    server.answer = stream(token("a", "length"), event(choices=[], usage=counts), DONE)
-    record = await send_one(server.url)
-    assert (record.usage_prompt_tokens, record.usage_cached_tokens) == (5, 3)
-
-
-@pytest.mark.asyncio
-async def test_without_usage_the_record_has_chunks_alone(server: NullServer) -> None:
-    server.answer = stream(token(), token(), token("x", "length"), DONE)
-    record = await send_one(server.url)
-    assert (record.failure, record.usage_output_tokens, record.output_tokens) == (None, None, 3)
-
-
-@pytest.mark.asyncio
 async def test_chunks_cut_anywhere_and_comments_between_them(server: NullServer) -> None:
     whole = b": ping\n\n" + token("é") + b": ping\r\n\r\n" + token("b", "stop") + usage(5, 2) + DONE
     server.answer = stream(*(whole[start : start + 9] for start in range(0, len(whole), 9)))
@@ -123,28 +105,11 @@ async def test_chunks_cut_anywhere_and_comments_between_them(server: NullServer)
     assert (record.failure, len(record.chunk_times), record.usage_output_tokens) == (None, 2, 2)
 
 
-@pytest.mark.asyncio
-async def test_the_role_of_a_chat_is_not_its_first_token(server: NullServer) -> None:
-    chunks = (chat_token(role="assistant", content=""), chat_token(content="a"), chat_token("stop"))
-    server.answer = stream(*chunks, DONE)
-    record = await send_one(server.url, endpoint="chat")
-    assert (record.failure, len(record.chunk_times)) == (None, 1)
-
-
-@pytest.mark.asyncio
 async def test_chunks_are_stamped_as_they_arrive(server: NullServer) -> None:
     server.answer = slow_stream(token(), token("x", "length") + usage(5, 2) + DONE)
     record = await send_one(server.url)
     [gap] = record.inter_token_latencies
     assert gap >= 0.015
-
-
-@pytest.mark.asyncio
-async def test_the_time_after_the_last_token_does_not_count(server: NullServer) -> None:
-    server.answer = slow_stream(token("x", "length"), usage(5, 1) + DONE)
-    record = await send_one(server.url)
-    assert record.usage_output_tokens == 1
-    assert record.ended_at == record.chunk_times[0]
 
 
 async def ask_for_model(url: str, **settings: object) -> str:
@@ -153,19 +118,11 @@ async def ask_for_model(url: str, **settings: object) -> str:
         return await first_model(session, config.url)
 
 
-@pytest.mark.asyncio
 async def test_the_model_is_the_first_that_the_server_lists(server: NullServer) -> None:
     server.models = status(200, '{"data": [{"id": "a/b"}, {"id": "c"}]}', "application/json")
     assert await ask_for_model(server.url) == "a/b"
 
 
-@pytest.mark.asyncio
-async def test_no_server_to_ask_for_models(dead_url: str) -> None:
-    with pytest.raises(BenchError, match=f"cannot reach {dead_url}: Cannot connect to host"):
-        await ask_for_model(dead_url)
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -183,15 +140,16 @@ async def test_a_server_that_lists_no_models(server: NullServer, answer: Answer,
         await ask_for_model(server.url, timeout=0.05 if "in time" in said else 600)
 
 
-@pytest.mark.asyncio
-async def test_nobody_listens(dead_url: str) -> None:
-    record = await send_one(dead_url)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://a..b", "http://host:99999", "http://127.0.0.1:0"])
+async def test_a_place_where_nobody_can_listen(url: str) -> None:
+    record = await send_one(url)
     assert record.failure is not None
     assert record.failure.label == "connection failed"
     assert record.ended_at >= record.sent_at
+    with pytest.raises(BenchError, match=f"cannot reach {re.escape(url)}: "):
+        await ask_for_model(url)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -201,12 +159,9 @@ async def test_nobody_listens(dead_url: str) -> None:
         (status(500, '{"error": {"message": "the engine died"}}'), "HTTP 500: the engine died"),
         (status(503, '{"detail": "queue is full"}'), "HTTP 503: queue is full"),
         (status(400, "<html>\n<body>bad</body>\n</html>"), "HTTP 400: <html> <body>bad</body> </html>"),
-        *(
-            (
-                status(code, '{"error": {"message": "unknown field: ignore_eos"}}'),
-                f"HTTP {code}: this server does not take ignore_eos: give --no-ignore-eos (unknown field: ignore_eos)",
-            )
-            for code in (400, 422)
+        (
+            status(422, '{"error": {"message": "unknown field: ignore_eos"}}'),
+            "HTTP 422: this server does not take ignore_eos: give --no-ignore-eos (unknown field: ignore_eos)",
         ),
         (status(200, "<html>Hi</html>", "text/html"), "not an event stream: text/html: <html>Hi</html>"),
         (stream(token(), token()), "incomplete stream: ended after 2 chunks with neither finish reason nor [DONE]"),
@@ -214,7 +169,6 @@ async def test_nobody_listens(dead_url: str) -> None:
         (stream(), "incomplete stream: ended after 0 chunks with neither finish reason nor [DONE]"),
         (stream(DONE), "incomplete stream: ended without a single token"),
         (cut_stream(token(), token()), "incomplete stream: "),
-        (cut_stream(token(), token()[:-9]), "incomplete stream: "),
         (stream(token(), event(error={"message": "out of memory"}), DONE), "error in stream: out of memory"),
         (stream(token(), b"data: {oops\n\n", DONE), "malformed chunk: '{oops' ("),
     ],
@@ -227,7 +181,6 @@ async def test_each_failure_is_told_by_its_kind_and_what_was_said(
     assert str(record.failure).startswith(said)
 
 
-@pytest.mark.asyncio
 async def test_a_timeout_in_the_middle_of_a_stream(server: NullServer) -> None:
     server.answer = slow_stream(token(), None)
     record = await send_one(server.url, timeout=0.05)
@@ -236,7 +189,6 @@ async def test_a_timeout_in_the_middle_of_a_stream(server: NullServer) -> None:
     assert record.ended_at - record.sent_at >= 0.04
 
 
-@pytest.mark.asyncio
 async def test_a_session_can_send_again_after_a_failure(server: NullServer) -> None:
     config = BenchConfig(url=server.url, num_requests=2, warmup=0, output_tokens=2).resolved("null")
     body = b'{"prompt": [40], "max_tokens": 2}'

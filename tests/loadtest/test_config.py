@@ -1,12 +1,17 @@
 """The settings: what is refused, and in what words; and what is left open until the test begins."""
 
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from chairlift.__main__ import EXIT_USAGE, main
+from chairlift.commands import bench_command
+from chairlift.flags import read_settings
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.config import Lengths, SweepValues, parse_limits
 
@@ -22,42 +27,21 @@ def test_every_field_has_a_description_since_it_is_the_help_of_its_flag() -> Non
     assert [name for name, field in BenchConfig.model_fields.items() if not field.description] == []
 
 
-def test_defaults_are_a_valid_test() -> None:
-    config = BenchConfig()
-    assert (config.num_requests, config.warmup) == (None, 1)
-    assert (config.temperature, config.ignore_eos, config.is_chat) == (0.0, True, False)
-
-
-def test_a_config_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        BenchConfig().num_requests = 3  # type: ignore[misc]
-
-
 def test_an_unknown_setting_is_refused_by_name() -> None:
     assert messages(concurency=3) == ["concurency: Extra inputs are not permitted"]
 
 
-@pytest.mark.parametrize("name", ["num_requests", "concurrency", "num_prefixes", "turns"])
-def test_counts_are_positive(name: str) -> None:
-    assert messages(prefix_tokens=8, **{name: 0}) == [f"{name}: Input should be greater than 0"]
-
-
-@pytest.mark.parametrize("name", ["request_rate", "timeout"])
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("name", "value", "said"),
     [
-        (0.0, "Input should be greater than 0"),
-        (float("inf"), "Input should be a finite number"),
+        *((name, 0, "greater than 0") for name in ("num_requests", "concurrency", "num_prefixes", "turns")),
+        *((name, 0.0, "greater than 0") for name in ("request_rate", "timeout")),
+        *((name, float("inf"), "a finite number") for name in ("request_rate", "timeout")),
+        *((name, -1, "greater than or equal to 0") for name in ("warmup", "seed", "temperature")),
     ],
 )
-def test_rates_and_times_are_positive_and_finite(name: str, value: float, said: str) -> None:
-    assert messages(**{name: value}) == [f"{name}: {said}"]
-
-
-@pytest.mark.parametrize("name", ["warmup", "seed", "temperature"])
-def test_some_numbers_may_be_zero_but_not_negative(name: str) -> None:
-    BenchConfig.model_validate({name: 0})
-    assert messages(**{name: -1}) == [f"{name}: Input should be greater than or equal to 0"]
+def test_numbers_have_their_limits(name: str, value: float, said: str) -> None:
+    assert messages(prefix_tokens=8, **{name: value}) == [f"{name}: Input should be {said}"]
 
 
 def test_an_unknown_endpoint_is_refused_with_the_known_ones() -> None:
@@ -98,11 +82,6 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     ]
 
 
-def test_a_rate_may_have_a_most_in_flight() -> None:
-    config = BenchConfig(concurrency=4, request_rate=2.0)
-    assert (config.is_open_loop, config.resolved("m").concurrency) == (True, 4)
-
-
 @pytest.mark.parametrize("settings", [{"turns": 2}, {"conversations": "c"}, {"endpoint": "chat"}])
 def test_messages_go_to_the_chat_endpoint(settings: dict[str, object]) -> None:
     config = BenchConfig.model_validate({"url": "http://host", **settings})
@@ -113,7 +92,7 @@ def test_messages_go_to_the_chat_endpoint(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("goodput", "ttft500", "cannot read the limit 'ttft500': limits are of ttft, tpot, e2el"),
+        ("goodput", "ttft500", "cannot read the limits 'ttft500': they must look like ttft:500,tpot:50"),
         ("sweep", "rate", "cannot read the sweep 'rate': it must look like rate=1,2,4,8"),
         ("prompt_tokens", "some", "cannot read the length 'some': it must be N, uniform:LOW,HIGH"),
         ("output_tokens", 0, "cannot read the length 0: it must be N"),
@@ -138,22 +117,10 @@ def test_the_chat_endpoint_keeps_a_path_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "localhost:8000",
-        "ftp://host",
-        "http://",
-        "http://host?key=1",
-        "http://host#top",
-        "http://a..b",
-        "http://host:0",
-        "http://host:99999",
-    ],
+    "url", ["localhost:8000", "ftp://host", "http://", "http://host?key=1", "http://host#top", "http://a b"]
 )
 def test_what_is_no_http_url_is_refused(url: str) -> None:
-    assert messages(url=url) == [
-        f"url: Value error, must look like http://host:port or https://host, not {url!r}",
-    ]
+    assert messages(url=url) == [f"url: Value error, must look like http://host:port or https://host, not {url!r}"]
 
 
 def test_a_json_file_that_cannot_be_written_is_refused_before_the_test(tmp_path: Path) -> None:
@@ -175,17 +142,13 @@ def test_the_api_key_does_not_show() -> None:
     assert config.model_dump(mode="json")["api_key"] == "**********"
 
 
-def test_resolving_fills_in_the_model_and_the_concurrency() -> None:
-    resolved = BenchConfig().resolved("tiny")
-    assert (resolved.model, resolved.concurrency, resolved.request_rate) == ("tiny", 8, None)
-
-
-def test_resolving_keeps_a_given_concurrency() -> None:
-    assert BenchConfig(concurrency=3).resolved("tiny").concurrency == 3
-
-
-def test_resolving_gives_a_rate_no_concurrency() -> None:
-    assert BenchConfig(request_rate=2.0).resolved("tiny").concurrency is None
+@pytest.mark.parametrize(("settings", "concurrency"), [({}, 8), ({"concurrency": 3}, 3), ({"request_rate": 2.0}, None)])
+def test_resolving_fills_in_the_model_and_without_a_schedule_the_concurrency(
+    settings: dict[str, object], concurrency: int | None
+) -> None:
+    resolved = BenchConfig.model_validate(settings).resolved("tiny")
+    assert (resolved.model, resolved.concurrency) == ("tiny", concurrency)
+    assert resolved.is_open_loop is ("request_rate" in settings)
 
 
 def draw(text: int | str, count: int = 20_000, seed: int = 0) -> list[int]:
@@ -231,28 +194,12 @@ def test_asking_for_more_keeps_the_first_ones(text: str) -> None:
     assert draw(text, count=50)[:20] == draw(text, count=20)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        0,
-        -3,
-        "",
-        "1.5",
-        "many",
-        "128,256",
-        "uniform",
-        "uniform:5",
-        "uniform:6,5",
-        "uniform:0,5",
-        "uniform:1,2,3",
-        "normal:5",
-        "normal:5,1,0.5",
-        "normal:nan,1",
-        "lognormal:inf,1",
-        "poisson:5",
-        "1e300",
-    ],
-)
+NUMBERS = (0, -3, "", "1.5", "many", "128,256", "1e300")
+UNIFORM = ("uniform", "uniform:5", "uniform:6,5", "uniform:0,5", "uniform:1,2,3")
+OTHERS = ("normal:5", "normal:5,1,0.5", "normal:nan,1", "lognormal:inf,1", "poisson:5")
+
+
+@pytest.mark.parametrize("text", [*NUMBERS, *UNIFORM, *OTHERS])
 def test_what_cannot_be_read_is_refused_with_what_can(text: int | str) -> None:
     with pytest.raises(ValueError, match="cannot read the length") as caught:
         Lengths.parse(text)
@@ -275,24 +222,16 @@ def test_limits_are_read(text: str, limits: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "cannot read the limit '': limits are of ttft, tpot, e2el, each at most once, as in ttft:500,tpot:50"),
-        ("500", "cannot read the limit '500': limits are of"),
-        ("itl:5", "cannot read the limit 'itl:5': limits are of"),
-        ("ttft:5,ttft:6", "cannot read the limit 'ttft:6': limits are of"),
-        ("ttft:5,", "cannot read the limit '': limits are of"),
-        ("ttft", "cannot read the limit 'ttft': milliseconds above 0 must follow the colon, as in ttft:500,tpot:50"),
-        ("ttft:soon", "cannot read the limit 'ttft:soon': milliseconds"),
-        ("ttft:0", "cannot read the limit 'ttft:0': milliseconds"),
-        ("tpot:nan", "cannot read the limit 'tpot:nan': milliseconds"),
-        ("tpot:inf", "cannot read the limit 'tpot:inf': milliseconds"),
-    ],
+    "text",
+    ["", "500", "itl:5", "ttft:5,ttft:6", "ttft:5,", "ttft", "ttft:soon", "ttft:0", "tpot:nan", "tpot:inf", "ttft:5:6"],
 )
-def test_a_limit_that_cannot_be_read_is_named(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match="cannot read the limit") as caught:
+def test_limits_that_cannot_be_read_are_refused_with_some_that_can(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot read the limits") as caught:
         parse_limits(text)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value) == (
+        f"cannot read the limits {text!r}: they must look like ttft:500,tpot:50, with milliseconds above 0 for any of "
+        "ttft, tpot, e2el, each at most once"
+    )
 
 
 @pytest.mark.parametrize(
@@ -315,3 +254,51 @@ def test_a_sweep_that_cannot_be_read_is_refused_with_one_that_can(text: str) -> 
         f"cannot read the sweep {text!r}: it must look like rate=1,2,4,8 or concurrency=1,2,4,8, with numbers above 0 "
         "(whole ones for concurrency)"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--goodput ttft=500", "--goodput: cannot read the limits 'ttft=500': they must look like"),
+        ("--sweep rate=fast", "--sweep: cannot read the sweep 'rate=fast': it must look like"),
+        ("--prompt-tokens zipf:2", "--prompt-tokens: cannot read the length 'zipf:2': it must be"),
+        ("--url localhost", "--url: must look like http://host:port or https://host"),
+        ("--request-rate 1 --trace t", "give either --request-rate or --trace, not both"),
+        ("--sweep rate=1,2", "--sweep needs --goodput"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_and_a_usage_error(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *flags.split()]) == EXIT_USAGE
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"chairlift: error: {said}")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:0", "http://host:99999"])
+@pytest.mark.parametrize("flags", [[], ["--sweep", "rate=1", "--goodput", "ttft:5"]])
+def test_a_place_where_nobody_can_listen_is_one_line_and_no_usage_error(
+    url: str, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--url", url, *flags]) == 1
+    printed = capsys.readouterr()
+    errors = printed.err.splitlines()
+    assert printed.out == ""
+    assert [line for line in errors if "error: " in line] == [errors[-1]]
+    assert errors[-1].startswith(f"error: cannot reach {url}: ")
+
+
+def test_flags_become_settings() -> None:
+    flags = "--ramp 1,20 --burstiness 0.5 --prompt-tokens lognormal:300,0.8 --output-tokens 64 --prefix-tokens 9"
+    (config,) = read_settings(bench_command(), [*flags.split(), "--num-prefixes", "3", "--no-ignore-eos"])
+    assert (config.ramp, config.burstiness) == ((1.0, 20.0), 0.5)
+    assert (config.prompt_tokens, config.output_tokens) == ("lognormal:300,0.8", "64")
+    assert (config.prefix_tokens, config.num_prefixes, config.ignore_eos) == (9, 3, False)
+
+
+def test_settings_need_neither_an_http_client_nor_numpy() -> None:
+    code = (
+        "import sys, chairlift.loadtest as l; l.BenchConfig(); print({'aiohttp', 'numpy', 'tqdm'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

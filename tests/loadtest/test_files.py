@@ -23,7 +23,13 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 def test_a_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", trace_line(2000), "", trace_line(500, hash_ids=[1, 2]), trace_line(1000.5))
+    path = write(
+        tmp_path / "t.jsonl",
+        trace_line(2000, type="text", chat_id=[]),
+        "",
+        trace_line(500, hash_ids=[1, 2]),
+        trace_line(1000.5),
+    )
     lines = read_trace(path, None)
     assert lines[0] == TraceLine(timestamp=500, input_length=6, output_length=3, hash_ids=(1, 2))
     assert [line.timestamp for line in lines] == [500, 1000.5, 2000]
@@ -43,45 +49,23 @@ def test_only_the_first_requests_of_a_trace_may_be_wanted(tmp_path: Path) -> Non
     assert str(caught.value) == f"{path} has 2 requests, not 3: lower --num-requests or leave it out"
 
 
-def test_fields_of_a_trace_that_are_not_needed_are_not_looked_at(tmp_path: Path) -> None:
-    assert len(read_trace(write(tmp_path / "t.jsonl", trace_line(1, type="text", chat_id=[])), None)) == 1
-
-
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ("{oops", "Invalid JSON: key must be a string at line 1 column 2: {oops"),
-        ("3", "Input should be an object: 3"),
-        (
-            '{"timestamp": 1, "output_length": 3}',
-            'input_length: Field required: {"timestamp": 1, "output_length": 3}',
-        ),
-        (
-            '{"timestamp": 1, "input_length": "6", "output_length": 3}',
-            'input_length: Input should be a valid integer: {"timestamp": 1, "input_length": "6", "output_length": 3}',
-        ),
-        (
-            '{"timestamp": -1, "input_length": 6, "output_length": 3}',
-            "timestamp: Input should be greater than or equal to 0: "
-            '{"timestamp": -1, "input_length": 6, "output_length": 3}',
-        ),
-        (
-            '{"timestamp": 1, "input_length": 0, "output_length": 3}',
-            'input_length: Input should be greater than or equal to 1: {"timestamp": 1, "input_length": 0, "outp'
-            'ut_length": 3}',
-        ),
-        (
-            '{"timestamp": 1, "input_length": 6, "output_length": 3, "hash_ids": [1, -2]}',
-            "hash_ids: 1: Input should be greater than or equal to 0: "
-            '{"timestamp": 1, "input_length": 6, "output_length": 3, "hash_ids": [1, -2]}',
-        ),
+        ("{oops", "Invalid JSON: key must be a string at line 1 column 2"),
+        ("3", "Input should be an object"),
+        ('{"timestamp": 1, "output_length": 3}', "input_length: Field required"),
+        (json.dumps(trace_line(1, input_length="6")), "input_length: Input should be a valid integer"),
+        (json.dumps(trace_line(1, input_length=0)), "input_length: Input should be greater than or equal to 1"),
+        (json.dumps(trace_line(-1)), "timestamp: Input should be greater than or equal to 0"),
+        (json.dumps(trace_line(1, hash_ids=[1, -2])), "hash_ids: 1: Input should be greater than or equal to 0"),
     ],
 )
 def test_a_bad_line_is_told_by_its_number_and_text(tmp_path: Path, bad: str, said: str) -> None:
     path = write(tmp_path / "t.jsonl", trace_line(1), "", bad, trace_line(2))
     with pytest.raises(BenchError) as caught:
         read_trace(path, None)
-    assert str(caught.value) == f"{path}, line 3: {said}"
+    assert str(caught.value) == f"{path}, line 3: {said}: {bad}"
 
 
 def test_a_long_bad_line_is_cut(tmp_path: Path) -> None:
@@ -115,7 +99,7 @@ def test_messages_are_kept_with_all_their_fields(tmp_path: Path) -> None:
     ("bad", "said"),
     [
         ({"prompt": "a"}, "messages: Field required"),
-        ({"messages": [{"content": "a"}]}, "messages: 0: role: Field required"),
+        ({"messages": ["a"]}, "messages: 0: Input should be an object"),
         ({"messages": [message("user", "a")], "output_tokens": 0}, "output_tokens: Input should be greater than 0"),
     ],
 )
@@ -127,21 +111,16 @@ def test_bad_messages_are_told_by_their_line(tmp_path: Path, bad: object, said: 
 
 
 def test_a_conversation_has_a_turn_for_each_message_of_the_user(tmp_path: Path) -> None:
-    system, first, answer, second = (
-        message("system", "be kind"),
-        message("user", "one"),
-        message("assistant", "1"),
-        message("user", "two"),
-    )
+    system, first = message("system", "be kind"), message("user", "one")
+    answer, second = message("assistant", "1"), message("user", "two")
     path = write(tmp_path / "c.jsonl", {"messages": [system, first, answer, second, message("assistant", "2")]})
     [line] = read_conversations(path)
     assert line.turns == [[system, first], [second]]
 
 
 def test_a_conversation_without_a_user_is_refused(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "c.jsonl", {"messages": [message("user", "a")]}, {"messages": [message("system", "be kind")]}
-    )
+    lines = [{"messages": [message(role, "a")]} for role in ("user", "system")]
+    path = write(tmp_path / "c.jsonl", *lines)
     with pytest.raises(BenchError) as caught:
         read_conversations(path)
     assert str(caught.value) == f"{path}, conversation 2 has no message of role user, so it has no turn"

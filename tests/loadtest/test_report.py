@@ -1,35 +1,38 @@
-"""The figures as text and as JSON."""
+"""What is said of a test and of a sweep: as tables, as JSON, and as a page with plots that needs nothing else."""
 
 import json
+from base64 import b64decode
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.config import SweepValues
-from chairlift.loadtest.report import format_tables, lag_warning, result_tables, sweep_tables, write_sweep, write_test
-from chairlift.loadtest.summary import BenchResult, Sweep, summarize
+from chairlift.loadtest.plots import draw_sweep, draw_test
+from chairlift.loadtest.report import Report, report_sweep, report_test
 
-from .samples import BUSY, failed, record, result, sweep_step
+from .samples import BUSY, failed, record, result, sweep
 
 
-def table(bench: BenchResult) -> list[str]:
-    return format_tables(result_tables(bench.config, summarize(bench))).splitlines()
+def lines(report: Report) -> list[str]:
+    return str(report).splitlines()
 
 
 def test_the_table_of_a_closed_loop() -> None:
-    assert table(result(record(0), record(1), concurrency=2)) == [
+    assert lines(report_test(result(record(0), record(1), concurrency=2))) == [
         "server                    http://host:8000/v1/completions",
         "model                     tiny",
-        "arrivals                  2 in flight (closed loop)",
+        "arrivals                  --concurrency 2 (closed loop)",
         "",
         "requests succeeded        2 of 2",
         "most in flight            2",
         "duration                  4.00 s",
         "prompt tokens             20 (server's usage)",
         "output tokens             6 (server's usage)",
+        "short replies             0",
         "request throughput        0.50 requests/s",
         "output throughput         1.50 tokens/s",
         "total throughput          6.50 tokens/s",
@@ -44,74 +47,81 @@ def test_the_table_of_a_closed_loop() -> None:
     ]
 
 
-def test_the_table_of_an_open_loop_shows_how_long_requests_waited_in_the_client() -> None:
-    lines = table(result(replace(record(0), sent_at=50.5), request_rate=2.5))
-    assert "queued in the client            500.00      500.00      500.00      500.00" in lines
+def test_what_was_not_measured_has_no_row() -> None:
+    single = replace(record(0), chunk_times=[51.0], ended_at=51.0, usage_output_tokens=1)
+    shown = [line.split("  ")[0] for line in lines(report_test(result(single, failed(1, BUSY), duration_s=0.5)))]
+    assert not {"TPOT, per output token", "ITL, between chunks", "most output in a second", "goodput"} & set(shown)
+    assert shown[-2:] == ["", "failed: HTTP 503"]
+
+
+def test_an_open_loop_shows_how_long_requests_waited_in_the_client_and_the_goodput() -> None:
+    late = replace(record(0), sent_at=50.5)
+    shown = lines(report_test(result(late, failed(1, BUSY), request_rate=2.5, goodput="ttft:1500, e2el:2000")))
+    assert "goodput                   0.25 requests/s, 50.0% of requests within ttft:1500, e2el:2000" in shown
+    assert "queued in the client            250.00      250.00      450.00      495.00" in shown
+    assert shown[-1] == "failed: HTTP 503          1 (queue is full)"
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"request_rate": 2.5}, "Poisson, 2.5 per second (open loop)"),
-        ({"request_rate": 2.5, "burstiness": 0.5}, "gamma with burstiness 0.5, 2.5 per second (open loop)"),
-        ({"ramp": (1, 20)}, "Poisson, 1 growing to 20 per second (open loop)"),
-        ({"request_rate": 2.5, "concurrency": 4}, "Poisson, 2.5 per second, at most 4 in flight (open loop)"),
-        ({"trace": "a.jsonl"}, "trace a.jsonl, 1 times as fast (open loop)"),
+        ({}, "--concurrency 8 (closed loop)"),
+        ({"request_rate": 2.5}, "--request-rate 2.5 (open loop)"),
+        ({"ramp": (1, 20), "burstiness": 0.5}, "--burstiness 0.5 --ramp 1,20 (open loop)"),
+        ({"request_rate": 500.0, "concurrency": 4}, "--request-rate 500 --concurrency 4 (open loop)"),
+        ({"trace": "a.jsonl", "trace_speedup": 2}, "--trace a.jsonl --trace-speedup 2 (open loop)"),
     ],
 )
-def test_arrivals_are_named(settings: dict[str, Any], said: str) -> None:
-    assert table(result(record(0), **settings))[2] == f"arrivals                  {said}"
-
-
-def test_the_table_shows_short_replies_failures_and_gaps() -> None:
-    single = replace(record(0), chunk_times=[51.0], ended_at=51.0, usage_output_tokens=1)
-    lines = table(result(single, failed(1, BUSY)))
-    assert "short replies             1 with fewer tokens than asked for" in lines
-    assert "TPOT, per output token               -           -           -           -" in lines
-    assert lines[-2:] == ["", "failed: HTTP 503          1 (queue is full)"]
-
-
-def test_the_table_shows_the_goodput() -> None:
-    lines = table(result(record(0), failed(1, BUSY), goodput="ttft:1500,e2el:2000"))
-    assert "goodput                   0.25 requests/s, 50.0% of requests within ttft 1500 ms, e2el 2000 ms" in lines
+def test_arrivals_are_shown_as_they_are_typed(settings: dict[str, Any], said: str) -> None:
+    assert lines(report_test(result(record(0), **settings)))[2] == f"arrivals                  {said}"
 
 
 def test_what_is_said_of_a_client_that_fell_behind() -> None:
-    client = summarize(result(record(0), lag=0.025, busy_share=0.97)).client
-    assert lag_warning(client) == (
+    assert report_test(result(record(0))).warnings == []
+    assert report_test(result(record(0), lag=0.025, busy_share=0.97)).warnings == [
         "the load test itself fell behind: its event loop was 25 ms late (p99) and 97% of a core busy, which is in the "
         "latencies above; give it a core of its own, or lower the load"
-    )
-
-
-def written(path: Path, bench: BenchResult) -> dict[str, Any]:
-    write_test(path, bench, summarize(bench))
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return document
-
-
-def test_it_holds_settings_summary_and_raw_figures(tmp_path: Path) -> None:
-    bench = result(replace(record(0), sent_at=50.5), failed(1, BUSY), request_rate=2.0, goodput="ttft:1000")
-    document = written(tmp_path / "result.json", bench)
-    assert list(document) == ["config", "summary", "requests"]
-    assert document["config"]["model"] == "tiny"
-    assert document["config"]["request_rate"] == 2.0
-    assert document["summary"]["ttft_ms"] == {"mean": 1000.0, "p50": 1000.0, "p90": 1000.0, "p99": 1000.0}
-    assert document["summary"]["output_token_source"] == "server's usage"
-    assert document["summary"]["goodput"] == {"request_goodput": 0.25, "share": 0.5}
-    assert document["summary"]["client"] == {
-        "queue_ms": {"mean": 250.0, "p50": 250.0, "p90": 450.0, "p99": 495.0},
-        "lag_ms": {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0},
-        "busy_share": 0.25,
-    }
-    assert document["summary"]["failures"] == [
-        {"label": "HTTP 503", "count": 1, "first_message": "queue is full"},
     ]
+
+
+def test_the_table_of_a_sweep() -> None:
+    report = report_sweep(sweep((record(0),), (failed(0, BUSY),)))
+    assert report.is_good
+    assert lines(report) == [
+        "requests/s asked for        requests/s    tokens/s    TTFT p50    TTFT p99    TPOT p50    TPOT p99      failed"
+        "        good",
+        "1                                 0.25         0.8      1000.0      1000.0       500.0       500.0           0"
+        "      100.0%",
+        "2                                 0.00         0.0           -           -           -           -           1"
+        "        0.0%",
+        "",
+        "limits                    ttft:1000 for 90% of requests",
+        "highest rate              1",
+    ]
+
+
+def written(path: Path, report: Report) -> Any:
+    report.write_json(path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_the_json_has_settings_summary_and_raw_figures(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"request_rate": 2.0, "goodput": "ttft:1000", "api_key": "sk-secret"}
+    bench = result(replace(record(0), sent_at=50.5), failed(1, BUSY), **settings)
+    document = written(tmp_path / "result.json", report_test(bench))
+    assert list(document) == ["config", "summary", "requests"]
+    config, summary = document["config"], document["summary"]
+    assert (config["model"], config["request_rate"], config["api_key"]) == ("tiny", 2.0, "**********")
+    assert summary["ttft_ms"] == {"mean": 1000.0, "p50": 1000.0, "p90": 1000.0, "p99": 1000.0}
+    assert summary["client_queue_ms"] == {"mean": 250.0, "p50": 250.0, "p90": 450.0, "p99": 495.0}
+    assert (summary["client_busy_share"], summary["output_token_source"]) == (0.25, "server's usage")
+    assert (summary["limits"], summary["goodput"], summary["good_share"]) == ("ttft:1000", 0.25, 0.5)
+    assert summary["failures"] == [{"label": "HTTP 503", "count": 1, "first_message": "queue is full"}]
 
 
 def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
     bench = result(replace(record(0), sent_at=50.5, turn=2, usage_cached_tokens=4), failed(1, BUSY))
-    assert written(tmp_path / "result.json", bench)["requests"] == [
+    assert written(tmp_path / "result.json", report_test(bench))["requests"] == [
         {
             "index": 0,
             "turn": 2,
@@ -119,6 +129,8 @@ def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
             "sent_s": 0.5,
             "chunks_s": [1.0, 1.5, 2.0],
             "ended_s": 2.0,
+            "asked_prompt_tokens": 12,
+            "asked_output_tokens": 3,
             "prompt_tokens": 10,
             "cached_tokens": 4,
             "output_tokens": 3,
@@ -132,6 +144,8 @@ def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
             "sent_s": 1.0,
             "chunks_s": [],
             "ended_s": 10.0,
+            "asked_prompt_tokens": None,
+            "asked_output_tokens": None,
             "prompt_tokens": None,
             "cached_tokens": None,
             "output_tokens": 0,
@@ -141,34 +155,100 @@ def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
     ]
 
 
-def test_the_api_key_is_masked(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    assert written(path, result(record(0), api_key="sk-secret"))["config"]["api_key"] == "**********"
-    assert "sk-secret" not in path.read_text(encoding="utf-8")
-
-
-def test_a_sweep_has_its_tests_and_what_was_found(tmp_path: Path) -> None:
-    config = BenchConfig(sweep="rate=1,2", goodput="ttft:1000")
-    steps = [sweep_step(value, record(0)) for value in (1.0, 2.0)]
-    path = tmp_path / "sweep.json"
-    write_sweep(path, config, Sweep(SweepValues.parse("rate=1,2"), steps))
-    document = json.loads(path.read_text(encoding="utf-8"))
-    assert (document["highest"], document["config"]["sweep"]) == (2.0, "rate=1,2")
+def test_the_json_of_a_sweep_has_its_tests_and_what_was_found(tmp_path: Path) -> None:
+    document = written(tmp_path / "sweep.json", report_sweep(sweep((record(0),), (record(0),))))
+    assert (document["highest"], document["config"]["sweep"]) == (2.0, "rate=1")
     assert [test["value"] for test in document["tests"]] == [1.0, 2.0]
     assert [list(test) for test in document["tests"]] == [["value", "config", "summary", "requests"]] * 2
-    assert [test["config"]["request_rate"] for test in document["tests"]] == [1.0, 2.0]
 
 
-def test_the_table_of_a_sweep() -> None:
-    sweep = Sweep(SweepValues("rate", (1.0, 2.0)), [sweep_step(1.0, record(0)), sweep_step(2.0, failed(0, BUSY))])
-    assert format_tables(sweep_tables(sweep)).splitlines() == [
-        "requests/s asked for        requests/s    tokens/s    TTFT p50    TTFT p99    TPOT p50    TPOT p99      failed"
-        "        good",
-        "1                                 0.25         0.8      1000.0      1000.0       500.0       500.0           0"
-        "      100.0%",
-        "2                                 0.00         0.0           -           -           -           -           1"
-        "        0.0%",
-        "",
-        "limits                    ttft 1000 ms for 90% of requests",
-        "highest rate              1",
+class Page(HTMLParser):
+    """Collects the text and what is referred to, and sees that tags are closed in order."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self, report: Report, path: Path) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.sources: list[str] = []
+        self.open: list[str] = []
+        report.write_page(path)
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_has_the_tables_and_plots_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    broken = failed(1, replace(BUSY, message="<script>alert(1)</script>"))  # what a server said is no markup
+    page = Page(report_test(result(record(0), broken, lag=0.05)), tmp_path / "r.html")
+    for text in ("Load test of tiny", "TTFT, first token", "p99", "1000.00", "1 of 2", "failed: HTTP 503"):
+        assert text in page.texts
+    assert "1 (<script>alert(1)</script>)" in page.texts
+    assert [text.split(":")[0] for text in page.texts if "behind" in text] == ["the load test itself fell behind"]
+    [source] = page.sources
+    assert source.startswith("data:image/png;base64,")
+    assert b64decode(source.partition(",")[2]).startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize("report", [report_test(result(failed(0, BUSY))), report_sweep(sweep((failed(0, BUSY),)))])
+def test_a_page_is_written_where_nothing_succeeded(tmp_path: Path, report: Report) -> None:
+    assert report.title in Page(report, tmp_path / "r.html").texts
+    assert not report.is_good
+
+
+def plot(figure: Figure, title: str) -> Axes:
+    [axes] = [axes for axes in figure.axes if axes.get_title(loc="left") == title]
+    return axes
+
+
+def legend(axes: Axes) -> list[str]:
+    return axes.get_legend_handles_labels()[1]
+
+
+def test_six_plots_of_a_test() -> None:
+    figure = draw_test(result(record(0), record(1), failed(2, BUSY), goodput="ttft:1100,e2el:9000"))
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert [title for title in titles if title] == [
+        "Time to first token (TTFT)",
+        "Time per output token (TPOT)",
+        "Inter-token latency (ITL)",
+        "Whole request (E2EL)",
+        "Throughput over time",
+        "TTFT against arrival",
     ]
+    ttft = plot(figure, "Time to first token (TTFT)")
+    assert legend(ttft) == ["limit 1100 ms"]
+    assert list(ttft.lines[0].get_xdata())[1:] == [1000.0, 1000.0]  # type: ignore[arg-type]
+    assert legend(plot(figure, "TTFT against arrival")) == ["succeeded", "failed", "limit 1100 ms"]
+
+
+def test_requests_in_flight_are_drawn_over_time() -> None:
+    figure = draw_test(result(record(0), duration_s=6.0))
+    [running] = [axes for axes in figure.axes if axes.get_ylabel() == "requests in flight"]
+    # In flight for 2 of 6 seconds: the first 20 of 60 bins.
+    assert list(running.lines[0].get_ydata()) == [1.0] * 20 + [0.0] * 40  # type: ignore[arg-type]
+
+
+def test_four_plots_of_a_sweep_with_the_highest_value_marked() -> None:
+    figure = draw_sweep(sweep((record(0),), (record(0),), (failed(0, BUSY),)))
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "Time to first token (TTFT)",
+        "Time per output token (TPOT)",
+        "Output throughput",
+        "Requests within the limits",
+    ]
+    share = plot(figure, "Requests within the limits")
+    assert list(share.lines[0].get_ydata()) == [100.0, 100.0, 0.0]  # type: ignore[arg-type]
+    assert list(share.lines[-1].get_xdata()) == [2.0, 2.0]  # type: ignore[arg-type]
+    assert figure.get_suptitle() == "tiny: sweep of rate, 2 is the highest within the limits"

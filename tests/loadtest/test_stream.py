@@ -4,39 +4,8 @@ import json
 
 import pytest
 
-from chairlift.loadtest.client import EventReader, StreamedReply, error_message
+from chairlift.loadtest.client import StreamedReply, error_message
 from chairlift.loadtest.records import RequestFailed, RequestRecord
-
-STREAM = b': ping\n\ndata: {"a": 1}\n\nevent: x\nid: 7\ndata: two\n\n\n\ndata:[DONE]\n\n'
-EVENTS = [b'{"a": 1}', b"two", b"[DONE]"]
-
-
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 100])
-def test_events_are_the_same_however_the_stream_is_cut(size: int, line_end: bytes) -> None:
-    stream = STREAM.replace(b"\n", line_end)
-    reader = EventReader()
-    pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
-    assert [event for piece in pieces for event in reader.feed(piece)] == EVENTS
-
-
-def test_an_event_is_reported_with_its_blank_line_and_not_before() -> None:
-    reader = EventReader()
-    pieces = [b"data: one", b"\n", b"\n", b"data: cut off"]
-    assert [reader.feed(piece) for piece in pieces] == [[], [], [b"one"], []]
-
-
-@pytest.mark.parametrize(
-    ("stream", "events"),
-    [
-        (b"data: {\ndata:  1}\n\n", [b"{\n 1}"]),
-        (b"data:  x\n\ndata:y\n\n", [b" x", b"y"]),
-        (b": keep-alive\n\nretry: 3\n\nevent: ping\n\ndatax: 1\n\n", []),
-        (b"\n\n\r\n\n", []),
-    ],
-)
-def test_only_data_fields_make_events(stream: bytes, events: list[bytes]) -> None:
-    assert EventReader().feed(stream) == events
 
 
 def completion(text: str, finish_reason: str | None = None) -> bytes:
@@ -57,6 +26,26 @@ def reply_of(*events: tuple[bytes, float]) -> StreamedReply:
 def record_of(*events: tuple[bytes, float]) -> RequestRecord:
     """The record of a stream of these events and times."""
     return reply_of(*events)._record
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 1000])
+def test_chunks_are_the_same_however_the_stream_is_cut(size: int, line_end: bytes) -> None:
+    lines = (
+        b": ping",
+        b"",
+        b"event: x",
+        b"data: " + completion("a"),
+        b"id: 7",
+        b"",
+        b"data:" + completion("b"),
+        b"",
+        b"",
+    )
+    stream = line_end.join(lines) + b"data: {cut off"
+    reply = StreamedReply(RequestRecord(0, 0.0))
+    assert sum(reply.feed(stream[start : start + size], 1.0) for start in range(0, len(stream), size)) == 2
+    assert reply.texts == ["a", "b"]
 
 
 @pytest.mark.parametrize(

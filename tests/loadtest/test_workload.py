@@ -1,6 +1,8 @@
 """What a test will send, and when, from its settings alone."""
 
 import json
+import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +11,22 @@ import pytest
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.records import BenchError
-from chairlift.loadtest.workload import WORDS, Draws, Workload, build_workload, distinct_draws, draw_one
+from chairlift.loadtest.workload import WORDS, Draws, Workload, build_workload, distinct_draws, draw_one, random_offsets
 
 
 def draws(lengths: list[int], num_choices: int = 95, seed: int = 0) -> list[Draws]:
     return distinct_draws(lengths, num_choices, np.random.default_rng(seed))
 
 
-def test_each_prompt_has_exactly_its_length() -> None:
-    assert [len(prompt) for prompt in draws([17, 3, 1, 40])] == [17, 3, 1, 40]
-
-
-def test_draws_reach_every_choice_and_no_other() -> None:
-    assert {draw for prompt in draws([20] * 50, num_choices=4) for draw in prompt} == {0, 1, 2, 3}
-
-
-def test_draws_are_plain_integers_fit_for_json() -> None:
-    assert {type(draw) for draw in draws([8])[0]} == {int}
-
-
-def test_draws_are_uniform() -> None:
+def test_draws_are_uniform_over_every_choice_and_no_other() -> None:
     prompt = draw_one(40_000, 4, np.random.default_rng(3))
-    for choice in range(4):
-        assert prompt.count(choice) == pytest.approx(10_000, rel=0.05)
+    assert len(prompt) == 40_000
+    assert [prompt.count(choice) for choice in range(4)] == pytest.approx([10_000] * 4, rel=0.05)
 
 
-def test_the_same_seed_gives_the_same_prompts_and_another_other_ones() -> None:
+def test_the_same_seed_gives_the_same_prompts_however_many_and_another_other_ones() -> None:
     assert draws([8] * 3, seed=7) == draws([8] * 3, seed=7)
     assert not set(draws([8] * 50, seed=1)) & set(draws([8] * 50, seed=2))
-
-
-def test_asking_for_more_keeps_the_first_ones() -> None:
     assert draws([8, 5, 6, 7])[:2] == draws([8, 5])
 
 
@@ -49,11 +36,51 @@ def test_prompts_are_distinct_even_when_every_possible_one_is_needed() -> None:
 
 def test_too_few_possible_prompts_are_refused_with_the_way_out() -> None:
     with pytest.raises(BenchError) as caught:
-        draws([2, 1, 1, 1, 1, 1], num_choices=4)
+        workload(num_requests=96, prompt_tokens=1)
     assert str(caught.value) == (
-        "5 prompts of 1 tokens cannot all differ: 4 choices for each token allow only 4; raise --prompt-tokens or "
+        "96 prompts of 1 tokens cannot all differ: 95 choices for each token allow only 95; raise --prompt-tokens or "
         "lower --num-requests"
     )
+    assert workload(num_requests=95, prompt_tokens=1, warmup=0).num_requests == 95
+
+
+def poisson_offsets(count: int, rate: float, seed: int = 0) -> list[float]:
+    return random_offsets(count, rate, rate, 1.0, np.random.default_rng(seed))
+
+
+def gaps(offsets: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(offsets)]
+
+
+def test_offsets_begin_at_once_and_never_go_back() -> None:
+    offsets = poisson_offsets(1000, rate=50.0)
+    assert (len(offsets), offsets[0]) == (1000, 0.0)
+    assert min(gaps(offsets)) >= 0.0
+    assert poisson_offsets(1, rate=0.001) == [0.0]
+    assert random_offsets(1, 1.0, 2.0, 1.0, np.random.default_rng(0)) == [0.0]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_gaps_add_up_to_what_the_rate_says_whatever_the_seed(seed: int) -> None:
+    assert poisson_offsets(21, rate=4.0, seed=seed)[-1] == pytest.approx(5.0)
+    assert poisson_offsets(5, 2.0, seed=seed) == poisson_offsets(5, 2.0, seed=seed)
+    assert poisson_offsets(5, 2.0, seed=seed) != poisson_offsets(5, 2.0, seed=seed + 1)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_burstiness_is_the_shape_of_a_gamma_distribution(burstiness: float) -> None:
+    spaces = gaps(random_offsets(40_001, 20.0, 20.0, burstiness, np.random.default_rng(0)))
+    assert statistics.mean(spaces) == pytest.approx(0.05)
+    assert statistics.stdev(spaces) == pytest.approx(0.05 / burstiness**0.5, rel=0.05)
+    if burstiness == 1.0:  # exponential: P(gap > mean) = 1/e
+        assert sum(gap > 0.05 for gap in spaces) / len(spaces) == pytest.approx(0.368, abs=0.01)
+
+
+def test_a_ramp_goes_from_the_first_rate_to_the_last() -> None:
+    spaces = gaps(random_offsets(30_001, 10.0, 30.0, 1.0, np.random.default_rng(0)))
+    assert statistics.mean(spaces[:1000]) == pytest.approx(1 / 10, rel=0.1)
+    assert statistics.mean(spaces[14_500:15_500]) == pytest.approx(1 / 20, rel=0.1)
+    assert statistics.mean(spaces[-1000:]) == pytest.approx(1 / 30, rel=0.1)
 
 
 def test_words_are_distinct_and_single() -> None:
@@ -150,12 +177,6 @@ def test_the_last_conversation_is_cut_to_the_number_of_requests() -> None:
     assert found.num_requests == 7
 
 
-def test_too_few_possible_prompts_are_an_error() -> None:
-    with pytest.raises(BenchError, match="96 prompts of 1 tokens cannot all differ: 95 choices"):
-        workload(num_requests=96, prompt_tokens=1)
-    assert workload(num_requests=95, prompt_tokens=1, warmup=0).num_requests == 95
-
-
 def test_a_trace_gives_times_and_lengths(tmp_path: Path) -> None:
     path = write(
         tmp_path / "t.jsonl",
@@ -163,7 +184,7 @@ def test_a_trace_gives_times_and_lengths(tmp_path: Path) -> None:
         {"timestamp": 1500, "input_length": 9, "output_length": 3},
     )
     found = workload(trace=path, trace_speedup=3.0)
-    assert found.offsets == (0.0, 0.5)
+    assert found.offsets == [0.0, 0.5]
     assert [len(prompt) for prompt in prompts(found)] == [4, 9]
     assert [turn.output_tokens for [turn] in found.conversations] == [2, 3]
     assert [turn.prompt_tokens for [turn] in found.warm_up] == [4]

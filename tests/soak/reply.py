@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from chairlift.loadtest.client import EventReader
+from tests.support.events import EventReader
 
 DONE = b"[DONE]"
 _ENDS = {"stop", "length", "tool_calls"}

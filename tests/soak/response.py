@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from chairlift.loadtest.client import EventReader
 from tests.soak.reply import Choice, ErrorEvent, ParsedReply, Wrong, parse_object, read_error
+from tests.support.events import EventReader
 
 _ENDS = {"completed": "stop", "incomplete": "length"}
 _LAST_EVENTS = {"response.completed", "response.incomplete"}

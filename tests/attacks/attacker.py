@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KEY = "attacker-key"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MAX_BODY = 10 * 2**20
 ANSWER_WITHIN_S = 60.0
 HUNG = 0

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.attacks.attacker import KEY, Attacker
+from tests.attacks.attacker import KEY, Answer, Attacker
 from tests.support.server_process import SERVE, Process, running
 
 MAX_PAUSE_S = float(os.environ.get("ATTACKS_MAX_PAUSE_S", "0.1"))
@@ -50,29 +50,16 @@ class MemoryWatch:
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
         self._is_over = threading.Event()
-        self._ceiling: int | None = None
         self._num_samples = 0
         self._children_bytes = 0
-        self.peak = self.read()
-        self.baseline = self.peak
         self.killed_at: int | None = None
+        self.begin()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
-    def read(self) -> int:
-        """Bytes. A child that was forked shares its parent's pages, so only those of its own count."""
-        if self._num_samples % CHILDREN_EVERY == 0:  # to look for them costs more than to look at one process
-            self._children_bytes = 0
-            for child in self._process.children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                    self._children_bytes += int(child.memory_full_info().uss)
-        self._num_samples += 1
-        return int(self._process.memory_info().rss) + self._children_bytes
-
     def begin(self) -> None:
         """What the server has now is what growth is counted from."""
-        self.baseline = self.peak = self.read()
-        self._ceiling = self.baseline + KILL_GROWTH
+        self.baseline = self.peak = self._read()
 
     def restart_peak(self) -> None:
         self.peak = 0
@@ -85,25 +72,31 @@ class MemoryWatch:
     def growth(self) -> int:
         return self.peak - self.baseline
 
+    def _read(self) -> int:
+        """Bytes. A child that was forked shares its parent's pages, so only those of its own count."""
+        if self._num_samples % CHILDREN_EVERY == 0:  # to look for them costs more than to look at one process
+            self._children_bytes = 0
+            for child in self._process.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    self._children_bytes += int(child.memory_full_info().uss)
+        self._num_samples += 1
+        return int(self._process.memory_info().rss) + self._children_bytes
+
     def _sample(self) -> None:
-        while not self._is_over.wait(SAMPLE_INTERVAL_S):
-            try:
-                num_bytes = self.read()
-            except psutil.NoSuchProcess:
-                return
-            self.peak = max(self.peak, num_bytes)
-            if self._ceiling is not None and num_bytes > self._ceiling:
-                self.killed_at = num_bytes
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for child in self._process.children(recursive=True):
-                        child.kill()
-                    self._process.kill()
-                return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not self._is_over.wait(SAMPLE_INTERVAL_S):
+                num_bytes = self._read()
+                self.peak = max(self.peak, num_bytes)
+                if num_bytes > self.baseline + KILL_GROWTH:
+                    self.killed_at = num_bytes
+                    for process in (*self._process.children(recursive=True), self._process):
+                        process.kill()
+                    return
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the bystander saw; `stream`, `health` and `first_tokens` as in `bystander.Pauses.report`."""
+    """What the bystander saw; each as in `bystander.Pauses.report`."""
 
     stream: dict[str, Any]
     health: dict[str, Any]
@@ -117,45 +110,18 @@ class Seen:
     def failures(self) -> list[str]:
         return [f"{each['num_failures']}x {each['failure']}" for each in (self.stream, self.health) if each["failure"]]
 
-    def worst(self) -> tuple[float, float]:
-        """From when to when the longest pause lasted."""
-        notable = [*self.stream["notable"], *self.health["notable"]]
-        begin, end = max(notable, key=lambda each: each[1] - each[0], default=(0.0, 0.0))
-        return begin, end
-
-
-class Bystander:
-    """The process; see `bystander.py`."""
-
-    def __init__(self, port: int) -> None:
-        command = [sys.executable, "-S", "-E", _BYSTANDER, str(port), BYSTANDER_KEY]
-        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.seen: Seen | None = None
-
-    def wait_until_served(self) -> None:
-        assert self._popen.stdout is not None, "a pipe"
-        line = self._popen.stdout.readline()
-        assert line == "ready\n", "the bystander is not served before the attack begins"
-
-    def stop(self) -> Seen:
-        out, _ = self._popen.communicate(timeout=90)
-        return Seen(**json.loads(out.splitlines()[-1]))
-
-    def kill(self) -> None:
-        if self._popen.poll() is None:
-            self._popen.kill()
-        self._popen.communicate()
-
 
 @contextmanager
-def bystander(port: int) -> Iterator[Bystander]:
-    """One that is being served."""
-    process = Bystander(port)
-    try:
-        process.wait_until_served()
-        yield process
-    finally:
-        process.kill()
+def bystander(port: int) -> Iterator[Callable[[], Seen]]:
+    """One that is being served; a call ends it and says what it saw."""
+    command = [sys.executable, "-S", "-E", _BYSTANDER, str(port), BYSTANDER_KEY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
+        try:
+            assert popen.stdout is not None, "a pipe"
+            assert popen.stdout.readline() == "ready\n", "the bystander is not served before the attack begins"
+            yield lambda: Seen(**json.loads(popen.communicate(timeout=90)[0].splitlines()[-1]))
+        finally:
+            popen.kill()
 
 
 @dataclass(frozen=True)
@@ -164,11 +130,12 @@ class Damage:
 
     seen: Seen
     growth: int
-    answers: list[Any]
+    answers: list[Answer]
 
     def explain_pause(self) -> str:
         """Which shots were on their way when it began, or had been answered just before."""
-        begin, end = self.seen.worst()
+        notable = [*self.seen.stream["notable"], *self.seen.health["notable"]]
+        begin, end = max(notable, key=lambda each: each[1] - each[0], default=(0.0, 0.0))
         shots = [str(each.shot) for each in self.answers if each.begin <= begin + 0.05 and each.end >= begin - 0.5]
         guilty = ", ".join(list(dict.fromkeys(shots))[-5:])
         kinds = f"stream {self.seen.stream['longest']:.3f} s, /health {self.seen.health['longest']:.3f} s"
@@ -222,32 +189,25 @@ class Target:
 
     def calibrate(self) -> None:
         """What the bystander sees without an attack, idle and beside a process that computes."""
-        with bystander(self.process.port) as watching:
-            time.sleep(CALIBRATION_S)
-            idle = watching.stop()
-        busy = subprocess.Popen([sys.executable, "-S", "-E", "-c", _COMPUTE])
-        try:
-            with bystander(self.process.port) as watching:
-                time.sleep(CALIBRATION_S)
-                beside = watching.stop()
-        finally:
-            busy.kill()
-            busy.wait()
-        self.usual_pause = max(self.usual_pause, idle.longest_pause, beside.longest_pause)
+        self._note_usual_pause()
+        with subprocess.Popen([sys.executable, "-S", "-E", "-c", _COMPUTE]) as busy:
+            try:
+                self._note_usual_pause()
+            finally:
+                busy.kill()
 
     @property
     def pause_limit(self) -> float:
         return max(MAX_PAUSE_S, 3 * self.usual_pause)
 
-    def suffer(self, attack: Attack, linger_s: float = 0.3) -> Damage:
+    def suffer(self, attack: Attack, linger_s: float) -> Damage:
         """One attack, watched from its first byte until a little after the attacker has left."""
         attacker = Attacker(self.process.port)
         self.memory.restart_peak()
-        with bystander(self.process.port) as watching:
+        with bystander(self.process.port) as see:
             asyncio.run(_carry_out(attack, attacker))
             time.sleep(linger_s)
-            seen = watching.stop()
-        return Damage(seen, self.memory.growth, attacker.answers)
+            return Damage(see(), self.memory.growth, attacker.answers)
 
     def withstand(self, attack: Attack, linger_s: float = 0.3) -> Damage:
         """Attacks, and asserts that nobody but the attacker noticed, and that nothing is left of it."""
@@ -274,8 +234,10 @@ class Target:
             time.sleep(0.05)
         assert self.answer() == "17 + 25 = 42."
 
-    def close(self) -> None:
-        self.memory.close()
+    def _note_usual_pause(self) -> None:
+        with bystander(self.process.port) as see:
+            time.sleep(CALIBRATION_S)
+            self.usual_pause = max(self.usual_pause, see().longest_pause)
 
     def _check(self, damage: Damage) -> None:
         """All but the pauses."""
@@ -315,4 +277,4 @@ def under_attack(*flags: str) -> Iterator[Target]:
             target.calibrate()
             yield target
         finally:
-            target.close()
+            target.memory.close()

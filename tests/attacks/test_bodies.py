@@ -8,13 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.attacks.attacker import MAX_BODY, Attacker, Shot, post
+from tests.attacks.attacker import CHAT, COMPLETIONS, DETOKENIZE, MAX_BODY, RESPONSES, TOKENIZE, Attacker, Shot, post
 from tests.attacks.harness import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 HELLO = {"role": "user", "content": "Hello!"}
 BASES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [HELLO], "max_tokens": 1},

@@ -22,13 +22,12 @@ import httpx
 import psutil
 import pytest
 
-from tests.attacks.attacker import KEY, MAX_BODY, Attacker, Shot, post
+from tests.attacks.attacker import CHAT, COMPLETIONS, KEY, MAX_BODY, TOKENIZE, Attacker, Shot, post
 from tests.attacks.harness import Target
 from tests.support.server_process import SERVE, Process, long_stream, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
-CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 HELLO = b'{"prompt":"Hello!","max_tokens":1}'
 HEAD = (
     "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.attacker import Shot, post
+from tests.attacks.attacker import CHAT, COMPLETIONS, RESPONSES, Shot, post
 from tests.attacks.harness import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SHORT = {"max_tokens": 4}
 FINE_OR_REFUSED = frozenset({200, 400, 429, 503})
 

@@ -18,12 +18,11 @@ from safetensors import safe_open
 
 from chairlift.models.checkpoint import find_directory
 from chairlift.models.cpu import CpuKernelsUnavailable, load_library
-from tests.attacks.attacker import Attacker, Shot, post
+from tests.attacks.attacker import CHAT, COMPLETIONS, RESPONSES, Attacker, Shot, post
 from tests.support.server_process import SERVE, Process, long_stream, run_to_end, running
 
 pytestmark = pytest.mark.timeout(120)
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 FIRST, SECOND = "first-key", "second-key"
 SECRET = "The password of the vault is 7359182640, and nobody else may know it."
 

@@ -65,26 +65,21 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 class StreamClient:
-    """Posts bodies to one endpoint within an open session. The counts are over all its requests."""
+    """Posts bodies to one endpoint within an open session."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url
-        self.num_running = 0
-        self.num_chunks = 0
 
     async def send(self, record: RequestRecord, body: bytes) -> str:
         """Post a body now, follow its stream to the end into the record, and return the reply's text."""
         reply = StreamedReply(record)
-        self.num_running += 1
         record.sent_at = perf_counter()
         try:
             await self._stream(body, reply)
         except RequestFailed as problem:
             record.failure = problem.failure
             record.ended_at = perf_counter()
-        finally:
-            self.num_running -= 1
         return "".join(reply.texts)
 
     async def _stream(self, body: bytes, reply: "StreamedReply") -> None:
@@ -98,7 +93,7 @@ class StreamClient:
                     raise RequestFailed("not an event stream", f"{response.content_type}: {start}")
                 failure = INCOMPLETE_STREAM
                 async for piece in response.content.iter_any():
-                    self.num_chunks += reply.feed(piece, perf_counter())
+                    reply.feed(piece, perf_counter())
         except TimeoutError:
             raise RequestFailed("timeout", f"no complete reply within {self._session.timeout.total:g} s") from None
         except (aiohttp.ClientError, ValueError) as problem:
@@ -121,14 +116,12 @@ class StreamedReply:
         self._is_complete = False
         self.texts: list[str] = []
 
-    def feed(self, piece: bytes, arrived_at: float) -> int:
-        """How many content chunks these bytes complete. Raises `RequestFailed` on an error or on what is no chunk."""
-        num_before = len(self._record.chunk_times)
+    def feed(self, piece: bytes, arrived_at: float) -> None:
+        """Takes the chunks that these bytes complete. Raises `RequestFailed` on an error or on what is no chunk."""
         *lines, self._unfinished_line = (self._unfinished_line + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 self._take(line[5:].strip(), arrived_at)
-        return len(self._record.chunk_times) - num_before
 
     def require_complete(self) -> None:
         """Called at the end of the stream; raises `RequestFailed` if that came too early."""

@@ -10,8 +10,8 @@ import asyncio
 import gc
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from itertools import accumulate
 from time import perf_counter, thread_time
 from typing import Any
@@ -26,7 +26,6 @@ from chairlift.loadtest.summary import BenchResult
 from chairlift.loadtest.workload import Conversation, Turn, Workload, build_workload
 
 TICK_S = 0.01
-TICKS_PER_REFRESH = 50
 
 Send = Callable[[int, float], Coroutine[Any, Any, None]]
 """Sends one arrival, given its index and the time it is due, and returns when its last reply has ended."""
@@ -143,8 +142,11 @@ async def _warm_up(client: StreamClient, workload: Workload, config: BenchConfig
 
 
 async def _measure(client: StreamClient, workload: Workload, config: BenchConfig) -> BenchResult:
-    with _quiet_heap():
-        async with watching(client, workload.num_requests) as watch:
+    # Else a collection of what the imports left behind takes tens of milliseconds, in which no chunk is seen arriving.
+    gc.collect()
+    gc.freeze()
+    try:
+        async with watching(workload.num_requests) as watch:
             player = Player(client, config, workload.conversations, watch.take)
             started_at, cpu_at_start = perf_counter(), thread_time()
             if workload.offsets is not None:
@@ -154,67 +156,45 @@ async def _measure(client: StreamClient, workload: Workload, config: BenchConfig
                 await closed_loop(len(workload.conversations), config.concurrency, player.play)
             duration_s = perf_counter() - started_at
             busy_share = (thread_time() - cpu_at_start) / duration_s
+    finally:
+        gc.unfreeze()
     records = sorted(watch.records, key=lambda record: record.index)
     return BenchResult(config, tuple(records), started_at, duration_s, tuple(watch.lags), busy_share)
 
 
-@contextmanager
-def _quiet_heap() -> Iterator[None]:
-    """Hide what exists already from the garbage collector.
-
-    A full collection of what the imports left behind takes tens of milliseconds, in which no chunk is seen
-    arriving: the client's pause would be counted as the server's.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 class Watch:
-    """Collects records; beside them samples by how many seconds the event loop is late, and shows a live line."""
+    """Collects records and shows progress; beside it samples by how many seconds the event loop is late."""
 
-    def __init__(self, client: StreamClient, bar: "tqdm[Any]") -> None:
+    def __init__(self, bar: "tqdm[Any]") -> None:
         self.records: list[RequestRecord] = []
         self.lags: list[float] = []
-        self._client = client
         self._num_failed = 0
         self._bar = bar
 
     def take(self, record: RequestRecord) -> None:
         """A request has ended."""
         self.records.append(record)
-        self._num_failed += record.failure is not None
+        if record.failure is not None:
+            self._num_failed += 1
+            self._bar.set_postfix_str(f"{self._num_failed} failed", refresh=False)
         self._bar.update()
 
-    def status(self, chunks_per_s: float) -> str:
-        """What stands beside the progress bar."""
-        failed = f", {self._num_failed} failed" if self._num_failed else ""
-        return f"{self._client.num_running} running, {chunks_per_s:,.0f} tokens/s{failed}"
-
-    async def tick(self) -> None:
+    async def sample_lag(self) -> None:
         """Runs until it is cancelled."""
         while True:
-            num_before, since = self._client.num_chunks, perf_counter()
-            for _ in range(TICKS_PER_REFRESH):
-                due_at = perf_counter() + TICK_S
-                await asyncio.sleep(TICK_S)
-                self.lags.append(max(0.0, perf_counter() - due_at))
-            self._bar.set_postfix_str(self.status((self._client.num_chunks - num_before) / (perf_counter() - since)))
+            due_at = perf_counter() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.lags.append(max(0.0, perf_counter() - due_at))
 
 
 @asynccontextmanager
-async def watching(client: StreamClient, num_requests: int) -> AsyncIterator[Watch]:
-    """A watch that ticks until the context is left."""
-    # `disable=None` shows the line on a terminal only.
+async def watching(num_requests: int) -> AsyncIterator[Watch]:
+    """A watch that samples until the context is left, and shows on a terminal alone (`disable=None`)."""
     with tqdm(total=num_requests, unit="request", disable=None, file=sys.stderr, dynamic_ncols=True) as bar:
-        watch = Watch(client, bar)
-        ticking = asyncio.create_task(watch.tick())
+        watch = Watch(bar)
+        sampling = asyncio.create_task(watch.sample_lag())
         try:
             yield watch
         finally:
-            ticking.cancel()
-            with suppress(asyncio.CancelledError):
-                await ticking
+            sampling.cancel()
+            await asyncio.wait([sampling])

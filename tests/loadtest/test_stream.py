@@ -44,7 +44,8 @@ def test_chunks_are_the_same_however_the_stream_is_cut(size: int, line_end: byte
     )
     stream = line_end.join(lines) + b"data: {cut off"
     reply = StreamedReply(RequestRecord(0, 0.0))
-    assert sum(reply.feed(stream[start : start + size], 1.0) for start in range(0, len(stream), size)) == 2
+    for start in range(0, len(stream), size):
+        reply.feed(stream[start : start + size], 1.0)
     assert reply.texts == ["a", "b"]
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.soak.client_log import ClientLog, Ending
 from tests.soak.load import Load, Wave
 from tests.soak.server import serving
-from tests.soak.target import Target
+from tests.soak.state import Target
 from tests.soak.verdict import judge
 
 
@@ -19,7 +19,7 @@ async def test_two_hundred_mixed_requests_are_all_accounted_for() -> None:
         assert after is not None
         assert after.leftovers == {}
         assert after.num_free_slots == 8
-    assert judge(load, None, after).complaints == []
+    assert judge(load, after, after).complaints == []
     assert len(load.client_log.entries) >= 200
     endings = {entry.ending for entry in load.client_log.entries}
     assert endings >= {Ending.FINISHED, Ending.QUEUE_FULL, Ending.REFUSED, Ending.LEFT}
@@ -76,5 +76,5 @@ async def test_a_slot_that_stays_taken_is_a_complaint() -> None:
         load = Load(Target(served.url, served.read), seed=0)
         served.llm._core.cache.claim(1)
         after = await served.read(True)
-    complaints = judge(load, None, after).complaints
+    complaints = judge(load, after, after).complaints
     assert "at the end there are 1 slots taken" in complaints

@@ -5,9 +5,8 @@
 Good requests of all kinds, bad ones, clients that leave, that read slowly, that break HTTP; in waves, between which
 everything must come to rest. Every request must end exactly once, in a way that is right for it, and the server must
 tell the same of it; in the end every slot is free and memory, threads, files and tasks are what they were after the
-first wave. The server is one of its own in a child process, with limits so small that all of them are met; `--url` puts
-the load on another one (of the bundled model), whose inside cannot be seen. The last line is JSON; the exit code is 1
-if anything was wrong.
+first wave. The server is one of its own in a child process, with limits so small that all of them are met. The last
+line is JSON; the exit code is 1 if anything was wrong.
 """
 
 import argparse
@@ -18,8 +17,8 @@ import time
 from pathlib import Path
 from random import Random, SystemRandom
 
-from tests.soak.load import ALL_KINDS, Load, Wave, draw_wave
-from tests.soak.target import foreign_server, own_server
+from tests.soak.load import Load, Wave, draw_wave
+from tests.soak.server import in_child_process
 from tests.soak.verdict import Verdict, judge, table
 
 _WARM_UP_SHARE = 0.15
@@ -29,7 +28,7 @@ def main() -> int:
     """Soaks, prints what came of it, and returns the exit code."""
     arguments = _parse_arguments()
     seed = SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
-    verdict = asyncio.run(_run(arguments.minutes * 60, seed, arguments.url))
+    verdict = asyncio.run(soak(arguments.minutes * 60, seed))
     print(table(verdict))
     for complaint in verdict.complaints:
         print(f"WRONG (seed {seed}): {complaint}")
@@ -40,30 +39,24 @@ def main() -> int:
     return 1 if verdict.complaints else 0
 
 
-async def _run(seconds: float, seed: int, url: str | None) -> Verdict:
-    if url is not None:
-        return await soak(Load(foreign_server(url), seed, ALL_KINDS.without_limits()), seconds)
-    async with own_server() as target:
-        return await soak(Load(target, seed), seconds)
-
-
-async def soak(load: Load, seconds: float) -> Verdict:
+async def soak(seconds: float, seed: int) -> Verdict:
     """Warms up until everything has been there once, then waves until the time is over."""
-    rng, ends_at = Random(load.seed), time.monotonic() + seconds
-    for wave in [Wave(24, _WARM_UP_SHARE * seconds), Wave(8, 2.0, is_cut=True)]:
-        await load.put(wave)
-    before = await load.read_final_state()
-    while time.monotonic() < ends_at:
-        await load.put(draw_wave(rng))
-        print(f"{len(load.client_log.entries):6} requests so far", file=sys.stderr)
-    return judge(load, before, await load.read_final_state())
+    rng, ends_at = Random(seed), time.monotonic() + seconds
+    async with in_child_process() as target:
+        load = Load(target, seed)
+        for wave in [Wave(24, _WARM_UP_SHARE * seconds), Wave(8, 2.0, is_cut=True)]:
+            await load.put(wave)
+        before = await load.read_final_state()
+        while time.monotonic() < ends_at:
+            await load.put(draw_wave(rng))
+            print(f"{len(load.client_log.entries):6} requests so far", file=sys.stderr)
+        return judge(load, before, await load.read_final_state())
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--seed", type=int, help="draws the requests; left out: a new one each time")
-    parser.add_argument("--url", help="a server that runs already, such as http://127.0.0.1:8000")
     parser.add_argument("--json", type=Path, help="file for the report")
     return parser.parse_args()
 

@@ -13,8 +13,16 @@ import aiohttp
 
 from tests.soak.case import RESPONSES, Case, Generated, JsonAnswer, Refusal
 from tests.soak.client_log import ClientLog, Ending, Entry
-from tests.soak.reply import ErrorEvent, StreamReply, Wrong, parse_object, read_error, read_whole
-from tests.soak.response import ResponseStream, read_response
+from tests.soak.reply import (
+    ChunkStream,
+    ErrorEvent,
+    ResponseStream,
+    Wrong,
+    parse_object,
+    read_error,
+    read_response,
+    read_whole,
+)
 from tests.soak.state import NUMBER_HEADER
 
 DEADLINE_S = 60.0  # for a request; what takes longer hangs
@@ -116,7 +124,7 @@ async def _check_answer(case: Case, response: aiohttp.ClientResponse, pieces: As
         raise Wrong(f"this is answered, where {right.status} was due")
     if isinstance(right, Generated) and right.is_stream:
         _check_type(response, "text/event-stream")
-        stream = ResponseStream() if case.path == RESPONSES else StreamReply()
+        stream = ResponseStream() if case.path == RESPONSES else ChunkStream()
         async for piece in pieces:
             stream.feed(piece)
         if not stream.is_done:

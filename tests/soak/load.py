@@ -10,39 +10,18 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from tests.soak.bad import BAD, huge_body, more_than_ever_fits, wrong_prompt
-from tests.soak.case import Draw
+from tests.soak.bad import BAD
 from tests.soak.client import Client, Manner
 from tests.soak.client_log import ClientLog, Ending
 from tests.soak.good import GOOD, full_slot
 from tests.soak.raw import RawClient
-from tests.soak.state import ServerState
-from tests.soak.target import Target
+from tests.soak.state import ServerState, Target
 
 IDLE_WITHIN_S = 10.0  # after the last client has left
 _POLL_S = 0.05
 _MANNERS = {Manner.PATIENT: 12, Manner.LEAVES_BEFORE: 3, Manner.LEAVES_WITHIN: 3, Manner.SLOW: 1, Manner.STOPS: 1}
 _LARGE_MANNERS = {Manner.LEAVES_WITHIN: 1, Manner.SLOW: 2, Manner.STOPS: 3}  # of replies that no buffer holds
 _Drawn = TypeVar("_Drawn")
-
-
-@dataclass(frozen=True, slots=True)
-class Kinds:
-    """Ways to draw requests, with their weights; and whether connections are broken too."""
-
-    good: Mapping[Draw, int]
-    bad: Mapping[Draw, int]
-    has_raw: bool
-
-    def without_limits(self) -> "Kinds":
-        """Without those that know the limits of our own server."""
-        good = {draw: weight for draw, weight in self.good.items() if draw not in KNOW_OUR_LIMITS}
-        bad = {draw: weight for draw, weight in self.bad.items() if draw not in KNOW_OUR_LIMITS}
-        return Kinds(good, bad, has_raw=False)
-
-
-ALL_KINDS = Kinds(GOOD, BAD, has_raw=True)
-KNOW_OUR_LIMITS = {full_slot, wrong_prompt, huge_body, more_than_ever_fits}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +45,9 @@ class Health:
 class Load:
     """Puts waves on a server. The n-th request of a seed is always the same."""
 
-    def __init__(self, target: Target, seed: int, kinds: Kinds = ALL_KINDS) -> None:
+    def __init__(self, target: Target, seed: int) -> None:
         self._target = target
         self.seed = seed
-        self._kinds = kinds
         self.client_log = ClientLog()
         self.health = Health()
         self.server_log: dict[str, list[str]] = {}
@@ -85,23 +63,22 @@ class Load:
         finally:
             polling.cancel()
             await asyncio.gather(polling, return_exceptions=True)
-        if state is not None and _still_there(state):
+        if _still_there(state):
             self.complaints.append(f"not idle {IDLE_WITHIN_S:g} s after a wave: {state.leftovers}")
 
-    async def read_final_state(self) -> ServerState | None:
+    async def read_final_state(self) -> ServerState:
         """Thorough ones, once the connections of clients that left have been taken down too."""
         deadline = time.monotonic() + IDLE_WITHIN_S
-        while (state := await self._read_state()) is not None and state.leftovers and time.monotonic() < deadline:
+        while (await self._read_state()).leftovers and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
         return await self._read_state(is_thorough=True)
 
-    async def _read_state(self, is_thorough: bool = False) -> ServerState | None:
+    async def _read_state(self, is_thorough: bool = False) -> ServerState:
         """The server's state now. Its faults and what its log has are taken over."""
         state = await self._target.read(is_thorough)
-        if state is not None:
-            self.complaints += [f"the server: {fault}" for fault in state.faults]
-            for number, endings in state.server_log.items():
-                self.server_log.setdefault(number, []).extend(endings)
+        self.complaints += [f"the server: {fault}" for fault in state.faults]
+        for number, endings in state.server_log.items():
+            self.server_log.setdefault(number, []).extend(endings)
         return state
 
     async def _send(self, wave: Wave, client: Client) -> None:
@@ -128,13 +105,13 @@ class Load:
     async def _ask(self, client: Client, raw: RawClient) -> None:
         rng = Random(f"{self.seed}-{len(self.client_log.entries)}")
         share = rng.random()
-        if share < 0.06 and self._kinds.has_raw:
+        if share < 0.06:
             entry = await raw.perform(rng)
         elif share < 0.25:
             manner = rng.choice([Manner.PATIENT, Manner.PATIENT, Manner.LEAVES_BEFORE])
-            entry = await client.perform(_draw(rng, self._kinds.bad)(rng), manner, rng)
+            entry = await client.perform(_draw(rng, BAD)(rng), manner, rng)
         else:
-            make = _draw(rng, self._kinds.good)
+            make = _draw(rng, GOOD)
             manner = _draw(rng, _LARGE_MANNERS if make is full_slot else _MANNERS)
             entry = await client.perform(make(rng), manner, rng)
         if entry.ending is Ending.QUEUE_FULL:
@@ -150,11 +127,11 @@ class Load:
                 self.health.latencies.append(time.monotonic() - asked_at)
                 await asyncio.sleep(_POLL_S)
 
-    async def _wait_until_idle(self) -> ServerState | None:
+    async def _wait_until_idle(self) -> ServerState:
         deadline = time.monotonic() + IDLE_WITHIN_S
         while True:
             state = await self._read_state()
-            if state is None or not _still_there(state) or time.monotonic() > deadline:
+            if not _still_there(state) or time.monotonic() > deadline:
                 return state
             await asyncio.sleep(_POLL_S)
 

@@ -1,6 +1,7 @@
 """Replies read strictly: whole and streamed ones become a `ParsedReply`; what breaks the protocol is an error."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from tests.support.events import EventReader
 
 DONE = b"[DONE]"
 _ENDS = {"stop", "length", "tool_calls"}
+_RESPONSE_ENDS = {"completed": "stop", "incomplete": "length"}
 
 
 class Wrong(Exception):
@@ -80,29 +82,39 @@ def read_error(raw: bytes) -> dict[str, Any]:
     return error
 
 
-class StreamReply:
+class EventStream(ABC):
     """A streamed reply while it comes. `Wrong` if the protocol is broken, `ErrorEvent` if the server says so."""
 
     def __init__(self) -> None:
         self.reply = ParsedReply()
         self.is_done = False
         self._reader = EventReader()
-        self._identity: tuple[object, ...] | None = None
 
     def feed(self, piece: bytes) -> None:
         """Whatever bytes came."""
         for event in self._reader.feed(piece):
-            self._take(event)
+            if self.is_done:
+                raise Wrong(f"after the end came {event[:80]!r}")
+            if event == DONE:
+                self.is_done = True
+                continue
+            chunk = parse_object(event)
+            if "error" in chunk:
+                raise ErrorEvent(read_error(event))
+            self._take(chunk)
 
-    def _take(self, event: bytes) -> None:
-        if self.is_done:
-            raise Wrong(f"after [DONE] came {event[:80]!r}")
-        if event == DONE:
-            self.is_done = True
-            return
-        chunk = parse_object(event)
-        if "error" in chunk:
-            raise ErrorEvent(read_error(event))
+    @abstractmethod
+    def _take(self, chunk: dict[str, Any]) -> None: ...
+
+
+class ChunkStream(EventStream):
+    """Chunks of completions or of a chat, and [DONE]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._identity: tuple[object, ...] | None = None
+
+    def _take(self, chunk: dict[str, Any]) -> None:
         identity = tuple(_get(chunk, name) for name in ("id", "created", "model", "object"))
         if self._identity not in (None, identity):
             raise Wrong(f"one stream, two identities: {self._identity} and {identity}")
@@ -163,3 +175,55 @@ def _get(body: dict[str, Any], name: str) -> Any:
     if name not in body:
         raise Wrong(f"{name} is missing in {str(body)[:200]}")
     return body[name]
+
+
+def read_response(body: dict[str, Any]) -> ParsedReply:
+    """A response that has come to its end."""
+    if body["status"] not in _RESPONSE_ENDS:
+        raise Wrong(f"a response with status {body['status']}: {body['error']}")
+    choice = Choice(finish_reason=_RESPONSE_ENDS[body["status"]])
+    for item in body["output"]:
+        if item["type"] == "message":
+            choice.text += "".join(part["text"] for part in item["content"])
+        else:
+            choice.calls.append((item["name"], item["arguments"]))
+    if choice.calls and body["status"] == "completed":
+        choice.finish_reason = "tool_calls"
+    used = body["usage"]
+    usage = {
+        "prompt_tokens": used["input_tokens"],
+        "completion_tokens": used["output_tokens"],
+        "total_tokens": used["total_tokens"],
+    }
+    return ParsedReply({0: choice}, usage)
+
+
+class ResponseStream(EventStream):
+    """Numbered events of a response, of which the last repeats all that the others brought."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_events = 0
+        self._text = ""
+        self._arguments = ""
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if chunk.get("sequence_number") != self._num_events:
+            raise Wrong(f"event {self._num_events} says that it is {chunk.get('sequence_number')}")
+        self._num_events += 1
+        match chunk["type"]:
+            case "response.output_text.delta":
+                self._text += chunk["delta"]
+            case "response.function_call_arguments.delta":
+                self._arguments += chunk["delta"]
+            case "response.failed" | "error":
+                raise Wrong(f"the stream ended with {chunk}")
+            case "response.completed" | "response.incomplete":
+                self._finish(chunk["response"])
+
+    def _finish(self, body: dict[str, Any]) -> None:
+        self.is_done = True
+        self.reply = read_response(body)
+        choice = self.reply.choices[0]
+        if self._text != choice.text or self._arguments != "".join(arguments for _, arguments in choice.calls):
+            raise Wrong(f"the deltas made {self._text!r} and {self._arguments!r}, the whole is {choice}")

@@ -1,7 +1,7 @@
 """The server of a soak: production parts around the bundled model, small, so that little load is too much for it.
 
 As a script it runs in a process of its own. It prints its address as JSON; then for each line that it reads on
-standard input (`peek` or `state`) its state; and goes when standard input ends.
+standard input (`peek` or `state`) its state; and goes when standard input ends. `in_child_process` is the other end.
 """
 
 import asyncio
@@ -12,13 +12,14 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from pathlib import Path
 
 from chairlift.api.app import Api
 from chairlift.api.config import ServerConfig
 from chairlift.api.http.connections import listen, url_of
 from chairlift.api.server import make_runner
 from chairlift.engine.async_llm import AsyncLLM
-from tests.soak.state import Served, ServerLog
+from tests.soak.state import Served, ServerLog, ServerState, Target
 
 MAX_SEQ_LEN = 512
 MAX_BODY_BYTES = 200_000
@@ -26,6 +27,8 @@ WRITE_TIMEOUT_S = 2.0
 BODY_TIMEOUT_S = 1.0
 HEADER_TIMEOUT_S = 1.0
 _SEND_BUFFER_BYTES = 2**14
+_PATIENCE_S = 120.0  # for a model to be loaded
+_ROOT = Path(__file__).parents[2]
 
 
 @contextlib.asynccontextmanager
@@ -62,6 +65,44 @@ async def serving(num_slots: int = 8, max_queue_size: int = 8) -> AsyncIterator[
         logging.getLogger().removeHandler(server_log)
         await llm.close()
         await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def in_child_process() -> AsyncIterator[Target]:
+    """A server in a child process, which must end by itself when this context is left."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.soak.server",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=_ROOT,
+        limit=2**26,  # a server's log is one line
+    )
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None
+    assert stdout is not None
+
+    async def next_line() -> bytes:
+        line = await asyncio.wait_for(stdout.readline(), _PATIENCE_S)
+        if not line:
+            raise RuntimeError(f"the server is gone; its exit code is {await process.wait()}")
+        return line
+
+    async def read(is_thorough: bool) -> ServerState:
+        stdin.write(b"state\n" if is_thorough else b"peek\n")
+        return ServerState(**json.loads(await next_line()))
+
+    try:
+        yield Target(json.loads(await next_line())["url"], read)
+        stdin.close()
+        code = await asyncio.wait_for(process.wait(), 30)
+        if code != 0:
+            raise RuntimeError(f"the server ended with exit code {code}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def _main() -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -51,6 +52,14 @@ class ServerState:
             "connections": self.num_connections,
         }
         return {name: count for name, count in counts.items() if count}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server that a load is put on, and how its state is read: thoroughly or not, see `Served.read`."""
+
+    url: str
+    read: Callable[[bool], Awaitable[ServerState]]
 
 
 class ServerLog(logging.Handler):

@@ -5,50 +5,24 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.soak import __main__ as soak_command
+from tests.soak.state import ServerState
+from tests.soak.verdict import Verdict, growth
+
 ROOT = Path(__file__).parents[2]
 MINUTES = 2
 
-ANSWERED = {
-    "JSON schema",
-    "choice",
-    "full slot",
-    "known chat",
-    "known completion",
-    "long prompt",
-    "only the prompt",
-    "regex",
-    "response",
-    "scored chat",
-    "story",
-    "tool call",
-}
-REFUSED = {
-    "huge body",
-    "more than ever fits",
-    "no HTTP",
-    "no JSON",
-    "nowhere",
-    "other model",
-    "withheld body",
-    "wrong encoding",
-    "wrong field",
-    "wrong messages",
-    "wrong prompt",
-    "wrong response",
-    "wrong tools",
-}
+ANSWERED = {"JSON schema", "choice", "full slot", "known chat", "known completion", "long prompt", "only the prompt"}
+ANSWERED |= {"regex", "response", "scored chat", "story", "tool call"}
+REFUSED = {"huge body", "more than ever fits", "no HTTP", "no JSON", "nowhere", "other model", "withheld body"}
+REFUSED |= {f"wrong {what}" for what in ("encoding", "field", "messages", "prompt", "response", "tools")}
 MANNERS = {"patient", "leaves before the reply", "leaves within the reply", "reads slowly", "stops reading", "raw"}
-
-
-def run_soak(*flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tests.soak", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
 
 def outcomes_of(report: dict[str, Any], kinds: set[str], ending: str) -> set[str]:
@@ -59,7 +33,9 @@ def outcomes_of(report: dict[str, Any], kinds: set[str], ending: str) -> set[str
 @pytest.mark.slow
 @pytest.mark.timeout(60 * MINUTES + 240)
 def test_after_two_minutes_of_mixed_load_nothing_is_left_and_everything_was_right() -> None:
-    result = run_soak("--minutes", str(MINUTES))
+    command = [sys.executable, "-m", "tests.soak", "--minutes", str(MINUTES)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-6000:]}"
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["complaints"] == []
@@ -75,10 +51,30 @@ def test_after_two_minutes_of_mixed_load_nothing_is_left_and_everything_was_righ
     assert min(totals["finished"], totals["queue full"], totals["left"]) > 100
 
 
-def test_a_soak_says_what_is_wrong_and_fails(tmp_path: Path) -> None:
-    """For instance of a server that is not there."""
+STATE = ServerState(8, 8, 0, 0, 0, 0, 0, num_tasks=5, num_threads=9, num_fds=20, num_objects=1000, rss_mb=300.0)
+
+
+def test_a_soak_says_what_is_wrong_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "report.json"
-    result = run_soak("--minutes", "0.02", "--url", "http://127.0.0.1:9", "--seed", "1", "--json", str(path))
-    assert result.returncode == 1
-    assert "WRONG (seed 1): request 0 (" in result.stdout
-    assert json.loads(path.read_text(encoding="utf-8"))["complaints"] != []
+
+    async def soak(seconds: float, seed: int) -> Verdict:
+        assert (seconds, seed) == (120.0, 1)
+        return Verdict({}, Counter(), {}, STATE, STATE, ["a slot is lost"])
+
+    monkeypatch.setattr(soak_command, "soak", soak)
+    monkeypatch.setattr(sys, "argv", ["soak", "--seed", "1", "--json", str(path)])
+    assert soak_command.main() == 1
+    assert "WRONG (seed 1): a slot is lost" in capsys.readouterr().out
+    assert json.loads(path.read_text(encoding="utf-8"))["complaints"] == ["a slot is lost"]
+
+
+def test_what_has_grown_beyond_what_is_allowed_is_told() -> None:
+    assert growth(STATE, replace(STATE, num_threads=17, num_objects=6000, rss_mb=315.0)) == []
+    assert growth(STATE, replace(STATE, num_tasks=6, num_fds=21, num_threads=18, rss_mb=316.0)) == [
+        "there were 5 tasks, and now there are 6",
+        "there were 20 open files, and now there are 21",
+        "there were 9 threads, and now there are 18",
+        "there were 300 MB of memory, and now there are 316",
+    ]

@@ -22,8 +22,8 @@ class Verdict:
     endings: dict[str, Counter[str]]  # by kind
     manners: Counter[str]
     health_ms: dict[str, float]
-    before: ServerState | None  # None: nobody could look
-    after: ServerState | None
+    before: ServerState
+    after: ServerState
     complaints: list[str]
 
     def record(self) -> dict[str, Any]:
@@ -32,23 +32,21 @@ class Verdict:
             "endings": {kind: dict(counts) for kind, counts in self.endings.items()},
             "manners": dict(self.manners),
             "health_ms": {name: round(value, 1) for name, value in self.health_ms.items()},
-            "before": self.before and as_record(self.before),
-            "after": self.after and as_record(self.after),
+            "before": as_record(self.before),
+            "after": as_record(self.after),
             "complaints": self.complaints,
         }
 
 
-def judge(load: Load, before: ServerState | None, after: ServerState | None) -> Verdict:
-    """Everything that is wrong, in words; nothing, if all is well. `before` None: growth is not looked at."""
+def judge(load: Load, before: ServerState, after: ServerState) -> Verdict:
+    """Everything that is wrong, in words; nothing, if all is well."""
     health_ms = percentiles(load.health.latencies)
     complaints = [*load.client_log.complaints(), *load.complaints, *load.health.complaints]
     if health_ms["max"] > MAX_HEALTH_MS:
         complaints.append(f"/health took {health_ms['max']:.0f} ms")
-    if after is not None:
-        complaints += load.client_log.compare(load.server_log)
-        complaints += [f"at the end there are {count} {name}" for name, count in after.leftovers.items()]
-    if before is not None and after is not None:
-        complaints += growth(before, after)
+    complaints += load.client_log.compare(load.server_log)
+    complaints += [f"at the end there are {count} {name}" for name, count in after.leftovers.items()]
+    complaints += growth(before, after)
     return Verdict(load.client_log.count(), load.client_log.count_manners(), health_ms, before, after, complaints)
 
 
@@ -60,22 +58,19 @@ def percentiles(latencies: list[float]) -> dict[str, float]:
 
 
 def growth(before: ServerState, after: ServerState) -> list[str]:
-    """What there is more of than before."""
-    complaints = [
-        f"there were {earlier} {name}, and now there are {later}"
-        for name, earlier, later in (
-            ("tasks", before.num_tasks, after.num_tasks),
-            ("open files", before.num_fds, after.num_fds),
-        )
-        if later > earlier
+    """What there is more of than before, beyond what is allowed."""
+    figures = (
+        ("tasks", before.num_tasks, after.num_tasks, 0),
+        ("open files", before.num_fds, after.num_fds, 0),
+        ("threads", before.num_threads, after.num_threads, MAX_NEW_THREADS),
+        ("objects", before.num_objects, after.num_objects, MAX_NEW_OBJECTS),
+        ("MB of memory", before.rss_mb, after.rss_mb, MAX_GROWTH_MB),
+    )
+    return [
+        f"there were {earlier:.6g} {name}, and now there are {later:.6g}"
+        for name, earlier, later, allowed in figures
+        if later - earlier > allowed
     ]
-    if after.num_threads - before.num_threads > MAX_NEW_THREADS:
-        complaints.append(f"there were {before.num_threads} threads, and now there are {after.num_threads}")
-    if after.num_objects - before.num_objects > MAX_NEW_OBJECTS:
-        complaints.append(f"there were {before.num_objects} objects, and now there are {after.num_objects}")
-    if after.rss_mb - before.rss_mb > MAX_GROWTH_MB:
-        complaints.append(f"memory has grown from {before.rss_mb:.1f} to {after.rss_mb:.1f} MB")
-    return complaints
 
 
 def table(verdict: Verdict) -> str:
@@ -93,9 +88,8 @@ def _lines(verdict: Verdict) -> Iterator[str]:
     yield ""
     yield from (f"{name:24}{count:>12}" for name, count in verdict.manners.items())
     yield ""
-    if verdict.before is not None and verdict.after is not None:
-        yield f"{'':24}{'before':>12}{'after':>12}"
-        after = as_record(verdict.after)
-        yield from (f"{name:24}{value:>12.6g}{after[name]:>12.6g}" for name, value in as_record(verdict.before).items())
+    yield f"{'':24}{'before':>12}{'after':>12}"
+    after = as_record(verdict.after)
+    yield from (f"{name:24}{value:>12.6g}{after[name]:>12.6g}" for name, value in as_record(verdict.before).items())
     for name, value in verdict.health_ms.items():
         yield f"{'/health, ms, ' + name:24}{value:>12.1f}"

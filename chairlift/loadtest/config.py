@@ -120,21 +120,21 @@ def _normal_url(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _check_writable(path: Path) -> Path:
-    if isdir(path) or not isdir(path.parent):
-        raise ValueError(f"cannot write {path}: it must be a file in an existing directory")
-    return path
+def _writable(ending: str = "") -> AfterValidator:
+    """For a file with a name that ends so, in a directory that is there: better said before a test than after it."""
 
+    def check(path: Path) -> Path:
+        if not path.name.endswith(ending):
+            raise ValueError(f"must end in {ending}, unlike {str(path)!r}")
+        if isdir(path) or not isdir(path.parent):
+            raise ValueError(f"cannot write {path}: it must be a file in an existing directory")
+        return path
 
-def _check_html(path: Path) -> Path:
-    if path.suffix != ".html":
-        raise ValueError(f"must end in .html, unlike {str(path)!r}")
-    return path
+    return AfterValidator(check)
 
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LengthsText = Annotated[int | str, _readable_by(Lengths.parse)]
-WritablePath = Annotated[Path, AfterValidator(_check_writable)]
 
 # At most one of each group can be given.
 _ALTERNATIVES = (
@@ -210,10 +210,10 @@ class BenchConfig(BaseModel, frozen=True, extra="forbid", validate_by_name=True,
         None,
         description="rate=1,2,4,8 or concurrency=1,2,4,8: one test for each, to find the highest that meets the limits",
     )
-    json_file: WritablePath | None = Field(
+    json_file: Annotated[Path, _writable()] | None = Field(
         None, validation_alias="json", description="file for the settings, the summary and every request's figures"
     )
-    report: Annotated[WritablePath, AfterValidator(_check_html)] | None = Field(
+    report: Annotated[Path, _writable(".html")] | None = Field(
         None, description="HTML file for the figures and plots (needs matplotlib)"
     )
 

@@ -17,6 +17,12 @@ MAX_MESSAGE_CHARS = 200
 INCOMPLETE_STREAM = "incomplete stream"
 
 
+def one_line(text: str) -> str:
+    """`text` fit for a table: white space collapsed, cut to MAX_MESSAGE_CHARS."""
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 3] + "..."
+
+
 class BenchError(Exception):
     """The test cannot be made: no server there, or none that speaks the OpenAI API."""
 
@@ -38,12 +44,6 @@ class RequestFailed(Exception):
     def __init__(self, label: str, message: str) -> None:
         self.failure = RequestFailure(label, one_line(message))
         super().__init__(str(self.failure))
-
-
-def one_line(text: str) -> str:
-    """`text` fit for a table: white space collapsed, cut to MAX_MESSAGE_CHARS."""
-    line = " ".join(text.split())
-    return line if len(line) <= MAX_MESSAGE_CHARS else line[: MAX_MESSAGE_CHARS - 3] + "..."
 
 
 @dataclass(slots=True)
@@ -93,25 +93,22 @@ class RequestRecord:
 
     @property
     def queue_time(self) -> float:
-        """Seconds that the request waited in the client after it was due."""
+        """Seconds from when it was due to when it was sent."""
         return self.sent_at - self.intended_at
 
     @property
     def latency(self) -> float:
-        """E2EL, end-to-end latency in seconds: from the intended send time to the last token."""
+        """E2EL, end-to-end latency in seconds: to the last token."""
         return self.ended_at - self.intended_at
 
     @property
     def ttft(self) -> float:
-        """Time to first token in seconds: from the intended send time to the first content chunk."""
+        """Time to first token in seconds: to the first content chunk."""
         return self.chunk_times[0] - self.intended_at
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first, in seconds: (latency - TTFT) / (output tokens - 1).
-
-        None for fewer than two tokens.
-        """
+        """Seconds per output token after the first: (latency - TTFT) / (tokens - 1); None for fewer than two."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens >= 2 else None
 
     @property

@@ -148,18 +148,13 @@ def _rows(summary: Summary) -> Iterator[tuple[str, ...]]:
 def _sweep_row(step: SweepStep) -> tuple[str, ...]:
     summary = step.summary
     latencies = [
-        "-" if distribution is None else f"{milliseconds:.1f}"
-        for distribution in (summary.ttft_ms, summary.tpot_ms)
-        for milliseconds in ((distribution.p50, distribution.p99) if distribution else (0.0, 0.0))
+        f"{getattr(latency, percentile):.1f}" if latency else "-"
+        for latency in (summary.ttft_ms, summary.tpot_ms)
+        for percentile in ("p50", "p99")
     ]
-    return (
-        f"{step.value:g}",
-        f"{summary.request_throughput:.2f}",
-        f"{summary.output_token_throughput:.1f}",
-        *latencies,
-        f"{summary.num_requests - summary.num_succeeded}",
-        f"{step.good_share:.1%}",
-    )
+    throughput = (f"{summary.request_throughput:.2f}", f"{summary.output_token_throughput:.1f}")
+    num_failed = summary.num_requests - summary.num_succeeded
+    return f"{step.value:g}", *throughput, *latencies, str(num_failed), f"{step.good_share:.1%}"
 
 
 def _warnings(summary: Summary, where: str = "") -> list[str]:

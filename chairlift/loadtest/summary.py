@@ -5,7 +5,6 @@ requests that ended well, throughput is over the wall-clock time of the whole te
 linearly (NumPy's default).
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -61,7 +60,7 @@ class Distribution:
         return cls(float(milliseconds.mean()), *np.percentile(milliseconds, (50, 90, 99)).tolist())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FailureCount:
     """All failures of one label, with the first one's message."""
 
@@ -105,7 +104,7 @@ class Summary:
     client_queue_ms: Distribution | None = field(metadata={"queued in the client": ""})
     client_lag_ms: Distribution | None = field(metadata={"client's own lag": ""})
     client_busy_share: float
-    failures: tuple[FailureCount, ...]
+    failures: list[FailureCount]
 
     @property
     def has_lagging_client(self) -> bool:
@@ -227,11 +226,9 @@ def _who_counted(sources: Iterable[str]) -> str:
     return " and ".join(sorted(set(sources))) or "no replies"
 
 
-def _count_failures(records: Iterable[RequestRecord]) -> tuple[FailureCount, ...]:
+def _count_failures(records: Iterable[RequestRecord]) -> list[FailureCount]:
     """Most frequent first."""
-    messages: dict[str, list[str]] = defaultdict(list)
-    for record in records:
-        if record.failure is not None:
-            messages[record.failure.label].append(record.failure.message)
-    counts = [FailureCount(label, len(found), found[0]) for label, found in messages.items()]
-    return tuple(sorted(counts, key=lambda failure: -failure.count))
+    counts: dict[str, FailureCount] = {}
+    for failure in filter(None, (record.failure for record in records)):
+        counts.setdefault(failure.label, FailureCount(failure.label, 0, failure.message)).count += 1
+    return sorted(counts.values(), key=lambda failure: -failure.count)

@@ -105,10 +105,10 @@ def test_itl_is_over_all_gaps_and_tpot_over_requests() -> None:
 
 def test_failures_are_counted_by_label_most_frequent_first_with_the_first_message() -> None:
     summary = summarize(result(failed(0, TIMEOUT), failed(1, BUSY), failed(2, BUSY_AGAIN)))
-    assert summary.failures == (
+    assert summary.failures == [
         FailureCount("HTTP 503", 2, "queue is full"),
         FailureCount("timeout", 1, "no complete reply within 9 s"),
-    )
+    ]
 
 
 def test_where_all_failed_nothing_was_measured() -> None:

@@ -138,18 +138,15 @@ def test_warm_up_is_as_long_as_what_is_measured_but_of_other_tokens() -> None:
     assert not {tuple(turn.prompt["prompt"]) for [turn] in found.warm_up} & {tuple(each) for each in prompts(found)}
 
 
-def test_a_rate_gives_every_conversation_its_time() -> None:
+def test_a_rate_or_a_ramp_gives_every_conversation_its_time() -> None:
     found = workload(num_requests=11, request_rate=5.0)
     assert found.offsets is not None
     assert (len(found.offsets), found.offsets[0]) == (11, 0.0)
     assert found.offsets[-1] == pytest.approx(2.0)
     assert workload(num_requests=11, request_rate=5.0, burstiness=0.5).offsets != found.offsets
-
-
-def test_a_ramp_gives_every_conversation_its_time() -> None:
-    offsets = workload(num_requests=2001, ramp=(1, 100)).offsets
-    assert offsets is not None
-    assert offsets[1000] > 2 * (offsets[2000] - offsets[1000])
+    ramp = workload(num_requests=2001, ramp=(1, 100)).offsets
+    assert ramp is not None
+    assert ramp[1000] > 2 * (ramp[2000] - ramp[1000])
 
 
 def test_families_share_their_prefixes() -> None:
@@ -178,11 +175,8 @@ def test_the_last_conversation_is_cut_to_the_number_of_requests() -> None:
 
 
 def test_a_trace_gives_times_and_lengths(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "t.jsonl",
-        {"timestamp": 0, "input_length": 4, "output_length": 2},
-        {"timestamp": 1500, "input_length": 9, "output_length": 3},
-    )
+    lines = [{"timestamp": 0, "input_length": 4, "output_length": 2}]
+    path = write(tmp_path / "t.jsonl", *lines, {"timestamp": 1500, "input_length": 9, "output_length": 3})
     found = workload(trace=path, trace_speedup=3.0)
     assert found.offsets == [0.0, 0.5]
     assert [len(prompt) for prompt in prompts(found)] == [4, 9]
@@ -191,12 +185,11 @@ def test_a_trace_gives_times_and_lengths(tmp_path: Path) -> None:
 
 
 def test_equal_block_ids_of_a_trace_are_equal_tokens(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "t.jsonl",
-        {"timestamp": 0, "input_length": 1100, "output_length": 1, "hash_ids": [7, 8, 9]},
-        {"timestamp": 0, "input_length": 1100, "output_length": 1, "hash_ids": [7, 8, 10]},
-        {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [7]},
-    )
+    blocks = {(7, 8, 9): 1100, (7, 8, 10): 1100, (7,): 600}
+    lines = [
+        {"timestamp": 0, "input_length": size, "output_length": 1, "hash_ids": ids} for ids, size in blocks.items()
+    ]
+    path = write(tmp_path / "t.jsonl", *lines)
     first, second, third = prompts(workload(trace=path))
     assert (len(first), len(second), len(third)) == (1100, 1100, 600)
     assert first[:1024] == second[:1024]

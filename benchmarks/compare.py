@@ -15,6 +15,7 @@ engines, new in each round. All others are stopped meanwhile. An engine that giv
 Figures are medians over rounds, ratios medians of the rounds' ratios (how many times as fast Chairlift is), the ceiling
 what the machine's memory and matrix products allow, as measured in between (comparison/ceiling.py). "Best peer" is
 the fastest of vLLM, OpenVINO GenAI and llama.cpp. The last line is JSON; the exit code is 1 if anything failed.
+The tables of README, docs/performance.md and docs/speed.md are made of it.
 """
 
 import argparse

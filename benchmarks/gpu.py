@@ -10,7 +10,7 @@ of the matrix rate, a peer's is how many times as long it takes, an idle device'
 
 Each part runs in a process of its own: one that fails is reported, and the others still run. The exit code is 1 if one
 failed; a target that is missed is only said. The last line is JSON, which goes to benchmarks/results/ with the device's
-name, or where `--json` says.
+name, or where `--json` says. docs/speed.md tells what was taken.
 """
 
 import argparse

@@ -4,7 +4,8 @@
 
 A null server in a child process streams chunks of the real shape, each token in a write of its own, at a fixed pace
 for every stream; the load test of `chairlift bench` reads them. For each pace the table shows what arrived, how long
-the client's own event loop was late, and how busy its process was. The last line is JSON.
+the client's own event loop was late, and how busy its process was: the table of docs/load-test.md. The last line is
+JSON.
 """
 
 import argparse

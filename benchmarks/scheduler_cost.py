@@ -9,7 +9,8 @@ journal    what the engine's statistics take per step, beside a step in which al
 prefixes   finding the longest prefix among 256 slots of 8,192 tokens, in its worst cases; `schedule` is all that it
            takes to admit such a prompt
 
-A figure is the lowest median of some rounds: other programs can only make it worse. The last line is JSON.
+A figure is the lowest median of some rounds: other programs can only make it worse. The last line is JSON. They are the
+figures of docs/scheduling.md and docs/metrics.md.
 """
 
 import argparse

@@ -13,6 +13,7 @@ All servers are up for the whole run, but stopped while another is measured. Eac
 texts, which is not counted; then rounds, the order rotating, with texts new to all. Ratios are medians of the rounds'
 ratios: how many times as late as Chairlift's a server's median first token comes. The last line is JSON; the exit code
 is 1 if any request failed.
+Its figures are those of docs/prefix-reuse.md.
 """
 
 import argparse

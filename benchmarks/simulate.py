@@ -4,7 +4,8 @@
 
 Plays the same workload under each setting and prints what came of it: queueing time, TTFT, TPOT, use of the slots,
 reuse of prefixes, fairness. Whatever must always hold is checked at every step, and a breach ends the run. The workload
-is synthetic, or a file in the load test's trace format (docs/scheduling.md). The last line is JSON.
+is synthetic, or a file in the load test's trace format (docs/scheduling.md, whose figures these are). The last line is
+JSON.
 """
 
 import argparse

@@ -21,7 +21,7 @@ import uvloop
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.runner import make_test
-from chairlift.loadtest.summary import Summary, summarize
+from chairlift.loadtest.summary import Summary
 
 _MODELS = b'{"object":"list","data":[{"id":"null","object":"model"}]}'
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n%s\r\n\r\n"
@@ -61,7 +61,7 @@ def measure(num_streams: int, stream_rate: float, num_tokens: int) -> Summary:
             output_tokens=num_tokens,
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return summarize(runner.run(make_test(config)))
+            return runner.run(make_test(config)).summary
     finally:
         server.terminate()
         server.join()

@@ -14,7 +14,7 @@ from chairlift.loadtest.config import SWEPT_FIELDS, BenchConfig, SweepValues
 from chairlift.loadtest.records import BenchError
 from chairlift.loadtest.report import report_sweep, report_test
 from chairlift.loadtest.runner import make_test
-from chairlift.loadtest.summary import Sweep, SweepStep, summarize
+from chairlift.loadtest.summary import Sweep
 
 
 def run(config: BenchConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> int:
@@ -49,12 +49,11 @@ def sweep_configs(config: BenchConfig, sweep: SweepValues) -> list[BenchConfig]:
 
 
 def _sweep(loop: asyncio.Runner, config: BenchConfig, typed: str) -> Sweep:
-    sweep, steps = SweepValues.parse(typed), []
-    for value, step_config in zip(sweep.values, sweep_configs(config, sweep), strict=True):
+    sweep, tests = SweepValues.parse(typed), {}
+    for value, test_config in zip(sweep.values, sweep_configs(config, sweep), strict=True):
         sys.stderr.write(f"{sweep.name} {value:g}\n")
-        result = loop.run(make_test(step_config))
-        steps.append(SweepStep(value, result, summarize(result)))
-    return Sweep(config, sweep.name, steps)
+        tests[value] = loop.run(make_test(test_config))
+    return Sweep(config, sweep.name, tests)
 
 
 def _is_written(path: Path, write: Callable[[Path], None]) -> bool:

@@ -55,18 +55,18 @@ def draw_sweep(sweep: Sweep) -> "Figure":
 
     figure = Figure(figsize=(12, 8), layout="constrained")
     (ttft, tpot), (throughput, share) = figure.subplots(2, 2)
-    values = [step.value for step in sweep.steps]
+    values, summaries = list(sweep.tests), [test.summary for test in sweep.tests.values()]
     for axes, name, title in (
         (ttft, "ttft", "Time to first token (TTFT)"),
         (tpot, "tpot", "Time per output token (TPOT)"),
     ):
         for percentile, style in (("p50", "-"), ("p90", "--"), ("p99", ":")):
-            heights = [getattr(getattr(step.summary, f"{name}_ms"), percentile, np.nan) for step in sweep.steps]
+            heights = [getattr(getattr(summary, f"{name}_ms"), percentile, np.nan) for summary in summaries]
             axes.plot(values, heights, color=BLUE, linestyle=style, marker="o", label=percentile)
         _finish(axes, title, sweep.name, "ms", y_limit=sweep.config.limits.get(name))
-    throughput.plot(values, [step.summary.output_token_throughput for step in sweep.steps], color=BLUE, marker="o")
+    throughput.plot(values, [summary.output_token_throughput for summary in summaries], color=BLUE, marker="o")
     _finish(throughput, "Output throughput", sweep.name, "tokens/s")
-    share.plot(values, [100 * step.good_share for step in sweep.steps], color=BLUE, marker="o")
+    share.plot(values, [100 * (summary.good_share or 0) for summary in summaries], color=BLUE, marker="o")
     share.axhline(100 * sweep.config.goodput_share, color=RED, label="wanted")
     _finish(share, "Requests within the limits", sweep.name, "%")
     found = "none meets the limits"
@@ -74,7 +74,7 @@ def draw_sweep(sweep: Sweep) -> "Figure":
         found = f"{sweep.highest:g} is the highest within the limits"
         for axes in figure.axes:
             axes.axvline(sweep.highest, color=GREY, linestyle=":")
-    figure.suptitle(f"{sweep.steps[0].result.config.model}: sweep of {sweep.name}, {found}")
+    figure.suptitle(f"sweep of {sweep.name}: {found}")
     return figure
 
 

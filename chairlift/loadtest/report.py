@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from html import escape
 from io import BytesIO
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chairlift.loadtest.plots import draw_sweep, draw_test
 from chairlift.loadtest.records import RequestRecord
-from chairlift.loadtest.summary import BenchResult, Distribution, Summary, Sweep, SweepStep, summarize
+from chairlift.loadtest.summary import BenchResult, Distribution, Summary, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +85,7 @@ class Report:
 
 def report_test(result: BenchResult) -> Report:
     """One test. Its JSON has `config` (the key masked), `summary` and `requests`."""
-    summary, config = summarize(result), result.config
+    summary, config = result.summary, result.config
     rows = list(_rows(summary))
     tables: list[Table] = [
         [("server", config.endpoint_url), ("model", str(config.model)), ("arrivals", config.arrivals)],
@@ -96,7 +97,7 @@ def report_test(result: BenchResult) -> Report:
         f"Load test of {config.model}",
         [table for table in tables if table],
         _warnings(summary),
-        _document(result, summary),
+        _document(result),
         lambda: draw_test(result),
         summary.num_succeeded == summary.num_requests,
     )
@@ -110,14 +111,15 @@ def report_sweep(sweep: Sweep) -> Report:
     """
     found = "none" if sweep.highest is None else f"{sweep.highest:g}"
     limits = f"{sweep.config.goodput} for {sweep.config.goodput_share:.0%} of requests"
-    tests = [{"value": step.value, **_document(step.result, step.summary)} for step in sweep.steps]
+    tests = [{"value": value, **_document(result)} for value, result in sweep.tests.items()]
+    model = next(iter(sweep.tests.values())).config.model
     return Report(
-        f"Load test of {sweep.steps[0].result.config.model}: sweep of {sweep.name}",
+        f"Load test of {model}: sweep of {sweep.name}",
         [
-            [(SWEPT_UNITS[sweep.name], *SWEEP_COLUMNS), *map(_sweep_row, sweep.steps)],
+            [(SWEPT_UNITS[sweep.name], *SWEEP_COLUMNS), *starmap(_sweep_row, sweep.tests.items())],
             [("limits", limits), (f"highest {sweep.name}", found)],
         ],
-        [line for step in sweep.steps for line in _warnings(step.summary, f"{sweep.name} {step.value:g}: ")],
+        [line for value, test in sweep.tests.items() for line in _warnings(test.summary, f"{sweep.name} {value:g}: ")],
         {"config": sweep.config.model_dump(mode="json"), "highest": sweep.highest, "tests": tests},
         lambda: draw_sweep(sweep),
         sweep.highest is not None,
@@ -145,8 +147,8 @@ def _rows(summary: Summary) -> Iterator[tuple[str, ...]]:
                 yield label, text.format(summary, figure)
 
 
-def _sweep_row(step: SweepStep) -> tuple[str, ...]:
-    summary = step.summary
+def _sweep_row(value: float, result: BenchResult) -> tuple[str, ...]:
+    summary = result.summary
     latencies = [
         f"{getattr(latency, percentile):.1f}" if latency else "-"
         for latency in (summary.ttft_ms, summary.tpot_ms)
@@ -154,7 +156,7 @@ def _sweep_row(step: SweepStep) -> tuple[str, ...]:
     ]
     throughput = (f"{summary.request_throughput:.2f}", f"{summary.output_token_throughput:.1f}")
     num_failed = summary.num_requests - summary.num_succeeded
-    return f"{step.value:g}", *throughput, *latencies, str(num_failed), f"{step.good_share:.1%}"
+    return f"{value:g}", *throughput, *latencies, str(num_failed), f"{summary.good_share:.1%}"
 
 
 def _warnings(summary: Summary, where: str = "") -> list[str]:
@@ -169,10 +171,10 @@ def _warnings(summary: Summary, where: str = "") -> list[str]:
     ]
 
 
-def _document(result: BenchResult, summary: Summary) -> dict[str, Any]:
+def _document(result: BenchResult) -> dict[str, Any]:
     return {
         "config": result.config.model_dump(mode="json"),
-        "summary": asdict(summary),
+        "summary": asdict(result.summary),
         "requests": [_raw_figures(record, result.started_at) for record in result.records],
     }
 

@@ -5,7 +5,7 @@ requests that ended well, throughput is over the wall-clock time of the whole te
 linearly (NumPy's default).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
@@ -40,6 +40,10 @@ class BenchResult:
     @cached_property
     def succeeded(self) -> list[RequestRecord]:
         return [record for record in self.records if record.failure is None]
+
+    @cached_property
+    def summary(self) -> "Summary":
+        return summarize(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,33 +118,20 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class SweepStep:
-    """One test of a sweep, with the value that was swept."""
-
-    value: float
-    result: BenchResult
-    summary: Summary
-
-    @property
-    def good_share(self) -> float:
-        """The share of requests within the limits."""
-        assert self.summary.good_share is not None, "a sweep has limits"
-        return self.summary.good_share
-
-
-@dataclass(frozen=True, slots=True)
 class Sweep:
-    """The settings of the whole, what was swept, and a test for each of its values, which ascend."""
+    """The settings of the whole, what was swept, and the test of each of its values, which ascend."""
 
     config: BenchConfig
     name: str
-    steps: Sequence[SweepStep]
+    tests: Mapping[float, BenchResult]
 
     @property
     def highest(self) -> float | None:
         """The highest value at which the wanted share of requests was good; None if there is none."""
         wanted = self.config.goodput_share
-        return max((step.value for step in self.steps if step.good_share >= wanted), default=None)
+        return max(
+            (value for value, test in self.tests.items() if (test.summary.good_share or 0) >= wanted), default=None
+        )
 
 
 def summarize(result: BenchResult) -> Summary:

@@ -2,7 +2,7 @@
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.records import RequestFailure, RequestRecord
-from chairlift.loadtest.summary import BenchResult, Sweep, SweepStep, summarize
+from chairlift.loadtest.summary import BenchResult, Sweep
 
 TIMEOUT = RequestFailure("timeout", "no complete reply within 9 s")
 BUSY = RequestFailure("HTTP 503", "queue is full")
@@ -39,13 +39,7 @@ def result(
     return BenchResult(config.resolved("tiny"), records, 50.0, duration_s, (lag, lag), busy_share)
 
 
-def sweep_step(value: float, *records: RequestRecord) -> SweepStep:
-    """A test at a rate, with a limit of 1,000 ms on the first token."""
-    finished = result(*records, request_rate=value, goodput="ttft:1000")
-    return SweepStep(value, finished, summarize(finished))
-
-
 def sweep(*tests: tuple[RequestRecord, ...]) -> Sweep:
-    """Tests at the rates 1, 2, 4 and so on."""
-    steps = [sweep_step(2.0**n, *records) for n, records in enumerate(tests)]
-    return Sweep(BenchConfig(sweep="rate=1", goodput="ttft:1000"), "rate", steps)
+    """Tests at the rates 1, 2, 4 and so on, with a limit of 1,000 ms on the first token."""
+    rates = {2.0**n: result(*records, request_rate=2.0**n, goodput="ttft:1000") for n, records in enumerate(tests)}
+    return Sweep(BenchConfig(sweep="rate=1", goodput="ttft:1000"), "rate", rates)

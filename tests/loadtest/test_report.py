@@ -251,4 +251,4 @@ def test_four_plots_of_a_sweep_with_the_highest_value_marked() -> None:
     share = plot(figure, "Requests within the limits")
     assert list(share.lines[0].get_ydata()) == [100.0, 100.0, 0.0]  # type: ignore[arg-type]
     assert list(share.lines[-1].get_xdata()) == [2.0, 2.0]  # type: ignore[arg-type]
-    assert figure.get_suptitle() == "tiny: sweep of rate, 2 is the highest within the limits"
+    assert figure.get_suptitle() == "sweep of rate: 2 is the highest within the limits"

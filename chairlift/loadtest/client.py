@@ -24,9 +24,8 @@ CHAT_TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 def open_session(config: BenchConfig) -> aiohttp.ClientSession:
     """A session with unbounded connections: the test itself decides how many are in flight."""
-    headers = {"Content-Type": "application/json"}
-    if config.api_key is not None:
-        headers["Authorization"] = f"Bearer {config.api_key.get_secret_value()}"
+    key = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key.get_secret_value()}"}
+    headers = {"Content-Type": "application/json"} | key
     timeout = aiohttp.ClientTimeout(total=config.timeout)
     return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
@@ -125,11 +124,10 @@ class StreamedReply:
 
     def require_complete(self) -> None:
         """Called at the end of the stream; raises `RequestFailed` if that came too early."""
-        num_chunks = len(self._record.chunk_times)
         if not self._is_complete:
-            message = f"ended after {num_chunks} chunks with neither finish reason nor [DONE]"
+            message = f"ended after {len(self._record.chunk_times)} chunks with neither finish reason nor [DONE]"
             raise RequestFailed(INCOMPLETE_STREAM, message)
-        if not num_chunks:
+        if not self._record.chunk_times:
             raise RequestFailed(INCOMPLETE_STREAM, "ended without a single token")
 
     def _take(self, event: bytes, arrived_at: float) -> None:
@@ -155,9 +153,7 @@ class StreamedReply:
         record.ended_at = arrived_at
         is_last = choice.get("finish_reason") is not None
         self._is_complete |= is_last
-        delta = choice.get("delta")
-        if delta is None:
-            delta = {"content": choice.get("text")}
+        delta = choice.get("delta") or {"content": choice.get("text")}
         self.texts.append(str(delta.get("content") or ""))
         has_text = any(delta.get(name) for name in CHAT_TEXT_FIELDS)
         # A reply whose only token has no text shows only in its last chunk.
@@ -167,8 +163,7 @@ class StreamedReply:
 
 
 def _count(usage: dict[str, Any], field: str) -> int | None:
-    count = usage.get(field)
-    return None if count is None else int(count)
+    return None if usage.get(field) is None else int(usage[field])
 
 
 def _http_failure(status: int, body: str) -> RequestFailed:

@@ -35,7 +35,7 @@ _PAGE = """<!DOCTYPE html>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
 table {{ border-collapse: collapse; margin: 1.5rem 0; }}
 th, td {{ padding: .25rem .9rem; border-bottom: 1px solid #8884; text-align: left; }}
-td + td {{ text-align: right; font-variant-numeric: tabular-nums; }}
+tr:has(td + td) td {{ text-align: right; font-variant-numeric: tabular-nums; }}
 .note {{ border-left: 4px solid #d97706; padding: .5rem 1rem; }}
 img {{ width: 100%; border-radius: 6px; }}
 </style>

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 import chairlift
 from chairlift.api.config import ServerConfig
-from chairlift.api.errors import Handler, error_middleware
+from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.generate import Job, answer
 from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader
@@ -56,7 +56,7 @@ class Api:
         self._created = int(time.time())
         self.keys = KeyRing(gather_keys(config), config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
-        self._bodies = BodyReader(config.max_body_bytes, config.body_timeout)
+        self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
         self._drafter = Drafter(llm, self._model_name, config.tool_call_parser)
         # What takes long never stands before what does not; and a reply that is there is not refused any more.
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
@@ -69,6 +69,7 @@ class Api:
     def make_app(self) -> web.Application:
         """The application, ready for a runner with `handler_cancellation=True`: who leaves must be noticed."""
         app = web.Application(middlewares=[error_middleware, self.keys.middleware, self._count_active])
+        app[ENDPOINTS] = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
         app.on_response_prepare.append(self._bodies.release)
         app.cleanup_ctx.append(self._close_workers)
         for route in ROUTES:

@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from chairlift.api.config import ServerConfig
+from chairlift.api.http.listening import Listener
 from chairlift.api.server import serve
 from chairlift.engine.async_llm import AsyncLLM
 from tests.api.conftest import SLOTS, Server
@@ -119,7 +120,8 @@ async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
         return next((record.getMessage() for record in caplog.records if "serving on" in record.getMessage()), "")
 
     with caplog.at_level(logging.INFO), held(forward_of(llm), "hidden"):
-        ending = asyncio.create_task(serve(llm, ServerConfig(port=0)))
+        config = ServerConfig(port=0)
+        ending = asyncio.create_task(serve(llm, config, Listener(config)))
         await wait_until(lambda: bool(address()), "it serves")
         url = address().split()[-1]
         async with aiohttp.ClientSession() as http:

@@ -57,31 +57,30 @@ async def test_a_header_that_is_no_bearer_key_is_a_401(url: str, header: str) ->
 
 
 def test_a_ring_knows_its_keys_whole() -> None:
-    ring = KeyRing(dict.fromkeys(["abc", "dé"], KeyLimits()))
+    ring = KeyRing(dict.fromkeys(["abc", "dé"], KeyLimits.parse()))
     assert [ring.knows(key) for key in ("abc", "dé", "ab", "abcd", "", "ABC")] == [True, True] + [False] * 4
 
 
 def test_keys_are_read_from_a_file_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\n one \n\ntwo\n")
-    assert list(read_keys(path, KeyLimits())) == ["one", "two"]
+    assert list(read_keys(path)) == ["one", "two"]
     path.write_text("# none\n")
     with pytest.raises(ConfigurationError, match="holds no key"):
-        read_keys(path, KeyLimits())
+        read_keys(path)
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        read_keys(tmp_path / "nowhere", KeyLimits())
+        read_keys(tmp_path / "nowhere")
 
 
 def test_a_key_in_a_file_may_have_limits_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("usual\nwith spaces queue=0.25\nurgent priority=-10:10\nboth priority=-1:1\tqueue=1\nYWJj=\n")
-    config = ServerConfig(api_key_file=path, key_priority_range="5:6", key_queue_share=0.125)
-    assert gather_keys(config) == {
-        "usual": KeyLimits(5, 6, 0.125),
-        "with spaces": KeyLimits(5, 6, 0.25),
-        "urgent": KeyLimits(-10, 10, 0.125),
+    assert read_keys(path) == {
+        "usual": KeyLimits(0, 100, 0.5),
+        "with spaces": KeyLimits(0, 100, 0.25),
+        "urgent": KeyLimits(-10, 10, 0.5),
         "both": KeyLimits(-1, 1, 1.0),
-        "YWJj=": KeyLimits(5, 6, 0.125),
+        "YWJj=": KeyLimits(0, 100, 0.5),
     }
 
 
@@ -89,6 +88,7 @@ def test_a_key_in_a_file_may_have_limits_of_its_own(tmp_path: Path) -> None:
     ("limits", "words"),
     [
         ("priority=3", "priorities '3' are not LOWEST:HIGHEST, such as -10:10"),
+        ("priority=high", "priorities 'high' are not LOWEST:HIGHEST"),
         ("priority=3:2", "priorities '3:2' are not LOWEST:HIGHEST"),
         ("queue=0", "share of the queue is above 0 and at most 1, not 0"),
         ("queue=nan", "share of the queue is above 0"),
@@ -101,20 +101,15 @@ def test_a_limit_that_is_none_is_refused_by_its_line_without_the_key(tmp_path: P
     path = tmp_path / "keys"
     path.write_text(f"one\nsecret {limits}\n")
     with pytest.raises(ConfigurationError, match=f"keys, line 2: .*{words}") as caught:
-        read_keys(path, KeyLimits())
+        read_keys(path)
     assert "secret" not in str(caught.value)
-
-
-def test_a_range_of_priorities_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="priorities 'high' are not LOWEST:HIGHEST"):
-        gather_keys(ServerConfig(key_priority_range="high"))
 
 
 def test_a_file_that_is_no_text_does_not_show_in_the_complaint(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(b"secret\xff\n")
     with pytest.raises(ConfigurationError, match=r"it is not UTF-8$"):
-        read_keys(path, KeyLimits())
+        read_keys(path)
 
 
 def test_the_keys_of_flags_file_and_environment_are_all_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.app import Api
-from chairlift.api.reference.description import Fate, fields_of, openapi_document
+from chairlift.api.reference.description import fields_of, openapi_document
 from chairlift.api.reference.page import PAGE_PATHS, WATCH_PATH
 from chairlift.api.routes import ROUTES
+from chairlift.api.wire.base import Fate
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, chunks_of, error_of, get, post, user
 
@@ -80,7 +81,7 @@ def test_every_field_says_what_becomes_of_it() -> None:
         for row in fields_of(route.body):
             described = schema["properties"][row.name]
             if row.fate is Fate.REFUSED:
-                assert described["description"].startswith("refused: "), row.name
+                assert described["description"].startswith("refused unless null: "), row.name
                 assert described["type"] == "null"
             if row.fate is Fate.IGNORED:
                 assert described["description"].startswith("accepted, changes nothing: "), row.name

@@ -41,15 +41,14 @@ import os, resource, sys
 from chairlift.__main__ import main
 from chairlift.api import server
 
-real = server.listen
+real = server.start
 
-async def listen(*arguments):
-    listening = await real(*arguments)
+async def start(*arguments):
+    await real(*arguments)
     num_open = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 20, num_open + 20))
-    return listening
 
-server.listen = listen
+server.start = start
 sys.exit(main())
 """
 
@@ -153,7 +152,7 @@ def test_keys_of_the_environment_are_asked_for_and_never_logged() -> None:
 
 
 def test_limits_reach_the_server() -> None:
-    flags = ("--header-timeout", "0.2", "--body-timeout", "0.2", "--max-body-bytes", "10")
+    flags = ("--client-timeout", "0.2", "--max-body-bytes", "10")
     with running(SERVE, *flags) as process:
 
         async def send(data: bytes) -> bytes:

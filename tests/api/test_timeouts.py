@@ -6,16 +6,14 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from chairlift.api.config import ServerConfig
 from chairlift.api.errors import error_middleware
 from chairlift.api.http.bodies import BodyReader
-from chairlift.api.http.connections import listen
+from tests.api.conftest import serving_app
 
 SHORT = 0.2
 LONG = 30.0  # a test that had to wait for this would fail
@@ -51,14 +49,8 @@ async def listening(**times: float) -> AsyncIterator[int]:
     app.router.add_route("*", "/", echo)
     app.router.add_get("/slow", slow)
     app.router.add_get("/flood", flood)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    assert runner.server is not None
-    settings: dict[str, Any] = {"port": 0, "header_timeout": LONG, "idle_timeout": LONG, "write_timeout": LONG, **times}
-    listening = await listen(runner.server, ServerConfig(**settings))
-    yield listening.sockets[0].getsockname()[1]
-    listening.close()
-    await runner.cleanup()
+    async with serving_app(app, **{"client_timeout": LONG, "idle_timeout": LONG, **times}) as url:
+        yield int(url.rpartition(":")[2])
 
 
 class Client:
@@ -97,7 +89,7 @@ async def connected(port: int) -> AsyncIterator[Client]:
 @pytest_asyncio.fixture
 async def impatient() -> AsyncIterator[int]:
     """The port of a server that waits for headers, for a short time only."""
-    async with listening(header_timeout=SHORT) as port:
+    async with listening(client_timeout=SHORT) as port:
         yield port
 
 
@@ -238,7 +230,7 @@ async def test_a_body_of_just_the_limit_is_taken_and_the_connection_goes_on() ->
 
 @pytest.mark.asyncio
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
-    async with listening(write_timeout=SHORT) as port, connected(port) as client:
+    async with listening(client_timeout=SHORT) as port, connected(port) as client:
         client.send(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
         await asyncio.sleep(3 * SHORT)
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
@@ -247,7 +239,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
 
 @pytest.mark.asyncio
 async def test_a_client_that_reads_again_in_time_gets_everything_and_may_go_on() -> None:
-    async with listening(write_timeout=3 * SHORT) as port, connected(port) as client:
+    async with listening(client_timeout=3 * SHORT) as port, connected(port) as client:
         client.send(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
         await asyncio.sleep(SHORT)
         assert len((await client.answer())[1]) == FLOOD

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.http.connections import tls_context
+from chairlift.api.http.listening import tls_context
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import serving
 from tests.engine.async_support import DEADLINE_S
@@ -40,7 +40,7 @@ class Files:
 
     @property
     def config(self) -> ServerConfig:
-        return ServerConfig(port=0, ssl_certfile=self.cert, ssl_keyfile=self.key, header_timeout=0.2)
+        return ServerConfig(port=0, ssl_certfile=self.cert, ssl_keyfile=self.key, client_timeout=0.2)
 
 
 @pytest.fixture

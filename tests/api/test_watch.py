@@ -13,12 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from chairlift.api.config import ServerConfig
 from chairlift.api.errors import error_middleware
-from chairlift.api.http.connections import Connection, listen, url_of
+from chairlift.api.http.connections import Connection
 from chairlift.api.reference.page import MAX_WATCHERS, SnapshotFeed, add_page_routes
 from chairlift.engine.stats import Snapshot, SnapshotSource, short_id
 from chairlift.errors import EngineClosed, EngineDead
+from tests.api.conftest import serving_app
 from tests.engine.async_support import wait_until
 from tests.support.fake_batch import FakeBatch
 
@@ -206,18 +206,13 @@ async def test_of_five_thousand_watchers_only_so_many_are_let_in_and_the_engine_
 
 @asynccontextmanager
 async def serving(
-    source: SnapshotSource, write_timeout: float = 60.0, keep_alive_s: float = 60.0
+    source: SnapshotSource, client_timeout: float = 60.0, keep_alive_s: float = 60.0
 ) -> AsyncIterator[str]:
     """The endpoint on the production's connections; its address."""
     app = web.Application(middlewares=[error_middleware])
     add_page_routes(app, SnapshotFeed(source, interval_s=QUICK_S), keep_alive_s)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    assert runner.server is not None, "set up"
-    config = ServerConfig(port=0, write_timeout=write_timeout)
-    with contextlib.closing(await listen(runner.server, config)) as listening:
-        yield f"{url_of(listening, config)}/watch"
-        await runner.cleanup()
+    async with serving_app(app, client_timeout=client_timeout) as url:
+        yield f"{url}/watch"
 
 
 async def events_of(response: aiohttp.ClientResponse, num_events: int) -> list[Any]:
@@ -289,7 +284,7 @@ async def test_a_watcher_that_never_reads_costs_little_holds_nobody_up_and_is_cu
 
     monkeypatch.setattr(Connection, "connection_made", note)
     source = busy(num_slots=256)
-    async with serving(source, write_timeout=1.0) as url:
+    async with serving(source, client_timeout=1.0) as url:
         address = urlsplit(url)
         silent = socket.create_connection((address.hostname, address.port))
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)

@@ -26,6 +26,7 @@ ANY = "*"  # origin or host
 
 _TENANT_CHARACTERS = 16  # 64 bits: two of a server's keys will not share them by accident
 _RANGE = re.compile(r"(?P<lowest>-?[0-9]{1,10}):(?P<highest>-?[0-9]{1,10})")
+_SHARE = re.compile(r"[0-9]*\.?[0-9]+")
 _LIMIT = re.compile(r"\s+(?P<name>[a-z_]+)=(?P<value>[^\s=]+)$")
 
 _ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
@@ -39,22 +40,19 @@ _MAX_AGE_S = 3600  # for which browsers remember a preflight's answer
 class KeyLimits:
     """What the requests of one key may ask for."""
 
-    lowest_priority: int = 0  # the most urgent
-    highest_priority: int = 100
-    queue_share: float = 0.5
+    lowest_priority: int  # the most urgent
+    highest_priority: int
+    queue_share: float
 
     @classmethod
-    def parse(cls, priority_range: str, queue_share: str | float) -> "KeyLimits":
-        """`priority_range`: `LOWEST:HIGHEST`. `ConfigurationError` if either cannot be read or is out of range."""
-        found = _RANGE.fullmatch(priority_range)
+    def parse(cls, priority: str = "0:100", queue: str = "0.5") -> "KeyLimits":
+        """`priority`: `LOWEST:HIGHEST`. `ConfigurationError` if either cannot be read or is out of range."""
+        found = _RANGE.fullmatch(priority)
         if found is None or int(found["lowest"]) > int(found["highest"]):
-            raise ConfigurationError(f"priorities {priority_range!r} are not LOWEST:HIGHEST, such as -10:10")
-        try:
-            share = float(queue_share)
-        except ValueError:
-            share = 0.0
+            raise ConfigurationError(f"priorities {priority!r} are not LOWEST:HIGHEST, such as -10:10")
+        share = float(queue) if _SHARE.fullmatch(queue) else 0.0
         if not 0.0 < share <= 1.0:
-            raise ConfigurationError(f"a key's share of the queue is above 0 and at most 1, not {queue_share}")
+            raise ConfigurationError(f"a key's share of the queue is above 0 and at most 1, not {queue}")
         return cls(int(found["lowest"]), int(found["highest"]), share)
 
 
@@ -117,12 +115,17 @@ class KeyRing:
         return await handler(request)
 
 
+def check_access(config: ServerConfig) -> None:
+    """`ConfigurationError` if keys or origins are wrong."""
+    gather_keys(config)
+    Cors(config.allowed_origin)
+
+
 def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
     """The keys of all three places (flags, file and environment), and what each of them may.
 
     A place that is named but holds no key is a `ConfigurationError`: who wrote it did not want an open server.
     """
-    usual = KeyLimits.parse(config.key_priority_range, config.key_queue_share)
     keys = [key.get_secret_value().strip() for key in config.api_key]
     if not all(keys):
         raise ConfigurationError("api_key is empty; give a key, or leave the flag out to let everybody in")
@@ -131,11 +134,11 @@ def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
         if not in_environment:
             raise ConfigurationError(f"{KEYS_VARIABLE} is set but holds no key; write keys with commas, or unset it")
         keys += in_environment
-    in_file = {} if config.api_key_file is None else read_keys(config.api_key_file, usual)
-    return {**dict.fromkeys(keys, usual), **in_file}
+    in_file = {} if config.api_key_file is None else read_keys(config.api_key_file)
+    return {**dict.fromkeys(keys, KeyLimits.parse()), **in_file}
 
 
-def read_keys(path: Path, usual: KeyLimits) -> dict[str, KeyLimits]:
+def read_keys(path: Path) -> dict[str, KeyLimits]:
     """One key per line, perhaps followed by limits of its own; blank lines and lines that begin with # do not count."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -147,7 +150,7 @@ def read_keys(path: Path, usual: KeyLimits) -> dict[str, KeyLimits]:
     for number, line in enumerate(lines, start=1):
         if line and not line.startswith("#"):
             try:
-                keys.update([_parse_line(line, usual)])
+                keys.update([_parse_line(line)])
             except ConfigurationError as error:
                 raise ConfigurationError(f"api_key_file {path}, line {number}: {error}") from None
     if not keys:
@@ -155,7 +158,7 @@ def read_keys(path: Path, usual: KeyLimits) -> dict[str, KeyLimits]:
     return keys
 
 
-def _parse_line(line: str, usual: KeyLimits) -> tuple[str, KeyLimits]:
+def _parse_line(line: str) -> tuple[str, KeyLimits]:
     """`KEY priority=-10:10 queue=0.25`, where a key may hold spaces."""
     given: dict[str, str] = {}
     while (found := _LIMIT.search(line)) is not None:
@@ -166,8 +169,7 @@ def _parse_line(line: str, usual: KeyLimits) -> tuple[str, KeyLimits]:
             )
         given[name] = found["value"]
         line = line[: found.start()]
-    usual_range = f"{usual.lowest_priority}:{usual.highest_priority}"
-    return line, KeyLimits.parse(given.get("priority", usual_range), given.get("queue", usual.queue_share))
+    return line, KeyLimits.parse(**given)
 
 
 def _key_of(request: web.Request) -> str:

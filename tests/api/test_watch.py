@@ -136,7 +136,10 @@ async def test_nobody_looks_while_nobody_watches() -> None:
         await next_of(events)
         source.may_answer.clear()
         num_looks = source.num_looks + 1
+        following = asyncio.ensure_future(anext(events))
         await wait_until(lambda: source.num_looks == num_looks, "the look that waits for the engine")
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
     await wait_until(lambda: source.num_cancelled == 1, "it is given up")
     source.may_answer.set()
     await asyncio.sleep(20 * QUICK_S)
@@ -150,10 +153,12 @@ async def test_nobody_looks_while_nobody_watches() -> None:
 @pytest.mark.asyncio
 async def test_who_is_slow_gets_the_newest_and_misses_the_rest() -> None:
     source = busy()
-    async with aclosing(SnapshotFeed(source, interval_s=QUICK_S).events()) as events:
-        assert (await next_of(events))["num_launches"] == 1
-        await wait_until(lambda: source.num_looks > 20, "others would have seen these")
-        assert (await next_of(events))["num_launches"] >= 20
+    feed = SnapshotFeed(source, interval_s=QUICK_S)
+    async with aclosing(feed.events()) as slow, aclosing(feed.events()) as quick:
+        assert (await next_of(slow))["num_launches"] == 1
+        for _ in range(20):
+            await next_of(quick)
+        assert (await next_of(slow))["num_launches"] >= 20
 
 
 @pytest.mark.asyncio

@@ -7,7 +7,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from aiohttp import web, web_app
 from openai import AsyncOpenAI
 
@@ -62,21 +61,21 @@ async def serving_app(app: web.Application, **settings: Any) -> AsyncIterator[st
     await runner.cleanup()
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def server() -> AsyncIterator[Server]:
     """A server with room for two in the queue."""
     async with serving(max_queue_size=2) as server:
         yield server
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def client(server: Server) -> AsyncIterator[AsyncOpenAI]:
     """The official client, without retries of its own."""
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     """A plain HTTP client, for what the official one would not send."""
     async with aiohttp.ClientSession() as session:

@@ -172,14 +172,12 @@ async def expect_error(
     assert words in error["message"]
 
 
-@pytest.mark.asyncio
 async def test_every_bad_chat_is_refused_by_name(server: Server, http: aiohttp.ClientSession) -> None:
     for body, param, words in BAD_CHATS.values():
         await expect_error(http, f"{server.url}/v1/chat/completions", body, param, words)
     assert server.num_free_slots == SLOTS
 
 
-@pytest.mark.asyncio
 async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(
     server: Server, http: aiohttp.ClientSession
 ) -> None:
@@ -204,7 +202,6 @@ async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(
         )
 
 
-@pytest.mark.asyncio
 async def test_a_bad_streaming_request_has_a_status_and_no_stream(server: Server, http: aiohttp.ClientSession) -> None:
     for body in ({"prompt": ""}, {"prompt": "a", "top_p": 2}, {"prompt": [99_999]}):
         async with http.post(f"{server.url}/v1/completions", json={**body, "stream": True}) as response:
@@ -212,14 +209,12 @@ async def test_a_bad_streaming_request_has_a_status_and_no_stream(server: Server
             assert response.content_type == "application/json"
 
 
-@pytest.mark.asyncio
 async def test_every_bad_completion_is_refused_by_name(server: Server, http: aiohttp.ClientSession) -> None:
     for body, param, words in BAD_COMPLETIONS.values():
         await expect_error(http, f"{server.url}/v1/completions", body, param, words)
     assert server.num_free_slots == SLOTS
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b'{"prompt": "a"', b"[]", b"null", rb'{"prompt": "\ud83d"}'])
 async def test_a_body_that_is_not_an_object_is_a_400(server: Server, http: aiohttp.ClientSession, raw: bytes) -> None:
     async with http.post(f"{server.url}/v1/completions", data=raw, headers=JSON) as response:
@@ -227,7 +222,6 @@ async def test_a_body_that_is_not_an_object_is_a_400(server: Server, http: aioht
         assert (await response.json())["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.asyncio
 async def test_a_body_of_50_mb_is_a_413(server: Server, http: aiohttp.ClientSession) -> None:
     async def body() -> AsyncIterator[bytes]:
         yield b'{"prompt": "'
@@ -240,7 +234,6 @@ async def test_a_body_of_50_mb_is_a_413(server: Server, http: aiohttp.ClientSess
         assert "too large" in (await response.json())["error"]["message"]
 
 
-@pytest.mark.asyncio
 async def test_unknown_paths_and_methods_answer_in_the_same_form(server: Server, http: aiohttp.ClientSession) -> None:
     async with http.get(f"{server.url}/v1/nothing") as response:
         assert response.status == 404
@@ -250,7 +243,6 @@ async def test_unknown_paths_and_methods_answer_in_the_same_form(server: Server,
         assert "error" in await response.json()
 
 
-@pytest.mark.asyncio
 async def test_a_404_says_what_was_asked_for_and_what_there_is(server: Server, http: aiohttp.ClientSession) -> None:
     async with http.post(f"{server.url}/v1/v1/chat/completions", json={}) as response:
         message = (await response.json())["error"]["message"]
@@ -269,7 +261,6 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", NUMBERS)
 @pytest.mark.parametrize("number", [ENORMOUS, 10**30, 10**4000, -(10**4000)], ids=["1e8", "1e30", "1e4000", "-1e4000"])
 async def test_numbers_of_any_size_make_no_work(
@@ -283,7 +274,6 @@ async def test_numbers_of_any_size_make_no_work(
             assert len(await response.read()) < 1500
 
 
-@pytest.mark.asyncio
 async def test_choices_are_counted_before_anything_is_made_for_them(
     server: Server, http: aiohttp.ClientSession
 ) -> None:
@@ -328,7 +318,6 @@ ECHOING: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "body"), ECHOING, ids=range(len(ECHOING)))
 async def test_an_error_repeats_no_more_than_a_kilobyte_of_its_request(
     server: Server, http: aiohttp.ClientSession, path: str, body: dict[str, Any]
@@ -342,7 +331,6 @@ def nested(opening: str, closing: str, depth: int) -> str:
     return opening * depth + closing * depth
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("depth", [150, 990, 5_000, 50_000])
 async def test_what_is_nested_too_deeply_is_a_400_wherever_it_stands(
     server: Server, http: aiohttp.ClientSession, depth: int
@@ -363,13 +351,11 @@ async def test_what_is_nested_too_deeply_is_a_400_wherever_it_stands(
             assert len(await response.read()) < 3000
 
 
-@pytest.mark.asyncio
 async def test_a_bad_prompt_among_good_ones_computes_none_of_them(server: Server, http: aiohttp.ClientSession) -> None:
     await expect_error(http, f"{server.url}/v1/completions", {"prompt": ["good", ""]}, "prompt", "empty")
     assert server.llm.num_unfinished == 0
 
 
-@pytest.mark.asyncio
 async def test_others_in_the_batch_notice_nothing_of_bad_requests(server: Server, http: aiohttp.ClientSession) -> None:
     good = {"prompt": "Once upon a time", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
 
@@ -383,7 +369,6 @@ async def test_others_in_the_batch_notice_nothing_of_bad_requests(server: Server
     assert among == alone
 
 
-@pytest.mark.asyncio
 async def test_health_and_version_answer(server: Server, http: aiohttp.ClientSession) -> None:
     async with http.get(f"{server.url}/health") as response:
         assert response.status == 200
@@ -391,14 +376,12 @@ async def test_health_and_version_answer(server: Server, http: aiohttp.ClientSes
         assert set(await response.json()) == {"version"}
 
 
-@pytest.mark.asyncio
 async def test_many_wrong_elements_are_refused_at_once(server: Server, http: aiohttp.ClientSession) -> None:
     async with http.post(f"{server.url}/v1/completions", json={"prompt": [1.5] * 150_000}) as response:
         assert response.status == 400
         assert len(await response.read()) < 1000
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_is_not_what_its_encoding_says_is_a_400(server: Server, http: aiohttp.ClientSession) -> None:
     headers = {**JSON, "Content-Encoding": "gzip"}
     async with http.post(f"{server.url}/v1/completions", data=b"no gzip", headers=headers) as response:

@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
 from chairlift.api.config import ServerConfig
 from chairlift.api.http.access import Cors, normalize_origin
@@ -28,7 +27,7 @@ def origins() -> list[str]:
     return ["http://localhost:3000", PAGE]
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def http(origins: list[str]) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a server that asks for a key and allows those origins."""
     config = ServerConfig.model_validate({"api_key": ["secret"], "allowed_origin": origins})
@@ -40,7 +39,6 @@ def cors_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.startswith("Access-Control-")}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("origin", ["http://localhost:3000", PAGE])
 async def test_a_preflight_needs_no_key_and_says_what_is_allowed(http: aiohttp.ClientSession, origin: str) -> None:
     async with http.options("/v1/chat/completions", headers={"Origin": origin, **PREFLIGHT}) as response:
@@ -55,7 +53,6 @@ async def test_a_preflight_needs_no_key_and_says_what_is_allowed(http: aiohttp.C
         assert response.headers["Vary"] == "Origin"
 
 
-@pytest.mark.asyncio
 async def test_every_route_answers_preflights(http: aiohttp.ClientSession) -> None:
     wanted = {
         "/v1/completions": "POST",
@@ -71,7 +68,6 @@ async def test_every_route_answers_preflights(http: aiohttp.ClientSession) -> No
             assert method in response.headers["Access-Control-Allow-Methods"].split(", ")
 
 
-@pytest.mark.asyncio
 async def test_a_preflight_of_a_stranger_is_a_403_in_the_usual_form(http: aiohttp.ClientSession) -> None:
     async with http.options("/v1/models", headers={"Origin": STRANGER, **PREFLIGHT}) as response:
         assert response.status == 403
@@ -82,7 +78,6 @@ async def test_a_preflight_of_a_stranger_is_a_403_in_the_usual_form(http: aiohtt
     assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.asyncio
 async def test_replies_and_errors_can_be_read_by_the_page(http: aiohttp.ClientSession) -> None:
     expected = {
         "Access-Control-Allow-Origin": PAGE,
@@ -101,7 +96,6 @@ async def test_replies_and_errors_can_be_read_by_the_page(http: aiohttp.ClientSe
             assert response.headers["Vary"] == "Origin"
 
 
-@pytest.mark.asyncio
 async def test_a_stream_can_be_read_by_the_page(http: aiohttp.ClientSession) -> None:
     body = {"prompt": "Once", "max_tokens": 2, "stream": True}
     async with http.post("/v1/completions", json=body, headers={"Origin": PAGE, **KEY}) as response:
@@ -111,7 +105,6 @@ async def test_a_stream_can_be_read_by_the_page(http: aiohttp.ClientSession) -> 
         assert (await response.text()).endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("headers", [{"Origin": STRANGER}, {"Origin": "null"}, {}])
 async def test_strangers_and_plain_clients_get_replies_without_cors_headers(
     http: aiohttp.ClientSession, headers: dict[str, str]
@@ -122,7 +115,6 @@ async def test_strangers_and_plain_clients_get_replies_without_cors_headers(
         assert response.headers["Vary"] == "Origin"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("headers", [{"Origin": PAGE}, {"Access-Control-Request-Method": "POST"}])
 async def test_options_that_are_no_preflight_stay_what_they_were(
     http: aiohttp.ClientSession, headers: dict[str, str]
@@ -131,7 +123,6 @@ async def test_options_that_are_no_preflight_stay_what_they_were(
         assert response.status == 405
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("origins", [["*"]])
 async def test_a_star_allows_every_origin(http: aiohttp.ClientSession) -> None:
     for origin in (STRANGER, "null"):
@@ -144,7 +135,6 @@ async def test_a_star_allows_every_origin(http: aiohttp.ClientSession) -> None:
         assert response.headers["Access-Control-Allow-Origin"] == "*"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("origins", [[]])
 async def test_without_allowed_origins_nothing_changes(http: aiohttp.ClientSession) -> None:
     async with http.options("/v1/models", headers={"Origin": PAGE, **PREFLIGHT}) as response:
@@ -225,14 +215,12 @@ SERVED = [200, 200, 200, 404, 200, 405, 200]
 REFUSED = [403] * 7
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "127.0.0.1:9", "127.1.2.3", "[::1]:8000", "[::1]"])
 async def test_this_machines_names_are_known(host: str) -> None:
     async with private() as http:
         assert await statuses(http, Host=host) == SERVED
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "192.168.1.5:8000", "[::2]", "", "a:b:c", "@"],
@@ -244,7 +232,6 @@ async def test_a_name_that_was_made_to_lead_here_is_turned_away(host: str) -> No
         assert await statuses(http, Host="evil.example") == SERVED
 
 
-@pytest.mark.asyncio
 async def test_the_refusal_names_the_flag() -> None:
     async with private(hosts=["box.lan"]) as http:
         assert await statuses(http, Host="Box.LAN:8000") == SERVED
@@ -256,7 +243,6 @@ async def test_the_refusal_names_the_flag() -> None:
         assert message == f"pages of {STRANGER} may not use this server; --allowed-origin would let them"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "origin", [STRANGER, "null", "http://localhost:3000", "https://localhost:8000", "http://127.0.0.1:8000"]
 )
@@ -266,7 +252,6 @@ async def test_pages_from_elsewhere_are_turned_away(origin: str) -> None:
         assert await statuses(http, Host="localhost:8000", Origin="http://localhost:8000") == SERVED
 
 
-@pytest.mark.asyncio
 async def test_pages_that_are_allowed_are_served() -> None:
     async with private(origins=[PAGE]) as http:
         assert await statuses(http, Origin=PAGE) == SERVED
@@ -275,7 +260,6 @@ async def test_pages_that_are_allowed_are_served() -> None:
             assert response.status == 204
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 async def test_an_image_in_a_foreign_page_is_turned_away_and_a_link_is_not(site: str) -> None:
     async with private() as http:

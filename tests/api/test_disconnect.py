@@ -85,7 +85,6 @@ def assert_nothing_more_was_computed(launches: Launches, num_before: int) -> Non
     assert {(launch.num_free_slots, len(launch.rows)) for launch in later} == {(SLOTS - 1, 1)}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("until_phase", PHASES)
 async def test_leaving_frees_every_slot_within_the_launch_and_nothing_more_is_computed(
@@ -113,7 +112,6 @@ async def leave_now(server: Server, leaving: RawClient, num_staying: int = 1) ->
     await wait_until(lambda: server.api.num_active == server.llm.num_unfinished == num_staying, "one has left")
 
 
-@pytest.mark.asyncio
 async def test_leaving_between_two_steps_frees_the_slot_before_the_next() -> None:
     async with serving() as server:
         with recorded(server.llm) as launches, held(server.llm._core, "step") as gate:
@@ -135,7 +133,6 @@ async def test_leaving_between_two_steps_frees_the_slot_before_the_next() -> Non
         assert_nothing_more_was_computed(launches, num_before)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", KINDS)
 async def test_leaving_while_queued_is_never_computed(kind: str) -> None:
     async with serving(max_batch_size=1) as server:
@@ -153,7 +150,6 @@ async def test_leaving_while_queued_is_never_computed(kind: str) -> None:
         assert {request.max_tokens for launch in launches.all for request in launch.requests} == {STAYING_TOKENS}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_leaving_while_the_mask_of_a_grammar_is_computed(stream: bool) -> None:
     async with serving(max_steps_per_launch=4) as server:
@@ -173,7 +169,6 @@ async def test_leaving_while_the_mask_of_a_grammar_is_computed(stream: bool) -> 
         assert_nothing_more_was_computed(launches, num_before)
 
 
-@pytest.mark.asyncio
 async def test_leaving_while_the_prompt_is_tokenized_starts_nothing() -> None:
     async with serving() as server:
         with recorded(server.llm) as launches, held(server.llm.inputs, "prepare") as gate:
@@ -186,7 +181,6 @@ async def test_leaving_while_the_prompt_is_tokenized_starts_nothing() -> None:
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 async def test_leaving_politely_is_leaving_too() -> None:
     async with serving() as server:
         leaving = await post(server, {**LONG, "stream": True})
@@ -196,7 +190,6 @@ async def test_leaving_politely_is_leaving_too() -> None:
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 async def test_many_that_leave_at_any_time_leave_nothing_behind_and_one_that_stays_is_answered_as_if_alone(
     server: Server,
 ) -> None:

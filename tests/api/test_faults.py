@@ -38,7 +38,6 @@ async def status_and_error(server: Server, method: str, path: str, **arguments: 
         return response.status, (await response.json())["error"]
 
 
-@pytest.mark.asyncio
 async def test_when_a_step_hangs_nobody_does() -> None:
     async with serving(step_timeout=0.3) as server, client_of(server) as client:
         with held(forward_of(server.llm), "hidden") as gate:
@@ -56,7 +55,6 @@ async def test_when_a_step_hangs_nobody_does() -> None:
             assert (status, error["message"]) == (503, f"the engine died: {HUNG}")
 
 
-@pytest.mark.asyncio
 async def test_a_hung_step_makes_health_bad_at_once_and_readers_get_an_error_event() -> None:
     async with serving(step_timeout=0.3) as server, aiohttp.ClientSession() as http:
         with held(forward_of(server.llm), "hidden") as gate:
@@ -70,7 +68,6 @@ async def test_a_hung_step_makes_health_bad_at_once_and_readers_get_an_error_eve
         ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_dead_engines_server_refuses_with_503_so_that_clients_go_elsewhere(stream: bool) -> None:
     async with serving(step_timeout=0.3) as server:
@@ -84,7 +81,6 @@ async def test_a_dead_engines_server_refuses_with_503_so_that_clients_go_elsewhe
                 assert (error["type"], error["code"]) == ("server_error", "unavailable")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError(), RuntimeError("no luck")])
 async def test_a_thread_that_dies_ends_everything_at_once(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
@@ -109,7 +105,6 @@ async def test_a_thread_that_dies_ends_everything_at_once(
         assert (await status_and_error(server, "GET", "/health"))[0] == 503
 
 
-@pytest.mark.asyncio
 async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,7 +162,6 @@ def test_the_process_ends_although_threads_hang_beside_the_engines() -> None:
         assert process.exit_code() == 1
 
 
-@pytest.mark.asyncio
 async def test_threads_end_with_their_servers() -> None:
     async with serving() as server, client_of(server) as client:
         await client.completions.create(**{**LONG, "max_tokens": 5})

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from aiohttp import web
 
 import chairlift.api.reference.page
@@ -39,7 +38,7 @@ class Markup(HTMLParser):
         return [value or "" for _, each, value in self.attributes if each == name]
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def url() -> AsyncIterator[str]:
     app = web.Application(middlewares=[error_middleware])
     add_page_routes(app, SnapshotFeed(FakeBatch(num_slots=1, slot_len=64)), keep_alive_s=5.0)
@@ -50,7 +49,6 @@ async def url() -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-@pytest.mark.asyncio
 async def test_every_file_is_served_as_what_it_is(url: str, http: aiohttp.ClientSession) -> None:
     assert {"/", "/page/style.css", "/page/page.js", "/page/icon.svg"} <= PAGE_PATHS
     for path in PAGE_PATHS:
@@ -61,7 +59,6 @@ async def test_every_file_is_served_as_what_it_is(url: str, http: aiohttp.Client
             assert await response.read() == file.read_bytes()
 
 
-@pytest.mark.asyncio
 async def test_nothing_else_is_served(url: str, http: aiohttp.ClientSession) -> None:
     for path in (
         "/page",
@@ -75,7 +72,6 @@ async def test_nothing_else_is_served(url: str, http: aiohttp.ClientSession) -> 
             assert response.status == 404
 
 
-@pytest.mark.asyncio
 async def test_a_browser_may_load_from_here_only_and_run_nothing_inline(url: str, http: aiohttp.ClientSession) -> None:
     for path in PAGE_PATHS:
         async with http.get(url + path) as response:
@@ -89,7 +85,6 @@ async def test_a_browser_may_load_from_here_only_and_run_nothing_inline(url: str
             assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
-@pytest.mark.asyncio
 async def test_a_browser_that_has_a_file_is_told_so(url: str, http: aiohttp.ClientSession) -> None:
     async with http.get(url) as response:
         assert response.headers["Cache-Control"] == "no-cache"

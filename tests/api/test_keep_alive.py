@@ -24,7 +24,6 @@ async def comments(response: aiohttp.ClientResponse, num_comments: int) -> str:
     return (await response.content.readexactly(num_comments * len(COMMENT))).decode()
 
 
-@pytest.mark.asyncio
 async def test_while_a_prompt_waits_there_are_comments_and_then_the_same_events() -> None:
     async with serving(BRIEF, max_batch_size=1) as server, aiohttp.ClientSession() as http:
         url = f"{server.url}/v1/completions"
@@ -50,7 +49,6 @@ def texts_of(stream: str) -> tuple[str, str]:
     return "".join(choice["text"] for choice in choices), f"{choices[-1]['finish_reason']} {payloads[-1]}"
 
 
-@pytest.mark.asyncio
 async def test_the_openai_client_passes_over_them() -> None:
     async with serving(BRIEF) as server, AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         with held(forward_of(server.llm), "hidden") as gate:
@@ -67,7 +65,6 @@ async def test_the_openai_client_passes_over_them() -> None:
     assert text == "17 + 25 = 42."
 
 
-@pytest.mark.asyncio
 async def test_an_error_after_a_comment_is_an_event_and_an_exception_of_the_client() -> None:
     async with (
         serving(BRIEF, max_batch_size=1, max_queue_size=0) as server,
@@ -85,7 +82,6 @@ async def test_an_error_after_a_comment_is_an_event_and_an_exception_of_the_clie
         assert (caught.value.code, caught.value.type) == ("queue_full", "rate_limit_error")
 
 
-@pytest.mark.asyncio
 async def test_an_error_before_the_first_comment_has_a_status(server: Server) -> None:
     async with aiohttp.ClientSession() as http:
         body = {**BODY, "max_tokens": 10_000}
@@ -113,7 +109,6 @@ async def raw_stream(server: Server, gate: Gate, pause_s: float) -> str:
             return await response.text()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("interval", "expects_comments"), [(0.5, False), (0.02, True)])
 async def test_comments_come_only_where_tokens_do_not(interval: float, expects_comments: bool) -> None:
     async with serving(ServerConfig(keep_alive_interval=interval)) as server:
@@ -124,7 +119,6 @@ async def test_comments_come_only_where_tokens_do_not(interval: float, expects_c
     assert_whole(stream)
 
 
-@pytest.mark.asyncio
 async def test_nothing_comes_after_the_end_and_the_connection_serves_the_next_request() -> None:
     async with serving(BRIEF) as server:
         connector = aiohttp.TCPConnector(limit=1)
@@ -137,7 +131,6 @@ async def test_nothing_comes_after_the_end_and_the_connection_serves_the_next_re
         assert [task for task in asyncio.all_tasks() if "EventStream._keep_alive" in repr(task)] == []
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_leaves_while_it_only_gets_comments_frees_its_place() -> None:
     async with serving(BRIEF) as server:
         with held(forward_of(server.llm), "hidden") as gate:
@@ -166,7 +159,6 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return written
 
 
-@pytest.mark.asyncio
 async def test_an_end_that_falls_into_a_comments_write_loses_nothing(slow_writes: list[bytes]) -> None:
     async with serving(BRIEF) as server:
         with held(forward_of(server.llm), "hidden") as gate:
@@ -180,7 +172,6 @@ async def test_an_end_that_falls_into_a_comments_write_loses_nothing(slow_writes
     assert_whole(stream)
 
 
-@pytest.mark.asyncio
 async def test_an_error_that_falls_into_a_comments_write_is_told(slow_writes: list[bytes]) -> None:
     async with serving(BRIEF, max_batch_size=1, max_queue_size=0) as server:
         with held(forward_of(server.llm), "hidden") as gate:

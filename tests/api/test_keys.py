@@ -5,7 +5,6 @@ from pathlib import Path
 
 import openai
 import pytest
-import pytest_asyncio
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
 
@@ -17,7 +16,7 @@ from chairlift.flags import read_settings
 from tests.api.conftest import serving
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def url() -> AsyncIterator[str]:
     """A server that knows two keys."""
     config = ServerConfig.model_validate({"api_key": ["first key", "zweiter-Schlüssel"]})
@@ -25,7 +24,6 @@ async def url() -> AsyncIterator[str]:
         yield server.url
 
 
-@pytest.mark.asyncio
 async def test_a_known_key_is_let_in_and_another_is_a_401(url: str) -> None:
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="first key", max_retries=0) as client:
         assert [model.id async for model in client.models.list()] == ["bundled"]
@@ -36,7 +34,6 @@ async def test_a_known_key_is_let_in_and_another_is_a_401(url: str) -> None:
     assert "first key" not in str(caught.value)
 
 
-@pytest.mark.asyncio
 async def test_every_path_asks_for_a_key_but_health_metrics_version_the_page_and_the_description(url: str) -> None:
     async with ClientSession() as http:
         for path in ("/v1/models", "/v1/completions", "/tokenize", "/watch", "/page/nowhere", "/nowhere"):
@@ -49,7 +46,6 @@ async def test_every_path_asks_for_a_key_but_health_metrics_version_the_page_and
                 assert response.status == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Basic first key", "first key"])
 async def test_a_header_that_is_no_bearer_key_is_a_401(url: str, header: str) -> None:
     async with ClientSession() as http, http.get(f"{url}/v1/models", headers={"Authorization": header}) as response:

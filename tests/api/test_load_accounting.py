@@ -9,7 +9,6 @@ from tests.soak.target import Target
 from tests.soak.verdict import judge
 
 
-@pytest.mark.asyncio
 async def test_two_hundred_mixed_requests_are_all_accounted_for() -> None:
     async with serving() as served:
         load = Load(Target(served.url, served.read), seed=1)
@@ -70,7 +69,6 @@ def test_a_request_that_nobody_sent_is_a_complaint() -> None:
     assert ClientLog().compare({"7": ["200"]}) == ["the server tells of requests that nobody sent: ['7']"]
 
 
-@pytest.mark.asyncio
 async def test_a_slot_that_stays_taken_is_a_complaint() -> None:
     async with serving() as served:
         load = Load(Target(served.url, served.read), seed=0)

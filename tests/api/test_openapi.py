@@ -46,7 +46,6 @@ def test_the_document_is_valid() -> None:
         assert jsonschema_rs.meta.is_valid({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}), name
 
 
-@pytest.mark.asyncio
 async def test_every_route_of_the_application_is_in_it_and_no_other(server: Server) -> None:
     app: web.Application = Api(server.llm).make_app()
     served = {
@@ -88,7 +87,6 @@ def test_every_field_says_what_becomes_of_it() -> None:
             assert (row.name in schema.get("required", [])) == row.is_required
 
 
-@pytest.mark.asyncio
 async def test_replies_are_as_described(server: Server) -> None:
     check(await post(server, CHAT, {**ANSWER, "n": 2}), reply_schema("post", CHAT))
     check(await post(server, COMPLETIONS, {**CONTINUE, "n": 2}), reply_schema("post", COMPLETIONS))
@@ -104,7 +102,6 @@ async def test_replies_are_as_described(server: Server) -> None:
     check({"error": await error_of(server, CHAT, {})}, reply_schema("post", CHAT, status="400"))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "body"), [(CHAT, ANSWER), (COMPLETIONS, CONTINUE)])
 async def test_the_events_of_streams_are_as_described(server: Server, path: str, body: dict[str, Any]) -> None:
     for chunk in await chunks_of(server, path, {**body, "stream_options": {"include_usage": True}}):

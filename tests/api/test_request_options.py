@@ -28,7 +28,6 @@ def options_in(launches: Launches) -> set[RequestOptions]:
     return {request.options for launch in launches.all for request in launch.requests}
 
 
-@pytest.mark.asyncio
 async def test_a_chats_options_reach_the_engine(server: Server, client: AsyncOpenAI) -> None:
     with recorded(server.llm) as launches:
         reply = await client.chat.completions.create(
@@ -38,7 +37,6 @@ async def test_a_chats_options_reach_the_engine(server: Server, client: AsyncOpe
     assert reply.choices[0].message.content == "17 + 25 = 42."
 
 
-@pytest.mark.asyncio
 async def test_a_responses_options_reach_the_engine(server: Server, client: AsyncOpenAI) -> None:
     with recorded(server.llm) as launches:
         reply = await client.responses.create(model="bundled", input="What is 17 + 25?", user="ann", extra_body=OURS)
@@ -46,7 +44,6 @@ async def test_a_responses_options_reach_the_engine(server: Server, client: Asyn
     assert (reply.output_text, reply.user) == ("17 + 25 = 42.", "ann")
 
 
-@pytest.mark.asyncio
 async def test_all_prompts_and_choices_of_a_completion_have_its_options(server: Server, client: AsyncOpenAI) -> None:
     with recorded(server.llm) as launches:
         await client.completions.create(
@@ -56,7 +53,6 @@ async def test_all_prompts_and_choices_of_a_completion_have_its_options(server: 
     assert len({request for launch in launches.all for request in launch.rows}) == 4
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_what_is_left_out_has_its_default(server: Server, path: str) -> None:
     with recorded(server.llm) as launches:
@@ -64,7 +60,6 @@ async def test_what_is_left_out_has_its_default(server: Server, path: str) -> No
     assert options_in(launches) == {RequestOptions()}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_the_outermost_values_are_taken(server: Server, path: str) -> None:
     for priority in (MAX_PRIORITY, -MAX_PRIORITY):
@@ -88,7 +83,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_bad_options_are_refused_by_name(server: Server, path: str) -> None:
     for fields, message in BAD.values():
@@ -101,7 +95,6 @@ async def test_bad_options_are_refused_by_name(server: Server, path: str) -> Non
 # --- tenants
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("name", "tenant"), [("ann", "ann"), ("", ""), (None, "")])
 async def test_without_keys_the_user_is_the_tenant(server: Server, name: str | None, tenant: str) -> None:
     with recorded(server.llm) as launches:
@@ -109,7 +102,6 @@ async def test_without_keys_the_user_is_the_tenant(server: Server, name: str | N
     assert options_in(launches) == {RequestOptions(tenant=tenant)}
 
 
-@pytest.mark.asyncio
 async def test_a_key_is_one_tenant_whatever_user_it_names() -> None:
     async with serving(ServerConfig(api_key=["one", "two"])) as server:
         tenants = {}
@@ -131,7 +123,6 @@ async def options_of(server: Server, key: str, **fields: Any) -> RequestOptions:
     return options
 
 
-@pytest.mark.asyncio
 async def test_keys_reuse_no_prompts_of_each_other_unless_they_are_told_to_share() -> None:
     prompt = {"prompt": "Once upon a time there was a secret of ten characters", "max_tokens": 1}
 
@@ -154,7 +145,6 @@ async def test_keys_reuse_no_prompts_of_each_other_unless_they_are_told_to_share
         assert await cached_tokens(server, "two") > 5
 
 
-@pytest.mark.asyncio
 async def test_a_key_has_a_range_of_priorities_and_a_share_of_the_queue(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("usual\nurgent priority=-10:10 queue=0.25\n")
@@ -174,13 +164,11 @@ async def test_a_key_has_a_range_of_priorities_and_a_share_of_the_queue(tmp_path
                 await options_of(server, key, priority=priority)
 
 
-@pytest.mark.asyncio
 async def test_who_is_the_only_one_with_a_key_may_fill_the_queue() -> None:
     async with serving(ServerConfig(api_key=["one"])) as server:
         assert (await options_of(server, "one")).queue_share == 1.0
 
 
-@pytest.mark.asyncio
 async def test_hints_of_other_servers_make_no_tenants(server: Server) -> None:
     hints = {"safety_identifier": "ann", "prompt_cache_key": "bob", "metadata": {"user": "cid"}}
     with recorded(server.llm) as launches:

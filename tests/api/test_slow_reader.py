@@ -85,7 +85,6 @@ def choices_of(pieces: list[str]) -> dict[int, str]:
     return texts
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_stops_reading_is_cut_off_in_time(
     transports: list[asyncio.Transport], stream: bool
@@ -100,7 +99,6 @@ async def test_a_client_that_stops_reading_is_cut_off_in_time(
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 async def test_the_connections_own_timer_cuts_it_off_as_well(transports: list[asyncio.Transport]) -> None:
     config = ServerConfig(port=0, client_timeout=SHORT_S)
     async with serving(config=config) as server:
@@ -110,7 +108,6 @@ async def test_the_connections_own_timer_cuts_it_off_as_well(transports: list[as
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(
     transports: list[asyncio.Transport],
 ) -> None:
@@ -135,7 +132,6 @@ async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("transports")
 async def test_a_slow_reader_gets_all_of_it_in_the_end() -> None:
     async with serving(config=ServerConfig(port=0, client_timeout=LONG_S)) as server:
@@ -152,7 +148,6 @@ async def test_a_slow_reader_gets_all_of_it_in_the_end() -> None:
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("transports")
 async def test_a_reader_that_pauses_for_less_than_the_timeout_again_and_again_is_not_cut_off() -> None:
     async with (
@@ -168,7 +163,6 @@ async def test_a_reader_that_pauses_for_less_than_the_timeout_again_and_again_is
         assert set(choices_of(pieces)) == set(range(SLOTS))
 
 
-@pytest.mark.asyncio
 async def test_a_hung_engine_leaves_no_silent_reader_behind(transports: list[asyncio.Transport]) -> None:
     async with (
         serving(config=ServerConfig(port=0, client_timeout=SHORT_S), step_timeout=0.5) as server,
@@ -180,7 +174,6 @@ async def test_a_hung_engine_leaves_no_silent_reader_behind(transports: list[asy
             await wait_until(lambda: server.api.num_active == 0 and transports[0].is_closing(), "it is cut off")
 
 
-@pytest.mark.asyncio
 async def test_a_reply_that_fits_into_the_buffer_and_is_never_read_does_not_keep_its_connection_for_ever(
     lost: list[Connection],
 ) -> None:

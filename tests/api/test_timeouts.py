@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
@@ -86,20 +85,18 @@ async def connected(port: int) -> AsyncIterator[Client]:
         writer.close()
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def impatient() -> AsyncIterator[int]:
     """The port of a server that waits for headers, for a short time only."""
     async with listening(client_timeout=SHORT) as port:
         yield port
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_says_nothing_is_closed(impatient: int) -> None:
     async with connected(impatient) as client:
         assert SHORT / 2 < await client.seconds_until_closed() < 10 * SHORT
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("num_before", [0, 2])
 async def test_headers_that_stay_incomplete_end_the_connection(impatient: int, num_before: int) -> None:
     async with connected(impatient) as client:
@@ -110,7 +107,6 @@ async def test_headers_that_stay_incomplete_end_the_connection(impatient: int, n
         assert SHORT / 2 < await client.seconds_until_closed() < 10 * SHORT
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("num_before", [0, 1])
 async def test_sending_headers_byte_by_byte_does_not_prolong_the_time_for_them(impatient: int, num_before: int) -> None:
     async with connected(impatient) as client:
@@ -129,7 +125,6 @@ async def test_sending_headers_byte_by_byte_does_not_prolong_the_time_for_them(i
         trickling.cancel()
 
 
-@pytest.mark.asyncio
 async def test_headers_in_pieces_that_come_in_time_are_served(impatient: int) -> None:
     async with connected(impatient) as client:
         for _ in range(3):
@@ -139,7 +134,6 @@ async def test_headers_in_pieces_that_come_in_time_are_served(impatient: int) ->
             assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
 
 
-@pytest.mark.asyncio
 async def test_the_header_timer_does_not_run_while_a_request_is_worked_on_or_between_two(impatient: int) -> None:
     async with connected(impatient) as client:
         for _ in range(2):
@@ -150,7 +144,6 @@ async def test_the_header_timer_does_not_run_while_a_request_is_worked_on_or_bet
         assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
 
 
-@pytest.mark.asyncio
 async def test_pipelined_requests_are_answered_in_order(impatient: int) -> None:
     async with connected(impatient) as client:
         client.send(b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n" + POST % 3 + b"one" + POST % 3 + b"two" + HEADERS)
@@ -158,7 +151,6 @@ async def test_pipelined_requests_are_answered_in_order(impatient: int) -> None:
         assert [(await client.answer())[1] for _ in range(4)] == ["slow", "one", "two", ""]
 
 
-@pytest.mark.asyncio
 async def test_silence_between_two_requests_ends_with_the_idle_time() -> None:
     async with listening(idle_timeout=SHORT) as port, connected(port) as client:
         for _ in range(2):
@@ -167,7 +159,6 @@ async def test_silence_between_two_requests_ends_with_the_idle_time() -> None:
         assert SHORT / 2 < await client.seconds_until_closed() < 10 * SHORT
 
 
-@pytest.mark.asyncio
 async def test_the_idle_timer_does_not_run_once_a_request_has_begun() -> None:
     async with listening(idle_timeout=SHORT) as port, connected(port) as client:
         await asyncio.sleep(1.5 * SHORT)  # the first request has the header time
@@ -179,7 +170,6 @@ async def test_the_idle_timer_does_not_run_once_a_request_has_begun() -> None:
         assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
 
 
-@pytest.mark.asyncio
 async def test_pipelined_headers_that_stay_incomplete_end_with_the_idle_time() -> None:
     async with listening(idle_timeout=SHORT) as port, connected(port) as client:
         client.send(GET + HEADERS)
@@ -187,7 +177,6 @@ async def test_pipelined_headers_that_stay_incomplete_end_with_the_idle_time() -
         assert SHORT / 2 < await client.seconds_until_closed() < 10 * SHORT
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("sent", [b"", b"only a part"])
 async def test_a_body_that_does_not_come_is_a_408_and_the_end_of_the_connection(sent: bytes) -> None:
     async with listening() as port, connected(port) as client:
@@ -204,7 +193,6 @@ async def test_a_body_that_does_not_come_is_a_408_and_the_end_of_the_connection(
         assert await client.seconds_until_closed() < SHORT
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes() -> None:
     async with listening() as port, connected(port) as client:
         client.send(POST % 101)
@@ -213,14 +201,12 @@ async def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes() -> 
         assert json.loads(body)["error"]["message"] == "the body is too large: Maximum request body size 100 exceeded."
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_turns_out_too_large_is_refused() -> None:
     async with listening() as port, connected(port) as client:
         client.send(POST_HEADERS + b"Transfer-Encoding: chunked\r\n\r\n65\r\n" + b"a" * 101)
         assert (await client.answer())[0].startswith("HTTP/1.1 413 ")
 
 
-@pytest.mark.asyncio
 async def test_a_body_of_just_the_limit_is_taken_and_the_connection_goes_on() -> None:
     async with listening() as port, connected(port) as client:
         for _ in range(2):
@@ -228,7 +214,6 @@ async def test_a_body_of_just_the_limit_is_taken_and_the_connection_goes_on() ->
             assert (await client.answer())[1] == "a" * 100
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     async with listening(client_timeout=SHORT) as port, connected(port) as client:
         client.send(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
@@ -237,7 +222,6 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
             await client.answer()
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_reads_again_in_time_gets_everything_and_may_go_on() -> None:
     async with listening(client_timeout=3 * SHORT) as port, connected(port) as client:
         client.send(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
@@ -248,7 +232,6 @@ async def test_a_client_that_reads_again_in_time_gets_everything_and_may_go_on()
         assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "rubbish", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"hello\r\n\r\n"]
 )

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import pytest_asyncio
 import trustme
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -54,14 +53,13 @@ def files(tmp_path: Path) -> Files:
     return files
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def url(files: Files) -> AsyncIterator[str]:
     """A server with that certificate."""
     async with serving(files.config, max_batch_size=1, max_seq_len=64) as server:
         yield server.url
 
 
-@pytest.mark.asyncio
 async def test_the_openai_client_streams_over_https(url: str, files: Files) -> None:
     assert url.startswith("https://127.0.0.1:")
     trusting = DefaultAsyncHttpxClient(verify=ssl.create_default_context(cafile=files.authority))
@@ -71,7 +69,6 @@ async def test_the_openai_client_streams_over_https(url: str, files: Files) -> N
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")
 
 
-@pytest.mark.asyncio
 async def test_who_does_not_trust_the_certificate_or_speaks_http_gets_nothing(url: str) -> None:
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -80,7 +77,6 @@ async def test_who_does_not_trust_the_certificate_or_speaks_http_gets_nothing(ur
             await client.get(f"{url.replace('https', 'http')}/health")
 
 
-@pytest.mark.asyncio
 async def test_a_handshake_that_does_not_come_ends_the_connection(url: str) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
     assert await asyncio.wait_for(reader.read(1), 5) == b""

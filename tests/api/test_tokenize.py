@@ -15,7 +15,6 @@ async def post(http: aiohttp.ClientSession, url: str, body: dict[str, Any], stat
     return reply
 
 
-@pytest.mark.asyncio
 async def test_a_text_becomes_tokens_and_back(server: Server, http: aiohttp.ClientSession) -> None:
     reply = await post(http, f"{server.url}/tokenize", {"model": "bundled", "prompt": "Hé!"})
     assert reply == {"tokens": [72, 195, 169, 33], "count": 4, "max_model_len": MAX_SEQ_LEN}
@@ -23,7 +22,6 @@ async def test_a_text_becomes_tokens_and_back(server: Server, http: aiohttp.Clie
     assert back == {"prompt": "Hé!"}
 
 
-@pytest.mark.asyncio
 async def test_a_conversation_is_counted_as_chat_completions_count_it(
     server: Server, http: aiohttp.ClientSession
 ) -> None:
@@ -35,7 +33,6 @@ async def test_a_conversation_is_counted_as_chat_completions_count_it(
     assert text["prompt"] == "<|user|>Hello!<|im_end|><|assistant|>"
 
 
-@pytest.mark.asyncio
 async def test_the_vocabularys_entries_are_told_if_asked_for(server: Server, http: aiohttp.ClientSession) -> None:
     reply = await post(http, f"{server.url}/tokenize", {"prompt": "H !", "return_token_strs": True})
     assert (reply["tokens"], reply["token_strs"]) == ([72, 32, 33], ["H", "Ġ", "!"])
@@ -44,7 +41,6 @@ async def test_the_vocabularys_entries_are_told_if_asked_for(server: Server, htt
     assert reply["token_strs"] == ["<|user|>", "a", "<|im_end|>", "<|assistant|>"]
 
 
-@pytest.mark.asyncio
 async def test_what_a_client_needs_to_know_of_the_tokenizer(server: Server, http: aiohttp.ClientSession) -> None:
     async with http.get(f"{server.url}/tokenizer_info") as response:
         assert response.status == 200
@@ -56,13 +52,11 @@ async def test_what_a_client_needs_to_know_of_the_tokenizer(server: Server, http
     assert (bool(info["tokenizer_class"]), info["model_max_length"]) == (True, MAX_SEQ_LEN)
 
 
-@pytest.mark.asyncio
 async def test_an_empty_text_has_no_tokens(server: Server, http: aiohttp.ClientSession) -> None:
     assert (await post(http, f"{server.url}/tokenize", {"prompt": ""}))["tokens"] == []
     assert await post(http, f"{server.url}/detokenize", {"tokens": []}) == {"prompt": ""}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
@@ -83,7 +77,6 @@ async def test_bad_input_is_refused_by_name(
     assert words in error["message"]
 
 
-@pytest.mark.asyncio
 async def test_a_text_that_would_take_long_is_refused_before_it_is_looked_at(
     server: Server, http: aiohttp.ClientSession
 ) -> None:

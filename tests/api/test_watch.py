@@ -71,7 +71,6 @@ async def next_of(events: AsyncGenerator[str]) -> Any:
     return read(await asyncio.wait_for(anext(events), 10.0))
 
 
-@pytest.mark.asyncio
 async def test_an_event_tells_of_slots_queue_launches_and_totals_and_leaves_defaults_out() -> None:
     batch = FakeBatch(num_slots=3, slot_len=64, token_budget=16)
     batch.add(num_prompt_tokens=10, num_output_tokens=3, num_reused=4)
@@ -116,7 +115,6 @@ def test_a_short_id_is_that_of_the_generation_whatever_its_sequence() -> None:
     assert short_id("123456780-17-0") != "cbf43926"
 
 
-@pytest.mark.asyncio
 async def test_all_watchers_get_the_very_same_event_of_one_look() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=60.0)
@@ -128,7 +126,6 @@ async def test_all_watchers_get_the_very_same_event_of_one_look() -> None:
         assert feed.num_watchers == 20
 
 
-@pytest.mark.asyncio
 async def test_nobody_looks_while_nobody_watches() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=QUICK_S)
@@ -150,7 +147,6 @@ async def test_nobody_looks_while_nobody_watches() -> None:
     assert source.num_looks > num_looks
 
 
-@pytest.mark.asyncio
 async def test_who_is_slow_gets_the_newest_and_misses_the_rest() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=QUICK_S)
@@ -161,7 +157,6 @@ async def test_who_is_slow_gets_the_newest_and_misses_the_rest() -> None:
         assert (await next_of(slow))["num_launches"] >= 20
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_sent_while_nothing_changes() -> None:
     source = busy()
     source.batch.step()
@@ -179,7 +174,6 @@ async def test_nothing_is_sent_while_nothing_changes() -> None:
         assert read(await asyncio.wait_for(following, 10.0))["num_launches"] == 2
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_is_gone_ends_the_streams_and_tells_who_comes_later() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=QUICK_S)
@@ -194,7 +188,6 @@ async def test_an_engine_that_is_gone_ends_the_streams_and_tells_who_comes_later
         await next_of(events)
 
 
-@pytest.mark.asyncio
 async def test_of_five_thousand_watchers_only_so_many_are_let_in_and_the_engine_notices_one() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=60.0)
@@ -224,7 +217,6 @@ async def events_of(response: aiohttp.ClientResponse, num_events: int) -> list[A
     return [read((await response.content.readuntil(b"\n\n")).decode()) for _ in range(num_events)]
 
 
-@pytest.mark.asyncio
 async def test_over_http_it_is_a_stream_of_events(http: aiohttp.ClientSession) -> None:
     async with serving(busy()) as url, http.get(url) as response:
         assert response.status == 200
@@ -233,7 +225,6 @@ async def test_over_http_it_is_a_stream_of_events(http: aiohttp.ClientSession) -
         assert numbers == sorted(set(numbers))
 
 
-@pytest.mark.asyncio
 async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(http: aiohttp.ClientSession) -> None:
     source = busy()
     source.moves = False
@@ -242,7 +233,6 @@ async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(http: 
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
 
 
-@pytest.mark.asyncio
 async def test_one_too_many_is_a_503_that_says_what_to_do(http: aiohttp.ClientSession) -> None:
     async with serving(busy()) as url, contextlib.AsyncExitStack() as stack:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as many:
@@ -257,7 +247,6 @@ async def test_one_too_many_is_a_503_that_says_what_to_do(http: aiohttp.ClientSe
             assert response.status == 200
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_was_gone_before_is_an_error_with_a_status(http: aiohttp.ClientSession) -> None:
     source = busy()
     source.error = EngineClosed("the engine was closed")
@@ -266,7 +255,6 @@ async def test_an_engine_that_was_gone_before_is_an_error_with_a_status(http: ai
         assert (await response.json())["error"]["message"] == "the engine was closed"
 
 
-@pytest.mark.asyncio
 async def test_only_get_is_known(http: aiohttp.ClientSession) -> None:
     async with serving(busy()) as url:
         for method in ("HEAD", "POST"):
@@ -274,7 +262,6 @@ async def test_only_get_is_known(http: aiohttp.ClientSession) -> None:
                 assert response.status == 405
 
 
-@pytest.mark.asyncio
 async def test_a_watcher_that_never_reads_costs_little_holds_nobody_up_and_is_cut_off(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

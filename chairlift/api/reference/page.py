@@ -3,7 +3,8 @@
 An event is a `chairlift.engine.stats.Snapshot` without the fields that have their default value. All watchers wait for
 the same look at the engine, and nobody looks while nobody waits; each snapshot is serialized once. A watcher has no
 queue of its own: it takes the newest snapshot when it has written the one before, so a slow one misses some and costs
-nothing else. Nothing is sent while nothing changes. A stream that ends means that the engine is gone; who asks again is told why.
+nothing else. Nothing is sent while nothing changes. A stream that ends means that the engine is gone; who asks again
+is told why.
 """
 
 import asyncio

@@ -46,6 +46,8 @@ def serve_settings(*flags: str) -> tuple[EngineConfig, ServerConfig]:
         (["serve", "--port", "http"], "--port must be a whole number, not 'http'"),
         (["serve", "--max-batch-size", "0"], "--max-batch-size must be at least 1 or auto, not '0'"),
         (["serve", "--queue-timeout", "0"], "--queue-timeout must be above 0, not '0'"),
+        (["serve", "--log-interval", "-1"], "--log-interval must be at least 0, not '-1'"),
+        (["serve", "--log-interval", "nan"], "--log-interval must be a finite number, not 'nan'"),
         (["serve", "--log-format", "xml"], "--log-format must be text or json, not 'xml'"),
         (
             ["serve", "--dtype", "flot32"],

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Server
-from tests.api.contract import COMPLETIONS, check_completion, chunks_of, counts, error_of, get, post
+from tests.api.contract import COMPLETIONS, check_completion, chunks_of, counts, error_of, post
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
 
@@ -30,21 +30,6 @@ async def test_accepted_fields_change_nothing(server: Server) -> None:
     for name, value in {**ACCEPTED, "best_of": 1, "n": 1, "echo": False}.items():
         reply = await post(server, COMPLETIONS, {**GREEDY, name: value})
         assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"])), name
-
-
-@pytest.mark.parametrize(("name", "value"), [("suffix", "the end"), ("suffix", "")])
-async def test_refused_fields_are_named(server: Server, name: str, value: object) -> None:
-    error = await error_of(server, COMPLETIONS, {**GREEDY, name: value})
-    assert error["param"] == name
-    assert error["message"].startswith(f"{name} is not supported: ")
-
-
-async def test_null_means_left_out_for_every_field(server: Server) -> None:
-    document = await get(server, "/openapi.json")
-    fields = set(document["components"]["schemas"]["CompletionRequest"]["properties"])
-    plain = await post(server, COMPLETIONS, GREEDY)
-    reply = await post(server, COMPLETIONS, {**GREEDY, **dict.fromkeys(fields - {"prompt", "temperature"})})
-    assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"]))
 
 
 async def test_best_of_may_repeat_what_n_says(server: Server) -> None:

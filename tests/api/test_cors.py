@@ -79,10 +79,7 @@ async def test_a_preflight_of_a_stranger_is_a_403_in_the_usual_form(http: aiohtt
 
 
 async def test_replies_and_errors_can_be_read_by_the_page(http: aiohttp.ClientSession) -> None:
-    expected = {
-        "Access-Control-Allow-Origin": PAGE,
-        "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
-    }
+    expected = {"Access-Control-Allow-Origin": PAGE, "Access-Control-Expose-Headers": "X-Request-Id, Retry-After"}
     for path, headers, status in (
         ("/v1/models", KEY, 200),
         ("/v1/models", {}, 401),

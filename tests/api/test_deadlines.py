@@ -126,10 +126,7 @@ async def test_the_servers_own_limit_holds_for_those_that_name_none() -> None:
 
 
 async def test_a_stream_that_has_begun_with_comments_gets_an_event() -> None:
-    async with (
-        holding(ServerConfig(keep_alive_interval=0.02)) as engine,
-        client_of(engine.server) as client,
-    ):
+    async with holding(ServerConfig(keep_alive_interval=0.02)) as engine, client_of(engine.server) as client:
         running = await engine.occupied()
         late = await client.completions.create(
             model="bundled", prompt=STORY, stream=True, extra_body={"timeout": 5}

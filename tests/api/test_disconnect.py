@@ -8,17 +8,7 @@ import aiohttp
 import pytest
 
 from tests.api.conftest import SLOTS, Server
-from tests.api.fault_support import (
-    Gate,
-    Launches,
-    RawClient,
-    forward_of,
-    held,
-    post,
-    recorded,
-    serving,
-    until_idle,
-)
+from tests.api.fault_support import Gate, Launches, RawClient, forward_of, held, post, recorded, serving, until_idle
 from tests.engine.async_support import wait_until
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True}

@@ -12,6 +12,7 @@ from aiohttp import web
 import chairlift.api.reference.page
 from chairlift.api.errors import error_middleware
 from chairlift.api.reference.page import PAGE_PATHS, SnapshotFeed, add_page_routes
+from tests.api.conftest import serving_app
 from tests.support.fake_batch import FakeBatch
 
 FOLDER = Path(chairlift.api.reference.page.__file__).parent / "page_files"
@@ -42,11 +43,8 @@ class Markup(HTMLParser):
 async def url() -> AsyncIterator[str]:
     app = web.Application(middlewares=[error_middleware])
     add_page_routes(app, SnapshotFeed(FakeBatch(num_slots=1, slot_len=64)), keep_alive_s=5.0)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    async with serving_app(app) as url:
+        yield url
 
 
 async def test_every_file_is_served_as_what_it_is(url: str, http: aiohttp.ClientSession) -> None:

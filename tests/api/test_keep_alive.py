@@ -53,10 +53,7 @@ async def test_the_openai_client_passes_over_them() -> None:
     async with serving(BRIEF) as server, AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         with held(forward_of(server.llm), "hidden") as gate:
             stream = await client.chat.completions.create(
-                model="bundled",
-                messages=[{"role": "user", "content": "What is 17 + 25?"}],
-                temperature=0,
-                stream=True,
+                model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0, stream=True
             )  # which returns once the status is there: with the first comment
             gate.allow(4)
             await asyncio.sleep(0.1)  # a pause in the middle of the stream, for some more

@@ -9,17 +9,17 @@ from tests.soak.target import Target
 from tests.soak.verdict import judge
 
 
-async def test_two_hundred_mixed_requests_are_all_accounted_for() -> None:
+async def test_a_hundred_mixed_requests_are_all_accounted_for() -> None:
     async with serving() as served:
         load = Load(Target(served.url, served.read), seed=1)
-        await load.put(Wave(num_clients=12, seconds=60.0, max_requests=150))
-        await load.put(Wave(num_clients=30, seconds=2.0, is_cut=True, max_requests=50))
+        await load.put(Wave(num_clients=12, seconds=60.0, max_requests=70))
+        await load.put(Wave(num_clients=30, seconds=2.0, is_cut=True, max_requests=40))
         after = await load.read_final_state()
         assert after is not None
         assert after.leftovers == {}
         assert after.num_free_slots == 8
     assert judge(load, None, after).complaints == []
-    assert len(load.client_log.entries) >= 200
+    assert len(load.client_log.entries) >= 100
     endings = {entry.ending for entry in load.client_log.entries}
     assert endings >= {Ending.FINISHED, Ending.QUEUE_FULL, Ending.REFUSED, Ending.LEFT}
 

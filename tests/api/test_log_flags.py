@@ -4,24 +4,8 @@ import json
 import signal
 
 import httpx
-import pytest
 
-from chairlift.__main__ import main
 from tests.support.server_process import SERVE, long_stream, running
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (["--log-format", "xml"], "--log-format must be text or json, not 'xml'"),
-        (["--log-interval", "-1"], "--log-interval must be at least 0, not '-1'"),
-        (["--log-interval", "nan"], "--log-interval must be a finite number, not 'nan'"),
-        (["--log-interval", "often"], "--log-interval must be a number, not 'often'"),
-    ],
-)
-def test_a_wrong_flag_is_one_clear_line(flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", *flags]) == 2
-    assert capsys.readouterr().err == f"chairlift: error: {complaint}\n"
 
 
 def test_every_record_is_an_object_of_its_own_from_start_to_end() -> None:

@@ -130,6 +130,6 @@ def test_keys_are_asked_for_wherever_something_is_computed_or_told() -> None:
         path: operation["security"] == [] for path, item in DOCUMENT["paths"].items() for operation in item.values()
     }
     assert {path for path, open_to_all in is_open.items() if open_to_all} == {
-        *("/health", "/metrics", "/version", "/openapi.json", "/docs"),
+        *("/health", "/metrics", "/version", "/openapi.json", "/docs")
     }
     assert DOCUMENT["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}

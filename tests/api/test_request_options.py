@@ -28,20 +28,11 @@ def options_in(launches: Launches) -> set[RequestOptions]:
     return {request.options for launch in launches.all for request in launch.requests}
 
 
-async def test_a_chats_options_reach_the_engine(server: Server, client: AsyncOpenAI) -> None:
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_a_bodys_options_reach_the_engine(server: Server, path: str) -> None:
     with recorded(server.llm) as launches:
-        reply = await client.chat.completions.create(
-            model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], user="ann", extra_body=OURS
-        )
+        await post(server, path, {**PROMPTS[path], "user": "ann", **OURS})
     assert options_in(launches) == {AS_ASKED}
-    assert reply.choices[0].message.content == "17 + 25 = 42."
-
-
-async def test_a_responses_options_reach_the_engine(server: Server, client: AsyncOpenAI) -> None:
-    with recorded(server.llm) as launches:
-        reply = await client.responses.create(model="bundled", input="What is 17 + 25?", user="ann", extra_body=OURS)
-    assert options_in(launches) == {AS_ASKED}
-    assert (reply.output_text, reply.user) == ("17 + 25 = 42.", "ann")
 
 
 async def test_all_prompts_and_choices_of_a_completion_have_its_options(server: Server, client: AsyncOpenAI) -> None:

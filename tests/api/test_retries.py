@@ -103,28 +103,19 @@ async def test_choices_and_prompts_are_taken_all_or_none(extra: dict[str, Any]) 
             assert response.status == 200  # there is one place
 
 
-async def test_the_clients_retry_is_answered_once_the_server_is_free_again() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_retry_is_answered_once_the_server_is_free_again(stream: bool) -> None:
     async with busy(num_waiting=QUEUE_SIZE) as (server, gate), client_as_it_comes(server) as (client, answers):
-        asking = asyncio.create_task(client.completions.create(**BODY))
+        asking = asyncio.create_task(client.completions.create(**BODY, stream=stream))
         await wait_until(lambda: server.llm.num_unfinished > 1, "it has come in")
         gate.allow(NUM_STEPS_TO_REFUSE)
         await answers.until(1)
         gate.open()
-        assert (await asking).choices[0].finish_reason == "length"
+        reply: Any = await asking
+        last = [chunk async for chunk in reply][-1] if stream else reply
+        assert last.choices[0].finish_reason == "length"
         assert answers.statuses == [429, 200]
         await until_idle(server, num_slots=1)
-
-
-async def test_the_clients_retry_of_a_stream_is_answered_too() -> None:
-    async with busy(num_waiting=QUEUE_SIZE) as (server, gate), client_as_it_comes(server) as (client, answers):
-        asking = asyncio.create_task(client.completions.create(**BODY, stream=True))
-        await wait_until(lambda: server.llm.num_unfinished > 1, "it has come in")
-        gate.allow(NUM_STEPS_TO_REFUSE)
-        await answers.until(1)
-        gate.open()
-        chunks = [chunk async for chunk in await asking]
-        assert chunks[-1].choices[0].finish_reason == "length"
-        assert answers.statuses == [429, 200]
 
 
 async def test_a_server_that_stays_full_is_a_rate_limit_error_after_three_attempts() -> None:

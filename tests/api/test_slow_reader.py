@@ -99,18 +99,7 @@ async def test_a_client_that_stops_reading_is_cut_off_in_time(
         await until_idle(server)
 
 
-async def test_the_connections_own_timer_cuts_it_off_as_well(transports: list[asyncio.Transport]) -> None:
-    config = ServerConfig(port=0, client_timeout=SHORT_S)
-    async with serving(config=config) as server:
-        async with await post_and_read_nothing(server, VERBOSE):
-            await ended(server)
-            await wait_until(lambda: server.api.num_active == 0 and transports[0].is_closing(), "it is cut off")
-        await until_idle(server)
-
-
-async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(
-    transports: list[asyncio.Transport],
-) -> None:
+async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(transports: list[asyncio.Transport]) -> None:
     async with (
         serving(config=ServerConfig(port=0, client_timeout=LONG_S)) as server,
         await post_and_read_nothing(server, VERBOSE) as silent,

@@ -167,10 +167,7 @@ def streaming(process: Process, num_tokens: int) -> Iterator[Iterator[str]]:
 def certificate_of(process: Process) -> bytes:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with (
-        socket.create_connection(("127.0.0.1", process.port), 20) as plain,
-        context.wrap_socket(plain) as connection,
-    ):
+    with socket.create_connection(("127.0.0.1", process.port), 20) as plain, context.wrap_socket(plain) as connection:
         certificate = connection.getpeercert(binary_form=True)
     assert certificate is not None
     return certificate

@@ -10,7 +10,6 @@ from openai.types.completion_usage import PromptTokensDetails
 from chairlift.api.config import ServerConfig
 from chairlift.api.wire.completions import Usage
 from chairlift.api.wire.response_object import ResponseUsage
-from chairlift.engine.async_llm import AsyncLLM
 from chairlift.params import CompletionOutput, RequestOutput
 from tests.api.conftest import Server
 from tests.api.contract import (
@@ -81,7 +80,6 @@ async def test_a_completion_tells_the_usage_so_far_with_every_chunk(server: Serv
 # --- an engine that reuses
 
 
-@pytest.mark.skipif(not hasattr(AsyncLLM, "reset_prefix_cache"), reason="the engine cannot forget yet")
 async def test_what_was_computed_can_be_forgotten(server: Server, client: AsyncOpenAI) -> None:
     await cached(client)
     assert await cached(client) == len(STORY) - 1
@@ -149,10 +147,7 @@ async def test_every_endpoint_and_both_kinds_of_replies_tell_of_it(server: Serve
     *_, last = await chunks_of(server, CHAT, {**chat, "stream_options": {"include_usage": True}})
     assert check_chat_chunk(last).usage == second.usage
     response = await post(server, "/v1/responses", {"input": QUESTION, "temperature": 0})
-    assert response["usage"]["input_tokens_details"] == {
-        "cached_tokens": reused.cached_tokens,
-        "cache_write_tokens": 0,
-    }
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": reused.cached_tokens, "cache_write_tokens": 0}
     continued = {"prompt": STORY, "max_tokens": 3}
     await post(server, COMPLETIONS, continued)
     *_, last = await chunks_of(server, COMPLETIONS, {**continued, "stream_options": {"include_usage": True}})

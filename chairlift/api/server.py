@@ -36,7 +36,7 @@ async def serve(llm: AsyncLLM, config: ServerConfig, listener: Listener) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
     was_cut_short = False
     try:
-        with _short_pauses(), _signals(listener, stop, hurry), _reporting(llm, config.log_interval), listener:
+        with _short_pauses(), _signals(listener, stop, hurry), reporting(llm, config.log_interval), listener:
             await start(runner, config, listener)
             is_open = listener.is_open_to_others
             api.cors.is_strict = not api.keys and not is_open
@@ -110,7 +110,7 @@ def _short_pauses() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reporting(llm: AsyncLLM, interval_s: float) -> Iterator[None]:
+def reporting(llm: AsyncLLM, interval_s: float) -> Iterator[None]:
     """Every so many seconds the log gets a line about the batch; 0: never."""
     if not interval_s:
         yield

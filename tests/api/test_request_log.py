@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from chairlift.api.server import reporting
 from chairlift.api.telemetry.log import JsonFormatter, TextFormatter, activity_fields, log_activity
 from chairlift.engine.stats import Distribution, EngineStats, Totals
 from tests.api.conftest import Server
@@ -150,6 +151,13 @@ def test_a_line_about_the_batch_tells_what_was_done_since_the_one_before() -> No
 def test_what_there_was_none_of_has_no_mean() -> None:
     fields = activity_fields(stats(1.0, 5, 5), stats(2.0, 5, 5, waiting=1), num_slots=8)
     assert (fields["batch_size"], fields["hit_rate"], fields["waiting"]) == (None, None, 1)
+
+
+async def test_an_interval_of_zero_is_never(server: Server) -> None:
+    for interval_s, num_tasks in ((0.0, 0), (60.0, 1)):
+        with reporting(server.llm, interval_s):
+            tasks = [task.get_name() for task in asyncio.all_tasks()]
+        assert tasks.count("chairlift-activity-log") == num_tasks
 
 
 async def test_lines_about_the_batch_are_written_while_something_runs_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -129,6 +129,7 @@ async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
 
 HANGING = """
 import sys, threading
+import chairlift.api.server, chairlift.commands
 from chairlift.__main__ import main
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.sampling.masks import TokenGrammar
@@ -143,6 +144,7 @@ InputProcessor.prepare = lambda self, name, prompt, *rest: (hang if prompt == "h
     self, name, prompt, *rest
 )
 TokenGrammar.compute_mask = hang
+chairlift.api.server._DEATH_NOTICE_S = chairlift.commands._LAST_THREADS_S = 0.5
 ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].request.params.seed == 13 else launch)(self, plan)
 sys.exit(main())
 """
@@ -155,7 +157,7 @@ def test_the_process_ends_although_threads_hang_beside_the_engines() -> None:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url, json={"prompt": "hang"}, timeout=0.5)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url, json={"prompt": "hi", "guided_regex": "[a-z]*"}, timeout=3)
+            httpx.post(url, json={"prompt": "hi", "guided_regex": "[a-z]*"}, timeout=1)
         assert httpx.post(url, json={"prompt": "hi"}, timeout=20).status_code == 200  # a mask that hangs hangs nobody
         answer = httpx.post(url, json={"prompt": "hi", "seed": 13}, timeout=20)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")

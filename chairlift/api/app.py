@@ -52,7 +52,6 @@ class Api:
         """`ConfigurationError` if keys or origins are wrong."""
         self._llm = llm
         self._model_name = config.served_model_name or llm.config.model
-        self._keep_alive_s = config.keep_alive_interval
         self._created = int(time.time())
         self.keys = KeyRing(gather_keys(config), config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
@@ -82,7 +81,7 @@ class Api:
                 # A model's name may hold slashes, as hub ids do.
                 path = route.path.replace("{model}", "{model:.+}")
                 app.router.add_route(method, path, handler, expect_handler=meet_expectation)
-        add_page_routes(app, SnapshotFeed(self._llm), self._keep_alive_s)
+        add_page_routes(app, SnapshotFeed(self._llm))
         tracing = Tracing(self._model_name)
         note_end = [self._metrics.note_request, log_request]
         Observer(_TOLD_PATHS, tracing.span, self._metrics.note_response, note_end).install(app)
@@ -148,7 +147,7 @@ class Api:
 
     async def _generate(self, request: web.Request, body_type: type[BaseModel]) -> web.StreamResponse:
         """Two coroutines, so that nothing keeps the body or what was read out of it while the request runs."""
-        return await answer(self._llm, await self._make_job(request, body_type), request, self._keep_alive_s)
+        return await answer(self._llm, await self._make_job(request, body_type), request)
 
     async def _make_job(self, request: web.Request, body_type: type[BaseModel]) -> Job:
         """All of it is checked before anything runs."""

@@ -75,7 +75,6 @@ class ServerConfig(BaseModel):
         " later request from its first byte, for a body, and to read what is sent to it",
     )
     idle_timeout: Timeout = Field(75.0, description="seconds that a connection may be silent between two requests")
-    keep_alive_interval: Timeout = Field(10.0, description="seconds without news after which a stream gets a comment")
     drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after SIGTERM")
 
     # What is logged

@@ -125,8 +125,9 @@ async def test_the_servers_own_limit_holds_for_those_that_name_none() -> None:
     assert (caught.value.status_code, caught.value.code) == (503, "queue_timeout")
 
 
-async def test_a_stream_that_has_begun_with_comments_gets_an_event() -> None:
-    async with holding(ServerConfig(keep_alive_interval=0.02)) as engine, client_of(engine.server) as client:
+async def test_a_stream_that_has_begun_with_comments_gets_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.api.sse.KEEP_ALIVE_S", 0.02)
+    async with holding() as engine, client_of(engine.server) as client:
         running = await engine.occupied()
         late = await client.completions.create(
             model="bundled", prompt=STORY, stream=True, extra_body={"timeout": 5}

@@ -42,7 +42,7 @@ class Markup(HTMLParser):
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
     app = web.Application(middlewares=[error_middleware])
-    add_page_routes(app, SnapshotFeed(FakeBatch(num_slots=1, slot_len=64)), keep_alive_s=5.0)
+    add_page_routes(app, SnapshotFeed(FakeBatch(num_slots=1, slot_len=64)))
     async with serving_app(app) as url:
         yield url
 

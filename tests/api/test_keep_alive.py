@@ -10,14 +10,18 @@ import pytest
 from aiohttp import web
 from openai import AsyncOpenAI
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import sse
 from tests.api.conftest import Server
 from tests.api.fault_support import Gate, forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
 
 COMMENT = ": keep-alive\n\n"
-BRIEF = ServerConfig(keep_alive_interval=0.03)
 BODY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def brief_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.03)
 
 
 async def comments(response: aiohttp.ClientResponse, num_comments: int) -> str:
@@ -25,7 +29,7 @@ async def comments(response: aiohttp.ClientResponse, num_comments: int) -> str:
 
 
 async def test_while_a_prompt_waits_there_are_comments_and_then_the_same_events() -> None:
-    async with serving(BRIEF, max_batch_size=1) as server, aiohttp.ClientSession() as http:
+    async with serving(max_batch_size=1) as server, aiohttp.ClientSession() as http:
         url = f"{server.url}/v1/completions"
         async with http.post(url, json=BODY) as response:
             alone = await response.text()
@@ -50,7 +54,7 @@ def texts_of(stream: str) -> tuple[str, str]:
 
 
 async def test_the_openai_client_passes_over_them() -> None:
-    async with serving(BRIEF) as server, AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+    async with serving() as server, AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         with held(forward_of(server.llm), "hidden") as gate:
             stream = await client.chat.completions.create(
                 model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0, stream=True
@@ -64,7 +68,7 @@ async def test_the_openai_client_passes_over_them() -> None:
 
 async def test_an_error_after_a_comment_is_an_event_and_an_exception_of_the_client() -> None:
     async with (
-        serving(BRIEF, max_batch_size=1, max_queue_size=0) as server,
+        serving(max_batch_size=1, max_queue_size=0) as server,
         AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
         with held(forward_of(server.llm), "hidden") as gate:
@@ -107,8 +111,11 @@ async def raw_stream(server: Server, gate: Gate, pause_s: float) -> str:
 
 
 @pytest.mark.parametrize(("interval", "expects_comments"), [(0.5, False), (0.02, True)])
-async def test_comments_come_only_where_tokens_do_not(interval: float, expects_comments: bool) -> None:
-    async with serving(ServerConfig(keep_alive_interval=interval)) as server:
+async def test_comments_come_only_where_tokens_do_not(
+    interval: float, expects_comments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", interval)
+    async with serving() as server:
         with held(forward_of(server.llm), "hidden") as gate:
             stream = await raw_stream(server, gate, 0.15)  # together longer than the longer interval
     assert (COMMENT in stream) is expects_comments
@@ -117,7 +124,7 @@ async def test_comments_come_only_where_tokens_do_not(interval: float, expects_c
 
 
 async def test_nothing_comes_after_the_end_and_the_connection_serves_the_next_request() -> None:
-    async with serving(BRIEF) as server:
+    async with serving() as server:
         connector = aiohttp.TCPConnector(limit=1)
         async with aiohttp.ClientSession(connector=connector) as http:
             for _ in range(3):
@@ -129,7 +136,7 @@ async def test_nothing_comes_after_the_end_and_the_connection_serves_the_next_re
 
 
 async def test_a_client_that_leaves_while_it_only_gets_comments_frees_its_place() -> None:
-    async with serving(BRIEF) as server:
+    async with serving() as server:
         with held(forward_of(server.llm), "hidden") as gate:
             leaving = await post(server, BODY)
             assert (await leaving.head()).startswith("HTTP/1.1 200 OK\r\n")
@@ -157,7 +164,7 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 async def test_an_end_that_falls_into_a_comments_write_loses_nothing(slow_writes: list[bytes]) -> None:
-    async with serving(BRIEF) as server:
+    async with serving() as server:
         with held(forward_of(server.llm), "hidden") as gate:
             async with await post(server, BODY) as client:
                 await wait_until(lambda: len(slow_writes) > 0, "a comment is being written")
@@ -170,7 +177,7 @@ async def test_an_end_that_falls_into_a_comments_write_loses_nothing(slow_writes
 
 
 async def test_an_error_that_falls_into_a_comments_write_is_told(slow_writes: list[bytes]) -> None:
-    async with serving(BRIEF, max_batch_size=1, max_queue_size=0) as server:
+    async with serving(max_batch_size=1, max_queue_size=0) as server:
         with held(forward_of(server.llm), "hidden") as gate:
             async with await post(server, {**BODY, "stream": False}):
                 await gate.entered()

@@ -9,7 +9,6 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from chairlift.api.config import ServerConfig
 from tests.api.conftest import Server
 from tests.api.contract import hermes_client, post, serving
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, without_identity
@@ -144,8 +143,9 @@ async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(serve
     assert [each.sequence_number for each in seen] == list(range(len(seen)))
 
 
-async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream() -> None:
-    async with serving(ServerConfig(keep_alive_interval=0.01)) as server, aiohttp.ClientSession() as http:
+async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.api.sse.KEEP_ALIVE_S", 0.01)
+    async with serving() as server, aiohttp.ClientSession() as http:
         with hold_back(server.llm) as gate:
             async with http.post(f"{server.url}{RESPONSES}", json={"input": QUESTION, "stream": True}) as response:
                 comment = (await response.content.readuntil(b"\n\n")).decode()

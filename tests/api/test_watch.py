@@ -203,12 +203,10 @@ async def test_of_five_thousand_watchers_only_so_many_are_let_in_and_the_engine_
 
 
 @asynccontextmanager
-async def serving(
-    source: SnapshotSource, client_timeout: float = 60.0, keep_alive_s: float = 60.0
-) -> AsyncIterator[str]:
+async def serving(source: SnapshotSource, client_timeout: float = 60.0) -> AsyncIterator[str]:
     """The endpoint on the production's connections; its address."""
     app = web.Application(middlewares=[error_middleware])
-    add_page_routes(app, SnapshotFeed(source, interval_s=QUICK_S), keep_alive_s)
+    add_page_routes(app, SnapshotFeed(source, interval_s=QUICK_S))
     async with serving_app(app, client_timeout=client_timeout) as url:
         yield f"{url}/watch"
 
@@ -225,10 +223,13 @@ async def test_over_http_it_is_a_stream_of_events(http: aiohttp.ClientSession) -
         assert numbers == sorted(set(numbers))
 
 
-async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(http: aiohttp.ClientSession) -> None:
+async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.api.sse.KEEP_ALIVE_S", 0.02)
     source = busy()
     source.moves = False
-    async with serving(source, keep_alive_s=0.02) as url, http.get(url) as response:
+    async with serving(source) as url, http.get(url) as response:
         await events_of(response, 1)
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
 

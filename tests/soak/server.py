@@ -41,7 +41,6 @@ async def serving(num_slots: int = 8, max_queue_size: int = 8) -> AsyncIterator[
         port=0,
         max_body_bytes=MAX_BODY_BYTES,
         client_timeout=CLIENT_TIMEOUT_S,
-        keep_alive_interval=1.0,
     )
     api, server_log = Api(llm, config), ServerLog()
     runner = make_runner(api)

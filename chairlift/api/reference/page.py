@@ -44,7 +44,7 @@ _HEADERS = {
 _SNAPSHOTS = TypeAdapter(Snapshot)
 
 
-def add_page_routes(app: web.Application, feed: "SnapshotFeed", keep_alive_s: float) -> None:
+def add_page_routes(app: web.Application, feed: "SnapshotFeed") -> None:
     """Serves the page, its files and its feed. The browser loads from this server only, and runs no inline script."""
 
     def serving(file: Path) -> Handler:
@@ -55,7 +55,7 @@ def add_page_routes(app: web.Application, feed: "SnapshotFeed", keep_alive_s: fl
 
     async def watch(request: web.Request) -> web.StreamResponse:
         """Sends snapshots until the watcher leaves or the engine is gone. What fails before the first is raised."""
-        stream = EventStream(request, keep_alive_s)
+        stream = EventStream(request)
         with suppress(ConnectionError):  # the watcher left; nobody is there to be told
             async with stream, aclosing(feed.events()) as events:
                 async for event in events:

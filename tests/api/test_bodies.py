@@ -19,7 +19,7 @@ from chairlift.api.wire.service import DetokenizeRequest
 from chairlift.errors import InvalidRequest
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS
-from tests.api.fault_support import RawClient, forward_of, held, post, serving, until_idle
+from tests.api.fault_support import RawClient, connect, forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
 
 BODY = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
@@ -173,13 +173,12 @@ def waiting_bytes(server: Server) -> int:
 
 async def half(server: Server, num_bytes: int) -> RawClient:
     """A client that has sent so many bytes of its body, and goes on with nothing."""
-    host, port = server.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    client = await connect(server.url)
     head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 5000\r\n\r\n"
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: 5000\r\n\r\n"
     )
-    writer.write(head.encode() + b" " * num_bytes)
-    return RawClient(reader, writer)
+    client.send(head.encode() + b" " * num_bytes)
+    return client
 
 
 async def test_one_client_fills_half_of_what_may_wait_and_its_share_is_free_when_it_leaves(

@@ -57,6 +57,12 @@ async def post(server: Server, path: str, body: dict[str, Any], status: int = 20
     return reply
 
 
+async def text_of(server: Server, body: dict[str, Any]) -> str:
+    """What a completion says, in its first choice."""
+    text: str = (await post(server, COMPLETIONS, body))["choices"][0]["text"]
+    return text
+
+
 async def get(server: Server, path: str) -> Any:
     """What is found there, parsed."""
     async with aiohttp.ClientSession() as http, http.get(f"{server.url}{path}") as response:

@@ -9,10 +9,9 @@ import aiohttp
 import pytest
 
 from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
+from tests.api.contract import CHAT, COMPLETIONS, error_of, post, text_of
 
 JSON = {"Content-Type": "application/json"}
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -147,28 +146,20 @@ BAD = [(CHAT, {"messages": HELLO, **body}, param, words) for body, param, words 
 BAD += [(COMPLETIONS, *case) for case in BAD_COMPLETIONS.values()]
 
 
-async def expect_error(
-    http: aiohttp.ClientSession, url: str, body: dict[str, Any], param: str | None, words: str
-) -> None:
-    async with http.post(url, json=body) as response:
-        error = (await response.json())["error"]
-        assert response.status == 400
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+async def expect_error(server: Server, path: str, body: dict[str, Any], param: str | None, words: str) -> None:
+    error = await error_of(server, path, body)
     assert error["param"] == param
     assert words in error["message"]
 
 
-async def test_every_bad_request_is_refused_by_name(server: Server, http: aiohttp.ClientSession) -> None:
+async def test_every_bad_request_is_refused_by_name(server: Server) -> None:
     for path, body, param, words in BAD:
-        await expect_error(http, server.url + path, body, param, words)
+        await expect_error(server, path, body, param, words)
     assert server.num_free_slots == SLOTS
     assert server.llm.num_unfinished == 0
 
 
-async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
+async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(server: Server) -> None:
     said = {"role": "user", "content": [{"type": "text", "text": "Hi!", "image_url": None}], "weight": None}
     body: dict[str, Any] = {
         "messages": [said],
@@ -182,10 +173,9 @@ async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(
         "structured_outputs": {"choice": ["a"], "disable_fallback": None, "json": None},
         "tool_choice": "none",
     }
-    async with http.post(server.url + CHAT, json=body) as response:
-        assert response.status == 200, await response.text()
+    await post(server, CHAT, body)
     for name in ("best_of", "weight"):
-        await expect_error(http, server.url + CHAT, {**body, name: 1}, name, f"unsupported field: {name}")
+        await expect_error(server, CHAT, {**body, name: 1}, name, f"unsupported field: {name}")
 
 
 async def test_a_bad_streaming_request_has_a_status_and_no_stream(server: Server, http: aiohttp.ClientSession) -> None:
@@ -233,14 +223,10 @@ async def test_numbers_of_any_size_make_no_work(
             assert len(await response.read()) < 1500
 
 
-async def test_choices_are_counted_before_anything_is_made_for_them(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
+async def test_choices_are_counted_before_anything_is_made_for_them(server: Server) -> None:
     tracemalloc.start()
     try:
-        await expect_error(
-            http, server.url + CHAT, {"messages": HELLO, "n": ENORMOUS}, "n", "less than or equal to 128"
-        )
+        await expect_error(server, CHAT, {"messages": HELLO, "n": ENORMOUS}, "n", "less than or equal to 128")
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
         tracemalloc.stop()
@@ -310,14 +296,10 @@ async def test_what_is_nested_too_deeply_is_a_400_wherever_it_stands(
             assert len(await response.read()) < 3000
 
 
-async def test_others_in_the_batch_notice_nothing_of_bad_requests(server: Server, http: aiohttp.ClientSession) -> None:
+async def test_others_in_the_batch_notice_nothing_of_bad_requests(server: Server) -> None:
     good = {"prompt": "Once upon a time", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
 
-    async def ask() -> str:
-        async with http.post(server.url + COMPLETIONS, json=good) as response:
-            return str((await response.json())["choices"][0]["text"])
-
-    alone = await ask()
-    bad = [expect_error(http, server.url + COMPLETIONS, {"prompt": ""}, "prompt", "empty") for _ in range(20)]
-    among, *_ = await asyncio.gather(ask(), *bad)
+    alone = await text_of(server, good)
+    bad = [expect_error(server, COMPLETIONS, {"prompt": ""}, "prompt", "empty") for _ in range(20)]
+    among, *_ = await asyncio.gather(text_of(server, good), *bad)
     assert among == alone

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 from chairlift.engine.text.outputs import GenerationState
 from chairlift.scheduler import TokenEvent
 from tests.api.conftest import SLOTS, Server
+from tests.api.contract import text_of
 from tests.api.fault_support import forward_of, held, serving, until_idle
 from tests.engine.async_support import wait_until
 from tests.engine.support import make_tiny_checkpoint
@@ -37,11 +38,6 @@ async def poisoned(tiny: str) -> AsyncIterator[Server]:
 BESIDE_BUNDLED: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
 BESIDE: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 150, "temperature": 0, "logit_bias": {str(POISON): -100}}
 CANNOT: dict[str, Any] = {"prompt": [POISON] * 40, "max_tokens": 5, "model": "bundled"}
-
-
-async def text_of(server: Server, body: dict[str, Any]) -> str:
-    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/v1/completions", json=body) as response:
-        return str((await response.json())["choices"][0]["text"])
 
 
 @pytest.mark.parametrize("extra", [{}, {"n": 3}, {"prompt": [[1, 2], [POISON], [3]]}, {"echo": True, "logprobs": 2}])

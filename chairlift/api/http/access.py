@@ -86,31 +86,31 @@ class KeyRing:
         self, keys: Mapping[str, KeyLimits], shares_prefixes: bool = False, open_paths: Collection[str] = ()
     ) -> None:
         """`shares_prefixes`: keys reuse each other's prompts; `open_paths` need no key."""
-        self._limits = {_digest(key): limits for key, limits in keys.items()}
-        if len(self._limits) == 1:  # there is nobody to leave the rest of the queue to
-            self._limits = {digest: replace(limits, queue_share=1.0) for digest, limits in self._limits.items()}
-        self._shares_prefixes = shares_prefixes
+        if len(keys) == 1:  # there is nobody to leave the rest of the queue to
+            keys = {key: replace(limits, queue_share=1.0) for key, limits in keys.items()}
+        digests = {_digest(key): limits for key, limits in keys.items()}
+        self._clients = {
+            digest: Client(digest.hex()[:_TENANT_CHARACTERS], limits, shares_prefixes)
+            for digest, limits in digests.items()
+        }
         self._open_paths = open_paths
 
     def __len__(self) -> int:
-        return len(self._limits)
+        return len(self._clients)
 
     def knows(self, key: str) -> bool:
         """Compares with every key, each in constant time, so that timing tells nothing about them."""
         digest = _digest(key)
-        return sum(hmac.compare_digest(digest, known) for known in self._limits) > 0
+        return sum(hmac.compare_digest(digest, known) for known in self._clients) > 0
 
     def client_of(self, request: web.Request) -> Client:
         """Who sent a request that the middleware let in. A key's name is the same on every server."""
-        if not self._limits:
-            return Client(request.remote or "")
-        digest = _digest(_key_of(request))
-        return Client(digest.hex()[:_TENANT_CHARACTERS], self._limits[digest], self._shares_prefixes)
+        return self._clients[_digest(_key_of(request))] if self._clients else Client(request.remote or "")
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuses requests without a valid key with `InvalidApiKey`."""
-        if self._limits and request.path not in self._open_paths and not self.knows(_key_of(request)):
+        if self._clients and request.path not in self._open_paths and not self.knows(_key_of(request)):
             raise InvalidApiKey
         return await handler(request)
 

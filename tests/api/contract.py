@@ -39,9 +39,9 @@ async def hermes_client(**config: Any) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-def client_of(server: Server) -> AsyncOpenAI:
+def client_of(server: Server, key: str = "none") -> AsyncOpenAI:
     """The official client, without retries of its own."""
-    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 def user(text: str) -> list[dict[str, Any]]:

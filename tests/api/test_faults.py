@@ -16,16 +16,13 @@ from chairlift.api.http.listening import Listener
 from chairlift.api.server import serve
 from chairlift.engine.async_llm import AsyncLLM
 from tests.api.conftest import SLOTS, Server
+from tests.api.contract import client_of
 from tests.api.fault_support import forward_of, held, serving
 from tests.engine.async_support import DEADLINE_S, wait_until
 from tests.support.server_process import running
 
 LONG: dict[str, Any] = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
 HUNG = "a step did not come back within 0.3 s"
-
-
-def client_of(server: Server) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 async def read_stream(client: AsyncOpenAI, **body: Any) -> None:

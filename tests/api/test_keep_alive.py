@@ -8,10 +8,10 @@ import aiohttp
 import openai
 import pytest
 from aiohttp import web
-from openai import AsyncOpenAI
 
 from chairlift.api import sse
 from tests.api.conftest import Server
+from tests.api.contract import client_of
 from tests.api.fault_support import Gate, forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
 
@@ -54,7 +54,7 @@ def texts_of(stream: str) -> tuple[str, str]:
 
 
 async def test_the_openai_client_passes_over_them() -> None:
-    async with serving() as server, AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+    async with serving() as server, client_of(server) as client:
         with held(forward_of(server.llm), "hidden") as gate:
             stream = await client.chat.completions.create(
                 model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0, stream=True
@@ -69,7 +69,7 @@ async def test_the_openai_client_passes_over_them() -> None:
 async def test_an_error_after_a_comment_is_an_event_and_an_exception_of_the_client() -> None:
     async with (
         serving(max_batch_size=1, max_queue_size=0) as server,
-        AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        client_of(server) as client,
     ):
         with held(forward_of(server.llm), "hidden") as gate:
             async with await post(server, BODY) as running:

@@ -48,19 +48,22 @@ async def test_tokens_steps_and_times_are_those_of_the_requests(server: Server) 
     for _ in range(2):
         await post(server, COMPLETIONS, SIX)
     seen = await scrape(server)
-    assert seen.value("chairlift_prompt_tokens_total") == 16
-    assert seen.value("chairlift_cached_tokens_total") == 7
-    assert seen.value("chairlift_generated_tokens_total") == 12
-    assert seen.value("chairlift_step_rows_count") == 12
-    assert seen.value("chairlift_step_rows_sum") == 12
-    assert seen.value("chairlift_step_tokens_sum") == (8 + 5) + (1 + 5)
-    assert seen.value("chairlift_step_duration_seconds_count") == 12
-    assert seen.value("chairlift_time_to_first_token_seconds_count") == 2
-    assert seen.value("chairlift_inter_token_latency_seconds_count") == 10
-    assert seen.value("chairlift_queue_time_seconds_count") == 2
-    assert seen.value("chairlift_request_duration_seconds_count") == 2
-    assert seen.value("chairlift_request_prompt_tokens_sum") == 16
-    assert seen.value("chairlift_request_generated_tokens_sum") == 12
+    expected = {
+        "prompt_tokens_total": 16,
+        "cached_tokens_total": 7,
+        "generated_tokens_total": 12,
+        "step_rows_count": 12,
+        "step_rows_sum": 12,
+        "step_tokens_sum": (8 + 5) + (1 + 5),
+        "step_duration_seconds_count": 12,
+        "time_to_first_token_seconds_count": 2,
+        "inter_token_latency_seconds_count": 10,
+        "queue_time_seconds_count": 2,
+        "request_duration_seconds_count": 2,
+        "request_prompt_tokens_sum": 16,
+        "request_generated_tokens_sum": 12,
+    }
+    assert {name: seen.value(f"chairlift_{name}") for name in expected} == expected
     assert seen.value("chairlift_requests_total", outcome="length") == 2
     assert seen.value("chairlift_slots", state="warm") == 1
     first, whole = (

@@ -8,12 +8,11 @@ import aiohttp
 import openai
 import pytest
 import torch
-from openai import AsyncOpenAI
 
 from chairlift.engine.text.outputs import GenerationState
 from chairlift.scheduler import TokenEvent
 from tests.api.conftest import SLOTS, Server
-from tests.api.contract import text_of
+from tests.api.contract import client_of, text_of
 from tests.api.fault_support import forward_of, held, serving, until_idle
 from tests.engine.async_support import wait_until
 from tests.engine.support import make_tiny_checkpoint
@@ -45,7 +44,7 @@ async def test_a_poisoned_request_is_a_500_of_its_own_streaming_or_not(poisoned:
     alone = await text_of(poisoned, BESIDE)
     beside = [asyncio.create_task(text_of(poisoned, BESIDE)) for _ in range(2)]
     await wait_until(lambda: poisoned.llm.num_unfinished == 2, "they run")
-    async with AsyncOpenAI(base_url=f"{poisoned.url}/v1", api_key="none", max_retries=0) as client:
+    async with client_of(poisoned) as client:
         with pytest.raises(openai.InternalServerError) as whole:
             await client.completions.create(**{**CANNOT, **extra})
         with pytest.raises(openai.APIError) as streamed:

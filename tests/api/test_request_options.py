@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from chairlift.api.config import ServerConfig
 from chairlift.params import MAX_PRIORITY, RequestOptions
 from tests.api.conftest import Server
-from tests.api.contract import CHAT, COMPLETIONS, error_of, post, serving, user
+from tests.api.contract import CHAT, COMPLETIONS, client_of, error_of, post, serving, user
 from tests.api.fault_support import Launches, recorded
 
 RESPONSES = "/v1/responses"
@@ -97,7 +97,7 @@ async def test_a_key_is_one_tenant_whatever_user_it_names() -> None:
     async with serving(ServerConfig(api_key=["one", "two"])) as server:
         tenants = {}
         for key in ("one", "two"):
-            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+            async with client_of(server, key) as client:
                 with recorded(server.llm) as launches:
                     for name in ("ann", "bob", "two"):
                         await client.completions.create(model="bundled", prompt="Hi!", max_tokens=1, user=name)
@@ -107,7 +107,7 @@ async def test_a_key_is_one_tenant_whatever_user_it_names() -> None:
 
 
 async def options_of(server: Server, key: str, **fields: Any) -> RequestOptions:
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+    async with client_of(server, key) as client:
         with recorded(server.llm) as launches:
             await client.completions.create(model="bundled", prompt="Hi!", max_tokens=1, extra_body=fields)
     (options,) = options_in(launches)

@@ -109,7 +109,7 @@ class Api:
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
         if len(self.keys) > 1:  # what is slow for all afterwards must not be one's to decide
-            raise web.HTTPForbidden(text="several API keys share this server; nobody may empty the cache of all")
+            raise web.HTTPForbidden(text="several API keys share this server, so none of them may empty the cache")
         await self._llm.reset_prefix_cache()
         return _json(Health())
 
@@ -125,11 +125,11 @@ class Api:
         if self._llm.death is not None:
             raise EngineClosed(f"the engine died: {self._llm.death}")
         if self.is_draining:
-            raise EngineClosed("the server is going down")
+            raise EngineClosed("the server is shutting down")
         if not self._llm.is_healthy:
             raise EngineClosed("the engine does not answer")
         if any(workers.is_stuck for workers in self._all_workers):
-            raise EngineClosed("the check of some request does not come to an end")
+            raise EngineClosed("a request is being checked for too long; the server may have to be started again")
         return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
@@ -203,13 +203,13 @@ class Api:
 
     @web.middleware
     async def _count_active(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Counts what is asked of the engine, and refuses it when the engine is dead or the server goes down."""
+        """Counts what is asked of the engine, and refuses it when the engine is dead or the server shuts down."""
         if request.method != "POST":
             return await handler(request)
         if self._llm.death is not None:
             raise EngineClosed(f"the engine died: {self._llm.death}")
         if self.is_draining:
-            raise EngineClosed("the server is going down; try another one, or later")
+            raise EngineClosed("the server is shutting down; try again later, or another server")
         self.num_active += 1
         try:
             return await handler(request)

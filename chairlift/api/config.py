@@ -38,7 +38,7 @@ class ServerConfig(BaseModel):
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key; a PEM file without a password")
     served_model_name: str | None = Field(None, description="the model's name for clients, if not that of --model")
     tool_call_parser: ToolFamily | None = Field(
-        None, description="how the model writes tool calls; left out: what its chat template teaches"
+        None, description="how the model writes tool calls; unset: as its chat template says"
     )
 
     # Who may come in, and how much of the server is theirs
@@ -63,8 +63,8 @@ class ServerConfig(BaseModel):
     )
     allowed_host: list[str] = Field(
         [],
-        description="name by which clients may call a server that asks for no key and listens on this machine only,"
-        " beside localhost and its addresses; may be given several times; *: all",
+        description="host name, beside localhost, of a server that listens on this machine only and asks for no key;"
+        " may be given several times; *: all",
     )
 
     # How much is read of a client, and how long it is waited for
@@ -80,5 +80,5 @@ class ServerConfig(BaseModel):
     # What is logged
     log_format: LogFormat = Field(LogFormat.TEXT, description="text: lines for people; json: one object per record")
     log_interval: Seconds = Field(
-        10.0, description="seconds between two lines in the log about the batch, while there is one; 0: none"
+        10.0, description="seconds between two lines about the batch in the log; 0: no such lines"
     )

@@ -128,7 +128,7 @@ async def _wind_down(llm: AsyncLLM, api: Api, timeout_s: float, hurry: asyncio.E
     if llm.death is not None:
         await asyncio.sleep(_DEATH_NOTICE_S)
         return True
-    logger.info("going down: %d requests have %.0f s to finish", api.num_active, timeout_s)
+    logger.info("shutting down: %d requests have %.0f s to finish", api.num_active, timeout_s)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(_first_of(_idle(api), hurry.wait(), llm.died.wait()), timeout_s)
     if not api.num_active:

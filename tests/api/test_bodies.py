@@ -50,7 +50,7 @@ async def test_what_a_foreign_page_may_send_anywhere_is_a_415(server: Server, pa
         assert (status, message) == (415, f"the body must be sent as Content-Type: application/json, not {kind}")
     assert await send(server, BODY, {}, path) == (
         415,
-        "the body must be sent as Content-Type: application/json, not no Content-Type",
+        "the body must be sent as Content-Type: application/json, and has none",
     )
 
 

@@ -74,7 +74,9 @@ async def test_a_preflight_of_a_stranger_is_a_403_in_the_usual_form(http: aiohtt
         assert cors_headers(response.headers) == {}
         assert response.headers["Vary"] == "Origin"
         error = (await response.json())["error"]
-    assert error["message"] == f"pages of {STRANGER} may not use this server; --allowed-origin would let them"
+    assert (
+        error["message"] == f"pages of {STRANGER} may not use this server; start it with --allowed-origin to let them"
+    )
     assert error["type"] == "invalid_request_error"
 
 
@@ -174,7 +176,7 @@ def test_origins_are_compared_as_browsers_write_them(written: str, normal: str) 
     ],
 )
 def test_what_is_no_origin_is_refused_with_the_form_it_must_have(origin: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"is no origin: write scheme://host or scheme://host:port"):
+    with pytest.raises(ConfigurationError, match=r"is not an origin: write scheme://host or scheme://host:port"):
         Cors([PAGE, origin])
 
 
@@ -234,10 +236,13 @@ async def test_the_refusal_names_the_flag() -> None:
         assert await statuses(http, Host="Box.LAN:8000") == SERVED
         async with http.get("/health", headers={"Host": "other.lan"}) as response:
             message = (await response.json())["error"]["message"]
-        assert message == "this server is not called other.lan; --allowed-host would let that name in"
+        assert (
+            message
+            == "this server does not answer to the name other.lan; start it with --allowed-host to let that name in"
+        )
         async with http.get("/health", headers={"Origin": STRANGER}) as response:
             message = (await response.json())["error"]["message"]
-        assert message == f"pages of {STRANGER} may not use this server; --allowed-origin would let them"
+        assert message == f"pages of {STRANGER} may not use this server; start it with --allowed-origin to let them"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_keys_are_read_from_a_file_line_by_line(tmp_path: Path) -> None:
     path.write_text("# ours\n one \n\ntwo\n")
     assert list(read_keys(path)) == ["one", "two"]
     path.write_text("# none\n")
-    with pytest.raises(ConfigurationError, match="holds no key"):
+    with pytest.raises(ConfigurationError, match="contains no key"):
         read_keys(path)
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_keys(tmp_path / "nowhere")
@@ -83,14 +83,14 @@ def test_a_key_in_a_file_may_have_limits_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ("priority=3", "priorities '3' are not LOWEST:HIGHEST, such as -10:10"),
-        ("priority=high", "priorities 'high' are not LOWEST:HIGHEST"),
-        ("priority=3:2", "priorities '3:2' are not LOWEST:HIGHEST"),
-        ("queue=0", "share of the queue is above 0 and at most 1, not 0"),
-        ("queue=nan", "share of the queue is above 0"),
-        ("queue=all", "share of the queue is above 0 and at most 1, not all"),
-        ("prio=1:2", "prio= is given twice or is no limit of a key"),
-        ("queue=1 queue=1", "queue= is given twice"),
+        ("priority=3", "priority must be LOWEST:HIGHEST, such as -10:10, not '3'"),
+        ("priority=high", "such as -10:10, not 'high'"),
+        ("priority=3:2", "such as -10:10, not '3:2'"),
+        ("queue=0", "queue must be above 0 and at most 1, not '0'"),
+        ("queue=nan", "queue must be above 0"),
+        ("queue=all", "queue must be above 0 and at most 1, not 'all'"),
+        ("prio=1:2", "prio= is unknown or given twice"),
+        ("queue=1 queue=1", "queue= is unknown or given twice"),
     ],
 )
 def test_a_limit_that_is_none_is_refused_by_its_line_without_the_key(tmp_path: Path, limits: str, words: str) -> None:
@@ -119,7 +119,7 @@ def test_the_keys_of_flags_file_and_environment_are_all_valid(tmp_path: Path, mo
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
 def test_a_variable_without_a_key_does_not_open_the_server(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHAIRLIFT_API_KEY", value)
-    with pytest.raises(ConfigurationError, match="CHAIRLIFT_API_KEY is set but holds no key"):
+    with pytest.raises(ConfigurationError, match="CHAIRLIFT_API_KEY is set but contains no key"):
         gather_keys(ServerConfig())
 
 

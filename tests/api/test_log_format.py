@@ -118,7 +118,7 @@ def test_records_that_find_the_queue_full_are_dropped_and_counted() -> None:
     handler.flush()
     assert stream.getvalue().splitlines() == [
         "first",
-        "3 records of the log were dropped: nobody read it in time",
+        "3 log records were dropped: the log was not read fast enough",
         "number 0",
         "number 1",
     ]

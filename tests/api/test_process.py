@@ -74,7 +74,7 @@ def test_a_fault_in_a_step_ends_every_request_with_an_error_and_the_process_with
         (["--port", "TAKEN"], "cannot listen on 127.0.0.1:"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1:8000: "),
         (["--ssl-certfile", "cert.pem"], "ssl_certfile without its private key: give ssl_keyfile too, or neither"),
-        (["--allowed-origin", "example.org"], "allowed_origin 'example.org' is no origin"),
+        (["--allowed-origin", "example.org"], "allowed_origin 'example.org' is not an origin"),
         (["--api-key", ""], "api_key is empty"),
         (["--api-key-file", "/nowhere/keys"], "api_key_file /nowhere/keys cannot be read: No such file or directory"),
         (["--max-body-bytes", "0"], "--max-body-bytes must be at least 1, not '0'"),

@@ -24,7 +24,7 @@ FULL = {
     "code": "queue_full",
 }
 GOING_DOWN = {
-    "message": "the server is going down; try another one, or later",
+    "message": "the server is shutting down; try again later, or another server",
     "type": "server_error",
     "param": None,
     "code": "unavailable",

@@ -242,7 +242,7 @@ async def test_one_too_many_is_a_503_that_says_what_to_do(http: aiohttp.ClientSe
             async with http.get(url) as response:
                 assert response.status == 503
                 assert "Retry-After" in response.headers
-                assert "close one, or come back later" in (await response.json())["error"]["message"]
+                assert "close one, or try again later" in (await response.json())["error"]["message"]
             await stack.aclose()
         async with http.get(url) as response:
             assert response.status == 200

@@ -49,10 +49,10 @@ class KeyLimits:
         """`priority`: `LOWEST:HIGHEST`. `ConfigurationError` if either cannot be read or is out of range."""
         found = _RANGE.fullmatch(priority)
         if found is None or int(found["lowest"]) > int(found["highest"]):
-            raise ConfigurationError(f"priorities {priority!r} are not LOWEST:HIGHEST, such as -10:10")
+            raise ConfigurationError(f"priority must be LOWEST:HIGHEST, such as -10:10, not {priority!r}")
         share = float(queue) if _SHARE.fullmatch(queue) else 0.0
         if not 0.0 < share <= 1.0:
-            raise ConfigurationError(f"a key's share of the queue is above 0 and at most 1, not {queue}")
+            raise ConfigurationError(f"queue must be above 0 and at most 1, not {queue!r}")
         return cls(int(found["lowest"]), int(found["highest"]), share)
 
 
@@ -132,7 +132,9 @@ def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
     if (listed := os.environ.get(KEYS_VARIABLE)) is not None:
         in_environment = [key.strip() for key in listed.split(",") if key.strip()]
         if not in_environment:
-            raise ConfigurationError(f"{KEYS_VARIABLE} is set but holds no key; write keys with commas, or unset it")
+            raise ConfigurationError(
+                f"{KEYS_VARIABLE} is set but contains no key; set it to keys separated by commas, or unset it"
+            )
         keys += in_environment
     in_file = {} if config.api_key_file is None else read_keys(config.api_key_file)
     return {**dict.fromkeys(keys, KeyLimits.parse()), **in_file}
@@ -154,7 +156,7 @@ def read_keys(path: Path) -> dict[str, KeyLimits]:
             except ConfigurationError as error:
                 raise ConfigurationError(f"api_key_file {path}, line {number}: {error}") from None
     if not keys:
-        raise ConfigurationError(f"api_key_file {path} holds no key; write one per line")
+        raise ConfigurationError(f"api_key_file {path} contains no key; write one per line")
     return keys
 
 
@@ -165,7 +167,7 @@ def _parse_line(line: str) -> tuple[str, KeyLimits]:
         name = found["name"]
         if name not in ("priority", "queue") or name in given:
             raise ConfigurationError(
-                f"{name}= is given twice or is no limit of a key; known are priority=LOWEST:HIGHEST and queue=SHARE"
+                f"{name}= is unknown or given twice; a key can have priority=LOWEST:HIGHEST and queue=SHARE"
             )
         given[name] = found["value"]
         line = line[: found.start()]
@@ -211,7 +213,7 @@ class Cors:
     def _complaint_of(self, request: web.Request) -> str | None:
         host = request.headers.get("Host")
         if host is not None and not self._is_known(host):  # browsers always send one
-            return f"this server is not called {host}; --allowed-host would let that name in"
+            return f"this server does not answer to the name {host}; start it with --allowed-host to let that name in"
         origin = request.headers.get("Origin")
         if origin is not None:
             is_own = origin.lower() == f"{request.scheme}://{host}".lower()
@@ -261,15 +263,15 @@ def normalize_origin(origin: str) -> str:
     match = _ORIGIN.fullmatch(origin.lower())
     if match is None or int(match["port"] or 0) > 65535:
         raise ConfigurationError(
-            f"allowed_origin {origin!r} is no origin: write scheme://host or scheme://host:port, without a path or a"
-            " slash at the end, the host in ASCII; or * for every origin"
+            f"allowed_origin {origin!r} is not an origin: write scheme://host or scheme://host:port, the host in ASCII and"
+            " nothing behind it; or * for every origin"
         )
     scheme, host, port = match["scheme"], match["host"], match["port"]
     return f"{scheme}://{host}" if port in (None, _DEFAULT_PORTS.get(scheme)) else f"{scheme}://{host}:{port}"
 
 
 def _refusal(origin: str) -> str:
-    return f"pages of {origin} may not use this server; --allowed-origin would let them"
+    return f"pages of {origin} may not use this server; start it with --allowed-origin to let them"
 
 
 def _is_loopback(name: str) -> bool:

@@ -30,7 +30,9 @@ class Listener:
             self.sockets = _bind(config.host, config.port)
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigurationError(f"cannot listen on {config.host}:{config.port}: {reason}") from error
+            raise ConfigurationError(
+                f"cannot listen on {config.host}:{config.port}: {reason}; choose another --host or --port"
+            ) from error
         self._servers: list[asyncio.Server] = []
 
     async def accept(self, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:

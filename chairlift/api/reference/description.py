@@ -28,7 +28,7 @@ _ERRORS = {
     "415": "the body is not sent as JSON, or in an unknown encoding",
     "429": "too many requests wait; try again after Retry-After",
     "500": "this request could not be computed, or the engine died",
-    "503": "the request waited as long as it may, too many wait, the server is going down, or its engine is dead",
+    "503": "the request waited as long as it may, too many wait, the server is shutting down, or its engine is dead",
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",

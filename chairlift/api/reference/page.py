@@ -89,7 +89,9 @@ class SnapshotFeed:
         Raises `HTTPServiceUnavailable` if too many watch already, or what the engine says if there is no snapshot.
         """
         if self.num_watchers >= self._max_watchers:
-            message = f"{self.num_watchers} watch this server already, and no more may; close one, or come back later"
+            message = (
+                f"{self.num_watchers} pages watch this server already, and no more may; close one, or try again later"
+            )
             raise web.HTTPServiceUnavailable(text=message)
         self.num_watchers += 1
         sent: str | None = None

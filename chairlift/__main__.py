@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from chairlift import __version__
-from chairlift.errors import ChairliftError
+from chairlift.errors import ChairliftError, ConfigurationError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -37,44 +37,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     name, *flags = (sys.argv[1:] if arguments is None else arguments) or [""]
     try:
-        if name in ("", "-h", "--help"):
-            sys.stdout.write(HELP)
-            return 0 if name else EXIT_USAGE
-        if name == "--version":
-            sys.stdout.write(f"chairlift {__version__}\n")
-            return 0
         return _run(name, flags)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ChairliftError as error:
+        for handler in logging.getLogger().handlers:
+            handler.flush()  # what was logged earlier comes first
+        for line in str(error).splitlines():
+            sys.stderr.write(f"chairlift: error: {line}\n")
+        return EXIT_USAGE
 
 
 def _run(name: str, flags: Sequence[str]) -> int:
+    if name in ("", "-h", "--help"):
+        sys.stdout.write(HELP)
+        return 0 if name else EXIT_USAGE
+    if name == "--version":
+        sys.stdout.write(f"chairlift {__version__}\n")
+        return 0
     if name not in COMMANDS:
         from difflib import get_close_matches
 
         close = get_close_matches(name, COMMANDS, n=1)
         kind = "flag" if name.startswith("-") else "command"
-        return _complain(
-            f"unknown {kind} {name}; " + (f"did you mean {close[0]}?" if close else "see chairlift --help")
-        )
+        advice = f"did you mean {close[0]}?" if close else "see chairlift --help"
+        raise ConfigurationError(f"unknown {kind} {name}; {advice}")
     from chairlift import commands
-    from chairlift.flags import UsageError
 
-    try:
-        run = {"serve": commands.serve, "generate": commands.generate, "bench": commands.bench}[name]
-        return run(flags)
-    except UsageError as error:
-        return _complain(*error.lines)
-    except ChairliftError as error:
-        return _complain(str(error))
-
-
-def _complain(*lines: str) -> int:
-    for handler in logging.getLogger().handlers:
-        handler.flush()  # what was logged earlier comes first
-    for line in lines:
-        sys.stderr.write(f"chairlift: error: {line}\n")
-    return EXIT_USAGE
+    return {"serve": commands.serve, "generate": commands.generate, "bench": commands.bench}[name](flags)
 
 
 if __name__ == "__main__":

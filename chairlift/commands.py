@@ -1,4 +1,6 @@
-"""What `chairlift serve | generate | bench` do, and how their flags are grouped in the help."""
+"""What `chairlift serve | generate | bench` do. Their settings stand in the help in the order in which the models have
+them; a title stands above the setting that is named with it.
+"""
 
 import logging
 import os
@@ -14,47 +16,16 @@ from chairlift.flags import Command, read_settings
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-Groups = dict[str, tuple[str, ...]]  # the settings under each title of the help
-
 _LAST_THREADS_S = 3.0
 
-ENGINE_GROUPS: Groups = {
-    "model": ("model", "tokenizer", "chat_template", "load_format", "served_model_name", "tool_call_parser"),
-    "computation": (
-        *("device", "dtype", "attention_backend", "quantization", "num_threads", "batch_invariant", "seed"),
-        "step_timeout",
-    ),
-    "memory": ("max_batch_size", "max_seq_len", "num_spare_slots", "memory_fraction", "enable_prefix_caching"),
-    "scheduling": (
-        *("max_num_batched_tokens", "max_steps_per_launch", "max_queue_size", "queue_timeout", "priority_ageing"),
-        *("preempt_after", "preempt_levels"),
-    ),
+_ENGINE_GROUPS = {
+    "model": "model",
+    "computation": "device",
+    "memory": "max_batch_size",
+    "scheduling": "max_num_batched_tokens",
 }
-SERVER_GROUPS: Groups = {
-    "server": ("host", "port", "drain_timeout"),
-    "security": (
-        *("api_key", "api_key_file", "key_priority_range", "key_queue_share", "share_prefixes", "allowed_origin"),
-        *("allowed_host", "ssl_certfile", "ssl_keyfile"),
-    ),
-    "limits": (
-        *("max_body_bytes", "header_timeout", "body_timeout", "idle_timeout"),
-        *("write_timeout", "keep_alive_interval"),
-    ),
-    "logging": ("log_format", "log_interval"),
-}
-ANSWER_GROUPS: Groups = {"answer": ("prompt", "raw", "max_tokens", "temperature")}
-BENCH_GROUPS: Groups = {
-    "server": ("url", "endpoint", "model", "api_key", "timeout"),
-    "load": (
-        *("num_requests", "concurrency", "request_rate", "burstiness", "ramp", "trace", "trace_speedup", "warmup"),
-        "sweep",
-    ),
-    "prompts": (
-        *("prompt_tokens", "output_tokens", "prefix_tokens", "num_prefixes"),
-        *("conversations", "turns", "think_time", "temperature", "ignore_eos", "seed"),
-    ),
-    "results": ("goodput", "goodput_share", "json", "report"),
-}
+_SERVER_GROUPS = {"server": "host", "security": "api_key", "limits": "max_body_bytes", "logging": "log_format"}
+_BENCH_GROUPS = {"server": "url", "load": "num_requests", "prompts": "prompt_tokens", "results": "goodput"}
 
 
 class AnswerConfig(BaseModel):
@@ -79,29 +50,29 @@ def serve_command() -> Command:
         "serve",
         "Serve a model over HTTP, with an OpenAI-style API.",
         models=(EngineConfig, ServerConfig),
-        groups=ENGINE_GROUPS | SERVER_GROUPS,
-        positional="model",
+        groups=_ENGINE_GROUPS | _SERVER_GROUPS,
         examples=(
             "chairlift serve path-or-hub-id --dtype bfloat16 --max-batch-size 64",
             "chairlift serve --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile cert.pem --ssl-keyfile key.pem",
         ),
+        positional="model",
     )
 
 
 def generate_command() -> Command:
-    """`chairlift generate`: settings of the engine, and a prompt."""
+    """`chairlift generate`: a prompt, and settings of the engine."""
     from chairlift.config import EngineConfig
 
     return Command(
         "generate",
         "Answer one prompt on standard output.",
-        models=(EngineConfig, AnswerConfig),
-        groups=ANSWER_GROUPS | ENGINE_GROUPS,
-        positional="prompt",
+        models=(AnswerConfig, EngineConfig),
+        groups={"answer": "raw"} | _ENGINE_GROUPS,
         examples=(
             'chairlift generate "What is the opposite of hot?"',
             'chairlift generate --model path-or-hub-id --raw --max-tokens 50 "Once upon a time"',
         ),
+        positional="prompt",
     )
 
 
@@ -113,7 +84,7 @@ def bench_command() -> Command:
         "bench",
         "Load-test any OpenAI-compatible server.",
         models=(BenchConfig,),
-        groups=BENCH_GROUPS,
+        groups=_BENCH_GROUPS,
         examples=(
             "chairlift bench --url http://127.0.0.1:8000 --concurrency 16",
             "chairlift bench --request-rate 4 --num-requests 500 --report report.html",
@@ -123,33 +94,35 @@ def bench_command() -> Command:
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """Serves until a signal or the engine's death."""
+    """Serves until a signal or the engine's death. What cannot work is refused before torch is imported."""
     engine_config, config = read_settings(serve_command(), arguments)
     import asyncio
 
-    from chairlift.api.server import check
-    from chairlift.api.server import serve as serve_engine
+    from chairlift.api.http.access import check_access
+    from chairlift.api.http.listening import Listener
     from chairlift.api.telemetry.log import set_up_logging
-    from chairlift.engine.async_llm import AsyncLLM
 
     set_up_logging(config.log_format)
-    check(config)
+    check_access(config)
+    with Listener(config) as listener:
+        from chairlift.api.server import serve as serve_engine
+        from chairlift.engine.async_llm import AsyncLLM
 
-    async def run() -> int:
-        code = await serve_engine(AsyncLLM(**engine_config.model_dump()), config)
-        # A thread that hangs, in a tokenizer perhaps, must not keep the process: a regular exit would wait for it.
-        ending = threading.Timer(_LAST_THREADS_S, _exit_at_once, [code])
-        ending.daemon = True
-        ending.start()
-        return code
+        async def run() -> int:
+            code = await serve_engine(AsyncLLM(**engine_config.model_dump()), config, listener)
+            # A thread that hangs, in a tokenizer perhaps, must not keep the process: a regular exit would wait for it.
+            ending = threading.Timer(_LAST_THREADS_S, _exit_at_once, [code])
+            ending.daemon = True
+            ending.start()
+            return code
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(run())
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(run())
 
 
 def generate(arguments: Sequence[str]) -> int:
     """Prints one answer."""
-    engine_config, answer_config = read_settings(generate_command(), arguments)
+    answer_config, engine_config = read_settings(generate_command(), arguments)
     from chairlift.api.telemetry.log import set_up_logging
     from chairlift.engine.llm import LLM
 

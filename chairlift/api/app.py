@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 import chairlift
 from chairlift.api.config import ServerConfig
-from chairlift.api.errors import Handler, error_middleware
+from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.generate import Job, answer
 from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader
@@ -52,11 +52,10 @@ class Api:
         """`ConfigurationError` if keys or origins are wrong."""
         self._llm = llm
         self._model_name = config.served_model_name or llm.config.model
-        self._keep_alive_s = config.keep_alive_interval
         self._created = int(time.time())
         self.keys = KeyRing(gather_keys(config), config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
-        self._bodies = BodyReader(config.max_body_bytes, config.body_timeout)
+        self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
         self._drafter = Drafter(llm, self._model_name, config.tool_call_parser)
         # What takes long never stands before what does not; and a reply that is there is not refused any more.
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
@@ -69,6 +68,7 @@ class Api:
     def make_app(self) -> web.Application:
         """The application, ready for a runner with `handler_cancellation=True`: who leaves must be noticed."""
         app = web.Application(middlewares=[error_middleware, self.keys.middleware, self._count_active])
+        app[ENDPOINTS] = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
         app.on_response_prepare.append(self._bodies.release)
         app.cleanup_ctx.append(self._close_workers)
         for route in ROUTES:
@@ -81,7 +81,7 @@ class Api:
                 # A model's name may hold slashes, as hub ids do.
                 path = route.path.replace("{model}", "{model:.+}")
                 app.router.add_route(method, path, handler, expect_handler=meet_expectation)
-        add_page_routes(app, SnapshotFeed(self._llm), self._keep_alive_s)
+        add_page_routes(app, SnapshotFeed(self._llm))
         tracing = Tracing(self._model_name)
         note_end = [self._metrics.note_request, log_request]
         Observer(_TOLD_PATHS, tracing.span, self._metrics.note_response, note_end).install(app)
@@ -109,7 +109,7 @@ class Api:
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
         if len(self.keys) > 1:  # what is slow for all afterwards must not be one's to decide
-            raise web.HTTPForbidden(text="several API keys share this server; nobody may empty the cache of all")
+            raise web.HTTPForbidden(text="several API keys share this server, so none of them may empty the cache")
         await self._llm.reset_prefix_cache()
         return _json(Health())
 
@@ -125,11 +125,11 @@ class Api:
         if self._llm.death is not None:
             raise EngineClosed(f"the engine died: {self._llm.death}")
         if self.is_draining:
-            raise EngineClosed("the server is going down")
+            raise EngineClosed("the server is shutting down")
         if not self._llm.is_healthy:
             raise EngineClosed("the engine does not answer")
         if any(workers.is_stuck for workers in self._all_workers):
-            raise EngineClosed("the check of some request does not come to an end")
+            raise EngineClosed("a request is being checked for too long; the server may have to be started again")
         return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
@@ -147,7 +147,7 @@ class Api:
 
     async def _generate(self, request: web.Request, body_type: type[BaseModel]) -> web.StreamResponse:
         """Two coroutines, so that nothing keeps the body or what was read out of it while the request runs."""
-        return await answer(self._llm, await self._make_job(request, body_type), request, self._keep_alive_s)
+        return await answer(self._llm, await self._make_job(request, body_type), request)
 
     async def _make_job(self, request: web.Request, body_type: type[BaseModel]) -> Job:
         """All of it is checked before anything runs."""
@@ -203,13 +203,13 @@ class Api:
 
     @web.middleware
     async def _count_active(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Counts what is asked of the engine, and refuses it when the engine is dead or the server goes down."""
+        """Counts what is asked of the engine, and refuses it when the engine is dead or the server shuts down."""
         if request.method != "POST":
             return await handler(request)
         if self._llm.death is not None:
             raise EngineClosed(f"the engine died: {self._llm.death}")
         if self.is_draining:
-            raise EngineClosed("the server is going down; try another one, or later")
+            raise EngineClosed("the server is shutting down; try again later, or another server")
         self.num_active += 1
         try:
             return await handler(request)

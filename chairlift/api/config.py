@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from chairlift.api.tools import ToolFamily
 
@@ -22,14 +22,8 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-def _split(value: object) -> object:
-    """The command line hands over one string for a flag given several times; so does the environment."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-
-
 Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Timeout = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-Many = BeforeValidator(_split)
 
 
 class ServerConfig(BaseModel):
@@ -44,56 +38,47 @@ class ServerConfig(BaseModel):
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key; a PEM file without a password")
     served_model_name: str | None = Field(None, description="the model's name for clients, if not that of --model")
     tool_call_parser: ToolFamily | None = Field(
-        None, description="how the model writes tool calls; left out: what its chat template teaches"
+        None, description="how the model writes tool calls; unset: as its chat template says"
     )
 
     # Who may come in, and how much of the server is theirs
-    api_key: Annotated[list[SecretStr], Many] = Field(
+    api_key: list[SecretStr] = Field(
         [],
         description="a key that clients must send; may be given several times. Keys in the environment's"
         f" {KEYS_VARIABLE}, separated by commas, are valid too, and do not show in the list of processes",
     )
     api_key_file: Path | None = Field(
         None,
-        description="file with such keys, one per line; limits of its own may follow a key:"
-        " KEY priority=-10:10 queue=0.25",
-    )
-    key_priority_range: str = Field(
-        "0:100", description="priorities that a key's requests may have, LOWEST:HIGHEST; lower is served first"
-    )
-    key_queue_share: float = Field(
-        0.5, gt=0.0, le=1.0, description="share of the waiting queue that one key's requests may fill"
+        description="file with such keys, one per line; its priorities (lower is served first) and its share of the"
+        " queue may follow a key: KEY priority=0:100 queue=0.5",
     )
     share_prefixes: bool = Field(
         False,
         description="let keys reuse each other's computed prompts; a key can then find out what others have sent",
     )
-    allowed_origin: Annotated[list[str], Many] = Field(
+    allowed_origin: list[str] = Field(
         [],
         description="origin whose web pages may use the server (CORS), such as https://app.example.org; may be given"
         " several times; *: all",
     )
-    allowed_host: Annotated[list[str], Many] = Field(
+    allowed_host: list[str] = Field(
         [],
-        description="name by which clients may call a server that asks for no key and listens on this machine only,"
-        " beside localhost and its addresses; may be given several times; *: all",
+        description="host name, beside localhost, of a server that listens on this machine only and asks for no key;"
+        " may be given several times; *: all",
     )
 
     # How much is read of a client, and how long it is waited for
     max_body_bytes: int = Field(10 * 2**20, ge=1, description="largest request body; more is refused")
-    header_timeout: Timeout = Field(
-        10.0,
-        description="seconds in which a request's headers must come, counted from its first byte; the first request's,"
-        " and a TLS handshake, from the connection's start",
+    client_timeout: Timeout = Field(
+        60.0,
+        description="seconds that a client may take: for a TLS handshake and the first headers, for the headers of each"
+        " later request from its first byte, for a body, and to read what is sent to it",
     )
-    body_timeout: Timeout = Field(60.0, description="seconds in which a request's body must come after its headers")
     idle_timeout: Timeout = Field(75.0, description="seconds that a connection may be silent between two requests")
-    write_timeout: Timeout = Field(60.0, description="seconds that a client may leave unread what is sent to it")
-    keep_alive_interval: Timeout = Field(10.0, description="seconds without news after which a stream gets a comment")
     drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after SIGTERM")
 
     # What is logged
     log_format: LogFormat = Field(LogFormat.TEXT, description="text: lines for people; json: one object per record")
     log_interval: Seconds = Field(
-        10.0, description="seconds between two lines in the log about the batch, while there is one; 0: none"
+        10.0, description="seconds between two lines about the batch in the log; 0: no such lines"
     )

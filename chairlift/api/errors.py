@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from aiohttp import web
 from pydantic import ValidationError
 
-from chairlift.api.routes import ROUTES
 from chairlift.api.telemetry.observation import OBSERVATION
 from chairlift.api.wire.base import ErrorBody, ErrorDetail, complaint_of
 from chairlift.errors import (
@@ -55,6 +54,9 @@ _STATUSES: dict[type[ChairliftError], tuple[int, str | None]] = {
 """Status and code; of several that fit, the first."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+ENDPOINTS = web.AppKey("chairlift_endpoints", str)
+"""What a client who asks for another path is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +122,13 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except Exception as error:
-        reply = error_reply(_name_alternatives(request, error))
+        if error is request.match_info.http_exception:  # the router's own words would say no more than the status
+            path = _shorten(request.path, _MAX_PARAM_BYTES)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                error.text = f"{path} takes {' or '.join(sorted(error.allowed_methods))}, not {request.method}"
+            elif isinstance(error, web.HTTPNotFound):
+                error.text = f"there is no {path} here; there are {request.app.get(ENDPOINTS, 'none')}"
+        reply = error_reply(error)
         if OBSERVATION in request:
             request[OBSERVATION].reason = _shorten(reply.detail.message, _MAX_REASON_BYTES)
         return reply.response()
-
-
-def _name_alternatives(request: web.Request, error: Exception) -> Exception:
-    """The router's own words would say no more than the status."""
-    if error is not request.match_info.http_exception:
-        return error
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        error.text = f"{request.path} takes {' or '.join(sorted(error.allowed_methods))}, not {request.method}"
-    if isinstance(error, web.HTTPNotFound):
-        known = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
-        return web.HTTPNotFound(text=f"there is no {_shorten(request.path, _MAX_PARAM_BYTES)} here; there are {known}")
-    return error

@@ -39,11 +39,11 @@ class Job:
         return function(*args) if size <= _LARGE else await self.off_loop(function, *args)
 
 
-async def answer(llm: AsyncLLM, job: Job, request: web.Request, keep_alive_s: float) -> web.StreamResponse:
+async def answer(llm: AsyncLLM, job: Job, request: web.Request) -> web.StreamResponse:
     """Runs the job and sends its reply."""
     if not job.observation.is_streamed:
         return await _answer_whole(llm, job)
-    return await _answer_stream(llm, job, EventStream(request, keep_alive_s))
+    return await _answer_stream(llm, job, EventStream(request))
 
 
 async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:

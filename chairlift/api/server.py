@@ -5,7 +5,6 @@ import contextlib
 import gc
 import logging
 import signal
-import ssl
 import sys
 from collections.abc import Coroutine, Iterator
 
@@ -13,15 +12,8 @@ from aiohttp import web
 
 from chairlift.api.app import Api
 from chairlift.api.config import KEYS_VARIABLE, ServerConfig
-from chairlift.api.http.access import Cors, gather_keys
-from chairlift.api.http.connections import (
-    check_can_listen,
-    is_open_to_others,
-    listen,
-    renew_certificate,
-    tls_context,
-    url_of,
-)
+from chairlift.api.http.connections import connections_of
+from chairlift.api.http.listening import Listener
 from chairlift.api.telemetry.log import log_activity
 from chairlift.engine.async_llm import AsyncLLM
 
@@ -37,31 +29,16 @@ _SWITCH_INTERVAL_S = 0.001
 _COLLECTOR_THRESHOLDS = (10_000, 10, 30)  # objects made since a collection of the young ones; those until one of older
 
 
-def check(config: ServerConfig) -> None:
-    """Refuses with `ConfigurationError` what cannot work, before a model is loaded for it. Not from an event loop."""
-    Cors(config.allowed_origin)
-    gather_keys(config)
-    tls_context(config)
-    check_can_listen(config)
-
-
-async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
+async def serve(llm: AsyncLLM, config: ServerConfig, listener: Listener) -> int:
     """Serves until a signal or the engine's death; returns the process's exit code."""
     api = Api(llm, config)
     runner = make_runner(api)
-    await runner.setup()
-    assert runner.server is not None, "set up"
-    context = tls_context(config)
     stop, hurry = asyncio.Event(), asyncio.Event()
     was_cut_short = False
     try:
-        with (
-            _short_pauses(),
-            _signals(config, context, stop, hurry),
-            _reporting(llm, config.log_interval),
-            contextlib.closing(await listen(runner.server, config, context)) as listening,
-        ):
-            is_open = is_open_to_others(listening)
+        with _short_pauses(), _signals(listener, stop, hurry), reporting(llm, config.log_interval), listener:
+            await start(runner, config, listener)
+            is_open = listener.is_open_to_others
             api.cors.is_strict = not api.keys and not is_open
             if not api.keys and is_open:
                 logger.warning(
@@ -69,7 +46,7 @@ async def serve(llm: AsyncLLM, config: ServerConfig) -> int:
                     " --api-key-file or %s, or listen on 127.0.0.1",
                     KEYS_VARIABLE,
                 )
-            logger.info("serving on %s", url_of(listening, config))
+            logger.info("serving on %s", listener.url)
             await _first_of(stop.wait(), llm.died.wait())
             api.drain()
             was_cut_short = await _wind_down(llm, api, config.drain_timeout, hurry)
@@ -86,10 +63,15 @@ def make_runner(api: Api) -> web.AppRunner:
     return web.AppRunner(api.make_app(), handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False)
 
 
+async def start(runner: web.AppRunner, config: ServerConfig, listener: Listener) -> None:
+    """Serves connections from here on."""
+    await runner.setup()
+    assert runner.server is not None, "set up"
+    await listener.accept(connections_of(runner.server, config))
+
+
 @contextlib.contextmanager
-def _signals(
-    config: ServerConfig, context: ssl.SSLContext | None, stop: asyncio.Event, hurry: asyncio.Event
-) -> Iterator[None]:
+def _signals(listener: Listener, stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
     """The first SIGTERM or SIGINT sets `stop`, the next one `hurry`. SIGHUP renews the certificate: to a server it says
     that its files have changed, not that anybody has left.
     """
@@ -97,14 +79,8 @@ def _signals(
     def end() -> None:
         (hurry if stop.is_set() else stop).set()
 
-    def renew() -> None:
-        if context is None:
-            logger.info("SIGHUP: there is no certificate to read again; nothing was done")
-        else:
-            renew_certificate(context, config)
-
     loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: renew}
+    handlers = {signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: listener.renew_certificate}
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
@@ -134,7 +110,7 @@ def _short_pauses() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reporting(llm: AsyncLLM, interval_s: float) -> Iterator[None]:
+def reporting(llm: AsyncLLM, interval_s: float) -> Iterator[None]:
     """Every so many seconds the log gets a line about the batch; 0: never."""
     if not interval_s:
         yield
@@ -152,7 +128,7 @@ async def _wind_down(llm: AsyncLLM, api: Api, timeout_s: float, hurry: asyncio.E
     if llm.death is not None:
         await asyncio.sleep(_DEATH_NOTICE_S)
         return True
-    logger.info("going down: %d requests have %.0f s to finish", api.num_active, timeout_s)
+    logger.info("shutting down: %d requests have %.0f s to finish", api.num_active, timeout_s)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(_first_of(_idle(api), hurry.wait(), llm.died.wait()), timeout_s)
     if not api.num_active:

@@ -9,6 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 DONE = "data: [DONE]\n\n"
+KEEP_ALIVE_S = 10.0  # proxies and clients take a connection for dead after a minute or so
 _KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over and proxies count as life
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -27,13 +28,12 @@ class EventStream:
     """One reply that is written event by event; a context manager.
 
     The status goes out with the first event, so that what fails before can still have one of its own; or with the first
-    keep-alive comment, which is sent whenever `keep_alive_s` pass without an event.
+    keep-alive comment, which is sent whenever `KEEP_ALIVE_S` pass without an event.
     """
 
-    def __init__(self, request: web.Request, keep_alive_s: float) -> None:
+    def __init__(self, request: web.Request) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
         self._request = request
-        self._keep_alive_s = keep_alive_s
         self._num_sent = 0
         self._opening = asyncio.Lock()
         self._beat: asyncio.Task[None] | None = None
@@ -74,6 +74,6 @@ class EventStream:
         with contextlib.suppress(ConnectionError):  # whoever sends next will notice
             while True:
                 num_sent = self._num_sent
-                await asyncio.sleep(self._keep_alive_s)
+                await asyncio.sleep(KEEP_ALIVE_S)
                 if self._num_sent == num_sent:
                     await self._write(_KEEP_ALIVE)

@@ -4,12 +4,10 @@ The interpreter runs one thread at a time, so more threads would make nothing fa
 """
 
 import asyncio
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -23,12 +21,11 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True, eq=False)
-class _Task:
-    """A call for a client, and where its result goes."""
+class _Turn:
+    """A client's turn to have something called."""
 
     client: str
-    call: Callable[[], object] | None
-    done: asyncio.Future[Any]
+    has_come: asyncio.Future[None]
     begin: float | None = None  # None: it waits
 
 
@@ -36,7 +33,7 @@ class Workers:
     """Threads for the calls of many clients, who take turns. Used from one event loop.
 
     One thread at least is left for others than the client who has the most. A call whose client left before its turn is
-    not made.
+    not made; one that has begun keeps its thread, and counts, until it ends.
     """
 
     def __init__(self, num_threads: int, max_per_client: int | None = None, max_waiting: int | None = None) -> None:
@@ -45,17 +42,15 @@ class Workers:
         self._max_per_client = max_per_client
         self._max_waiting = max_waiting
         self._max_running_per_client = max(1, num_threads - 1)
-        self._waiting: dict[str, deque[_Task]] = {}  # clients in the order of their turns
-        self._num_waiting = 0
-        self._running: set[_Task] = set()
-        self._inbox: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._waiting: dict[str, deque[_Turn]] = {}  # clients in the order of their turns
+        self._running: set[_Turn] = set()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="chairlift-worker")
 
     @property
     def is_stuck(self) -> bool:
         """True if some call runs for so long that it may never end."""
         now = time.monotonic()
-        return any(task.begin is not None and now - task.begin > _STUCK_AFTER_S for task in self._running)
+        return any(turn.begin is not None and now - turn.begin > _STUCK_AFTER_S for turn in self._running)
 
     def for_client(self, client: str) -> OffLoop:
         """Calls functions in this client's turn."""
@@ -67,96 +62,58 @@ class Workers:
 
     def close(self) -> None:
         """Ends the threads, each after its present call. What waits is not done."""
-        for _ in self._threads:
-            self._inbox.put(None)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, client: str, call: Callable[[], _T]) -> _T:
         self._check_room(client)
-        self._start_threads()
-        task = _Task(client, call, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(client, deque()).append(task)
-        self._num_waiting += 1
+        loop = asyncio.get_running_loop()
+        turn = _Turn(client, loop.create_future())
+        self._waiting.setdefault(client, deque()).append(turn)
         self._dispatch()
         try:
-            result: _T = await task.done
-            return result
+            await turn.has_come
+            result = loop.run_in_executor(self._threads, call)
+        except BaseException as error:
+            self._end(turn)
+            if isinstance(error, RuntimeError):
+                raise ServerTooBusy("the system has no thread for this request; try again later") from error
+            raise
+        result.add_done_callback(lambda _: self._end(turn))
+        try:
+            return await asyncio.shield(result)
         finally:
-            if task.begin is None:  # its client left before its turn
-                self._take_out(task)
-            del task  # an error's traceback holds this frame: without a cycle what is in it lives no longer than needed
+            del call, result  # an error's traceback holds this frame: without a cycle they live no longer than needed
 
     def _check_room(self, client: str) -> None:
         num_of_client = len(self._waiting.get(client, ())) + self._num_running(client)
         if self._max_per_client is not None and num_of_client >= self._max_per_client:
             raise ClientTooBusy(f"{self._max_per_client} of your requests are being checked; send fewer at once")
-        if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
-            raise ServerTooBusy(f"{self._num_waiting} requests wait to be checked; try again later")
-
-    def _start_threads(self) -> None:
-        """All of them, or as many as the system has left; tried again with the next call."""
-        try:
-            while len(self._threads) < self._num_threads:
-                thread = threading.Thread(
-                    target=_work, args=[self._inbox, self._finish], name="chairlift-worker", daemon=True
-                )
-                thread.start()
-                self._threads.append(thread)
-        except RuntimeError as error:
-            if not self._threads:
-                raise ServerTooBusy("the system has no thread for this request; try again later") from error
+        num_waiting = sum(map(len, self._waiting.values()))
+        if self._max_waiting is not None and num_waiting >= self._max_waiting:
+            raise ServerTooBusy(f"{num_waiting} requests wait to be checked; try again later")
 
     def _dispatch(self) -> None:
-        while len(self._running) < self._num_threads and (task := self._next()) is not None:
-            self._take_out(task)
-            if task.client in self._waiting:  # the next turn is another's
-                self._waiting[task.client] = self._waiting.pop(task.client)
-            task.begin = time.monotonic()
-            self._running.add(task)
-            self._inbox.put(task)
+        """Begins the turns for which there are threads."""
+        while len(self._running) < self._num_threads:
+            able = (each for each in self._waiting if self._num_running(each) < self._max_running_per_client)
+            if (client := next(able, None)) is None:
+                return
+            turns = self._waiting.pop(client)
+            turn = turns.popleft()
+            if turns:  # the next turn is another's
+                self._waiting[client] = turns
+            turn.begin = time.monotonic()
+            self._running.add(turn)
+            turn.has_come.set_result(None)
 
-    def _next(self) -> _Task | None:
-        """The first call of the client whose turn it is."""
-        for client, tasks in self._waiting.items():
-            if self._num_running(client) < self._max_running_per_client:
-                return tasks[0]
-        return None
-
-    def _num_running(self, client: str) -> int:
-        return sum(task.client == client for task in self._running)
-
-    def _take_out(self, task: _Task) -> None:
-        tasks = self._waiting[task.client]
-        tasks.remove(task)
-        if not tasks:
-            del self._waiting[task.client]
-        self._num_waiting -= 1
-
-    def _finish(self, task: _Task, result: object, error: BaseException | None) -> None:
-        self._running.discard(task)
-        if not task.done.done():  # else its client has left
-            if error is None:
-                task.done.set_result(result)
-            else:
-                task.done.set_exception(error)
+    def _end(self, turn: _Turn) -> None:
+        """Its call is over, or will not be made."""
+        if turn.begin is None:
+            self._waiting[turn.client].remove(turn)
+            if not self._waiting[turn.client]:
+                del self._waiting[turn.client]
+        self._running.discard(turn)
         self._dispatch()
 
-
-def _work(inbox: "queue.SimpleQueue[_Task | None]", finish: Callable[..., None]) -> None:
-    """A thread's life."""
-    while (task := inbox.get()) is not None:
-        _perform(task, finish)
-        del task  # or what it is about would live until the next one comes
-
-
-def _perform(task: _Task, finish: Callable[..., None]) -> None:
-    result: object = None
-    failure: BaseException | None = None
-    call, task.call = task.call, None
-    assert call is not None, "performed once"
-    try:
-        result = call()
-    except BaseException as error:  # whoever waits gets it
-        failure = error
-    with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
-        task.done.get_loop().call_soon_threadsafe(finish, task, result, failure)
-    del call, failure, task  # see `_run`
+    def _num_running(self, client: str) -> int:
+        return sum(turn.client == client for turn in self._running)

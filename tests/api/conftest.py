@@ -1,6 +1,5 @@
 """A server on the production runner, in the test's own event loop, and clients for it."""
 
-import contextlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -8,14 +7,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
-from aiohttp import web_app
+from aiohttp import web, web_app
 from openai import AsyncOpenAI
 
 from chairlift.api.app import Api
 from chairlift.api.config import ServerConfig
-from chairlift.api.http.connections import listen, url_of
-from chairlift.api.server import make_runner
+from chairlift.api.http.listening import Listener
+from chairlift.api.server import make_runner, start
 from chairlift.engine.async_llm import AsyncLLM
 
 SLOTS = 4
@@ -43,31 +41,41 @@ async def serving(config: ServerConfig = ServerConfig(), **engine: Any) -> Async
     config = config.model_copy(update={"port": 0, "served_model_name": "bundled"})
     api = Api(llm, config)
     runner = make_runner(api)
-    await runner.setup()
-    assert runner.server is not None, "set up"
-    with contextlib.closing(await listen(runner.server, config)) as listening:
+    with Listener(config) as listener:
         try:
-            yield Server(url_of(listening, config), llm, api)
+            await start(runner, config, listener)
+            yield Server(listener.url, llm, api)
         finally:
             await llm.close()
             await runner.cleanup()
 
 
-@pytest_asyncio.fixture
+@asynccontextmanager
+async def serving_app(app: web.Application, **settings: Any) -> AsyncIterator[str]:
+    """An application without an engine on the production's connections; its address."""
+    config = ServerConfig(port=0, **settings)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    with Listener(config) as listener:
+        await start(runner, config, listener)
+        yield listener.url
+    await runner.cleanup()
+
+
+@pytest.fixture
 async def server() -> AsyncIterator[Server]:
     """A server with room for two in the queue."""
     async with serving(max_queue_size=2) as server:
         yield server
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def client(server: Server) -> AsyncIterator[AsyncOpenAI]:
     """The official client, without retries of its own."""
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     """A plain HTTP client, for what the official one would not send."""
     async with aiohttp.ClientSession() as session:

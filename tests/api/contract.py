@@ -39,9 +39,9 @@ async def hermes_client(**config: Any) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-def client_of(server: Server) -> AsyncOpenAI:
+def client_of(server: Server, key: str = "none") -> AsyncOpenAI:
     """The official client, without retries of its own."""
-    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 def user(text: str) -> list[dict[str, Any]]:
@@ -55,6 +55,12 @@ async def post(server: Server, path: str, body: dict[str, Any], status: int = 20
         reply: dict[str, Any] = await response.json()
         assert response.status == status, reply
     return reply
+
+
+async def text_of(server: Server, body: dict[str, Any]) -> str:
+    """What a completion says, in its first choice."""
+    text: str = (await post(server, COMPLETIONS, body))["choices"][0]["text"]
+    return text
 
 
 async def get(server: Server, path: str) -> Any:

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -124,7 +125,7 @@ def recorded(llm: AsyncLLM) -> Iterator[Launches]:
 
 
 class RawClient:
-    """A socket that has sent one POST request, and what one does with it; a context manager leaves."""
+    """A socket, and what one does with it; a context manager leaves."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -146,8 +147,17 @@ class RawClient:
         """Leaves politely: FIN."""
         self._writer.close()
 
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
     async def head(self) -> str:
         return (await self._reader.readuntil(b"\r\n\r\n")).decode()
+
+    async def answer(self) -> tuple[str, str]:
+        """The next reply that says how long it is: its head and its body."""
+        head = await self.head()
+        length = next(line for line in head.splitlines() if line.startswith("Content-Length: ")).split()[1]
+        return head, (await self._reader.readexactly(int(length))).decode()
 
     async def chunk(self) -> str:
         """The next piece of a chunked reply; empty at its end."""
@@ -160,19 +170,30 @@ class RawClient:
             pieces.append(piece)
         return pieces
 
+    async def seconds_until_closed(self) -> float:
+        """How long the server keeps the silent connection open; it must not send anything."""
+        start = time.monotonic()
+        with suppress(ConnectionResetError):  # the answer to what was sent after the server had closed
+            assert await self._reader.read(1) == b""
+        return time.monotonic() - start
 
-async def post(server: Server, body: dict[str, Any], path: str = "/v1/completions", **socket: Any) -> RawClient:
-    """Sends a request and does not wait for anything. `socket`: arguments of `asyncio.open_connection`."""
-    host, port = server.url.removeprefix("http://").split(":")
+
+async def connect(url: str, **socket: Any) -> RawClient:
+    """`socket`: arguments of `asyncio.open_connection`."""
+    host, port = url.removeprefix("http://").split(":")
     if "sock" in socket:
         await asyncio.get_running_loop().sock_connect(socket["sock"], (host, int(port)))
-        reader, writer = await asyncio.open_connection(**socket)
-    else:
-        reader, writer = await asyncio.open_connection(host, int(port), **socket)
+        return RawClient(*await asyncio.open_connection(**socket))
+    return RawClient(*await asyncio.open_connection(host, int(port), **socket))
+
+
+async def post(server: Server, body: dict[str, Any], path: str = "/v1/completions", **socket: Any) -> RawClient:
+    """Sends a request and does not wait for anything."""
+    client = await connect(server.url, **socket)
     payload = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
-    writer.write(f"{head}\r\n\r\n".encode() + payload)
-    return RawClient(reader, writer)
+    client.send(f"{head}\r\n\r\n".encode() + payload)
+    return client
 
 
 async def until_idle(server: Server, num_slots: int = SLOTS) -> None:

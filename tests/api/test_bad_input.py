@@ -3,59 +3,49 @@
 import asyncio
 import json
 import tracemalloc
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
+from tests.api.contract import CHAT, COMPLETIONS, error_of, post, text_of
 
 JSON = {"Content-Type": "application/json"}
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "unknown field": ({"messages": HELLO, "foo": 1}, "foo", "unknown or unsupported field: foo"),
+    "unknown field": ({"foo": 1}, "foo", "unknown or unsupported field: foo"),
     "unsupported field": (
-        {"messages": HELLO, "functions": [{"name": "f"}]},
+        {"functions": [{"name": "f"}]},
         "functions",
         "functions is not supported: deprecated; use tools",
     ),
-    "top_logprobs without logprobs": ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "with logprobs: true"),
+    "top_logprobs without logprobs": ({"top_logprobs": 2}, "top_logprobs", "with logprobs: true"),
     "top_logprobs beside logprobs false": (
-        {"messages": HELLO, "logprobs": False, "top_logprobs": 2},
+        {"logprobs": False, "top_logprobs": 2},
         "top_logprobs",
         "with logprobs: true",
     ),
-    "a number for logprobs": ({"messages": HELLO, "logprobs": 3}, "logprobs", "valid boolean"),
-    "no messages": ({}, "messages", "Field required"),
+    "a number for logprobs": ({"logprobs": 3}, "logprobs", "valid boolean"),
+    "no messages": ({"messages": None}, "messages", "Field required"),
     "empty messages": ({"messages": []}, "messages", "messages is empty"),
-    "wrong type": ({"messages": HELLO, "max_tokens": "many"}, "max_tokens", "valid integer"),
-    "float where an integer belongs": ({"messages": HELLO, "n": 1.5}, "n", "valid integer"),
-    "boolean where an integer belongs": ({"messages": HELLO, "n": True}, "n", "valid integer"),
-    "negative temperature": ({"messages": HELLO, "temperature": -0.1}, "temperature", "greater than or equal to 0"),
-    "top_p of zero": ({"messages": HELLO, "top_p": 0}, "top_p", "greater than 0"),
-    "max_tokens of zero": ({"messages": HELLO, "max_tokens": 0}, "max_tokens", "must be at least 1"),
+    "wrong type": ({"max_tokens": "many"}, "max_tokens", "valid integer"),
+    "float where an integer belongs": ({"n": 1.5}, "n", "valid integer"),
+    "boolean where an integer belongs": ({"n": True}, "n", "valid integer"),
+    "negative temperature": ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
+    "top_p of zero": ({"top_p": 0}, "top_p", "greater than 0"),
+    "max_tokens of zero": ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
     "max_completion_tokens of zero": (
-        {"messages": HELLO, "max_completion_tokens": 0},
+        {"max_completion_tokens": 0},
         "max_completion_tokens",
         "greater than or equal to 1",
     ),
-    "negative max_tokens": ({"messages": HELLO, "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
-    "max_tokens that cannot fit": ({"messages": HELLO, "max_tokens": 10_000}, "max_tokens", "does not fit"),
-    "two different limits": (
-        {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2},
-        "max_tokens",
-        "give one of them",
-    ),
-    "stream options without stream": ({"messages": HELLO, "stream_options": {}}, "stream_options", "stream: true"),
-    "unknown stream option": (
-        {"messages": HELLO, "stream": True, "stream_options": {"x": 1}},
-        "stream_options.x",
-        "unknown",
-    ),
+    "negative max_tokens": ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+    "max_tokens that cannot fit": ({"max_tokens": 10_000}, "max_tokens", "does not fit"),
+    "two different limits": ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one of them"),
+    "stream options without stream": ({"stream_options": {}}, "stream_options", "stream: true"),
+    "unknown stream option": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
     "message without content": ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: Field required"),
     "message without a role": ({"messages": [{"content": "a"}]}, "messages", "messages.0.role: Field required"),
     "unknown role": ({"messages": [{"role": "robot", "content": "a"}]}, "messages", "messages.0.role"),
@@ -91,35 +81,27 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
         "messages",
         "messages.0.tool_calls.0.function.name: Field required",
     ),
-    "tool that is a text": ({"messages": HELLO, "tools": ["f"]}, "tools", "tools.0: Input should be an object"),
+    "tool that is a text": ({"tools": ["f"]}, "tools", "tools.0: Input should be an object"),
     "choice without its function": (
-        {"messages": HELLO, "tool_choice": {"type": "function"}},
+        {"tool_choice": {"type": "function"}},
         "tool_choice",
         "tool_choice.function: Field required",
     ),
-    "stop that is a number": (
-        {"messages": HELLO, "stop": 5},
-        "stop",
-        "stop: Input should be a valid string or a list",
-    ),
-    "stop with a number": ({"messages": HELLO, "stop": ["a", 5]}, "stop", "stop.1: Input should be a valid string"),
-    "format without its type": (
-        {"messages": HELLO, "response_format": {}},
-        "response_format",
-        "response_format.type: Field required",
-    ),
+    "stop that is a number": ({"stop": 5}, "stop", "stop: Input should be a valid string or a list"),
+    "stop with a number": ({"stop": ["a", 5]}, "stop", "stop.1: Input should be a valid string"),
+    "format without its type": ({"response_format": {}}, "response_format", "response_format.type: Field required"),
     "schema that is a list": (
-        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}},
         "response_format",
         "response_format.json_schema.schema: Input should be an object",
     ),
     "schema in guided_json that is a list": (
-        {"messages": HELLO, "guided_json": []},
+        {"guided_json": []},
         "guided_json",
         "guided_json: Input should be a valid string or an object",
     ),
     "a repetition of nothing": (
-        {"messages": HELLO, "repetition_detection": {"max_pattern_size": 0, "min_count": 2}},
+        {"repetition_detection": {"max_pattern_size": 0, "min_count": 2}},
         "repetition_detection",
         "repetition_detection.max_pattern_size: Input should be greater than or equal to 1",
     ),
@@ -128,14 +110,14 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
         "messages",
         "type 'image_url' is not supported; known here: text, refusal",
     ),
-    "empty stop": ({"messages": HELLO, "stop": [""]}, "stop", "at least 1 character"),
-    "bias out of range": ({"messages": HELLO, "logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
-    "bias for no token": ({"messages": HELLO, "logit_bias": {"99999": 1}}, "logit_bias", "not in the model's vocab"),
-    "stop token that is none": ({"messages": HELLO, "stop_token_ids": [-1]}, "stop_token_ids", "not in the model's"),
-    "number as text": ({"messages": HELLO, "temperature": "0.5"}, "temperature", "valid number"),
-    "boolean where a number belongs": ({"messages": HELLO, "temperature": True}, "temperature", "valid number"),
-    "text where a boolean belongs": ({"messages": HELLO, "stream": "yes"}, "stream", "valid boolean"),
-    "choices that can never fit": ({"messages": HELLO, "n": 7}, "n", "at most 6 requests"),
+    "empty stop": ({"stop": [""]}, "stop", "at least 1 character"),
+    "bias out of range": ({"logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
+    "bias for no token": ({"logit_bias": {"99999": 1}}, "logit_bias", "not in the model's vocab"),
+    "stop token that is none": ({"stop_token_ids": [-1]}, "stop_token_ids", "not in the model's"),
+    "number as text": ({"temperature": "0.5"}, "temperature", "valid number"),
+    "boolean where a number belongs": ({"temperature": True}, "temperature", "valid number"),
+    "text where a boolean belongs": ({"stream": "yes"}, "stream", "valid boolean"),
+    "choices that can never fit": ({"n": 7}, "n", "at most 6 requests"),
 }
 
 BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -160,29 +142,24 @@ BAD_COMPLETIONS: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-async def expect_error(
-    http: aiohttp.ClientSession, url: str, body: dict[str, Any], param: str | None, words: str
-) -> None:
-    async with http.post(url, json=body) as response:
-        error = (await response.json())["error"]
-        assert response.status == 400
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+BAD = [(CHAT, {"messages": HELLO, **body}, param, words) for body, param, words in BAD_CHATS.values()]
+BAD += [(COMPLETIONS, *case) for case in BAD_COMPLETIONS.values()]
+
+
+async def expect_error(server: Server, path: str, body: dict[str, Any], param: str | None, words: str) -> None:
+    error = await error_of(server, path, body)
     assert error["param"] == param
     assert words in error["message"]
 
 
-@pytest.mark.asyncio
-async def test_every_bad_chat_is_refused_by_name(server: Server, http: aiohttp.ClientSession) -> None:
-    for body, param, words in BAD_CHATS.values():
-        await expect_error(http, f"{server.url}/v1/chat/completions", body, param, words)
+async def test_every_bad_request_is_refused_by_name(server: Server) -> None:
+    for path, body, param, words in BAD:
+        await expect_error(server, path, body, param, words)
     assert server.num_free_slots == SLOTS
+    assert server.llm.num_unfinished == 0
 
 
-@pytest.mark.asyncio
-async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
+async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(server: Server) -> None:
     said = {"role": "user", "content": [{"type": "text", "text": "Hi!", "image_url": None}], "weight": None}
     body: dict[str, Any] = {
         "messages": [said],
@@ -196,68 +173,32 @@ async def test_null_is_nothing_to_refuse_whether_or_not_a_field_is_known(
         "structured_outputs": {"choice": ["a"], "disable_fallback": None, "json": None},
         "tool_choice": "none",
     }
-    async with http.post(f"{server.url}/v1/chat/completions", json=body) as response:
-        assert response.status == 200, await response.text()
+    await post(server, CHAT, body)
     for name in ("best_of", "weight"):
-        await expect_error(
-            http, f"{server.url}/v1/chat/completions", {**body, name: 1}, name, f"unsupported field: {name}"
-        )
+        await expect_error(server, CHAT, {**body, name: 1}, name, f"unsupported field: {name}")
 
 
-@pytest.mark.asyncio
 async def test_a_bad_streaming_request_has_a_status_and_no_stream(server: Server, http: aiohttp.ClientSession) -> None:
     for body in ({"prompt": ""}, {"prompt": "a", "top_p": 2}, {"prompt": [99_999]}):
-        async with http.post(f"{server.url}/v1/completions", json={**body, "stream": True}) as response:
+        async with http.post(server.url + COMPLETIONS, json={**body, "stream": True}) as response:
             assert response.status == 400
             assert response.content_type == "application/json"
 
 
-@pytest.mark.asyncio
-async def test_every_bad_completion_is_refused_by_name(server: Server, http: aiohttp.ClientSession) -> None:
-    for body, param, words in BAD_COMPLETIONS.values():
-        await expect_error(http, f"{server.url}/v1/completions", body, param, words)
-    assert server.num_free_slots == SLOTS
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b'{"prompt": "a"', b"[]", b"null", rb'{"prompt": "\ud83d"}'])
 async def test_a_body_that_is_not_an_object_is_a_400(server: Server, http: aiohttp.ClientSession, raw: bytes) -> None:
-    async with http.post(f"{server.url}/v1/completions", data=raw, headers=JSON) as response:
+    async with http.post(server.url + COMPLETIONS, data=raw, headers=JSON) as response:
         assert response.status == 400
         assert (await response.json())["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.asyncio
-async def test_a_body_of_50_mb_is_a_413(server: Server, http: aiohttp.ClientSession) -> None:
-    async def body() -> AsyncIterator[bytes]:
-        yield b'{"prompt": "'
-        for _ in range(50):
-            yield b"a" * 1_000_000
-        yield b'"}'
-
-    async with http.post(f"{server.url}/v1/completions", data=body(), headers=JSON) as response:
-        assert response.status == 413
-        assert "too large" in (await response.json())["error"]["message"]
-
-
-@pytest.mark.asyncio
-async def test_unknown_paths_and_methods_answer_in_the_same_form(server: Server, http: aiohttp.ClientSession) -> None:
-    async with http.get(f"{server.url}/v1/nothing") as response:
-        assert response.status == 404
-        assert "error" in await response.json()
-    async with http.get(f"{server.url}/v1/completions") as response:
-        assert response.status == 405
-        assert "error" in await response.json()
-
-
-@pytest.mark.asyncio
 async def test_a_404_says_what_was_asked_for_and_what_there_is(server: Server, http: aiohttp.ClientSession) -> None:
     async with http.post(f"{server.url}/v1/v1/chat/completions", json={}) as response:
         message = (await response.json())["error"]["message"]
     assert message.startswith(
         "there is no /v1/v1/chat/completions here; there are POST /v1/chat/completions, POST /v1/"
     )
-    async with http.get(f"{server.url}/v1/completions") as response:
+    async with http.get(server.url + COMPLETIONS) as response:
         assert (await response.json())["error"]["message"] == "/v1/completions takes POST, not GET"
 
 
@@ -269,7 +210,6 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", NUMBERS)
 @pytest.mark.parametrize("number", [ENORMOUS, 10**30, 10**4000, -(10**4000)], ids=["1e8", "1e30", "1e4000", "-1e4000"])
 async def test_numbers_of_any_size_make_no_work(
@@ -283,15 +223,10 @@ async def test_numbers_of_any_size_make_no_work(
             assert len(await response.read()) < 1500
 
 
-@pytest.mark.asyncio
-async def test_choices_are_counted_before_anything_is_made_for_them(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
+async def test_choices_are_counted_before_anything_is_made_for_them(server: Server) -> None:
     tracemalloc.start()
     try:
-        await expect_error(
-            http, server.url + CHAT, {"messages": HELLO, "n": ENORMOUS}, "n", "less than or equal to 128"
-        )
+        await expect_error(server, CHAT, {"messages": HELLO, "n": ENORMOUS}, "n", "less than or equal to 128")
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
         tracemalloc.stop()
@@ -328,7 +263,6 @@ ECHOING: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("path", "body"), ECHOING, ids=range(len(ECHOING)))
 async def test_an_error_repeats_no_more_than_a_kilobyte_of_its_request(
     server: Server, http: aiohttp.ClientSession, path: str, body: dict[str, Any]
@@ -342,7 +276,6 @@ def nested(opening: str, closing: str, depth: int) -> str:
     return opening * depth + closing * depth
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("depth", [150, 990, 5_000, 50_000])
 async def test_what_is_nested_too_deeply_is_a_400_wherever_it_stands(
     server: Server, http: aiohttp.ClientSession, depth: int
@@ -363,44 +296,10 @@ async def test_what_is_nested_too_deeply_is_a_400_wherever_it_stands(
             assert len(await response.read()) < 3000
 
 
-@pytest.mark.asyncio
-async def test_a_bad_prompt_among_good_ones_computes_none_of_them(server: Server, http: aiohttp.ClientSession) -> None:
-    await expect_error(http, f"{server.url}/v1/completions", {"prompt": ["good", ""]}, "prompt", "empty")
-    assert server.llm.num_unfinished == 0
-
-
-@pytest.mark.asyncio
-async def test_others_in_the_batch_notice_nothing_of_bad_requests(server: Server, http: aiohttp.ClientSession) -> None:
+async def test_others_in_the_batch_notice_nothing_of_bad_requests(server: Server) -> None:
     good = {"prompt": "Once upon a time", "max_tokens": 80, "temperature": 0, "ignore_eos": True}
 
-    async def ask() -> str:
-        async with http.post(f"{server.url}/v1/completions", json=good) as response:
-            return str((await response.json())["choices"][0]["text"])
-
-    alone = await ask()
-    bad = [expect_error(http, f"{server.url}/v1/completions", {"prompt": ""}, "prompt", "empty") for _ in range(20)]
-    among, *_ = await asyncio.gather(ask(), *bad)
+    alone = await text_of(server, good)
+    bad = [expect_error(server, COMPLETIONS, {"prompt": ""}, "prompt", "empty") for _ in range(20)]
+    among, *_ = await asyncio.gather(text_of(server, good), *bad)
     assert among == alone
-
-
-@pytest.mark.asyncio
-async def test_health_and_version_answer(server: Server, http: aiohttp.ClientSession) -> None:
-    async with http.get(f"{server.url}/health") as response:
-        assert response.status == 200
-    async with http.get(f"{server.url}/version") as response:
-        assert set(await response.json()) == {"version"}
-
-
-@pytest.mark.asyncio
-async def test_many_wrong_elements_are_refused_at_once(server: Server, http: aiohttp.ClientSession) -> None:
-    async with http.post(f"{server.url}/v1/completions", json={"prompt": [1.5] * 150_000}) as response:
-        assert response.status == 400
-        assert len(await response.read()) < 1000
-
-
-@pytest.mark.asyncio
-async def test_a_body_that_is_not_what_its_encoding_says_is_a_400(server: Server, http: aiohttp.ClientSession) -> None:
-    headers = {**JSON, "Content-Encoding": "gzip"}
-    async with http.post(f"{server.url}/v1/completions", data=b"no gzip", headers=headers) as response:
-        assert response.status == 400
-        assert "Content-Encoding" in (await response.json())["error"]["message"]

@@ -19,7 +19,7 @@ from chairlift.api.wire.service import DetokenizeRequest
 from chairlift.errors import InvalidRequest
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS
-from tests.api.fault_support import RawClient, forward_of, held, post, serving, until_idle
+from tests.api.fault_support import RawClient, connect, forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
 
 BODY = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
@@ -38,13 +38,11 @@ async def send(server: Server, data: bytes, headers: dict[str, str], path: str =
 # --- kinds
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=UTF-8", "application/vnd.x+json"])
 async def test_json_is_taken_by_all_of_its_names(server: Server, kind: str) -> None:
     assert await send(server, BODY, {"Content-Type": kind}) == (200, "")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"])
 async def test_what_a_foreign_page_may_send_anywhere_is_a_415(server: Server, path: str) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json"):
@@ -52,11 +50,10 @@ async def test_what_a_foreign_page_may_send_anywhere_is_a_415(server: Server, pa
         assert (status, message) == (415, f"the body must be sent as Content-Type: application/json, not {kind}")
     assert await send(server, BODY, {}, path) == (
         415,
-        "the body must be sent as Content-Type: application/json, not no Content-Type",
+        "the body must be sent as Content-Type: application/json, and has none",
     )
 
 
-@pytest.mark.asyncio
 async def test_json_in_another_charset_is_a_415(server: Server) -> None:
     assert await send(server, BODY, {"Content-Type": "application/json; charset=latin-1"}) == (
         415,
@@ -72,7 +69,6 @@ def bare_deflate(data: bytes) -> bytes:
     return compressor.compress(data) + compressor.flush()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("encoding", "data"),
     [
@@ -87,7 +83,6 @@ async def test_compressed_bodies_are_unpacked(server: Server, encoding: str, dat
     assert await send(server, data, {**JSON, "Content-Encoding": encoding}) == (200, "")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "none"])
 async def test_an_unknown_encoding_is_a_415_that_names_the_known_ones(server: Server, encoding: str) -> None:
     assert await send(server, BODY, {**JSON, "Content-Encoding": encoding}) == (
@@ -96,7 +91,6 @@ async def test_an_unknown_encoding_is_a_415_that_names_the_known_ones(server: Se
     )
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("data", [b"", b"no gzip", gzip.compress(BODY)[:-1], gzip.compress(BODY) + b"more"])
 async def test_a_body_that_is_not_one_whole_stream_is_a_400(server: Server, data: bytes) -> None:
     status, message = await send(server, data, {**JSON, "Content-Encoding": "gzip"})
@@ -104,7 +98,6 @@ async def test_a_body_that_is_not_one_whole_stream_is_a_400(server: Server, data
     assert message.endswith("check its Content-Encoding")
 
 
-@pytest.mark.asyncio
 async def test_a_body_that_unpacks_to_more_than_is_allowed_is_a_413() -> None:
     async with serving(ServerConfig(max_body_bytes=2000)) as server:
         fits, does_not = (json.dumps({"prompt": "a", "user": "b"}).encode().ljust(size) for size in (2000, 2001))
@@ -180,16 +173,14 @@ def waiting_bytes(server: Server) -> int:
 
 async def half(server: Server, num_bytes: int) -> RawClient:
     """A client that has sent so many bytes of its body, and goes on with nothing."""
-    host, port = server.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    client = await connect(server.url)
     head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 5000\r\n\r\n"
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: 5000\r\n\r\n"
     )
-    writer.write(head.encode() + b" " * num_bytes)
-    return RawClient(reader, writer)
+    client.send(head.encode() + b" " * num_bytes)
+    return client
 
 
-@pytest.mark.asyncio
 async def test_one_client_fills_half_of_what_may_wait_and_its_share_is_free_when_it_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -208,7 +199,6 @@ async def test_one_client_fills_half_of_what_may_wait_and_its_share_is_free_when
         assert waiting_bytes(server) == 0
 
 
-@pytest.mark.asyncio
 async def test_bytes_are_bounded_for_all_clients_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "MAX_WAITING_BYTES", 5000)
     async with serving(ServerConfig.model_validate({"max_body_bytes": 5000, "api_key": ["one", "two"]})) as server:
@@ -225,7 +215,6 @@ async def test_bytes_are_bounded_for_all_clients_together(monkeypatch: pytest.Mo
         assert waiting_bytes(server) == 0
 
 
-@pytest.mark.asyncio
 async def test_a_stream_that_has_begun_frees_what_its_body_took(server: Server) -> None:
     body = {"prompt": "Once", "max_tokens": 50, "ignore_eos": True, "stream": True}
     with held(forward_of(server.llm), "hidden") as gate:
@@ -236,7 +225,6 @@ async def test_a_stream_that_has_begun_frees_what_its_body_took(server: Server) 
     await until_idle(server)
 
 
-@pytest.mark.asyncio
 async def test_what_waits_keeps_neither_its_body_nor_what_was_read_out_of_it(server: Server) -> None:
     """Of five megabytes, most of them a field that changes nothing, hardly anything is left while the engine works."""
     message = {"role": "assistant", "content": "Hi!", "refusal": "x" * 5_000_000}

@@ -41,7 +41,6 @@ async def content(server: Server, **fields: Any) -> str:
 # --- fields without an effect, and refused ones
 
 
-@pytest.mark.asyncio
 async def test_accepted_fields_change_nothing(server: Server) -> None:
     plain = await post(server, CHAT, GREEDY)
     assert plain["choices"][0]["message"]["content"] == "17 + 25 = 42."
@@ -52,7 +51,6 @@ async def test_accepted_fields_change_nothing(server: Server) -> None:
     assert everything["choices"] == plain["choices"]
 
 
-@pytest.mark.asyncio
 async def test_refused_fields_are_named(server: Server) -> None:
     for name, value in REFUSED.items():
         error = await error_of(server, CHAT, {**GREEDY, name: value})
@@ -62,7 +60,6 @@ async def test_refused_fields_are_named(server: Server) -> None:
     assert error["message"].startswith('reasoning_effort: only "none" is supported: ')
 
 
-@pytest.mark.asyncio
 async def test_null_means_left_out_for_every_field(server: Server) -> None:
     document = await get(server, "/openapi.json")
     fields = set(document["components"]["schemas"]["ChatCompletionRequest"]["properties"])
@@ -72,7 +69,6 @@ async def test_null_means_left_out_for_every_field(server: Server) -> None:
     assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"]))
 
 
-@pytest.mark.asyncio
 async def test_unknown_fields_are_refused_at_every_depth(server: Server) -> None:
     bodies: list[tuple[dict[str, Any], str]] = [
         ({"tempreature": 1}, "tempreature"),
@@ -94,7 +90,6 @@ async def test_unknown_fields_are_refused_at_every_depth(server: Server) -> None
 # --- shapes
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("has_usage", [False, True])
 async def test_chunks_have_the_shape_and_the_order_of_the_specification(
@@ -120,7 +115,6 @@ async def test_chunks_have_the_shape_and_the_order_of_the_specification(
         assert "".join(choice.delta.content or "" for choice in own) == "17 + 25 = 42."
 
 
-@pytest.mark.asyncio
 async def test_ids_are_different_for_each_reply(server: Server) -> None:
     ids = {(await post(server, CHAT, GREEDY))["id"] for _ in range(3)}
     assert len(ids) == 3
@@ -129,7 +123,6 @@ async def test_ids_are_different_for_each_reply(server: Server) -> None:
 # --- fields that work
 
 
-@pytest.mark.asyncio
 async def test_both_names_of_the_limit_are_known(server: Server) -> None:
     for fields in ({"max_tokens": 4}, {"max_completion_tokens": 4}, {"max_tokens": 4, "max_completion_tokens": 4}):
         reply = check_chat(await post(server, CHAT, {**GREEDY, **fields}))
@@ -138,14 +131,12 @@ async def test_both_names_of_the_limit_are_known(server: Server) -> None:
         assert reply.usage.completion_tokens == 4
 
 
-@pytest.mark.asyncio
 async def test_a_chat_without_a_limit_may_fill_its_slot(server: Server) -> None:
     reply = await post(server, CHAT, {**GREEDY, "ignore_eos": True})
     assert reply["usage"]["total_tokens"] == MAX_SEQ_LEN
     assert reply["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("stop", "expected", "reason"),
     [
@@ -168,14 +159,12 @@ async def test_stop_strings_end_the_answer_and_are_not_in_it(
     assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", reason)
 
 
-@pytest.mark.asyncio
 async def test_a_stop_token_ends_the_answer_and_is_named(server: Server) -> None:
     (choice,) = (await post(server, CHAT, {**GREEDY, "stop_token_ids": [ord("="), ord("!")]}))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("17 + 25 ", "stop")
     assert choice["stop_reason"] == ord("=")
 
 
-@pytest.mark.asyncio
 async def test_a_seed_repeats_an_answer_and_choices_differ(server: Server) -> None:
     body = {"messages": user("Tell me a story."), "temperature": 2.0, "max_tokens": 60, "n": 4}
     first, second = [await post(server, CHAT, {**body, "seed": 11}) for _ in range(2)]
@@ -186,19 +175,16 @@ async def test_a_seed_repeats_an_answer_and_choices_differ(server: Server) -> No
     assert other["choices"][0] != first["choices"][0]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0}])
 async def test_each_way_of_leaving_one_token_is_greedy(server: Server, fields: dict[str, Any]) -> None:
     assert await content(server, **{"temperature": 5.0, "seed": 1, **fields}) == "17 + 25 = 42."
 
 
-@pytest.mark.asyncio
 async def test_a_bias_forbids_and_forces(server: Server) -> None:
     assert "2" not in await content(server, logit_bias={str(ord("2")): -100}, max_tokens=20)
     assert await content(server, logit_bias={str(ord("x")): 100}, max_tokens=5) == "xxxxx"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fields", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 100}])
 async def test_each_penalty_makes_an_answer_more_various(server: Server, fields: dict[str, Any]) -> None:
     body = {"max_tokens": 200, "ignore_eos": True}
@@ -206,7 +192,6 @@ async def test_each_penalty_makes_an_answer_more_various(server: Server, fields:
     assert len(set(penalised)) > len(set(plain))
 
 
-@pytest.mark.asyncio
 async def test_min_tokens_holds_the_end_back(server: Server) -> None:
     reply = await post(server, CHAT, {**GREEDY, "min_tokens": 40})
     assert reply["usage"]["completion_tokens"] >= 40

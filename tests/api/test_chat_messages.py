@@ -18,7 +18,6 @@ async def content(server: Server, **fields: Any) -> str:
     return reply.choices[0].message.content or ""
 
 
-@pytest.mark.asyncio
 async def test_every_way_of_writing_a_message_counts_the_same(server: Server) -> None:
     plain = await post(server, CHAT, GREEDY)
     for parts in (
@@ -35,7 +34,6 @@ async def test_every_way_of_writing_a_message_counts_the_same(server: Server) ->
     assert system["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + len("Be kind.") + 2
 
 
-@pytest.mark.asyncio
 async def test_a_reply_can_be_sent_back_as_the_client_holds_it(client: AsyncOpenAI) -> None:
     first = await client.chat.completions.create(
         model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0
@@ -64,7 +62,6 @@ ADDED: dict[str, Any] = {
 }
 
 
-@pytest.mark.asyncio
 async def test_what_other_servers_add_to_an_assistants_message_changes_nothing(server: Server) -> None:
     function: dict[str, Any] = {"name": "add", "arguments": '{"a": 17, "b": 25}'}
     call = {"id": "a", "type": "function", "function": function}
@@ -82,7 +79,6 @@ async def test_what_other_servers_add_to_an_assistants_message_changes_nothing(s
         assert error["message"] == "unknown or unsupported field: messages.3.reasoning_details"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("said", [{}, {"content": None}, {"content": ""}, {"content": [], "tool_calls": []}])
 async def test_an_assistant_that_said_nothing_has_an_empty_turn(server: Server, said: dict[str, Any]) -> None:
     messages = [*QUESTION, {"role": "assistant", **said}, *user("Well?")]
@@ -98,14 +94,12 @@ def test_what_an_assistant_thought_is_there_for_templates_that_show_it(name: str
     assert body.template_messages()[1] == {"role": "assistant", "content": "42", "reasoning_content": "It is a sum."}
 
 
-@pytest.mark.asyncio
 async def test_hints_about_caching_change_nothing(server: Server) -> None:
     hint = {"cache_control": {"type": "ephemeral"}}
     message = {"role": "user", "content": [{"type": "text", "text": "What is 17 + 25?", **hint}], **hint}
     assert await content(server, messages=[message]) == "17 + 25 = 42."
 
 
-@pytest.mark.asyncio
 async def test_the_last_message_can_be_continued(server: Server) -> None:
     messages = [*QUESTION, {"role": "assistant", "content": "17 + 25 = 4"}]
     assert await content(server, messages=messages, continue_final_message=True) == "2."
@@ -114,7 +108,6 @@ async def test_the_last_message_can_be_continued(server: Server) -> None:
     assert error["param"] == "continue_final_message"
 
 
-@pytest.mark.asyncio
 async def test_the_beginning_of_an_assistants_turn_can_be_left_out(server: Server) -> None:
     with_it = await post(server, "/tokenize", {"messages": QUESTION})
     explicit = await post(server, "/tokenize", {"messages": QUESTION, "add_generation_prompt": True})
@@ -125,7 +118,6 @@ async def test_the_beginning_of_an_assistants_turn_can_be_left_out(server: Serve
     assert reply["usage"]["prompt_tokens"] == without["count"]
 
 
-@pytest.mark.asyncio
 async def test_template_variables_are_passed_on_but_not_over_the_servers_own(server: Server) -> None:
     assert await content(server, chat_template_kwargs={"mood": "good"}) == "17 + 25 = 42."
     error = await error_of(server, CHAT, {**GREEDY, "chat_template_kwargs": {"tools": []}})

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Server
-from tests.api.contract import COMPLETIONS, check_completion, chunks_of, counts, error_of, get, post
+from tests.api.contract import COMPLETIONS, check_completion, chunks_of, counts, error_of, post
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
 
@@ -25,7 +25,6 @@ async def text_of(server: Server, **fields: Any) -> str:
     return reply.choices[0].text
 
 
-@pytest.mark.asyncio
 async def test_accepted_fields_change_nothing(server: Server) -> None:
     plain = await post(server, COMPLETIONS, GREEDY)
     for name, value in {**ACCEPTED, "best_of": 1, "n": 1, "echo": False}.items():
@@ -33,31 +32,12 @@ async def test_accepted_fields_change_nothing(server: Server) -> None:
         assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"])), name
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize(("name", "value"), [("suffix", "the end"), ("suffix", "")])
-async def test_refused_fields_are_named(server: Server, name: str, value: object) -> None:
-    error = await error_of(server, COMPLETIONS, {**GREEDY, name: value})
-    assert error["param"] == name
-    assert error["message"].startswith(f"{name} is not supported: ")
-
-
-@pytest.mark.asyncio
-async def test_null_means_left_out_for_every_field(server: Server) -> None:
-    document = await get(server, "/openapi.json")
-    fields = set(document["components"]["schemas"]["CompletionRequest"]["properties"])
-    plain = await post(server, COMPLETIONS, GREEDY)
-    reply = await post(server, COMPLETIONS, {**GREEDY, **dict.fromkeys(fields - {"prompt", "temperature"})})
-    assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"]))
-
-
-@pytest.mark.asyncio
 async def test_best_of_may_repeat_what_n_says(server: Server) -> None:
     reply = await post(server, COMPLETIONS, {**GREEDY, "n": 2, "best_of": 2})
     assert [choice["index"] for choice in reply["choices"]] == [0, 1]
     assert (await error_of(server, COMPLETIONS, {**GREEDY, "n": 2, "best_of": 3}))["param"] == "best_of"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("has_usage", [False, True])
 async def test_chunks_have_the_shape_and_the_order_of_the_specification(server: Server, has_usage: bool) -> None:
     body = {"prompt": ["1 + 1 =", "Once"], "n": 2, "temperature": 0, "max_tokens": 5, "ignore_eos": True}
@@ -78,7 +58,6 @@ async def test_chunks_have_the_shape_and_the_order_of_the_specification(server: 
         assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + ["length"]
 
 
-@pytest.mark.asyncio
 async def test_a_stop_string_is_found_across_tokens_and_characters(server: Server) -> None:
     fields = {"guided_choice": ["né 日本 end"], "max_tokens": 60}
     for stop, expected in (("日本", "né "), ("é", "n"), ("本 e", "né 日"), ("n", "")):
@@ -89,7 +68,6 @@ async def test_a_stop_string_is_found_across_tokens_and_characters(server: Serve
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
 
 
-@pytest.mark.asyncio
 async def test_a_character_that_is_cut_in_two_is_shown_as_one_that_is_missing(server: Server) -> None:
     body = {**GREEDY, "guided_choice": ["日本"], "max_tokens": 4}
     (choice,) = (await post(server, COMPLETIONS, body))["choices"]
@@ -98,7 +76,6 @@ async def test_a_character_that_is_cut_in_two_is_shown_as_one_that_is_missing(se
     assert "".join(chunks) == "日\N{REPLACEMENT CHARACTER}"
 
 
-@pytest.mark.asyncio
 async def test_the_end_token_can_be_ignored_or_be_any_token(server: Server) -> None:
     body = {"prompt": [259, *b"Hello!", 257, 260], "temperature": 0, "max_tokens": 50}
     ended = await post(server, COMPLETIONS, body)
@@ -111,7 +88,6 @@ async def test_the_end_token_can_be_ignored_or_be_any_token(server: Server) -> N
     assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", ord(first))
 
 
-@pytest.mark.asyncio
 async def test_prompts_that_are_the_same_are_answered_the_same_in_every_form(server: Server) -> None:
     tokens = list(b"Once upon a time")
     texts = [await text_of(server, prompt=prompt) for prompt in ("Once upon a time", tokens, [tokens])]
@@ -121,7 +97,6 @@ async def test_prompts_that_are_the_same_are_answered_the_same_in_every_form(ser
     assert several["usage"]["completion_tokens"] == 32
 
 
-@pytest.mark.asyncio
 async def test_seeds_of_all_choices_are_fixed_by_one(server: Server) -> None:
     body = {"prompt": "Once upon", "temperature": 3.0, "max_tokens": 40, "seed": -7}
     first = await post(server, COMPLETIONS, {**body, "n": 3})

@@ -88,7 +88,6 @@ async def run_out_of_time(engine: Held, asking: "asyncio.Task[Any]") -> Any:
 # --- in the queue
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
 async def test_who_waited_too_long_is_told_when_to_come_back(path: str, stream: bool) -> None:
@@ -107,7 +106,6 @@ async def test_who_waited_too_long_is_told_when_to_come_back(path: str, stream: 
     assert error == TOO_LATE
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_that_waited_too_long_ends_the_others_of_its_request() -> None:
     body = {**LONG, "prompt": [STORY, "never"], "timeout": 5}
     async with holding() as engine:
@@ -115,7 +113,6 @@ async def test_a_prompt_that_waited_too_long_ends_the_others_of_its_request() ->
     assert reply["error"]["code"] == "queue_timeout"
 
 
-@pytest.mark.asyncio
 async def test_the_servers_own_limit_holds_for_those_that_name_none() -> None:
     async with holding(queue_timeout=5.0) as engine, client_of(engine.server) as client:
         running = await engine.occupied()
@@ -128,12 +125,9 @@ async def test_the_servers_own_limit_holds_for_those_that_name_none() -> None:
     assert (caught.value.status_code, caught.value.code) == (503, "queue_timeout")
 
 
-@pytest.mark.asyncio
-async def test_a_stream_that_has_begun_with_comments_gets_an_event() -> None:
-    async with (
-        holding(ServerConfig(keep_alive_interval=0.02)) as engine,
-        client_of(engine.server) as client,
-    ):
+async def test_a_stream_that_has_begun_with_comments_gets_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.api.sse.KEEP_ALIVE_S", 0.02)
+    async with holding() as engine, client_of(engine.server) as client:
         running = await engine.occupied()
         late = await client.completions.create(
             model="bundled", prompt=STORY, stream=True, extra_body={"timeout": 5}
@@ -149,7 +143,6 @@ async def test_a_stream_that_has_begun_with_comments_gets_an_event() -> None:
 # --- while it runs
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_what_there_is_when_time_is_up_is_the_answer(path: str) -> None:
     body = {**ASKED[path], "temperature": 0, "timeout": 5}
@@ -165,7 +158,6 @@ async def test_what_there_is_when_time_is_up_is_the_answer(path: str) -> None:
     assert (len(text), text) == (NUM_TOKENS, all_of_it[:NUM_TOKENS])
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_a_stream_whose_time_is_up_ends_properly(path: str) -> None:
     body = {**ASKED[path], "temperature": 0, "timeout": 5}
@@ -176,7 +168,6 @@ async def test_a_stream_whose_time_is_up_ends_properly(path: str) -> None:
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_whose_time_is_up_is_incomplete_without_a_reason(stream: bool) -> None:
     async def ask(server: Server) -> dict[str, Any]:
@@ -196,7 +187,6 @@ async def test_a_response_whose_time_is_up_is_incomplete_without_a_reason(stream
     assert response["usage"]["output_tokens"] == NUM_TOKENS
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_that_was_not_scored_to_its_end_is_there_as_far_as_it_was(server: Server) -> None:
     body = CompletionRequest.model_validate({"prompt": "abc", "echo": True, "logprobs": 0})
     reply = CompletionReply(body, "bundled", server.llm.inputs)

@@ -4,21 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.api.conftest import SLOTS, Server
-from tests.api.fault_support import (
-    Gate,
-    Launches,
-    RawClient,
-    forward_of,
-    held,
-    post,
-    recorded,
-    serving,
-    until_idle,
-)
+from tests.api.contract import text_of
+from tests.api.fault_support import Gate, Launches, RawClient, forward_of, held, post, recorded, serving, until_idle
 from tests.engine.async_support import wait_until
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True}
@@ -72,12 +62,6 @@ async def advance(gate: Gate, is_there: Callable[[], bool]) -> None:
         await gate.entered()
 
 
-async def ask(server: Server, body: dict[str, Any]) -> str:
-    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/v1/completions", json=body) as response:
-        assert response.status == 200, await response.text()
-        return str((await response.json())["choices"][0]["text"])
-
-
 def assert_nothing_more_was_computed(launches: Launches, num_before: int) -> None:
     """After the launch that was running when the client left, only the staying one's rows are computed."""
     later = launches.all[num_before:]
@@ -85,16 +69,15 @@ def assert_nothing_more_was_computed(launches: Launches, num_before: int) -> Non
     assert {(launch.num_free_slots, len(launch.rows)) for launch in later} == {(SLOTS - 1, 1)}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("until_phase", PHASES)
 async def test_leaving_frees_every_slot_within_the_launch_and_nothing_more_is_computed(
     until_phase: Callable[[Gate, Launches], Awaitable[None]], kind: str
 ) -> None:
     async with serving(max_num_batched_tokens=PROMPT_BUDGET, max_steps_per_launch=4) as server:
-        alone = await ask(server, STAYING)
+        alone = await text_of(server, STAYING)
         with recorded(server.llm) as launches, held(forward_of(server.llm), "hidden") as gate:
-            staying = asyncio.create_task(ask(server, STAYING))
+            staying = asyncio.create_task(text_of(server, STAYING))
             await gate.entered()
             leaving = await post(server, {**LEAVING, **KINDS[kind]})
             await wait_until(lambda: server.api.num_active == 2 and server.llm.num_unfinished > 1, "both are there")
@@ -113,11 +96,10 @@ async def leave_now(server: Server, leaving: RawClient, num_staying: int = 1) ->
     await wait_until(lambda: server.api.num_active == server.llm.num_unfinished == num_staying, "one has left")
 
 
-@pytest.mark.asyncio
 async def test_leaving_between_two_steps_frees_the_slot_before_the_next() -> None:
     async with serving() as server:
         with recorded(server.llm) as launches, held(server.llm._core, "step") as gate:
-            staying = asyncio.create_task(ask(server, STAYING))
+            staying = asyncio.create_task(text_of(server, STAYING))
             await gate.entered()
             leaving = await post(server, {**LEAVING, "prompt": "Tim", "stream": True})
             await wait_until(lambda: server.llm.num_unfinished == 2, "both are there")
@@ -135,12 +117,11 @@ async def test_leaving_between_two_steps_frees_the_slot_before_the_next() -> Non
         assert_nothing_more_was_computed(launches, num_before)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", KINDS)
 async def test_leaving_while_queued_is_never_computed(kind: str) -> None:
     async with serving(max_batch_size=1) as server:
         with recorded(server.llm) as launches, held(forward_of(server.llm), "hidden") as gate:
-            staying = asyncio.create_task(ask(server, STAYING))
+            staying = asyncio.create_task(text_of(server, STAYING))
             await gate.entered()
             leaving = await post(server, {**LEAVING, **KINDS[kind]})
             await wait_until(lambda: server.llm.num_unfinished > 1, "both are there")
@@ -153,27 +134,25 @@ async def test_leaving_while_queued_is_never_computed(kind: str) -> None:
         assert {request.max_tokens for launch in launches.all for request in launch.requests} == {STAYING_TOKENS}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_leaving_while_the_mask_of_a_grammar_is_computed(stream: bool) -> None:
     async with serving(max_steps_per_launch=4) as server:
-        alone = await ask(server, STAYING)
+        alone = await text_of(server, STAYING)
         constrained = {**LEAVING, "prompt": "Tim", "guided_regex": "[a-z ]{100,200}"}
-        await ask(server, {**constrained, "max_tokens": 1})
+        await text_of(server, {**constrained, "max_tokens": 1})
         (workers,) = server.llm.inputs.grammars._workers
         with recorded(server.llm) as launches, held(workers, "_compute") as gate:
             leaving = await post(server, {**constrained, "stream": stream})
             await gate.entered()
-            assert await ask(server, STAYING) == alone  # who has no grammar does not wait
+            assert await text_of(server, STAYING) == alone  # who has no grammar does not wait
             await leave_now(server, leaving, num_staying=0)
             num_before = len(launches.all)
             gate.open()
-            assert await ask(server, STAYING) == alone
+            assert await text_of(server, STAYING) == alone
             await until_idle(server)
         assert_nothing_more_was_computed(launches, num_before)
 
 
-@pytest.mark.asyncio
 async def test_leaving_while_the_prompt_is_tokenized_starts_nothing() -> None:
     async with serving() as server:
         with recorded(server.llm) as launches, held(server.llm.inputs, "prepare") as gate:
@@ -181,12 +160,11 @@ async def test_leaving_while_the_prompt_is_tokenized_starts_nothing() -> None:
             await gate.entered()
             leaving.close()
             await wait_until(lambda: server.api.num_active == 0, "it has left")
-        assert (await ask(server, {**STAYING, "max_tokens": 3})) != ""
+        assert (await text_of(server, {**STAYING, "max_tokens": 3})) != ""
         assert {request.max_tokens for launch in launches.all for request in launch.requests} <= {3}
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 async def test_leaving_politely_is_leaving_too() -> None:
     async with serving() as server:
         leaving = await post(server, {**LONG, "stream": True})
@@ -196,13 +174,12 @@ async def test_leaving_politely_is_leaving_too() -> None:
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 async def test_many_that_leave_at_any_time_leave_nothing_behind_and_one_that_stays_is_answered_as_if_alone(
     server: Server,
 ) -> None:
-    alone = await ask(server, STAYING)
+    alone = await text_of(server, STAYING)
     for _ in range(3):
-        staying = asyncio.create_task(ask(server, STAYING))
+        staying = asyncio.create_task(text_of(server, STAYING))
         await wait_until(lambda: server.llm.num_unfinished == 1, "it is there")
         leaving = [await post(server, {**LONG, "n": 1 + index % 2, "stream": index % 3 == 0}) for index in range(6)]
         for index, client in enumerate(leaving):

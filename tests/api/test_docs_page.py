@@ -4,7 +4,6 @@ import re
 from html.parser import HTMLParser
 
 import aiohttp
-import pytest
 
 from chairlift.api.reference.description import fields_of
 from chairlift.api.routes import ROUTES
@@ -45,7 +44,6 @@ async def fetch(http: aiohttp.ClientSession, server: Server) -> tuple[Page, aioh
         return Page(await response.text()), response
 
 
-@pytest.mark.asyncio
 async def test_every_endpoint_and_every_field_is_on_the_page(server: Server, http: aiohttp.ClientSession) -> None:
     page, _ = await fetch(http, server)
     shown = set(page.text.split("\n"))
@@ -56,7 +54,6 @@ async def test_every_endpoint_and_every_field_is_on_the_page(server: Server, htt
             assert not row.description or any(row.description in line for line in shown), row.name
 
 
-@pytest.mark.asyncio
 async def test_the_page_needs_nothing_else_and_runs_nothing(server: Server, http: aiohttp.ClientSession) -> None:
     page, response = await fetch(http, server)
     assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "form", "base"})
@@ -68,7 +65,6 @@ async def test_the_page_needs_nothing_else_and_runs_nothing(server: Server, http
     assert response.charset == "utf-8"
 
 
-@pytest.mark.asyncio
 async def test_the_browser_is_told_to_load_and_run_nothing(server: Server, http: aiohttp.ClientSession) -> None:
     _, response = await fetch(http, server)
     policy = dict(part.strip().partition(" ")[::2] for part in response.headers["Content-Security-Policy"].split(";"))

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.support.server_process import SERVE, Process, long_stream, running
@@ -58,22 +57,6 @@ def test_a_running_stream_finishes_while_new_work_is_refused() -> None:
             assert client.get("/v1/models").status_code == 200
             rest = chunks(lines)
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
-        assert process.exit_code() == 0
-
-
-def test_the_openai_client_is_told_that_the_server_goes_down() -> None:
-    with running(SERVE) as process, httpx.Client(base_url=process.url, timeout=60) as client:
-        with (
-            client.stream("POST", "/v1/completions", json=long_stream(1500)) as stream,
-            openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as late,
-        ):
-            lines = stream.iter_lines()  # which would end the stream if it were not kept
-            next(lines)
-            draining(process, client)
-            with pytest.raises(openai.InternalServerError) as caught:
-                late.completions.create(model="bundled", prompt="late")
-        assert caught.value.status_code == 503
-        assert caught.value.code == "unavailable"
         assert process.exit_code() == 0
 
 
@@ -139,7 +122,7 @@ def test_a_client_that_reads_nothing_does_not_hold_the_end_up() -> None:
     body = json.dumps({**long_stream(2000), "n": 4}).encode()  # fills every buffer before the drain timeout
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
-    with running(SMALL_SEND_BUFFERS, "--drain-timeout", "2") as process, socket.socket() as silent:
+    with running(SMALL_SEND_BUFFERS, "--drain-timeout", "1") as process, socket.socket() as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect(("127.0.0.1", process.port))
         silent.sendall(head.encode() + body)
@@ -147,5 +130,5 @@ def test_a_client_that_reads_nothing_does_not_hold_the_end_up() -> None:
         start = time.monotonic()
         process.popen.send_signal(signal.SIGTERM)
         assert process.exit_code() == 3
-        assert 2 < time.monotonic() - start < 8
+        assert 1 < time.monotonic() - start < 8
         assert any("ending 1 requests that still run" in line for line in process.log)

@@ -19,7 +19,6 @@ def echo(**fields: Any) -> dict[str, Any]:
     return {"prompt": TEXT, "echo": True, "temperature": 0, "max_tokens": 4, "ignore_eos": True, **fields}
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_comes_before_its_answer(server: Server) -> None:
     plain = check_completion(await post(server, COMPLETIONS, echo(echo=False)))
     echoed = check_completion(await post(server, COMPLETIONS, echo()))
@@ -27,7 +26,6 @@ async def test_a_prompt_comes_before_its_answer(server: Server) -> None:
     assert counts(echoed.usage) == counts(plain.usage)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
 async def test_nothing_but_the_prompt_with_max_tokens_zero(server: Server, logprobs: int | None) -> None:
     raw = await post(server, COMPLETIONS, echo(max_tokens=0, logprobs=logprobs))
@@ -38,13 +36,11 @@ async def test_nothing_but_the_prompt_with_max_tokens_zero(server: Server, logpr
     assert (raw["choices"][0]["logprobs"] is None) == (logprobs is None)
 
 
-@pytest.mark.asyncio
 async def test_without_echo_max_tokens_zero_is_an_empty_answer(server: Server) -> None:
     (choice,) = (await post(server, COMPLETIONS, echo(echo=False, max_tokens=0)))["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
 
 
-@pytest.mark.asyncio
 async def test_a_prompts_logprobs_are_those_of_the_model_and_its_first_token_has_none(server: Server) -> None:
     raw = await post(server, COMPLETIONS, echo(max_tokens=0, logprobs=3))
     scored = raw["choices"][0]["logprobs"]
@@ -61,7 +57,6 @@ async def test_a_prompts_logprobs_are_those_of_the_model_and_its_first_token_has
     )
 
 
-@pytest.mark.asyncio
 async def test_offsets_count_characters_of_prompt_and_answer(server: Server) -> None:
     raw = await post(server, COMPLETIONS, echo(prompt="é日a", logprobs=0, guided_choice=["ü b"]))
     (choice,) = raw["choices"]
@@ -70,7 +65,6 @@ async def test_offsets_count_characters_of_prompt_and_answer(server: Server) -> 
     assert [choice["logprobs"]["tokens"][index] for index in (5, 8, 9)] == ["a", " ", "b"]
 
 
-@pytest.mark.asyncio
 async def test_the_tokens_of_a_long_prompt_are_scored_over_several_chunks_of_it() -> None:
     prompt = [(7 * i) % 90 + 32 for i in range(400)]
     async with serving(max_num_batched_tokens=64) as server:
@@ -80,7 +74,6 @@ async def test_the_tokens_of_a_long_prompt_are_scored_over_several_chunks_of_it(
     assert raw["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(values, abs=TOLERANCE)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("prompt", [TEXT, byte_ids(TEXT), [TEXT], [byte_ids(TEXT)]])
 async def test_echo_is_the_same_for_every_form_of_prompt(server: Server, prompt: Any) -> None:
     (choice,) = (await post(server, COMPLETIONS, echo(prompt=prompt, logprobs=1, guided_choice=["ok"])))["choices"]
@@ -89,7 +82,6 @@ async def test_echo_is_the_same_for_every_form_of_prompt(server: Server, prompt:
     assert choice["logprobs"]["text_offset"][len(TEXT.encode()) :][:2] == [len(TEXT), len(TEXT) + 1]
 
 
-@pytest.mark.asyncio
 async def test_each_of_several_prompts_and_choices_has_its_own_echo(server: Server) -> None:
     body = echo(prompt=["1 + 1 =", "Once é"], n=2, logprobs=1, temperature=1.3, seed=2)
     raw = await post(server, COMPLETIONS, body)
@@ -105,7 +97,6 @@ async def test_each_of_several_prompts_and_choices_has_its_own_echo(server: Serv
     assert first["token_logprobs"][:7] == second["token_logprobs"][:7]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "fields",
     [
@@ -131,7 +122,6 @@ async def test_a_streamed_echo_adds_up_to_the_whole_one(server: Server, fields: 
             assert [each for piece in pieces for each in piece[name]] == choice["logprobs"][name], name
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_without_visible_text_keeps_its_logprobs_in_a_stream(server: Server) -> None:
     """Special tokens only, and an answer whose first token makes no character yet: no text in the first step."""
     body = echo(prompt=[257, 260], logprobs=0, guided_choice=["é"])
@@ -142,7 +132,6 @@ async def test_a_prompt_without_visible_text_keeps_its_logprobs_in_a_stream(serv
     assert [token for chunk in chunks for token in chunk["tokens"]] == whole["logprobs"]["tokens"]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_an_end_token_is_scored_as_harnesses_that_drop_the_last_entry_expect(
     server: Server, is_streamed: bool
@@ -163,14 +152,12 @@ async def test_an_end_token_is_scored_as_harnesses_that_drop_the_last_entry_expe
     assert (lists[-1]["tokens"][-1], lists[-1]["text_offset"][-1]) == ("<|im_end|>", len(text))
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_that_fills_the_slot_can_be_scored(server: Server) -> None:
     raw = await post(server, COMPLETIONS, echo(prompt=[65] * 512, max_tokens=0, logprobs=0))
     assert len(raw["choices"][0]["logprobs"]["tokens"]) == 512
     assert raw["usage"]["completion_tokens"] == 0
 
 
-@pytest.mark.asyncio
 async def test_offsets_are_right_where_a_tokenizer_drops_the_first_space(tmp_path: Path) -> None:
     """As Llama 2's does: the first token is spelled with a space that the text does not show."""
     make_checkpoint(tmp_path)

@@ -12,19 +12,17 @@ import pytest
 from openai import AsyncOpenAI
 
 from chairlift.api.config import ServerConfig
+from chairlift.api.http.listening import Listener
 from chairlift.api.server import serve
 from chairlift.engine.async_llm import AsyncLLM
 from tests.api.conftest import SLOTS, Server
+from tests.api.contract import client_of
 from tests.api.fault_support import forward_of, held, serving
 from tests.engine.async_support import DEADLINE_S, wait_until
 from tests.support.server_process import running
 
 LONG: dict[str, Any] = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
 HUNG = "a step did not come back within 0.3 s"
-
-
-def client_of(server: Server) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 async def read_stream(client: AsyncOpenAI, **body: Any) -> None:
@@ -37,7 +35,6 @@ async def status_and_error(server: Server, method: str, path: str, **arguments: 
         return response.status, (await response.json())["error"]
 
 
-@pytest.mark.asyncio
 async def test_when_a_step_hangs_nobody_does() -> None:
     async with serving(step_timeout=0.3) as server, client_of(server) as client:
         with held(forward_of(server.llm), "hidden") as gate:
@@ -55,7 +52,6 @@ async def test_when_a_step_hangs_nobody_does() -> None:
             assert (status, error["message"]) == (503, f"the engine died: {HUNG}")
 
 
-@pytest.mark.asyncio
 async def test_a_hung_step_makes_health_bad_at_once_and_readers_get_an_error_event() -> None:
     async with serving(step_timeout=0.3) as server, aiohttp.ClientSession() as http:
         with held(forward_of(server.llm), "hidden") as gate:
@@ -69,7 +65,6 @@ async def test_a_hung_step_makes_health_bad_at_once_and_readers_get_an_error_eve
         ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_dead_engines_server_refuses_with_503_so_that_clients_go_elsewhere(stream: bool) -> None:
     async with serving(step_timeout=0.3) as server:
@@ -83,7 +78,6 @@ async def test_a_dead_engines_server_refuses_with_503_so_that_clients_go_elsewhe
                 assert (error["type"], error["code"]) == ("server_error", "unavailable")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError(), RuntimeError("no luck")])
 async def test_a_thread_that_dies_ends_everything_at_once(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +102,6 @@ async def test_a_thread_that_dies_ends_everything_at_once(
         assert (await status_and_error(server, "GET", "/health"))[0] == 503
 
 
-@pytest.mark.asyncio
 async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,7 +112,8 @@ async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
         return next((record.getMessage() for record in caplog.records if "serving on" in record.getMessage()), "")
 
     with caplog.at_level(logging.INFO), held(forward_of(llm), "hidden"):
-        ending = asyncio.create_task(serve(llm, ServerConfig(port=0)))
+        config = ServerConfig(port=0)
+        ending = asyncio.create_task(serve(llm, config, Listener(config)))
         await wait_until(lambda: bool(address()), "it serves")
         url = address().split()[-1]
         async with aiohttp.ClientSession() as http:
@@ -132,6 +126,7 @@ async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
 
 HANGING = """
 import sys, threading
+import chairlift.api.server, chairlift.commands
 from chairlift.__main__ import main
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.sampling.masks import TokenGrammar
@@ -146,6 +141,7 @@ InputProcessor.prepare = lambda self, name, prompt, *rest: (hang if prompt == "h
     self, name, prompt, *rest
 )
 TokenGrammar.compute_mask = hang
+chairlift.api.server._DEATH_NOTICE_S = chairlift.commands._LAST_THREADS_S = 0.5
 ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].request.params.seed == 13 else launch)(self, plan)
 sys.exit(main())
 """
@@ -158,14 +154,13 @@ def test_the_process_ends_although_threads_hang_beside_the_engines() -> None:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url, json={"prompt": "hang"}, timeout=0.5)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url, json={"prompt": "hi", "guided_regex": "[a-z]*"}, timeout=3)
+            httpx.post(url, json={"prompt": "hi", "guided_regex": "[a-z]*"}, timeout=1)
         assert httpx.post(url, json={"prompt": "hi"}, timeout=20).status_code == 200  # a mask that hangs hangs nobody
         answer = httpx.post(url, json={"prompt": "hi", "seed": 13}, timeout=20)
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
         assert process.exit_code() == 1
 
 
-@pytest.mark.asyncio
 async def test_threads_end_with_their_servers() -> None:
     async with serving() as server, client_of(server) as client:
         await client.completions.create(**{**LONG, "max_tokens": 5})

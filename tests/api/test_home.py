@@ -7,12 +7,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import pytest_asyncio
 from aiohttp import web
 
 import chairlift.api.reference.page
 from chairlift.api.errors import error_middleware
 from chairlift.api.reference.page import PAGE_PATHS, SnapshotFeed, add_page_routes
+from tests.api.conftest import serving_app
 from tests.support.fake_batch import FakeBatch
 
 FOLDER = Path(chairlift.api.reference.page.__file__).parent / "page_files"
@@ -39,18 +39,14 @@ class Markup(HTMLParser):
         return [value or "" for _, each, value in self.attributes if each == name]
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def url() -> AsyncIterator[str]:
     app = web.Application(middlewares=[error_middleware])
-    add_page_routes(app, SnapshotFeed(FakeBatch(num_slots=1, slot_len=64)), keep_alive_s=5.0)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    add_page_routes(app, SnapshotFeed(FakeBatch(num_slots=1, slot_len=64)))
+    async with serving_app(app) as url:
+        yield url
 
 
-@pytest.mark.asyncio
 async def test_every_file_is_served_as_what_it_is(url: str, http: aiohttp.ClientSession) -> None:
     assert {"/", "/page/style.css", "/page/page.js", "/page/icon.svg"} <= PAGE_PATHS
     for path in PAGE_PATHS:
@@ -61,7 +57,6 @@ async def test_every_file_is_served_as_what_it_is(url: str, http: aiohttp.Client
             assert await response.read() == file.read_bytes()
 
 
-@pytest.mark.asyncio
 async def test_nothing_else_is_served(url: str, http: aiohttp.ClientSession) -> None:
     for path in (
         "/page",
@@ -75,7 +70,6 @@ async def test_nothing_else_is_served(url: str, http: aiohttp.ClientSession) -> 
             assert response.status == 404
 
 
-@pytest.mark.asyncio
 async def test_a_browser_may_load_from_here_only_and_run_nothing_inline(url: str, http: aiohttp.ClientSession) -> None:
     for path in PAGE_PATHS:
         async with http.get(url + path) as response:
@@ -89,7 +83,6 @@ async def test_a_browser_may_load_from_here_only_and_run_nothing_inline(url: str
             assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
-@pytest.mark.asyncio
 async def test_a_browser_that_has_a_file_is_told_so(url: str, http: aiohttp.ClientSession) -> None:
     async with http.get(url) as response:
         assert response.headers["Cache-Control"] == "no-cache"

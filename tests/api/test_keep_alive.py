@@ -8,25 +8,28 @@ import aiohttp
 import openai
 import pytest
 from aiohttp import web
-from openai import AsyncOpenAI
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import sse
 from tests.api.conftest import Server
+from tests.api.contract import client_of
 from tests.api.fault_support import Gate, forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
 
 COMMENT = ": keep-alive\n\n"
-BRIEF = ServerConfig(keep_alive_interval=0.03)
 BODY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def brief_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.03)
 
 
 async def comments(response: aiohttp.ClientResponse, num_comments: int) -> str:
     return (await response.content.readexactly(num_comments * len(COMMENT))).decode()
 
 
-@pytest.mark.asyncio
 async def test_while_a_prompt_waits_there_are_comments_and_then_the_same_events() -> None:
-    async with serving(BRIEF, max_batch_size=1) as server, aiohttp.ClientSession() as http:
+    async with serving(max_batch_size=1) as server, aiohttp.ClientSession() as http:
         url = f"{server.url}/v1/completions"
         async with http.post(url, json=BODY) as response:
             alone = await response.text()
@@ -50,15 +53,11 @@ def texts_of(stream: str) -> tuple[str, str]:
     return "".join(choice["text"] for choice in choices), f"{choices[-1]['finish_reason']} {payloads[-1]}"
 
 
-@pytest.mark.asyncio
 async def test_the_openai_client_passes_over_them() -> None:
-    async with serving(BRIEF) as server, AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+    async with serving() as server, client_of(server) as client:
         with held(forward_of(server.llm), "hidden") as gate:
             stream = await client.chat.completions.create(
-                model="bundled",
-                messages=[{"role": "user", "content": "What is 17 + 25?"}],
-                temperature=0,
-                stream=True,
+                model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0, stream=True
             )  # which returns once the status is there: with the first comment
             gate.allow(4)
             await asyncio.sleep(0.1)  # a pause in the middle of the stream, for some more
@@ -67,11 +66,10 @@ async def test_the_openai_client_passes_over_them() -> None:
     assert text == "17 + 25 = 42."
 
 
-@pytest.mark.asyncio
 async def test_an_error_after_a_comment_is_an_event_and_an_exception_of_the_client() -> None:
     async with (
-        serving(BRIEF, max_batch_size=1, max_queue_size=0) as server,
-        AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        serving(max_batch_size=1, max_queue_size=0) as server,
+        client_of(server) as client,
     ):
         with held(forward_of(server.llm), "hidden") as gate:
             async with await post(server, BODY) as running:
@@ -85,7 +83,6 @@ async def test_an_error_after_a_comment_is_an_event_and_an_exception_of_the_clie
         assert (caught.value.code, caught.value.type) == ("queue_full", "rate_limit_error")
 
 
-@pytest.mark.asyncio
 async def test_an_error_before_the_first_comment_has_a_status(server: Server) -> None:
     async with aiohttp.ClientSession() as http:
         body = {**BODY, "max_tokens": 10_000}
@@ -113,10 +110,12 @@ async def raw_stream(server: Server, gate: Gate, pause_s: float) -> str:
             return await response.text()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("interval", "expects_comments"), [(0.5, False), (0.02, True)])
-async def test_comments_come_only_where_tokens_do_not(interval: float, expects_comments: bool) -> None:
-    async with serving(ServerConfig(keep_alive_interval=interval)) as server:
+async def test_comments_come_only_where_tokens_do_not(
+    interval: float, expects_comments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", interval)
+    async with serving() as server:
         with held(forward_of(server.llm), "hidden") as gate:
             stream = await raw_stream(server, gate, 0.15)  # together longer than the longer interval
     assert (COMMENT in stream) is expects_comments
@@ -124,9 +123,8 @@ async def test_comments_come_only_where_tokens_do_not(interval: float, expects_c
     assert_whole(stream)
 
 
-@pytest.mark.asyncio
 async def test_nothing_comes_after_the_end_and_the_connection_serves_the_next_request() -> None:
-    async with serving(BRIEF) as server:
+    async with serving() as server:
         connector = aiohttp.TCPConnector(limit=1)
         async with aiohttp.ClientSession(connector=connector) as http:
             for _ in range(3):
@@ -137,9 +135,8 @@ async def test_nothing_comes_after_the_end_and_the_connection_serves_the_next_re
         assert [task for task in asyncio.all_tasks() if "EventStream._keep_alive" in repr(task)] == []
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_leaves_while_it_only_gets_comments_frees_its_place() -> None:
-    async with serving(BRIEF) as server:
+    async with serving() as server:
         with held(forward_of(server.llm), "hidden") as gate:
             leaving = await post(server, BODY)
             assert (await leaving.head()).startswith("HTTP/1.1 200 OK\r\n")
@@ -166,9 +163,8 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return written
 
 
-@pytest.mark.asyncio
 async def test_an_end_that_falls_into_a_comments_write_loses_nothing(slow_writes: list[bytes]) -> None:
-    async with serving(BRIEF) as server:
+    async with serving() as server:
         with held(forward_of(server.llm), "hidden") as gate:
             async with await post(server, BODY) as client:
                 await wait_until(lambda: len(slow_writes) > 0, "a comment is being written")
@@ -180,9 +176,8 @@ async def test_an_end_that_falls_into_a_comments_write_loses_nothing(slow_writes
     assert_whole(stream)
 
 
-@pytest.mark.asyncio
 async def test_an_error_that_falls_into_a_comments_write_is_told(slow_writes: list[bytes]) -> None:
-    async with serving(BRIEF, max_batch_size=1, max_queue_size=0) as server:
+    async with serving(max_batch_size=1, max_queue_size=0) as server:
         with held(forward_of(server.llm), "hidden") as gate:
             async with await post(server, {**BODY, "stream": False}):
                 await gate.entered()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import openai
 import pytest
-import pytest_asyncio
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
 
@@ -17,7 +16,7 @@ from chairlift.flags import read_settings
 from tests.api.conftest import serving
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def url() -> AsyncIterator[str]:
     """A server that knows two keys."""
     config = ServerConfig.model_validate({"api_key": ["first key", "zweiter-Schlüssel"]})
@@ -25,7 +24,6 @@ async def url() -> AsyncIterator[str]:
         yield server.url
 
 
-@pytest.mark.asyncio
 async def test_a_known_key_is_let_in_and_another_is_a_401(url: str) -> None:
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="first key", max_retries=0) as client:
         assert [model.id async for model in client.models.list()] == ["bundled"]
@@ -36,7 +34,6 @@ async def test_a_known_key_is_let_in_and_another_is_a_401(url: str) -> None:
     assert "first key" not in str(caught.value)
 
 
-@pytest.mark.asyncio
 async def test_every_path_asks_for_a_key_but_health_metrics_version_the_page_and_the_description(url: str) -> None:
     async with ClientSession() as http:
         for path in ("/v1/models", "/v1/completions", "/tokenize", "/watch", "/page/nowhere", "/nowhere"):
@@ -49,7 +46,6 @@ async def test_every_path_asks_for_a_key_but_health_metrics_version_the_page_and
                 assert response.status == 200
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Basic first key", "first key"])
 async def test_a_header_that_is_no_bearer_key_is_a_401(url: str, header: str) -> None:
     async with ClientSession() as http, http.get(f"{url}/v1/models", headers={"Authorization": header}) as response:
@@ -57,64 +53,59 @@ async def test_a_header_that_is_no_bearer_key_is_a_401(url: str, header: str) ->
 
 
 def test_a_ring_knows_its_keys_whole() -> None:
-    ring = KeyRing(dict.fromkeys(["abc", "dé"], KeyLimits()))
+    ring = KeyRing(dict.fromkeys(["abc", "dé"], KeyLimits.parse()))
     assert [ring.knows(key) for key in ("abc", "dé", "ab", "abcd", "", "ABC")] == [True, True] + [False] * 4
 
 
 def test_keys_are_read_from_a_file_line_by_line(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\n one \n\ntwo\n")
-    assert list(read_keys(path, KeyLimits())) == ["one", "two"]
+    assert list(read_keys(path)) == ["one", "two"]
     path.write_text("# none\n")
-    with pytest.raises(ConfigurationError, match="holds no key"):
-        read_keys(path, KeyLimits())
+    with pytest.raises(ConfigurationError, match="contains no key"):
+        read_keys(path)
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        read_keys(tmp_path / "nowhere", KeyLimits())
+        read_keys(tmp_path / "nowhere")
 
 
 def test_a_key_in_a_file_may_have_limits_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("usual\nwith spaces queue=0.25\nurgent priority=-10:10\nboth priority=-1:1\tqueue=1\nYWJj=\n")
-    config = ServerConfig(api_key_file=path, key_priority_range="5:6", key_queue_share=0.125)
-    assert gather_keys(config) == {
-        "usual": KeyLimits(5, 6, 0.125),
-        "with spaces": KeyLimits(5, 6, 0.25),
-        "urgent": KeyLimits(-10, 10, 0.125),
+    assert read_keys(path) == {
+        "usual": KeyLimits(0, 100, 0.5),
+        "with spaces": KeyLimits(0, 100, 0.25),
+        "urgent": KeyLimits(-10, 10, 0.5),
         "both": KeyLimits(-1, 1, 1.0),
-        "YWJj=": KeyLimits(5, 6, 0.125),
+        "YWJj=": KeyLimits(0, 100, 0.5),
     }
 
 
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ("priority=3", "priorities '3' are not LOWEST:HIGHEST, such as -10:10"),
-        ("priority=3:2", "priorities '3:2' are not LOWEST:HIGHEST"),
-        ("queue=0", "share of the queue is above 0 and at most 1, not 0"),
-        ("queue=nan", "share of the queue is above 0"),
-        ("queue=all", "share of the queue is above 0 and at most 1, not all"),
-        ("prio=1:2", "prio= is given twice or is no limit of a key"),
-        ("queue=1 queue=1", "queue= is given twice"),
+        ("priority=3", "priority must be LOWEST:HIGHEST, such as -10:10, not '3'"),
+        ("priority=high", "such as -10:10, not 'high'"),
+        ("priority=3:2", "such as -10:10, not '3:2'"),
+        ("queue=0", "queue must be above 0 and at most 1, not '0'"),
+        ("queue=nan", "queue must be above 0"),
+        ("queue=all", "queue must be above 0 and at most 1, not 'all'"),
+        ("prio=1:2", "prio= is unknown or given twice"),
+        ("queue=1 queue=1", "queue= is unknown or given twice"),
     ],
 )
 def test_a_limit_that_is_none_is_refused_by_its_line_without_the_key(tmp_path: Path, limits: str, words: str) -> None:
     path = tmp_path / "keys"
     path.write_text(f"one\nsecret {limits}\n")
     with pytest.raises(ConfigurationError, match=f"keys, line 2: .*{words}") as caught:
-        read_keys(path, KeyLimits())
+        read_keys(path)
     assert "secret" not in str(caught.value)
-
-
-def test_a_range_of_priorities_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="priorities 'high' are not LOWEST:HIGHEST"):
-        gather_keys(ServerConfig(key_priority_range="high"))
 
 
 def test_a_file_that_is_no_text_does_not_show_in_the_complaint(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_bytes(b"secret\xff\n")
     with pytest.raises(ConfigurationError, match=r"it is not UTF-8$"):
-        read_keys(path, KeyLimits())
+        read_keys(path)
 
 
 def test_the_keys_of_flags_file_and_environment_are_all_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +119,7 @@ def test_the_keys_of_flags_file_and_environment_are_all_valid(tmp_path: Path, mo
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
 def test_a_variable_without_a_key_does_not_open_the_server(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHAIRLIFT_API_KEY", value)
-    with pytest.raises(ConfigurationError, match="CHAIRLIFT_API_KEY is set but holds no key"):
+    with pytest.raises(ConfigurationError, match="CHAIRLIFT_API_KEY is set but contains no key"):
         gather_keys(ServerConfig())
 
 

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from chairlift.api.errors import error_reply
-from chairlift.api.reference.description import Fate, fields_of, page_with_tables
+from chairlift.api.reference.description import fields_of, page_with_tables
 from chairlift.api.routes import ROUTES
-from chairlift.api.wire.base import REFUSED, Refused
+from chairlift.api.wire.base import REFUSED, Fate, Refused
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.completions import CompletionRequest
 
@@ -78,10 +78,7 @@ def test_every_field_that_the_client_can_send_is_known(body: type[BaseModel], ex
                 *("metadata", "safety_identifier", "store", "service_tier", "prompt_cache_key"),
                 *("prompt_cache_retention", "prompt_cache_options", "prediction", "modalities"),
             },
-            {
-                *("audio", "functions", "function_call", "verbosity"),
-                *("web_search_options", "moderation"),
-            },
+            {*("audio", "functions", "function_call", "verbosity"), *("web_search_options", "moderation")},
         ),
         (
             CompletionRequest,

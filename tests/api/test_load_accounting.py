@@ -9,18 +9,17 @@ from tests.soak.state import Target
 from tests.soak.verdict import judge
 
 
-@pytest.mark.asyncio
-async def test_two_hundred_mixed_requests_are_all_accounted_for() -> None:
+async def test_a_hundred_mixed_requests_are_all_accounted_for() -> None:
     async with serving() as served:
         load = Load(Target(served.url, served.read), seed=1)
-        await load.put(Wave(num_clients=12, seconds=60.0, max_requests=150))
-        await load.put(Wave(num_clients=30, seconds=2.0, is_cut=True, max_requests=50))
+        await load.put(Wave(num_clients=12, seconds=60.0, max_requests=70))
+        await load.put(Wave(num_clients=30, seconds=2.0, is_cut=True, max_requests=40))
         after = await load.read_final_state()
         assert after is not None
         assert after.leftovers == {}
         assert after.num_free_slots == 8
     assert judge(load, after, after).complaints == []
-    assert len(load.client_log.entries) >= 200
+    assert len(load.client_log.entries) >= 100
     endings = {entry.ending for entry in load.client_log.entries}
     assert endings >= {Ending.FINISHED, Ending.QUEUE_FULL, Ending.REFUSED, Ending.LEFT}
 
@@ -70,7 +69,6 @@ def test_a_request_that_nobody_sent_is_a_complaint() -> None:
     assert ClientLog().compare({"7": ["200"]}) == ["the server tells of requests that nobody sent: ['7']"]
 
 
-@pytest.mark.asyncio
 async def test_a_slot_that_stays_taken_is_a_complaint() -> None:
     async with serving() as served:
         load = Load(Target(served.url, served.read), seed=0)

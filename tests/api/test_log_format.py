@@ -4,14 +4,17 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from datetime import datetime
 
+import httpx
 import pytest
 
 from chairlift.api.telemetry import log
 from chairlift.api.telemetry.log import JsonFormatter, QueuedHandler, TextFormatter, with_fields
+from tests.support.server_process import SERVE, long_stream, running
 
 
 def record_of(
@@ -115,7 +118,7 @@ def test_records_that_find_the_queue_full_are_dropped_and_counted() -> None:
     handler.flush()
     assert stream.getvalue().splitlines() == [
         "first",
-        "3 records of the log were dropped: nobody read it in time",
+        "3 log records were dropped: the log was not read fast enough",
         "number 0",
         "number 1",
     ]
@@ -140,3 +143,22 @@ def test_a_reader_that_goes_away_ends_nothing() -> None:
         handler.flush()
         handler.emit(record_of("again"))
         handler.flush()
+
+
+def test_every_record_is_an_object_of_its_own_from_start_to_end() -> None:
+    with running(SERVE, "--log-format", "json", "--log-interval", "0.05") as process:
+        url = process.url.rstrip('"}')  # it was read out of a JSON string
+        with httpx.Client(base_url=url, timeout=60) as client:
+            client.post("/v1/completions", json=long_stream(800), headers={"X-Request-Id": 129 * "x"})
+            client.post("/v1/completions", json=long_stream(800), headers={"X-Request-Id": "mine"})
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.exit_code() == 0
+    entries = [json.loads(line) for line in process.log]
+    assert all({"time", "level", "logger", "message"} <= set(entry) for entry in entries)
+    requests = [entry for entry in entries if entry["message"] == "request"]
+    assert [entry["output_tokens"] for entry in requests] == [800, 800]
+    assert len(requests[0]["request_id"]) == 32
+    assert requests[1]["request_id"] == "mine"
+    batches = [entry for entry in entries if entry["message"] == "batch"]
+    assert batches
+    assert all(entry["running"] <= entry["slots"] for entry in batches)

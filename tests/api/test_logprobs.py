@@ -32,7 +32,6 @@ def chat(**fields: Any) -> dict[str, Any]:
 # --- chat
 
 
-@pytest.mark.asyncio
 async def test_a_chats_logprobs_are_those_of_the_model(server: Server) -> None:
     reply = check_chat(await post(server, CHAT, chat(top_logprobs=5)))
     scored = reply.choices[0].logprobs
@@ -47,7 +46,6 @@ async def test_a_chats_logprobs_are_those_of_the_model(server: Server) -> None:
         assert entry.top_logprobs[0].bytes == entry.bytes  # greedy
 
 
-@pytest.mark.asyncio
 async def test_a_chats_tokens_are_its_text_and_its_end(server: Server) -> None:
     reply = check_chat(await post(server, CHAT, chat()))
     scored = reply.choices[0].logprobs
@@ -59,7 +57,6 @@ async def test_a_chats_tokens_are_its_text_and_its_end(server: Server) -> None:
     assert reply.usage.completion_tokens == len(scored.content or [])
 
 
-@pytest.mark.asyncio
 async def test_the_bytes_of_characters_that_take_several_tokens_are_exact(server: Server) -> None:
     reply = check_chat(await post(server, CHAT, chat(guided_choice=[SPELLED])))
     scored = reply.choices[0].logprobs
@@ -70,7 +67,6 @@ async def test_the_bytes_of_characters_that_take_several_tokens_are_exact(server
     assert shown[:4] == ["n", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}", " "]
 
 
-@pytest.mark.asyncio
 async def test_top_logprobs_are_sorted_distinct_and_as_many_as_asked_for(server: Server) -> None:
     reply = check_chat(await post(server, CHAT, chat(top_logprobs=20, temperature=2.0, seed=3, max_tokens=12)))
     scored = reply.choices[0].logprobs
@@ -86,7 +82,6 @@ async def test_top_logprobs_are_sorted_distinct_and_as_many_as_asked_for(server:
         assert same in ([], [entry.logprob])
 
 
-@pytest.mark.asyncio
 async def test_logprobs_are_taken_before_temperature_bias_penalties_and_grammars(server: Server) -> None:
     changes = {"temperature": 1.7, "seed": 1, "logit_bias": {"32": 4.0}, "frequency_penalty": 1.0, "top_k": 3}
     reply = check_chat(await post(server, CHAT, chat(**changes, guided_regex="[0-9 ]{12}")))
@@ -99,7 +94,6 @@ async def test_logprobs_are_taken_before_temperature_bias_penalties_and_grammars
     assert [entry.logprob for entry in scored.content] == pytest.approx(values, abs=TOLERANCE)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "fields",
     [
@@ -132,7 +126,6 @@ async def test_streamed_logprobs_add_up_to_the_whole_ones(server: Server, fields
         check_chat_chunk(chunk)
 
 
-@pytest.mark.asyncio
 async def test_a_piece_of_text_comes_with_the_logprobs_of_its_tokens(server: Server) -> None:
     for chunk in (await chunks_of(server, CHAT, chat(guided_choice=[SPELLED])))[1:-1]:
         (choice,) = chunk["choices"]
@@ -141,7 +134,6 @@ async def test_a_piece_of_text_comes_with_the_logprobs_of_its_tokens(server: Ser
         )
 
 
-@pytest.mark.asyncio
 async def test_the_tokens_that_a_stop_string_cut_off_are_scored_with_the_others(server: Server) -> None:
     reply = await post(server, CHAT, chat(guided_choice=["one stop two"], stop=[" stop"]))
     (choice,) = reply["choices"]
@@ -150,7 +142,6 @@ async def test_the_tokens_that_a_stop_string_cut_off_are_scored_with_the_others(
     assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
 
 
-@pytest.mark.asyncio
 async def test_without_logprobs_there_are_none_in_replies_or_chunks(server: Server) -> None:
     for fields in ({}, {"logprobs": False}, {"logprobs": None, "top_logprobs": None}):
         body = {"messages": QUESTION, **fields}
@@ -158,7 +149,6 @@ async def test_without_logprobs_there_are_none_in_replies_or_chunks(server: Serv
         assert all(chunk["choices"][0]["logprobs"] is None for chunk in await chunks_of(server, CHAT, body))
 
 
-@pytest.mark.asyncio
 async def test_too_many_top_logprobs_are_refused_by_the_fields_own_name(server: Server) -> None:
     for number in (21, -1):
         error = await error_of(server, CHAT, chat(top_logprobs=number))
@@ -169,7 +159,6 @@ async def test_too_many_top_logprobs_are_refused_by_the_fields_own_name(server: 
 # --- completions
 
 
-@pytest.mark.asyncio
 async def test_a_completions_logprobs_are_those_of_the_model(server: Server) -> None:
     body = {"prompt": "1 + 1 =", "logprobs": 3, "temperature": 1.2, "seed": 4, "max_tokens": 8, "ignore_eos": False}
     raw = await post(server, COMPLETIONS, body)
@@ -185,7 +174,6 @@ async def test_a_completions_logprobs_are_those_of_the_model(server: Server) -> 
         assert list(top.values())[:3] == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("number", [0, 1, 5])
 async def test_the_sampled_token_is_among_the_top_logprobs_also_as_one_more_than_asked_for(
     server: Server, number: int
@@ -200,7 +188,6 @@ async def test_the_sampled_token_is_among_the_top_logprobs_also_as_one_more_than
         assert len(top) <= number + 1
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stop", [None, [" two"]])
 async def test_a_streamed_completions_lists_add_up_to_the_whole_ones(server: Server, stop: list[str] | None) -> None:
     body = {"prompt": "a", "logprobs": 2, "temperature": 0, "guided_choice": ["one é日 two"], "stop": stop}
@@ -219,7 +206,6 @@ async def test_a_streamed_completions_lists_add_up_to_the_whole_ones(server: Ser
         check_completion(chunk)
 
 
-@pytest.mark.asyncio
 async def test_logprobs_of_one_row_do_not_depend_on_what_else_is_in_the_batch(server: Server) -> None:
     body = {"prompt": "Once upon a time", "logprobs": 2, "temperature": 0, "max_tokens": 20}
     alone = (await post(server, COMPLETIONS, body))["choices"][0]["logprobs"]
@@ -232,7 +218,6 @@ async def test_logprobs_of_one_row_do_not_depend_on_what_else_is_in_the_batch(se
 # --- prompts, and tokens by their ids
 
 
-@pytest.mark.asyncio
 async def test_a_prompts_logprobs_are_told_by_token_id(server: Server) -> None:
     raw = await post(server, COMPLETIONS, {"prompt": ["1 + 1", "né"], "n": 2, "max_tokens": 1, "prompt_logprobs": 2})
     assert [choice["index"] for choice in raw["choices"]] == [0, 1, 2, 3]
@@ -253,7 +238,6 @@ async def test_a_prompts_logprobs_are_told_by_token_id(server: Server) -> None:
     check_chat(chat)
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_may_be_scored_twice_and_each_is_as_long_as_was_asked_for(server: Server) -> None:
     body = {"prompt": "1 + 1", "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 1}
     (choice,) = (await post(server, COMPLETIONS, body))["choices"]
@@ -261,14 +245,12 @@ async def test_a_prompt_may_be_scored_twice_and_each_is_as_long_as_was_asked_for
     assert {len(scores) for scores in choice["prompt_logprobs"][1:]} <= {1, 2}
 
 
-@pytest.mark.asyncio
 async def test_a_stream_does_not_tell_a_prompts_logprobs(server: Server) -> None:
     for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "a"})):
         error = await error_of(server, path, {**body, "prompt_logprobs": 0, "stream": True})
         assert (error["param"], "leave out stream" in error["message"]) == ("prompt_logprobs", True)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"stop": ["42"]}, {"guided_choice": [SPELLED]}, {"n": 3}])
 async def test_a_chats_tokens_are_told_by_id(server: Server, fields: dict[str, Any]) -> None:
     body = {"messages": QUESTION, "temperature": 0, "return_token_ids": True, **fields}
@@ -288,7 +270,6 @@ async def test_a_chats_tokens_are_told_by_id(server: Server, fields: dict[str, A
     assert all("prompt_token_ids" not in chunk for chunk in chunks)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 1, "echo": True}, {"guided_choice": ["é日"]}])
 async def test_a_completions_tokens_are_told_by_id(server: Server, fields: dict[str, Any]) -> None:
     body = {
@@ -311,7 +292,6 @@ async def test_a_completions_tokens_are_told_by_id(server: Server, fields: dict[
         assert all("prompt_token_ids" not in piece for piece in own[1:])
 
 
-@pytest.mark.asyncio
 async def test_replies_and_chunks_of_one_server_have_one_fingerprint(server: Server) -> None:
     prints = set()
     for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "a"})):

@@ -7,13 +7,12 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-import pytest_asyncio
 import torch
-from openai import AsyncOpenAI
 
 from chairlift.engine.text.outputs import GenerationState
 from chairlift.scheduler import TokenEvent
 from tests.api.conftest import SLOTS, Server
+from tests.api.contract import client_of, text_of
 from tests.api.fault_support import forward_of, held, serving, until_idle
 from tests.engine.async_support import wait_until
 from tests.engine.support import make_tiny_checkpoint
@@ -27,7 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def poisoned(tiny: str) -> AsyncIterator[Server]:
     """A server of which prompts with one token cannot be computed."""
     async with serving(model=tiny, max_seq_len=256, max_num_batched_tokens=16) as server:
@@ -40,18 +39,12 @@ BESIDE: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 150, "temperature":
 CANNOT: dict[str, Any] = {"prompt": [POISON] * 40, "max_tokens": 5, "model": "bundled"}
 
 
-async def text_of(server: Server, body: dict[str, Any]) -> str:
-    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/v1/completions", json=body) as response:
-        return str((await response.json())["choices"][0]["text"])
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("extra", [{}, {"n": 3}, {"prompt": [[1, 2], [POISON], [3]]}, {"echo": True, "logprobs": 2}])
 async def test_a_poisoned_request_is_a_500_of_its_own_streaming_or_not(poisoned: Server, extra: dict[str, Any]) -> None:
     alone = await text_of(poisoned, BESIDE)
     beside = [asyncio.create_task(text_of(poisoned, BESIDE)) for _ in range(2)]
     await wait_until(lambda: poisoned.llm.num_unfinished == 2, "they run")
-    async with AsyncOpenAI(base_url=f"{poisoned.url}/v1", api_key="none", max_retries=0) as client:
+    async with client_of(poisoned) as client:
         with pytest.raises(openai.InternalServerError) as whole:
             await client.completions.create(**{**CANNOT, **extra})
         with pytest.raises(openai.APIError) as streamed:
@@ -67,7 +60,6 @@ async def test_a_poisoned_request_is_a_500_of_its_own_streaming_or_not(poisoned:
     assert poisoned.llm.is_healthy
 
 
-@pytest.mark.asyncio
 async def test_one_that_breaks_in_the_middle_of_its_stream_ends_with_an_error_event(poisoned: Server) -> None:
     body = {"prompt": "hi", "max_tokens": 5, "temperature": 0, "logit_bias": {str(POISON): 100}, "stream": True}
     with held(forward_of(poisoned.llm), "hidden") as gate:
@@ -81,7 +73,6 @@ async def test_one_that_breaks_in_the_middle_of_its_stream_ends_with_an_error_ev
     await until_idle(poisoned)
 
 
-@pytest.mark.asyncio
 async def test_a_poisoned_client_that_leaves_while_its_prompt_is_computed_spoils_nothing(poisoned: Server) -> None:
     alone = await text_of(poisoned, BESIDE)
     with held(forward_of(poisoned.llm), "hidden") as gate:
@@ -97,7 +88,6 @@ async def test_a_poisoned_client_that_leaves_while_its_prompt_is_computed_spoils
     assert await asyncio.gather(*(text_of(poisoned, BESIDE) for _ in range(SLOTS))) == [alone] * SLOTS
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_text_that_cannot_be_made_is_a_failed_request(
     server: Server, monkeypatch: pytest.MonkeyPatch, stream: bool

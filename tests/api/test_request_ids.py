@@ -16,7 +16,6 @@ FRESH = re.compile(r"[0-9a-f]{32}")
 BODY = {"prompt": "a", "max_tokens": 2}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("method", "path", "arguments"),
     [
@@ -44,7 +43,6 @@ async def test_every_kind_of_reply_carries_the_id_that_was_sent_or_a_new_one(
         assert response.headers.getall(HEADER) == ["my id/42"]
 
 
-@pytest.mark.asyncio
 async def test_refusals_carry_it_too() -> None:
     config = ServerConfig.model_validate({"api_key": ["key"], "allowed_origin": ["https://a.example"]})
     origin = {"Origin": "https://b.example", "Access-Control-Request-Method": "POST"}
@@ -55,14 +53,12 @@ async def test_refusals_carry_it_too() -> None:
             assert (preflight.status, preflight.headers[HEADER]) == (403, "mine")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("insane", ["", "a" * 129, "tab\there", "ümlaut"])
 async def test_an_id_that_is_not_sane_is_replaced(server: Server, http: aiohttp.ClientSession, insane: str) -> None:
     async with http.get(server.url + "/health", headers={HEADER: insane}) as response:
         assert FRESH.fullmatch(response.headers[HEADER])
 
 
-@pytest.mark.asyncio
 async def test_the_longest_sane_id_comes_back_whole(server: Server, http: aiohttp.ClientSession) -> None:
     sent = "".join(chr(code) for code in range(0x21, 0x7F)) + "x" * 34
     async with http.get(server.url + "/health", headers={HEADER: sent}) as response:

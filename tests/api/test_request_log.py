@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from chairlift.api.server import reporting
 from chairlift.api.telemetry.log import JsonFormatter, TextFormatter, activity_fields, log_activity
 from chairlift.engine.stats import Distribution, EngineStats, Totals
 from tests.api.conftest import Server
@@ -31,7 +32,6 @@ def lines_of(caplog: pytest.LogCaptureFixture, message: str) -> list[dict[str, A
     return [line for line in lines if line["message"] == message]
 
 
-@pytest.mark.asyncio
 async def test_a_request_that_is_over_has_one_line_with_ids_tokens_and_times(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -56,7 +56,6 @@ async def test_a_request_that_is_over_has_one_line_with_ids_tokens_and_times(
     assert 0 <= second["queue_seconds"] <= second["first_token_seconds"] <= second["total_seconds"]
 
 
-@pytest.mark.asyncio
 async def test_no_text_of_anybody_is_in_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     await post(server, CHAT, {"messages": user(SECRET), "user": SECRET, "max_tokens": 4, "stop": [SECRET]})
     await post(server, CHAT, {"messages": user(SECRET), "temperature": SECRET}, status=400)
@@ -68,7 +67,6 @@ async def test_no_text_of_anybody_is_in_the_log(server: Server, caplog: pytest.L
     assert SECRET not in caplog.text
 
 
-@pytest.mark.asyncio
 async def test_the_line_of_a_refused_request_says_why(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     await post(server, CHAT, {"messages": user("a"), "foo": 1}, status=400)
     await post(server, CHAT, {"messages": user("a"), "model": "gpt-9"}, status=404)
@@ -83,7 +81,6 @@ async def test_the_line_of_a_refused_request_says_why(server: Server, caplog: py
     ]
 
 
-@pytest.mark.asyncio
 async def test_a_client_that_leaves_is_an_abort_whether_there_was_a_reply_or_not(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,14 +102,12 @@ async def test_a_client_that_leaves_is_an_abort_whether_there_was_a_reply_or_not
     assert cut["output_tokens"] > 0
 
 
-@pytest.mark.asyncio
 async def test_sequences_that_end_differently_are_all_told(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     await post(server, COMPLETIONS, {**SIX, "prompt": ["Once upon a time", "a"], "stop": [","]})
     (line,) = lines_of(caplog, "request")
     assert line["finish"] == "stop,length"
 
 
-@pytest.mark.asyncio
 async def test_what_a_client_made_up_cannot_look_like_another_line_or_field(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,7 +153,13 @@ def test_what_there_was_none_of_has_no_mean() -> None:
     assert (fields["batch_size"], fields["hit_rate"], fields["waiting"]) == (None, None, 1)
 
 
-@pytest.mark.asyncio
+async def test_an_interval_of_zero_is_never(server: Server) -> None:
+    for interval_s, num_tasks in ((0.0, 0), (60.0, 1)):
+        with reporting(server.llm, interval_s):
+            tasks = [task.get_name() for task in asyncio.all_tasks()]
+        assert tasks.count("chairlift-activity-log") == num_tasks
+
+
 async def test_lines_about_the_batch_are_written_while_something_runs_only(caplog: pytest.LogCaptureFixture) -> None:
     looks = [stats(1.0, 0, 0), stats(2.0, 0, 0), stats(3.0, 5, 5), stats(4.0, 5, 5), stats(5.0, 5, 5, running=1)]
     seen = iter(looks)

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from chairlift.api.config import ServerConfig
 from chairlift.params import MAX_PRIORITY, RequestOptions
 from tests.api.conftest import Server
-from tests.api.contract import CHAT, COMPLETIONS, error_of, post, serving, user
+from tests.api.contract import CHAT, COMPLETIONS, client_of, error_of, post, serving, user
 from tests.api.fault_support import Launches, recorded
 
 RESPONSES = "/v1/responses"
@@ -28,25 +28,13 @@ def options_in(launches: Launches) -> set[RequestOptions]:
     return {request.options for launch in launches.all for request in launch.requests}
 
 
-@pytest.mark.asyncio
-async def test_a_chats_options_reach_the_engine(server: Server, client: AsyncOpenAI) -> None:
+@pytest.mark.parametrize("path", PROMPTS)
+async def test_a_bodys_options_reach_the_engine(server: Server, path: str) -> None:
     with recorded(server.llm) as launches:
-        reply = await client.chat.completions.create(
-            model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], user="ann", extra_body=OURS
-        )
+        await post(server, path, {**PROMPTS[path], "user": "ann", **OURS})
     assert options_in(launches) == {AS_ASKED}
-    assert reply.choices[0].message.content == "17 + 25 = 42."
 
 
-@pytest.mark.asyncio
-async def test_a_responses_options_reach_the_engine(server: Server, client: AsyncOpenAI) -> None:
-    with recorded(server.llm) as launches:
-        reply = await client.responses.create(model="bundled", input="What is 17 + 25?", user="ann", extra_body=OURS)
-    assert options_in(launches) == {AS_ASKED}
-    assert (reply.output_text, reply.user) == ("17 + 25 = 42.", "ann")
-
-
-@pytest.mark.asyncio
 async def test_all_prompts_and_choices_of_a_completion_have_its_options(server: Server, client: AsyncOpenAI) -> None:
     with recorded(server.llm) as launches:
         await client.completions.create(
@@ -56,7 +44,6 @@ async def test_all_prompts_and_choices_of_a_completion_have_its_options(server: 
     assert len({request for launch in launches.all for request in launch.rows}) == 4
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_what_is_left_out_has_its_default(server: Server, path: str) -> None:
     with recorded(server.llm) as launches:
@@ -64,7 +51,6 @@ async def test_what_is_left_out_has_its_default(server: Server, path: str) -> No
     assert options_in(launches) == {RequestOptions()}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_the_outermost_values_are_taken(server: Server, path: str) -> None:
     for priority in (MAX_PRIORITY, -MAX_PRIORITY):
@@ -88,7 +74,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_bad_options_are_refused_by_name(server: Server, path: str) -> None:
     for fields, message in BAD.values():
@@ -101,7 +86,6 @@ async def test_bad_options_are_refused_by_name(server: Server, path: str) -> Non
 # --- tenants
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("name", "tenant"), [("ann", "ann"), ("", ""), (None, "")])
 async def test_without_keys_the_user_is_the_tenant(server: Server, name: str | None, tenant: str) -> None:
     with recorded(server.llm) as launches:
@@ -109,12 +93,11 @@ async def test_without_keys_the_user_is_the_tenant(server: Server, name: str | N
     assert options_in(launches) == {RequestOptions(tenant=tenant)}
 
 
-@pytest.mark.asyncio
 async def test_a_key_is_one_tenant_whatever_user_it_names() -> None:
     async with serving(ServerConfig(api_key=["one", "two"])) as server:
         tenants = {}
         for key in ("one", "two"):
-            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+            async with client_of(server, key) as client:
                 with recorded(server.llm) as launches:
                     for name in ("ann", "bob", "two"):
                         await client.completions.create(model="bundled", prompt="Hi!", max_tokens=1, user=name)
@@ -124,14 +107,13 @@ async def test_a_key_is_one_tenant_whatever_user_it_names() -> None:
 
 
 async def options_of(server: Server, key: str, **fields: Any) -> RequestOptions:
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+    async with client_of(server, key) as client:
         with recorded(server.llm) as launches:
             await client.completions.create(model="bundled", prompt="Hi!", max_tokens=1, extra_body=fields)
     (options,) = options_in(launches)
     return options
 
 
-@pytest.mark.asyncio
 async def test_keys_reuse_no_prompts_of_each_other_unless_they_are_told_to_share() -> None:
     prompt = {"prompt": "Once upon a time there was a secret of ten characters", "max_tokens": 1}
 
@@ -154,7 +136,6 @@ async def test_keys_reuse_no_prompts_of_each_other_unless_they_are_told_to_share
         assert await cached_tokens(server, "two") > 5
 
 
-@pytest.mark.asyncio
 async def test_a_key_has_a_range_of_priorities_and_a_share_of_the_queue(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("usual\nurgent priority=-10:10 queue=0.25\n")
@@ -174,13 +155,11 @@ async def test_a_key_has_a_range_of_priorities_and_a_share_of_the_queue(tmp_path
                 await options_of(server, key, priority=priority)
 
 
-@pytest.mark.asyncio
 async def test_who_is_the_only_one_with_a_key_may_fill_the_queue() -> None:
     async with serving(ServerConfig(api_key=["one"])) as server:
         assert (await options_of(server, "one")).queue_share == 1.0
 
 
-@pytest.mark.asyncio
 async def test_hints_of_other_servers_make_no_tenants(server: Server) -> None:
     hints = {"safety_identifier": "ann", "prompt_cache_key": "bob", "metadata": {"user": "cid"}}
     with recorded(server.llm) as launches:

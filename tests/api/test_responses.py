@@ -46,7 +46,6 @@ def check(payload: dict[str, Any]) -> Response:
     return response
 
 
-@pytest.mark.asyncio
 async def test_a_question_is_answered_with_what_the_model_knows(client: AsyncOpenAI) -> None:
     reply = await client.responses.create(model="bundled", input=QUESTION)
     assert reply.output_text == ANSWER
@@ -61,7 +60,6 @@ async def test_a_question_is_answered_with_what_the_model_knows(client: AsyncOpe
     assert reply.usage.output_tokens_details.reasoning_tokens == 0
 
 
-@pytest.mark.asyncio
 async def test_the_whole_reply_is_what_the_clients_model_expects(server: Server) -> None:
     payload = await post(server, RESPONSES, {"model": "bundled", "input": QUESTION})
     reply = check(payload)
@@ -92,7 +90,6 @@ async def test_the_whole_reply_is_what_the_clients_model_expects(server: Server)
     assert {name: payload[name] for name in filled_in} == filled_in
 
 
-@pytest.mark.asyncio
 async def test_what_was_asked_for_is_repeated(server: Server) -> None:
     asked = {
         "instructions": "Be brief.",
@@ -125,7 +122,6 @@ OPEN_RESPONSES = {
 }
 
 
-@pytest.mark.asyncio
 async def test_no_field_that_open_responses_requires_is_missing(server: Server) -> None:
     """Also not of a tool of which only the name was given."""
     body = {"input": QUESTION, "tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}
@@ -138,7 +134,6 @@ async def test_no_field_that_open_responses_requires_is_missing(server: Server) 
     assert payload["reasoning"] == {"effort": None, "summary": None}
 
 
-@pytest.mark.asyncio
 async def test_instructions_and_turns_are_the_messages_of_a_chat(client: AsyncOpenAI) -> None:
     turns: Any = [
         {"role": "user", "content": "What is 5 + 6?"},
@@ -155,7 +150,6 @@ async def test_instructions_and_turns_are_the_messages_of_a_chat(client: AsyncOp
     assert reply.usage.input_tokens == chat.usage.prompt_tokens
 
 
-@pytest.mark.asyncio
 async def test_output_is_sent_back_as_input_as_it_came(client: AsyncOpenAI) -> None:
     conversation: list[Any] = [{"role": "user", "content": "What is 5 + 6?"}]
     first = await client.responses.create(model="bundled", input=conversation, include=LOGPROBS)
@@ -164,7 +158,6 @@ async def test_output_is_sent_back_as_input_as_it_came(client: AsyncOpenAI) -> N
     assert (first.output_text, second.output_text) == ("5 + 6 = 11.", ANSWER)
 
 
-@pytest.mark.asyncio
 async def test_max_output_tokens_leaves_the_response_incomplete(client: AsyncOpenAI) -> None:
     reply = await client.responses.create(model="bundled", input=QUESTION, max_output_tokens=4)
     assert reply.output_text == ANSWER[:4]
@@ -179,7 +172,6 @@ async def test_max_output_tokens_leaves_the_response_incomplete(client: AsyncOpe
 # --- log-probabilities
 
 
-@pytest.mark.asyncio
 async def test_logprobs_are_those_that_a_chat_reports(server: Server) -> None:
     reply = await post(server, RESPONSES, {"input": QUESTION, "include": LOGPROBS, "top_logprobs": 2})
     chat = await post(
@@ -192,7 +184,6 @@ async def test_logprobs_are_those_that_a_chat_reports(server: Server) -> None:
     assert logprobs == chat["choices"][0]["logprobs"]["content"]
 
 
-@pytest.mark.asyncio
 async def test_include_alone_reports_the_tokens_and_no_others(client: AsyncOpenAI) -> None:
     reply = await client.responses.create(model="bundled", input=QUESTION, include=LOGPROBS)
     (message,) = reply.output
@@ -205,7 +196,6 @@ async def test_include_alone_reports_the_tokens_and_no_others(client: AsyncOpenA
 # --- structure
 
 
-@pytest.mark.asyncio
 async def test_parse_makes_a_pydantic_object_of_the_answer(client: AsyncOpenAI) -> None:
     reply = await client.responses.parse(model="bundled", input="Where to?", text_format=Trip, temperature=2.0)
     assert isinstance(reply.output_parsed, Trip)
@@ -215,7 +205,6 @@ async def test_parse_makes_a_pydantic_object_of_the_answer(client: AsyncOpenAI) 
     assert (reply.text.format.type, reply.text.format.name) == ("json_schema", "Trip")  # type: ignore[union-attr]
 
 
-@pytest.mark.asyncio
 async def test_what_was_parsed_can_be_sent_back(client: AsyncOpenAI) -> None:
     first = await client.responses.parse(model="bundled", input="Where to?", text_format=Trip)
     history: Any = [{"role": "user", "content": "Where to?"}, *first.output, {"role": "user", "content": "And then?"}]
@@ -223,7 +212,6 @@ async def test_what_was_parsed_can_be_sent_back(client: AsyncOpenAI) -> None:
     assert isinstance(second.output_parsed, Trip)
 
 
-@pytest.mark.asyncio
 async def test_a_schema_that_cannot_be_compiled_is_a_400_about_text(client: AsyncOpenAI) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}
     with pytest.raises(openai.BadRequestError, match="cannot be compiled") as caught:
@@ -234,7 +222,6 @@ async def test_a_schema_that_cannot_be_compiled_is_a_400_about_text(client: Asyn
 # --- tools
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
 async def test_a_forced_call_fits_its_schema(tool_choice: Any) -> None:
     async with hermes_client() as client:
@@ -253,7 +240,6 @@ async def test_a_forced_call_fits_its_schema(tool_choice: Any) -> None:
     )
 
 
-@pytest.mark.asyncio
 async def test_a_call_and_its_output_are_sent_back() -> None:
     async with hermes_client() as client:
         history: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -284,7 +270,6 @@ async def test_a_call_and_its_output_are_sent_back() -> None:
     assert (reply.usage and reply.usage.input_tokens) == (chat.usage and chat.usage.prompt_tokens)
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_is_cut_short_is_incomplete() -> None:
     async with hermes_client() as client:
         reply = await client.responses.create(
@@ -299,14 +284,12 @@ async def test_a_call_that_is_cut_short_is_incomplete() -> None:
 # --- errors
 
 
-@pytest.mark.asyncio
 async def test_an_unknown_model_is_a_404(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         await client.responses.create(model="gpt-9", input=QUESTION)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_errors_name_the_fields_of_this_endpoint(client: AsyncOpenAI, server: Server, is_streamed: bool) -> None:
     create: Any = client.responses.create

@@ -44,7 +44,6 @@ def streamed(reply: ResponsesReply, states: list[RequestOutput]) -> Events:
     return Events.of("".join([*opening, *news, *reply.closing()]))
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
 async def test_text_and_calls_are_items_in_the_order_of_the_text(server: Server, step: int) -> None:
     events = streamed(reply_of(server), outputs_of(TWO_CALLS, step, FinishReason.STOP, is_scored=False))
@@ -62,7 +61,6 @@ async def test_text_and_calls_are_items_in_the_order_of_the_text(server: Server,
         assert events.joined(f"response.{kind}.delta", index) == told
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
 async def test_log_probabilities_stay_with_their_text_and_those_of_calls_are_left_out(
     server: Server, step: int
@@ -81,14 +79,12 @@ async def test_log_probabilities_stay_with_their_text_and_those_of_calls_are_lef
         ]
 
 
-@pytest.mark.asyncio
 async def test_an_answer_of_nothing_is_an_empty_message(server: Server) -> None:
     events = streamed(reply_of(server), outputs_of("", 1, FinishReason.STOP, is_scored=False))
     assert events.types == [*OPENING, *(kind for kind in MESSAGE_EVENTS if "delta" not in kind), COMPLETED]
     assert events.last_response["output"][0]["content"][0]["text"] == ""
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_was_cut_off_is_the_one_that_is_incomplete(server: Server) -> None:
     text = TWO_CALLS[: TWO_CALLS.index('"g"') + 20]
     events = streamed(reply_of(server), outputs_of(text, 5, FinishReason.LENGTH, is_scored=False))

@@ -9,7 +9,6 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from chairlift.api.config import ServerConfig
 from tests.api.conftest import Server
 from tests.api.contract import hermes_client, post, serving
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, without_identity
@@ -30,7 +29,6 @@ async def stream(server: Server, **body: Any) -> Events:
 # --- answers
 
 
-@pytest.mark.asyncio
 async def test_a_message_is_told_in_this_order(server: Server) -> None:
     events = await stream(server)
     assert events.types == [*OPENING, *MESSAGE_EVENTS, COMPLETED]
@@ -49,7 +47,6 @@ async def test_a_message_is_told_in_this_order(server: Server) -> None:
     assert {each["content_index"] for each in events.all if "content_index" in each} == {0}
 
 
-@pytest.mark.asyncio
 async def test_a_stream_adds_up_to_the_whole_reply(server: Server) -> None:
     body = {"input": QUESTION, "include": LOGPROBS, "top_logprobs": 1}
     events = await stream(server, **body)
@@ -65,7 +62,6 @@ async def test_a_stream_adds_up_to_the_whole_reply(server: Server) -> None:
     assert (deltas[-1]["delta"], end) == ("", "<|im_end|>")
 
 
-@pytest.mark.asyncio
 async def test_the_clients_events_hold_the_text_so_far(client: AsyncOpenAI) -> None:
     async with client.responses.stream(model="bundled", input=QUESTION) as events:
         text = ""
@@ -77,14 +73,12 @@ async def test_the_clients_events_hold_the_text_so_far(client: AsyncOpenAI) -> N
     assert text == final.output_text == ANSWER
 
 
-@pytest.mark.asyncio
 async def test_a_streamed_answer_is_parsed_at_its_end(client: AsyncOpenAI) -> None:
     async with client.responses.stream(model="bundled", input="Where to?", text_format=Trip) as events:
         final = await events.get_final_response()
     assert isinstance(final.output_parsed, Trip)
 
 
-@pytest.mark.asyncio
 async def test_max_output_tokens_end_the_stream_incomplete(server: Server) -> None:
     events = await stream(server, max_output_tokens=4)
     assert events.types == [*OPENING, *MESSAGE_EVENTS, "response.incomplete"]
@@ -96,7 +90,6 @@ async def test_max_output_tokens_end_the_stream_incomplete(server: Server) -> No
 # --- calls
 
 
-@pytest.mark.asyncio
 async def test_a_call_is_told_in_this_order() -> None:
     async with hermes_client() as client:
         create: Any = client.responses.with_raw_response.create
@@ -112,7 +105,6 @@ async def test_a_call_is_told_in_this_order() -> None:
     assert {each["item_id"] for each in events.all if "item_id" in each} == {item["id"]}
 
 
-@pytest.mark.asyncio
 async def test_the_client_parses_a_streamed_calls_arguments() -> None:
     async with hermes_client() as client:
         tool = openai.pydantic_function_tool(Trip)["function"]
@@ -128,7 +120,6 @@ async def test_the_client_parses_a_streamed_calls_arguments() -> None:
 # --- streams that end early
 
 
-@pytest.mark.asyncio
 async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(server: Server, client: AsyncOpenAI) -> None:
     seen: list[Any] = []
 
@@ -152,9 +143,9 @@ async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(serve
     assert [each.sequence_number for each in seen] == list(range(len(seen)))
 
 
-@pytest.mark.asyncio
-async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream() -> None:
-    async with serving(ServerConfig(keep_alive_interval=0.01)) as server, aiohttp.ClientSession() as http:
+async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.api.sse.KEEP_ALIVE_S", 0.01)
+    async with serving() as server, aiohttp.ClientSession() as http:
         with hold_back(server.llm) as gate:
             async with http.post(f"{server.url}{RESPONSES}", json={"input": QUESTION, "stream": True}) as response:
                 comment = (await response.content.readuntil(b"\n\n")).decode()
@@ -173,7 +164,6 @@ async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream() 
     assert events.last_response["output"] == []
 
 
-@pytest.mark.asyncio
 async def test_a_stream_that_the_server_ends_is_incomplete_without_a_reason(server: Server) -> None:
     with hold_back(server.llm) as gate:
         asking = asyncio.create_task(stream(server))
@@ -189,7 +179,6 @@ async def test_a_stream_that_the_server_ends_is_incomplete_without_a_reason(serv
     assert ANSWER.startswith(events.joined("response.output_text.delta"))
 
 
-@pytest.mark.asyncio
 async def test_what_is_wrong_before_the_stream_has_a_status_of_its_own(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="truncation"):
         await client.responses.create(model="bundled", input=QUESTION, stream=True, truncation="auto")

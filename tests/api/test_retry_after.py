@@ -23,4 +23,4 @@ def test_a_request_that_waited_too_long_says_so() -> None:
 
 
 def test_where_nobody_knows_when_it_is_one_second() -> None:
-    assert error_reply(EngineClosed("the server is going down")).response().headers["Retry-After"] == "1"
+    assert error_reply(EngineClosed("the server is shutting down")).response().headers["Retry-After"] == "1"

@@ -85,12 +85,11 @@ def choices_of(pieces: list[str]) -> dict[int, str]:
     return texts
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_stops_reading_is_cut_off_in_time(
     transports: list[asyncio.Transport], stream: bool
 ) -> None:
-    config = ServerConfig(port=0, write_timeout=SHORT_S)
+    config = ServerConfig(port=0, client_timeout=SHORT_S)
     async with serving(config=config) as server:
         async with await post_and_read_nothing(server, {**VERBOSE, "stream": stream}):
             await ended(server)
@@ -100,22 +99,9 @@ async def test_a_client_that_stops_reading_is_cut_off_in_time(
         await until_idle(server)
 
 
-@pytest.mark.asyncio
-async def test_the_connections_own_timer_cuts_it_off_as_well(transports: list[asyncio.Transport]) -> None:
-    config = ServerConfig(port=0, write_timeout=SHORT_S)
-    async with serving(config=config) as server:
-        async with await post_and_read_nothing(server, VERBOSE):
-            await ended(server)
-            await wait_until(lambda: server.api.num_active == 0 and transports[0].is_closing(), "it is cut off")
-        await until_idle(server)
-
-
-@pytest.mark.asyncio
-async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(
-    transports: list[asyncio.Transport],
-) -> None:
+async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(transports: list[asyncio.Transport]) -> None:
     async with (
-        serving(config=ServerConfig(port=0, write_timeout=LONG_S)) as server,
+        serving(config=ServerConfig(port=0, client_timeout=LONG_S)) as server,
         await post_and_read_nothing(server, VERBOSE) as silent,
     ):
         await wait_until(lambda: server.llm.num_unfinished == 1, "it has come in")
@@ -135,10 +121,9 @@ async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("transports")
 async def test_a_slow_reader_gets_all_of_it_in_the_end() -> None:
-    async with serving(config=ServerConfig(port=0, write_timeout=LONG_S)) as server:
+    async with serving(config=ServerConfig(port=0, client_timeout=LONG_S)) as server:
         async with await post(server, VERBOSE) as quick:
             await quick.head()
             expected = choices_of(await quick.rest())
@@ -152,11 +137,10 @@ async def test_a_slow_reader_gets_all_of_it_in_the_end() -> None:
         await until_idle(server)
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("transports")
 async def test_a_reader_that_pauses_for_less_than_the_timeout_again_and_again_is_not_cut_off() -> None:
     async with (
-        serving(config=ServerConfig(port=0, write_timeout=SHORT_S)) as server,
+        serving(config=ServerConfig(port=0, client_timeout=SHORT_S)) as server,
         await post_and_read_nothing(server, VERBOSE) as slow,
     ):
         await slow.head()
@@ -168,10 +152,9 @@ async def test_a_reader_that_pauses_for_less_than_the_timeout_again_and_again_is
         assert set(choices_of(pieces)) == set(range(SLOTS))
 
 
-@pytest.mark.asyncio
 async def test_a_hung_engine_leaves_no_silent_reader_behind(transports: list[asyncio.Transport]) -> None:
     async with (
-        serving(config=ServerConfig(port=0, write_timeout=SHORT_S), step_timeout=0.5) as server,
+        serving(config=ServerConfig(port=0, client_timeout=SHORT_S), step_timeout=0.5) as server,
         await post_and_read_nothing(server, VERBOSE),
     ):
         await wait_until(lambda: bool(transports) and transports[0].get_write_buffer_size() > 2**14, "it is full")
@@ -180,11 +163,10 @@ async def test_a_hung_engine_leaves_no_silent_reader_behind(transports: list[asy
             await wait_until(lambda: server.api.num_active == 0 and transports[0].is_closing(), "it is cut off")
 
 
-@pytest.mark.asyncio
 async def test_a_reply_that_fits_into_the_buffer_and_is_never_read_does_not_keep_its_connection_for_ever(
     lost: list[Connection],
 ) -> None:
-    config = ServerConfig(port=0, idle_timeout=SHORT_S, write_timeout=SHORT_S)
+    config = ServerConfig(port=0, idle_timeout=SHORT_S, client_timeout=SHORT_S)
     async with (
         serving(config=config) as server,
         await post_and_read_nothing(server, {**VERBOSE, "n": 1, "max_tokens": 20}),

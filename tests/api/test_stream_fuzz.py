@@ -8,7 +8,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
 from tests.api.conftest import Server
 from tests.api.fault_support import serving, until_idle
@@ -24,7 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def babbler(tiny: str) -> AsyncIterator[Server]:
     """A server of a model without sense: one token per byte, many of which make no character."""
     async with serving(model=tiny, max_seq_len=256, max_steps_per_launch=4) as server:
@@ -103,7 +102,6 @@ async def check(http: aiohttp.ClientSession, path: str, body: dict[str, Any], se
             assert (reason, stop in stops) == (("stop", True) if is_cut else ("length", False))
 
 
-@pytest.mark.asyncio
 async def test_completions_stream_what_the_whole_reply_says(babbler: Server) -> None:
     async with aiohttp.ClientSession(babbler.url) as http:
 
@@ -117,7 +115,6 @@ async def test_completions_stream_what_the_whole_reply_says(babbler: Server) -> 
     await until_idle(babbler)
 
 
-@pytest.mark.asyncio
 async def test_chats_stream_what_the_whole_reply_says(babbler: Server) -> None:
     async with aiohttp.ClientSession(babbler.url) as http:
 
@@ -129,7 +126,6 @@ async def test_chats_stream_what_the_whole_reply_says(babbler: Server) -> None:
     await until_idle(babbler)
 
 
-@pytest.mark.asyncio
 async def test_the_babbler_says_characters_of_several_bytes_and_parts_of_some(babbler: Server) -> None:
     """Or else the tests above would show little."""
     async with aiohttp.ClientSession(babbler.url) as http:

@@ -88,7 +88,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED.values(), ids=REFUSED.keys())
 async def test_what_cannot_be_compiled_is_refused_with_the_field_and_the_reason(
     server: Server, fields: dict[str, Any], param: str, words: str
@@ -102,14 +101,12 @@ async def test_what_cannot_be_compiled_is_refused_with_the_field_and_the_reason(
     assert reply["choices"][0]["message"]["content"] == "all else goes on"
 
 
-@pytest.mark.asyncio
 async def test_a_structure_beside_tools_that_is_deep_text_is_refused(server: Server) -> None:
     tools = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}]
     error = await error_of(server, CHAT, {"messages": HELLO, "tools": tools, "guided_json": "[" * 100_000})
     assert error["param"] in ("guided_json", "tools")
 
 
-@pytest.mark.asyncio
 async def test_too_many_grammars_at_once_are_a_503_that_says_so(server: Server) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammar, "_MAX_UNFINISHED", 0)
@@ -120,7 +117,6 @@ async def test_too_many_grammars_at_once_are_a_503_that_says_so(server: Server) 
     )
 
 
-@pytest.mark.asyncio
 async def test_a_grammar_that_becomes_too_costly_is_the_clients_mistake_too(server: Server) -> None:
     body = {"prompt": "a", "max_tokens": 150, "guided_grammar": 'start: e\ne: e e | "a"\n'}
     words = "the grammar failed: too many alternatives, optional parts or repetitions at once; simplify it"

@@ -11,21 +11,18 @@ from tests.api.contract import CHAT, COMPLETIONS, post
 from tests.api.test_structured_output import HELLO, SCHEMAS, content, json_schema
 
 
-@pytest.mark.asyncio
 async def test_a_structured_answer_that_max_tokens_cuts_says_so(server: Server) -> None:
     body = {"messages": HELLO, "response_format": json_schema(SCHEMAS["const"]), "max_tokens": 5}
     (choice,) = (await post(server, CHAT, body))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ('{"z":', "length")
 
 
-@pytest.mark.asyncio
 async def test_a_structured_answer_that_ends_with_its_last_allowed_token_has_ended(server: Server) -> None:
     body = {"messages": HELLO, "guided_choice": ["yes!"], "max_tokens": 4}
     (choice,) = (await post(server, CHAT, body))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("yes!", "stop")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fields", [{"min_tokens": 20}, {"ignore_eos": True}, {"min_tokens": 20, "ignore_eos": True}])
 async def test_the_end_of_the_grammar_is_the_end_whatever_else_is_asked_for(
     server: Server, fields: dict[str, Any]
@@ -34,14 +31,12 @@ async def test_the_end_of_the_grammar_is_the_end_whatever_else_is_asked_for(
     assert await content(server, temperature=0, guided_regex="(yes)+", logit_bias={"257": 100}, **fields) == "yes"
 
 
-@pytest.mark.asyncio
 async def test_a_stop_string_ends_a_structured_answer_too(server: Server) -> None:
     body = {"messages": HELLO, "guided_choice": ['{"a": 1, "b": 2}'], "stop": [', "b']}
     (choice,) = (await post(server, CHAT, body))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ('{"a": 1', "stop", ', "b')
 
 
-@pytest.mark.asyncio
 async def test_a_bias_chooses_within_the_grammar_and_never_beyond_it(server: Server) -> None:
     fields = {"temperature": 0, "guided_choice": ["cat", "dog"]}
     assert await content(server, logit_bias={str(ord("d")): 100}, **fields) == "dog"
@@ -49,7 +44,6 @@ async def test_a_bias_chooses_within_the_grammar_and_never_beyond_it(server: Ser
     assert await content(server, logit_bias={str(ord("x")): 100, str(ord("d")): -100}, **fields) == "cat"
 
 
-@pytest.mark.asyncio
 async def test_free_rows_of_the_same_batch_say_what_they_say_alone(server: Server) -> None:
     """Prompts of one request run together; the structured ones beside them are other requests."""
     free = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -65,7 +59,6 @@ async def test_free_rows_of_the_same_batch_say_what_they_say_alone(server: Serve
         assert json.loads(reply["choices"][0]["message"]["content"]) in SCHEMAS["enum"]["enum"]
 
 
-@pytest.mark.asyncio
 async def test_a_structured_answer_may_fill_its_slot(server: Server) -> None:
     body = {"messages": HELLO, "guided_regex": "[a-z]*", "temperature": 1.0, "seed": 1, "logit_bias": {"257": -100}}
     reply = await post(server, CHAT, body)

@@ -78,7 +78,6 @@ async def content(server: Server, **fields: Any) -> str:
 # --- what is asked for is what comes
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS.keys())
 async def test_every_answer_is_an_instance_of_its_schema(server: Server, schema: dict[str, Any]) -> None:
     validator = jsonschema_rs.validator_for(schema, validate_formats=True)
@@ -90,7 +89,6 @@ async def test_every_answer_is_an_instance_of_its_schema(server: Server, schema:
             validator.validate(json.loads(choice.message.content or ""))
 
 
-@pytest.mark.asyncio
 async def test_a_schema_may_refer_to_itself(server: Server) -> None:
     schema = {
         "type": "object",
@@ -106,7 +104,6 @@ async def test_a_schema_may_refer_to_itself(server: Server) -> None:
     assert cut.count('{"name": ') == cut.count('"child": ') + 1 > 2
 
 
-@pytest.mark.asyncio
 async def test_every_field_that_names_a_structure_means_the_same(server: Server) -> None:
     schema = SCHEMAS["references"]
     asked: list[dict[str, Any]] = [
@@ -123,7 +120,6 @@ async def test_every_field_that_names_a_structure_means_the_same(server: Server)
     jsonschema_rs.validator_for(schema).validate(json.loads(texts.pop()))
 
 
-@pytest.mark.asyncio
 async def test_properties_come_in_the_order_of_the_schema_and_in_the_style_of_json_dumps(server: Server) -> None:
     text = await content(server, temperature=2, seed=4, response_format=json_schema(SCHEMAS["nested objects"]))
     assert re.fullmatch(r'\{"z": \{"k": (true|false)\}, "a": \{"k": null\}\}', text)
@@ -131,7 +127,6 @@ async def test_properties_come_in_the_order_of_the_schema_and_in_the_style_of_js
     assert fixed == '{"z": 1, "a": "é😀"}'
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("form", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x"}}])
 async def test_json_object_is_an_object(server: Server, form: dict[str, Any]) -> None:
     # The model alone would write on and on; a bias for closing marks is what makes it come to an end.
@@ -140,13 +135,11 @@ async def test_json_object_is_an_object(server: Server, form: dict[str, Any]) ->
     assert isinstance(json.loads(text), dict)
 
 
-@pytest.mark.asyncio
 async def test_text_asks_for_nothing(server: Server) -> None:
     free = await content(server, temperature=0)
     assert await content(server, temperature=0, response_format={"type": "text"}) == free
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "choices",
     [
@@ -164,7 +157,6 @@ async def test_a_guided_choice_is_one_of_the_texts(server: Server, choices: list
         assert await content(server, temperature=2, seed=seed, structured_outputs={"choice": choices}) in choices
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "regex", [r"\d{3}-[A-F]{2}", "(?i)abc|xyz", r"[^a-z\n]{5}", "é|日{2}", r"^a?b+c{2,3}$".strip("^$")]
 )
@@ -179,7 +171,6 @@ LARK = 'start: sum " = " NUMBER\nsum: NUMBER (" + " NUMBER)~1..2\nNUMBER: /[1-9]
 GBNF = 'root ::= number (" + " number){1,2} " = " number\nnumber ::= [1-9] [0-9]?\n'
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("grammar", [LARK, GBNF, 'start: "12 + 3 = 15"  // not "::=" by any means\n'])
 async def test_a_guided_grammar_is_followed_in_larks_notation_and_in_gbnf(server: Server, grammar: str) -> None:
     for seed in range(3):
@@ -187,7 +178,6 @@ async def test_a_guided_grammar_is_followed_in_larks_notation_and_in_gbnf(server
         assert re.fullmatch(r"[1-9][0-9]?( \+ [1-9][0-9]?){1,2} = [1-9][0-9]?", text)
 
 
-@pytest.mark.asyncio
 async def test_a_streamed_answer_is_the_same(server: Server) -> None:
     body = {"messages": HELLO, "temperature": 0, "response_format": json_schema(SCHEMAS["const"])}
     chunks = await chunks_of(server, CHAT, body)

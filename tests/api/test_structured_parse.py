@@ -28,7 +28,6 @@ class Owner(BaseModel):
     pet: Pet | None
 
 
-@pytest.mark.asyncio
 async def test_parse_with_a_pydantic_model(client: AsyncOpenAI) -> None:
     for seed in range(3):
         reply = await client.chat.completions.parse(
@@ -43,7 +42,6 @@ async def test_parse_with_a_pydantic_model(client: AsyncOpenAI) -> None:
         assert owner.name in ("Ada", "Bob")
 
 
-@pytest.mark.asyncio
 async def test_a_parsed_answer_can_be_sent_back(client: AsyncOpenAI) -> None:
     """The client leaves the parsed object in the message that it sends."""
     conversation: Any = user("Who?")
@@ -53,7 +51,6 @@ async def test_a_parsed_answer_can_be_sent_back(client: AsyncOpenAI) -> None:
     assert following.choices[0].finish_reason in ("stop", "length")
 
 
-@pytest.mark.asyncio
 async def test_parse_of_an_answer_that_was_cut_is_the_clients_own_error(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         await client.chat.completions.parse(
@@ -66,7 +63,6 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=150)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("sentence", "name", "age"),
     [("Maria is 34 years old and lives in Oslo.", "Maria", 34), ("Tom is 7 years old.", "Tom", 7)],

@@ -2,53 +2,38 @@
 
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.api.conftest import MAX_SEQ_LEN, Server
+from tests.api.contract import get, post
 
 
-async def post(http: aiohttp.ClientSession, url: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
-    async with http.post(url, json=body) as response:
-        assert response.status == status
-        reply: dict[str, Any] = await response.json()
-    return reply
-
-
-@pytest.mark.asyncio
-async def test_a_text_becomes_tokens_and_back(server: Server, http: aiohttp.ClientSession) -> None:
-    reply = await post(http, f"{server.url}/tokenize", {"model": "bundled", "prompt": "Hé!"})
+async def test_a_text_becomes_tokens_and_back(server: Server) -> None:
+    reply = await post(server, "/tokenize", {"model": "bundled", "prompt": "Hé!"})
     assert reply == {"tokens": [72, 195, 169, 33], "count": 4, "max_model_len": MAX_SEQ_LEN}
-    back = await post(http, f"{server.url}/detokenize", {"model": "bundled", "tokens": reply["tokens"]})
+    back = await post(server, "/detokenize", {"model": "bundled", "tokens": reply["tokens"]})
     assert back == {"prompt": "Hé!"}
 
 
-@pytest.mark.asyncio
-async def test_a_conversation_is_counted_as_chat_completions_count_it(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
+async def test_a_conversation_is_counted_as_chat_completions_count_it(server: Server) -> None:
     messages = [{"role": "user", "content": "Hello!"}]
-    reply = await post(http, f"{server.url}/tokenize", {"messages": messages})
-    chat = await post(http, f"{server.url}/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    reply = await post(server, "/tokenize", {"messages": messages})
+    chat = await post(server, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
     assert reply["count"] == len(reply["tokens"]) == chat["usage"]["prompt_tokens"]
-    text = await post(http, f"{server.url}/detokenize", {"tokens": reply["tokens"]})
+    text = await post(server, "/detokenize", {"tokens": reply["tokens"]})
     assert text["prompt"] == "<|user|>Hello!<|im_end|><|assistant|>"
 
 
-@pytest.mark.asyncio
-async def test_the_vocabularys_entries_are_told_if_asked_for(server: Server, http: aiohttp.ClientSession) -> None:
-    reply = await post(http, f"{server.url}/tokenize", {"prompt": "H !", "return_token_strs": True})
+async def test_the_vocabularys_entries_are_told_if_asked_for(server: Server) -> None:
+    reply = await post(server, "/tokenize", {"prompt": "H !", "return_token_strs": True})
     assert (reply["tokens"], reply["token_strs"]) == ([72, 32, 33], ["H", "Ġ", "!"])
     chat = {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}
-    reply = await post(http, f"{server.url}/tokenize", chat)
+    reply = await post(server, "/tokenize", chat)
     assert reply["token_strs"] == ["<|user|>", "a", "<|im_end|>", "<|assistant|>"]
 
 
-@pytest.mark.asyncio
-async def test_what_a_client_needs_to_know_of_the_tokenizer(server: Server, http: aiohttp.ClientSession) -> None:
-    async with http.get(f"{server.url}/tokenizer_info") as response:
-        assert response.status == 200
-        info = await response.json()
+async def test_what_a_client_needs_to_know_of_the_tokenizer(server: Server) -> None:
+    info = await get(server, "/tokenizer_info")
     assert info["chat_template"] == server.llm.inputs.tokenizer.chat_template
     special = {name: info[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     assert special == {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None}
@@ -56,13 +41,11 @@ async def test_what_a_client_needs_to_know_of_the_tokenizer(server: Server, http
     assert (bool(info["tokenizer_class"]), info["model_max_length"]) == (True, MAX_SEQ_LEN)
 
 
-@pytest.mark.asyncio
-async def test_an_empty_text_has_no_tokens(server: Server, http: aiohttp.ClientSession) -> None:
-    assert (await post(http, f"{server.url}/tokenize", {"prompt": ""}))["tokens"] == []
-    assert await post(http, f"{server.url}/detokenize", {"tokens": []}) == {"prompt": ""}
+async def test_an_empty_text_has_no_tokens(server: Server) -> None:
+    assert (await post(server, "/tokenize", {"prompt": ""}))["tokens"] == []
+    assert await post(server, "/detokenize", {"tokens": []}) == {"prompt": ""}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
@@ -76,19 +59,15 @@ async def test_an_empty_text_has_no_tokens(server: Server, http: aiohttp.ClientS
     ],
 )
 async def test_bad_input_is_refused_by_name(
-    server: Server, http: aiohttp.ClientSession, path: str, body: dict[str, Any], param: str, words: str
+    server: Server, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
-    error = (await post(http, f"{server.url}/{path}", body, status=400))["error"]
+    error = (await post(server, f"/{path}", body, status=400))["error"]
     assert error["param"] == param
     assert words in error["message"]
 
 
-@pytest.mark.asyncio
-async def test_a_text_that_would_take_long_is_refused_before_it_is_looked_at(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
-    url = f"{server.url}/tokenize"
-    error = (await post(http, url, {"prompt": "ab " * 200_000}, 400))["error"]
+async def test_a_text_that_would_take_long_is_refused_before_it_is_looked_at(server: Server) -> None:
+    error = (await post(server, "/tokenize", {"prompt": "ab " * 200_000}, 400))["error"]
     assert error["message"].endswith("is too long to be tokenized at once; send at most 524288")
     assert error["param"] == "prompt"
-    assert (await post(http, url, {"prompt": "ab " * 80_000}))["count"] > 80_000
+    assert (await post(server, "/tokenize", {"prompt": "ab " * 80_000}))["count"] > 80_000

@@ -27,7 +27,6 @@ from tests.api.tool_support import (
 # --- tool_choice
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 async def test_a_required_call_is_made_and_is_valid(temperature: float) -> None:
     async with hermes_client() as client:
@@ -41,7 +40,6 @@ async def test_a_required_call_is_made_and_is_valid(temperature: float) -> None:
     assert len({choice.message.tool_calls[0].id for choice in reply.choices}) == 3
 
 
-@pytest.mark.asyncio
 async def test_the_tool_that_is_named_is_called() -> None:
     async with hermes_client() as client:
         for seed in range(3):
@@ -52,7 +50,6 @@ async def test_the_tool_that_is_named_is_called() -> None:
             assert_is_valid(choice.message.tool_calls[0])
 
 
-@pytest.mark.asyncio
 async def test_none_means_that_the_model_does_not_even_hear_of_tools() -> None:
     async with hermes_client() as client:
         without = await complete(client, tools=openai.NOT_GIVEN)
@@ -63,7 +60,6 @@ async def test_none_means_that_the_model_does_not_even_hear_of_tools() -> None:
     assert none.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("choice", ["auto", None])
 async def test_auto_leaves_it_to_the_model(choice: Literal["auto"] | None) -> None:
     """Beside a wanted format the answer is either that or a call; a bias for the first character makes it sure."""
@@ -80,7 +76,6 @@ async def test_auto_leaves_it_to_the_model(choice: Literal["auto"] | None) -> No
     assert answered.choices[0].message.tool_calls is None
 
 
-@pytest.mark.asyncio
 async def test_a_strict_function_is_called_with_what_fits_also_under_auto() -> None:
     strict = [tool("get_weather", strict=True)]
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
@@ -99,7 +94,6 @@ async def test_a_strict_function_is_called_with_what_fits_also_under_auto() -> N
             assert_is_valid(reply.choices[0].message.tool_calls[0])
 
 
-@pytest.mark.asyncio
 async def test_calls_may_be_several_unless_they_must_not() -> None:
     """The bias makes the model go on with another call for as long as it may."""
     fields = {"tool_choice": NAMED, "logit_bias": {"10": 100, "60": 100, "257": -100}, "max_tokens": 300}
@@ -118,7 +112,6 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 UNCONSTRAINED: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_an_answer_with_at_most_one_call_ends_with_it(client: AsyncOpenAI, is_streamed: bool) -> None:
     """Nobody would see what follows, so nobody pays for it. Nothing is enforced here, and no end token counts."""
@@ -143,7 +136,6 @@ async def test_an_answer_with_at_most_one_call_ends_with_it(client: AsyncOpenAI,
     assert usage.completion_tokens < 2 * 100
 
 
-@pytest.mark.asyncio
 async def test_a_response_with_at_most_one_call_ends_with_it(client: AsyncOpenAI) -> None:
     tools: Any = [{"type": "function", **UNCONSTRAINED[0]["function"]}]
     reply = await client.responses.create(
@@ -159,7 +151,6 @@ async def test_a_response_with_at_most_one_call_ends_with_it(client: AsyncOpenAI
     assert reply.usage.output_tokens < 100
 
 
-@pytest.mark.asyncio
 async def test_a_forced_call_wins_over_a_wanted_format() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
     async with hermes_client() as client:
@@ -170,7 +161,6 @@ async def test_a_forced_call_wins_over_a_wanted_format() -> None:
             assert (reply.choices[0].finish_reason, reply.choices[0].message.content) == ("tool_calls", None)
 
 
-@pytest.mark.asyncio
 async def test_a_call_that_max_tokens_cuts_has_ended_for_that_reason() -> None:
     async with hermes_client() as client:
         (choice,) = (await complete(client, tool_choice=NAMED, max_tokens=56)).choices
@@ -183,7 +173,6 @@ async def test_a_call_that_max_tokens_cuts_has_ended_for_that_reason() -> None:
 # --- streams
 
 
-@pytest.mark.asyncio
 async def test_a_streamed_call_that_the_client_puts_together_is_the_whole_one() -> None:
     fields = body(tool_choice="required", parallel_tool_calls=False)
     async with hermes_client() as client:
@@ -200,7 +189,6 @@ async def test_a_streamed_call_that_the_client_puts_together_is_the_whole_one() 
     assert kinds.count("tool_calls.function.arguments.done") == 1
 
 
-@pytest.mark.asyncio
 async def test_the_deltas_of_a_call_name_it_once_and_then_bring_its_arguments() -> None:
     async with hermes_client() as client:
         stream = await client.chat.completions.create(

@@ -125,7 +125,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-@pytest.mark.asyncio
 async def test_what_makes_no_sense_is_refused_by_name() -> None:
     async with hermes_client() as client:
         for name, (fields, param, words) in REFUSED.items():

@@ -12,7 +12,6 @@ from tests.api.contract import counts, hermes_client
 from tests.api.tool_support import QUESTION, body, complete
 
 
-@pytest.mark.asyncio
 async def test_a_call_and_its_result_can_be_sent_back_as_they_came() -> None:
     async with hermes_client() as client:
         message = (await complete(client, tool_choice="required", parallel_tool_calls=False)).choices[0].message
@@ -26,7 +25,6 @@ async def test_a_call_and_its_result_can_be_sent_back_as_they_came() -> None:
     assert reply.usage.prompt_tokens > short.usage.prompt_tokens + len("Sunny, 21 degrees.")
 
 
-@pytest.mark.asyncio
 async def test_what_a_tool_said_in_parts_is_the_same() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "paint", "arguments": '{"colours": ["red"]}'}}
     said = {"role": "tool", "tool_call_id": "a"}
@@ -51,7 +49,6 @@ class Forecast(BaseModel):
     days: int = Field(ge=1, le=7)
 
 
-@pytest.mark.asyncio
 async def test_parse_gives_a_calls_arguments_as_the_model_that_described_them() -> None:
     async with hermes_client() as client:
         reply = await client.chat.completions.parse(
@@ -68,7 +65,6 @@ async def test_parse_gives_a_calls_arguments_as_the_model_that_described_them() 
     assert isinstance(call.function.parsed_arguments, Forecast)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("form", ["as the client's object", "dumped", "to_dict"])
 async def test_what_the_clients_helpers_return_can_be_sent_back(form: str) -> None:
     """They add fields of their own to it: parsed, parsed_arguments, and index where the call was streamed."""
@@ -96,7 +92,6 @@ def function(name: str, **properties: str) -> Any:
 TOOLS = [function("get_weather", city="string"), function("add", a="integer", b="integer")]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("question", "name", "arguments", "result"),
     [
@@ -120,7 +115,6 @@ async def test_the_bundled_model_calls_the_right_tool_by_itself_and_uses_what_it
     assert result in (answered.message.content or "")
 
 
-@pytest.mark.asyncio
 async def test_the_bundled_model_does_not_call_what_it_does_not_need(client: AsyncOpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hello!"}]
     reply = await client.chat.completions.create(model="bundled", tools=TOOLS, messages=messages, temperature=0)

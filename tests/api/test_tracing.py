@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, post, user
@@ -35,7 +34,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def traced(exporter: InMemorySpanExporter) -> AsyncIterator[Server]:  # noqa: ARG001
     async with serving(max_queue_size=0) as server:
         yield server
@@ -46,7 +45,6 @@ def only_span(exporter: InMemorySpanExporter) -> ReadableSpan:
     return span
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_is_a_span_under_the_clients_with_what_the_conventions_name(
     traced: Server, exporter: InMemorySpanExporter, stream: bool
@@ -87,7 +85,6 @@ async def test_a_request_is_a_span_under_the_clients_with_what_the_conventions_n
     }
 
 
-@pytest.mark.asyncio
 async def test_a_conversation_is_a_chat_and_holds_no_text(traced: Server, exporter: InMemorySpanExporter) -> None:
     await post(traced, CHAT, {"messages": user("What is 17 + 25?"), "temperature": 0})
     span = only_span(exporter)
@@ -97,7 +94,6 @@ async def test_a_conversation_is_a_chat_and_holds_no_text(traced: Server, export
     assert "42" not in str(dict(span.attributes or {}).get("gen_ai.output.messages", ""))
 
 
-@pytest.mark.asyncio
 async def test_only_what_is_the_servers_fault_is_an_error(traced: Server, exporter: InMemorySpanExporter) -> None:
     await post(traced, COMPLETIONS, {"nonsense": 1}, status=400)
     await post(traced, "/tokenize", {"prompt": "a"})
@@ -118,7 +114,6 @@ def test_where_nobody_has_configured_it_nothing_of_it_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.asyncio
 async def test_a_provider_that_stands_for_none_costs_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
     async with serving() as server:

@@ -10,7 +10,6 @@ from openai.types.completion_usage import PromptTokensDetails
 from chairlift.api.config import ServerConfig
 from chairlift.api.wire.completions import Usage
 from chairlift.api.wire.response_object import ResponseUsage
-from chairlift.engine.async_llm import AsyncLLM
 from chairlift.params import CompletionOutput, RequestOutput
 from tests.api.conftest import Server
 from tests.api.contract import (
@@ -54,7 +53,6 @@ def test_responses_have_their_own_words_for_it() -> None:
 # --- streams
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("has_last", [False, True])
 async def test_a_chat_tells_the_usage_so_far_with_every_chunk(server: Server, has_last: bool) -> None:
     body = {"messages": user("Hello!"), "n": 2, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -68,7 +66,6 @@ async def test_a_chat_tells_the_usage_so_far_with_every_chunk(server: Server, ha
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * (len(chunks) - has_last) + [0] * has_last
 
 
-@pytest.mark.asyncio
 async def test_a_completion_tells_the_usage_so_far_with_every_chunk(server: Server) -> None:
     body = {"prompt": ["1 + 1 =", "Once"], "temperature": 0, "max_tokens": 6, "ignore_eos": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -83,8 +80,6 @@ async def test_a_completion_tells_the_usage_so_far_with_every_chunk(server: Serv
 # --- an engine that reuses
 
 
-@pytest.mark.asyncio
-@pytest.mark.skipif(not hasattr(AsyncLLM, "reset_prefix_cache"), reason="the engine cannot forget yet")
 async def test_what_was_computed_can_be_forgotten(server: Server, client: AsyncOpenAI) -> None:
     await cached(client)
     assert await cached(client) == len(STORY) - 1
@@ -93,7 +88,6 @@ async def test_what_was_computed_can_be_forgotten(server: Server, client: AsyncO
     assert await cached(client) == 0
 
 
-@pytest.mark.asyncio
 async def test_one_of_several_keys_cannot_have_everybodys_prompts_forgotten() -> None:
     async with serving(ServerConfig(api_key=("a", "b"))) as server, aiohttp.ClientSession() as http:
         headers = {"Authorization": "Bearer a"}
@@ -117,7 +111,6 @@ async def cached(client: AsyncOpenAI, prompt: str | list[str] = STORY, **extra: 
     return reply.usage.prompt_tokens_details.cached_tokens
 
 
-@pytest.mark.asyncio
 async def test_a_prompt_that_comes_again_is_reused_but_for_its_last_token(client: AsyncOpenAI) -> None:
     assert await cached(client) == 0
     assert await cached(client) == len(STORY) - 1
@@ -125,7 +118,6 @@ async def test_a_prompt_that_comes_again_is_reused_but_for_its_last_token(client
     assert await cached(client, [STORY, "never seen", STORY]) == 2 * (len(STORY) - 1)
 
 
-@pytest.mark.asyncio
 async def test_a_salt_keeps_prompts_apart(client: AsyncOpenAI) -> None:
     assert await cached(client, cache_salt="ours") == 0
     assert await cached(client) == 0
@@ -133,19 +125,16 @@ async def test_a_salt_keeps_prompts_apart(client: AsyncOpenAI) -> None:
     assert await cached(client, cache_salt="ours") == len(STORY) - 1
 
 
-@pytest.mark.asyncio
 async def test_users_share_prompts_unless_they_have_salts(client: AsyncOpenAI) -> None:
     assert await cached(client, user="ann") == 0
     assert await cached(client, user="bob") == len(STORY) - 1
 
 
-@pytest.mark.asyncio
 async def test_reuse_can_be_turned_off() -> None:
     async with serving(enable_prefix_caching=False) as server, client_of(server) as client:
         assert [await cached(client), await cached(client)] == [0, 0]
 
 
-@pytest.mark.asyncio
 async def test_every_endpoint_and_both_kinds_of_replies_tell_of_it(server: Server) -> None:
     chat = {"messages": user(QUESTION), "temperature": 0}
     first = check_chat(await post(server, CHAT, chat))
@@ -158,10 +147,7 @@ async def test_every_endpoint_and_both_kinds_of_replies_tell_of_it(server: Serve
     *_, last = await chunks_of(server, CHAT, {**chat, "stream_options": {"include_usage": True}})
     assert check_chat_chunk(last).usage == second.usage
     response = await post(server, "/v1/responses", {"input": QUESTION, "temperature": 0})
-    assert response["usage"]["input_tokens_details"] == {
-        "cached_tokens": reused.cached_tokens,
-        "cache_write_tokens": 0,
-    }
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": reused.cached_tokens, "cache_write_tokens": 0}
     continued = {"prompt": STORY, "max_tokens": 3}
     await post(server, COMPLETIONS, continued)
     *_, last = await chunks_of(server, COMPLETIONS, {**continued, "stream_options": {"include_usage": True}})

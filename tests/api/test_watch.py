@@ -13,12 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from chairlift.api.config import ServerConfig
 from chairlift.api.errors import error_middleware
-from chairlift.api.http.connections import Connection, listen, url_of
+from chairlift.api.http.connections import Connection
 from chairlift.api.reference.page import MAX_WATCHERS, SnapshotFeed, add_page_routes
 from chairlift.engine.stats import Snapshot, SnapshotSource, short_id
 from chairlift.errors import EngineClosed, EngineDead
+from tests.api.conftest import serving_app
 from tests.engine.async_support import wait_until
 from tests.support.fake_batch import FakeBatch
 
@@ -71,7 +71,6 @@ async def next_of(events: AsyncGenerator[str]) -> Any:
     return read(await asyncio.wait_for(anext(events), 10.0))
 
 
-@pytest.mark.asyncio
 async def test_an_event_tells_of_slots_queue_launches_and_totals_and_leaves_defaults_out() -> None:
     batch = FakeBatch(num_slots=3, slot_len=64, token_budget=16)
     batch.add(num_prompt_tokens=10, num_output_tokens=3, num_reused=4)
@@ -116,7 +115,6 @@ def test_a_short_id_is_that_of_the_generation_whatever_its_sequence() -> None:
     assert short_id("123456780-17-0") != "cbf43926"
 
 
-@pytest.mark.asyncio
 async def test_all_watchers_get_the_very_same_event_of_one_look() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=60.0)
@@ -128,7 +126,6 @@ async def test_all_watchers_get_the_very_same_event_of_one_look() -> None:
         assert feed.num_watchers == 20
 
 
-@pytest.mark.asyncio
 async def test_nobody_looks_while_nobody_watches() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=QUICK_S)
@@ -136,7 +133,10 @@ async def test_nobody_looks_while_nobody_watches() -> None:
         await next_of(events)
         source.may_answer.clear()
         num_looks = source.num_looks + 1
+        following = asyncio.ensure_future(anext(events))
         await wait_until(lambda: source.num_looks == num_looks, "the look that waits for the engine")
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
     await wait_until(lambda: source.num_cancelled == 1, "it is given up")
     source.may_answer.set()
     await asyncio.sleep(20 * QUICK_S)
@@ -147,16 +147,16 @@ async def test_nobody_looks_while_nobody_watches() -> None:
     assert source.num_looks > num_looks
 
 
-@pytest.mark.asyncio
 async def test_who_is_slow_gets_the_newest_and_misses_the_rest() -> None:
     source = busy()
-    async with aclosing(SnapshotFeed(source, interval_s=QUICK_S).events()) as events:
-        assert (await next_of(events))["num_launches"] == 1
-        await wait_until(lambda: source.num_looks > 20, "others would have seen these")
-        assert (await next_of(events))["num_launches"] >= 20
+    feed = SnapshotFeed(source, interval_s=QUICK_S)
+    async with aclosing(feed.events()) as slow, aclosing(feed.events()) as quick:
+        assert (await next_of(slow))["num_launches"] == 1
+        for _ in range(20):
+            await next_of(quick)
+        assert (await next_of(slow))["num_launches"] >= 20
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_sent_while_nothing_changes() -> None:
     source = busy()
     source.batch.step()
@@ -174,7 +174,6 @@ async def test_nothing_is_sent_while_nothing_changes() -> None:
         assert read(await asyncio.wait_for(following, 10.0))["num_launches"] == 2
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_is_gone_ends_the_streams_and_tells_who_comes_later() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=QUICK_S)
@@ -189,7 +188,6 @@ async def test_an_engine_that_is_gone_ends_the_streams_and_tells_who_comes_later
         await next_of(events)
 
 
-@pytest.mark.asyncio
 async def test_of_five_thousand_watchers_only_so_many_are_let_in_and_the_engine_notices_one() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=60.0)
@@ -205,26 +203,18 @@ async def test_of_five_thousand_watchers_only_so_many_are_let_in_and_the_engine_
 
 
 @asynccontextmanager
-async def serving(
-    source: SnapshotSource, write_timeout: float = 60.0, keep_alive_s: float = 60.0
-) -> AsyncIterator[str]:
+async def serving(source: SnapshotSource, client_timeout: float = 60.0) -> AsyncIterator[str]:
     """The endpoint on the production's connections; its address."""
     app = web.Application(middlewares=[error_middleware])
-    add_page_routes(app, SnapshotFeed(source, interval_s=QUICK_S), keep_alive_s)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    assert runner.server is not None, "set up"
-    config = ServerConfig(port=0, write_timeout=write_timeout)
-    with contextlib.closing(await listen(runner.server, config)) as listening:
-        yield f"{url_of(listening, config)}/watch"
-        await runner.cleanup()
+    add_page_routes(app, SnapshotFeed(source, interval_s=QUICK_S))
+    async with serving_app(app, client_timeout=client_timeout) as url:
+        yield f"{url}/watch"
 
 
 async def events_of(response: aiohttp.ClientResponse, num_events: int) -> list[Any]:
     return [read((await response.content.readuntil(b"\n\n")).decode()) for _ in range(num_events)]
 
 
-@pytest.mark.asyncio
 async def test_over_http_it_is_a_stream_of_events(http: aiohttp.ClientSession) -> None:
     async with serving(busy()) as url, http.get(url) as response:
         assert response.status == 200
@@ -233,16 +223,17 @@ async def test_over_http_it_is_a_stream_of_events(http: aiohttp.ClientSession) -
         assert numbers == sorted(set(numbers))
 
 
-@pytest.mark.asyncio
-async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(http: aiohttp.ClientSession) -> None:
+async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.api.sse.KEEP_ALIVE_S", 0.02)
     source = busy()
     source.moves = False
-    async with serving(source, keep_alive_s=0.02) as url, http.get(url) as response:
+    async with serving(source) as url, http.get(url) as response:
         await events_of(response, 1)
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
 
 
-@pytest.mark.asyncio
 async def test_one_too_many_is_a_503_that_says_what_to_do(http: aiohttp.ClientSession) -> None:
     async with serving(busy()) as url, contextlib.AsyncExitStack() as stack:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as many:
@@ -251,13 +242,12 @@ async def test_one_too_many_is_a_503_that_says_what_to_do(http: aiohttp.ClientSe
             async with http.get(url) as response:
                 assert response.status == 503
                 assert "Retry-After" in response.headers
-                assert "close one, or come back later" in (await response.json())["error"]["message"]
+                assert "close one, or try again later" in (await response.json())["error"]["message"]
             await stack.aclose()
         async with http.get(url) as response:
             assert response.status == 200
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_was_gone_before_is_an_error_with_a_status(http: aiohttp.ClientSession) -> None:
     source = busy()
     source.error = EngineClosed("the engine was closed")
@@ -266,7 +256,6 @@ async def test_an_engine_that_was_gone_before_is_an_error_with_a_status(http: ai
         assert (await response.json())["error"]["message"] == "the engine was closed"
 
 
-@pytest.mark.asyncio
 async def test_only_get_is_known(http: aiohttp.ClientSession) -> None:
     async with serving(busy()) as url:
         for method in ("HEAD", "POST"):
@@ -274,7 +263,6 @@ async def test_only_get_is_known(http: aiohttp.ClientSession) -> None:
                 assert response.status == 405
 
 
-@pytest.mark.asyncio
 async def test_a_watcher_that_never_reads_costs_little_holds_nobody_up_and_is_cut_off(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +277,7 @@ async def test_a_watcher_that_never_reads_costs_little_holds_nobody_up_and_is_cu
 
     monkeypatch.setattr(Connection, "connection_made", note)
     source = busy(num_slots=256)
-    async with serving(source, write_timeout=1.0) as url:
+    async with serving(source, client_timeout=1.0) as url:
         address = urlsplit(url)
         silent = socket.create_connection((address.hostname, address.port))
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)

@@ -86,8 +86,8 @@ def test_a_priority_beyond_a_keys_range_is_refused_by_name(two_keys: Process, pa
 def test_each_key_of_a_file_has_the_range_of_priorities_that_stands_beside_it(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{FIRST} priority=-10:10 queue=0.25\n{SECOND}\n")
-    with running(SERVE, "--api-key-file", str(keys), "--key-priority-range", "5:6") as process:
-        for key, allowed, refused in ((FIRST, (-10, 10), (-11, 11)), (SECOND, (5, 6), (4, 7))):
+    with running(SERVE, "--api-key-file", str(keys)) as process:
+        for key, allowed, refused in ((FIRST, (-10, 10), (-11, 11)), (SECOND, (0, 100), (-1, 101))):
             with client_of(process, key) as client:
                 for priority in (*allowed, *refused):
                     body = {"prompt": "a", "max_tokens": 1, "priority": priority}

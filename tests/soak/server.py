@@ -16,16 +16,14 @@ from pathlib import Path
 
 from chairlift.api.app import Api
 from chairlift.api.config import ServerConfig
-from chairlift.api.http.connections import listen, url_of
-from chairlift.api.server import make_runner
+from chairlift.api.http.listening import Listener
+from chairlift.api.server import make_runner, start
 from chairlift.engine.async_llm import AsyncLLM
 from tests.soak.state import Served, ServerLog, ServerState, Target
 
 MAX_SEQ_LEN = 512
 MAX_BODY_BYTES = 200_000
-WRITE_TIMEOUT_S = 2.0
-BODY_TIMEOUT_S = 1.0
-HEADER_TIMEOUT_S = 1.0
+CLIENT_TIMEOUT_S = 1.0
 _SEND_BUFFER_BYTES = 2**14
 _PATIENCE_S = 120.0  # for a model to be loaded
 _ROOT = Path(__file__).parents[2]
@@ -45,22 +43,19 @@ async def serving(num_slots: int = 8, max_queue_size: int = 8) -> AsyncIterator[
     config = ServerConfig(
         port=0,
         max_body_bytes=MAX_BODY_BYTES,
-        write_timeout=WRITE_TIMEOUT_S,
-        body_timeout=BODY_TIMEOUT_S,
-        header_timeout=HEADER_TIMEOUT_S,
-        keep_alive_interval=1.0,
+        client_timeout=CLIENT_TIMEOUT_S,
     )
     api, server_log = Api(llm, config), ServerLog()
     runner = make_runner(api)
     runner.app.middlewares.insert(0, server_log.note)
     logging.getLogger().addHandler(server_log)
-    await runner.setup()
-    assert runner.server is not None, "set up"
     try:
-        with contextlib.closing(await listen(runner.server, config)) as listening:
-            for each in listening.sockets:  # connections inherit it: who stops reading is felt soon
+        with Listener(config) as listener:
+            await start(runner, config, listener)
+            for each in listener.sockets:  # connections inherit it: who stops reading is felt soon
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            yield Served(url_of(listening, config), llm, api, runner.server, server_log)
+            assert runner.server is not None, "started"
+            yield Served(listener.url, llm, api, runner.server, server_log)
     finally:
         logging.getLogger().removeHandler(server_log)
         await llm.close()

@@ -68,7 +68,7 @@ class FakeSite:
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[error_middleware])
-        add_page_routes(app, SnapshotFeed(self.batch, interval_s=0.02), keep_alive_s=5.0)
+        add_page_routes(app, SnapshotFeed(self.batch, interval_s=0.02))
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         return app

@@ -26,6 +26,7 @@ ANY = "*"  # origin or host
 
 _TENANT_CHARACTERS = 16  # 64 bits: two of a server's keys will not share them by accident
 _RANGE = re.compile(r"(?P<lowest>-?[0-9]{1,10}):(?P<highest>-?[0-9]{1,10})")
+_SHARE = re.compile(r"[0-9]*\.?[0-9]+")
 _LIMIT = re.compile(r"\s+(?P<name>[a-z_]+)=(?P<value>[^\s=]+)$")
 
 _ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
@@ -39,22 +40,19 @@ _MAX_AGE_S = 3600  # for which browsers remember a preflight's answer
 class KeyLimits:
     """What the requests of one key may ask for."""
 
-    lowest_priority: int = 0  # the most urgent
-    highest_priority: int = 100
-    queue_share: float = 0.5
+    lowest_priority: int  # the most urgent
+    highest_priority: int
+    queue_share: float
 
     @classmethod
-    def parse(cls, priority_range: str, queue_share: str | float) -> "KeyLimits":
-        """`priority_range`: `LOWEST:HIGHEST`. `ConfigurationError` if either cannot be read or is out of range."""
-        found = _RANGE.fullmatch(priority_range)
+    def parse(cls, priority: str = "0:100", queue: str = "0.5") -> "KeyLimits":
+        """`priority`: `LOWEST:HIGHEST`. `ConfigurationError` if either cannot be read or is out of range."""
+        found = _RANGE.fullmatch(priority)
         if found is None or int(found["lowest"]) > int(found["highest"]):
-            raise ConfigurationError(f"priorities {priority_range!r} are not LOWEST:HIGHEST, such as -10:10")
-        try:
-            share = float(queue_share)
-        except ValueError:
-            share = 0.0
+            raise ConfigurationError(f"priority must be LOWEST:HIGHEST, such as -10:10, not {priority!r}")
+        share = float(queue) if _SHARE.fullmatch(queue) else 0.0
         if not 0.0 < share <= 1.0:
-            raise ConfigurationError(f"a key's share of the queue is above 0 and at most 1, not {queue_share}")
+            raise ConfigurationError(f"queue must be above 0 and at most 1, not {queue!r}")
         return cls(int(found["lowest"]), int(found["highest"]), share)
 
 
@@ -88,33 +86,39 @@ class KeyRing:
         self, keys: Mapping[str, KeyLimits], shares_prefixes: bool = False, open_paths: Collection[str] = ()
     ) -> None:
         """`shares_prefixes`: keys reuse each other's prompts; `open_paths` need no key."""
-        self._limits = {_digest(key): limits for key, limits in keys.items()}
-        if len(self._limits) == 1:  # there is nobody to leave the rest of the queue to
-            self._limits = {digest: replace(limits, queue_share=1.0) for digest, limits in self._limits.items()}
-        self._shares_prefixes = shares_prefixes
+        if len(keys) == 1:  # there is nobody to leave the rest of the queue to
+            keys = {key: replace(limits, queue_share=1.0) for key, limits in keys.items()}
+        digests = {_digest(key): limits for key, limits in keys.items()}
+        self._clients = {
+            digest: Client(digest.hex()[:_TENANT_CHARACTERS], limits, shares_prefixes)
+            for digest, limits in digests.items()
+        }
         self._open_paths = open_paths
 
     def __len__(self) -> int:
-        return len(self._limits)
+        return len(self._clients)
 
     def knows(self, key: str) -> bool:
         """Compares with every key, each in constant time, so that timing tells nothing about them."""
         digest = _digest(key)
-        return sum(hmac.compare_digest(digest, known) for known in self._limits) > 0
+        return sum(hmac.compare_digest(digest, known) for known in self._clients) > 0
 
     def client_of(self, request: web.Request) -> Client:
         """Who sent a request that the middleware let in. A key's name is the same on every server."""
-        if not self._limits:
-            return Client(request.remote or "")
-        digest = _digest(_key_of(request))
-        return Client(digest.hex()[:_TENANT_CHARACTERS], self._limits[digest], self._shares_prefixes)
+        return self._clients[_digest(_key_of(request))] if self._clients else Client(request.remote or "")
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuses requests without a valid key with `InvalidApiKey`."""
-        if self._limits and request.path not in self._open_paths and not self.knows(_key_of(request)):
+        if self._clients and request.path not in self._open_paths and not self.knows(_key_of(request)):
             raise InvalidApiKey
         return await handler(request)
+
+
+def check_access(config: ServerConfig) -> None:
+    """`ConfigurationError` if keys or origins are wrong."""
+    gather_keys(config)
+    Cors(config.allowed_origin)
 
 
 def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
@@ -122,20 +126,21 @@ def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
 
     A place that is named but holds no key is a `ConfigurationError`: who wrote it did not want an open server.
     """
-    usual = KeyLimits.parse(config.key_priority_range, config.key_queue_share)
     keys = [key.get_secret_value().strip() for key in config.api_key]
     if not all(keys):
         raise ConfigurationError("api_key is empty; give a key, or leave the flag out to let everybody in")
     if (listed := os.environ.get(KEYS_VARIABLE)) is not None:
         in_environment = [key.strip() for key in listed.split(",") if key.strip()]
         if not in_environment:
-            raise ConfigurationError(f"{KEYS_VARIABLE} is set but holds no key; write keys with commas, or unset it")
+            raise ConfigurationError(
+                f"{KEYS_VARIABLE} is set but contains no key; set it to keys separated by commas, or unset it"
+            )
         keys += in_environment
-    in_file = {} if config.api_key_file is None else read_keys(config.api_key_file, usual)
-    return {**dict.fromkeys(keys, usual), **in_file}
+    in_file = {} if config.api_key_file is None else read_keys(config.api_key_file)
+    return {**dict.fromkeys(keys, KeyLimits.parse()), **in_file}
 
 
-def read_keys(path: Path, usual: KeyLimits) -> dict[str, KeyLimits]:
+def read_keys(path: Path) -> dict[str, KeyLimits]:
     """One key per line, perhaps followed by limits of its own; blank lines and lines that begin with # do not count."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
@@ -147,27 +152,26 @@ def read_keys(path: Path, usual: KeyLimits) -> dict[str, KeyLimits]:
     for number, line in enumerate(lines, start=1):
         if line and not line.startswith("#"):
             try:
-                keys.update([_parse_line(line, usual)])
+                keys.update([_parse_line(line)])
             except ConfigurationError as error:
                 raise ConfigurationError(f"api_key_file {path}, line {number}: {error}") from None
     if not keys:
-        raise ConfigurationError(f"api_key_file {path} holds no key; write one per line")
+        raise ConfigurationError(f"api_key_file {path} contains no key; write one per line")
     return keys
 
 
-def _parse_line(line: str, usual: KeyLimits) -> tuple[str, KeyLimits]:
+def _parse_line(line: str) -> tuple[str, KeyLimits]:
     """`KEY priority=-10:10 queue=0.25`, where a key may hold spaces."""
     given: dict[str, str] = {}
     while (found := _LIMIT.search(line)) is not None:
         name = found["name"]
         if name not in ("priority", "queue") or name in given:
             raise ConfigurationError(
-                f"{name}= is given twice or is no limit of a key; known are priority=LOWEST:HIGHEST and queue=SHARE"
+                f"{name}= is unknown or given twice; a key can have priority=LOWEST:HIGHEST and queue=SHARE"
             )
         given[name] = found["value"]
         line = line[: found.start()]
-    usual_range = f"{usual.lowest_priority}:{usual.highest_priority}"
-    return line, KeyLimits.parse(given.get("priority", usual_range), given.get("queue", usual.queue_share))
+    return line, KeyLimits.parse(**given)
 
 
 def _key_of(request: web.Request) -> str:
@@ -209,7 +213,7 @@ class Cors:
     def _complaint_of(self, request: web.Request) -> str | None:
         host = request.headers.get("Host")
         if host is not None and not self._is_known(host):  # browsers always send one
-            return f"this server is not called {host}; --allowed-host would let that name in"
+            return f"this server does not answer to the name {host}; start it with --allowed-host to let that name in"
         origin = request.headers.get("Origin")
         if origin is not None:
             is_own = origin.lower() == f"{request.scheme}://{host}".lower()
@@ -259,15 +263,15 @@ def normalize_origin(origin: str) -> str:
     match = _ORIGIN.fullmatch(origin.lower())
     if match is None or int(match["port"] or 0) > 65535:
         raise ConfigurationError(
-            f"allowed_origin {origin!r} is no origin: write scheme://host or scheme://host:port, without a path or a"
-            " slash at the end, the host in ASCII; or * for every origin"
+            f"allowed_origin {origin!r} is not an origin: write scheme://host or scheme://host:port, the host in ASCII and"
+            " nothing behind it; or * for every origin"
         )
     scheme, host, port = match["scheme"], match["host"], match["port"]
     return f"{scheme}://{host}" if port in (None, _DEFAULT_PORTS.get(scheme)) else f"{scheme}://{host}:{port}"
 
 
 def _refusal(origin: str) -> str:
-    return f"pages of {origin} may not use this server; --allowed-origin would let them"
+    return f"pages of {origin} may not use this server; start it with --allowed-origin to let them"
 
 
 def _is_loopback(name: str) -> bool:

@@ -90,12 +90,12 @@ class BodyReader:
         except TimeoutError:
             _end_body(request)
             if self._is_closed:
-                raise EngineClosed("the server is going down; try another one, or later") from None
+                raise EngineClosed("the server is shutting down; try again later, or another server") from None
             raise web.HTTPRequestTimeout(text=f"the body did not come within {self._timeout_s:g} s") from None
         return RawBody(b"".join(chunks), encoding, self._max_bytes)
 
     def close(self) -> None:
-        """Gives up on bodies that have not come whole: the server is going down."""
+        """Gives up on bodies that have not come whole: the server is shutting down."""
         self._is_closed = True
         for deadline in self._deadlines:
             deadline.reschedule(asyncio.get_running_loop().time())
@@ -137,8 +137,8 @@ def _checked_encoding(request: web.Request) -> str | None:
     """JSON only: a page of a foreign site may send text and forms to any server, but JSON only to those that agree."""
     kind = request.content_type
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
-        sent = request.headers.get("Content-Type", "no Content-Type")
-        raise web.HTTPUnsupportedMediaType(text=f"the body must be sent as Content-Type: application/json, not {sent}")
+        sent = f"not {request.headers['Content-Type']}" if "Content-Type" in request.headers else "and has none"
+        raise web.HTTPUnsupportedMediaType(text=f"the body must be sent as Content-Type: application/json, {sent}")
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
         raise web.HTTPUnsupportedMediaType(text=f"the body must be sent as UTF-8, not {request.charset}")
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()

@@ -1,17 +1,12 @@
-"""The listening socket, and connections that end when the other side takes too long: with its TLS handshake, its
-headers, its next request, its reading. (`bodies` waits for bodies.) aiohttp times the silence between two requests.
+"""Connections that end when the other side takes too long: with its headers, its next request, its reading. (`bodies`
+waits for bodies, `listening` for TLS handshakes.) aiohttp times the silence between two requests.
 """
 
 import asyncio
-import contextlib
-import ipaddress
 import logging
-import socket
-import ssl
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import ClassVar
 
 from aiohttp import web
@@ -22,14 +17,11 @@ from aiohttp.streams import StreamReader
 from chairlift.api.config import ServerConfig
 from chairlift.api.errors import error_reply
 from chairlift.api.telemetry.observation import REQUEST_ID_HEADER, request_id_of
-from chairlift.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 4096  # connections that wait to be accepted: a burst must not wait for repeated handshakes
 _ALARM_INTERVAL_S = 10.0
 _RESERVED_FILES = 4  # within so many of the limit it counts as reached
-_RECEIVE_BUFFER_BYTES = 2**16  # of a socket: what has arrived is parsed in one go, at 2.5 µs for a chunk of a byte
 _READ_BUFFER_BYTES = 2**16  # of a body that nobody reads yet; aiohttp takes up to twice as many
 
 
@@ -96,7 +88,7 @@ class Connection(web.RequestHandler):
         super().pause_writing()
         if self.transport is not None:  # not close(): that would wait for the client once more
             loop = asyncio.get_running_loop()
-            self._write_timer = loop.call_later(self._config.write_timeout, self.transport.abort)
+            self._write_timer = loop.call_later(self._config.client_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -131,7 +123,7 @@ class Connection(web.RequestHandler):
     def _expect_headers(self) -> None:
         self.keep_alive(True)  # stops the idle timer, which starts anew after the reply
         loop = asyncio.get_running_loop()
-        self._header_timer = loop.call_later(self._config.header_timeout, self.force_close)
+        self._header_timer = loop.call_later(self._config.client_timeout, self.force_close)
 
     def _check_open_files(self, transport: asyncio.BaseTransport) -> None:
         """Warns, now and then, if there can be no more connections: the loop refuses them without a word.
@@ -150,8 +142,8 @@ class Connection(web.RequestHandler):
             )
 
 
-async def listen(server: web.Server, config: ServerConfig, context: ssl.SSLContext | None = None) -> asyncio.Server:
-    """Accepts connections for an application's server, from here to `close()`. `context`: see `tls_context`."""
+def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Connection]:
+    """Makes an application's connections."""
     make_request = server.request_factory
 
     def begin_request(
@@ -166,78 +158,7 @@ async def listen(server: web.Server, config: ServerConfig, context: ssl.SSLConte
         return make_request(message, payload, protocol, writer, task)
 
     server.request_factory = begin_request
-    context = context or tls_context(config)
-    handshake = None if context is None else config.header_timeout
-    with _naming_the_address(config):
-        listening = await asyncio.get_running_loop().create_server(
-            lambda: Connection(server, config),
-            config.host,
-            config.port,
-            backlog=_BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=handshake,
-            ssl_shutdown_timeout=handshake,
-            start_serving=False,
-        )
-        for each in listening.sockets:  # connections inherit it
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-        await listening.start_serving()
-        return listening
-
-
-def check_can_listen(config: ServerConfig) -> None:
-    """`ConfigurationError` if the address is not this machine's or the port is taken. Not from within an event loop."""
-
-    async def try_it() -> None:
-        loop = asyncio.get_running_loop()
-        (await loop.create_server(asyncio.Protocol, config.host, config.port, start_serving=False)).close()
-
-    with _naming_the_address(config):
-        asyncio.run(try_it())
-
-
-def url_of(listening: asyncio.Server, config: ServerConfig) -> str:
-    """The address of the first socket, as clients write it."""
-    host, port = listening.sockets[0].getsockname()[:2]
-    scheme = "http" if config.ssl_certfile is None else "https"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def is_open_to_others(listening: asyncio.Server) -> bool:
-    """True if any socket can be reached from another machine."""
-    hosts = [sock.getsockname()[0].partition("%")[0] for sock in listening.sockets]
-    return not all(ipaddress.ip_address(host).is_loopback for host in hosts)
-
-
-def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS 1.2 or later with the certificate that is configured; None if there is none. Else `ConfigurationError`."""
-    if config.ssl_certfile is None and config.ssl_keyfile is None:
-        return None
-    if config.ssl_certfile is None:
-        raise ConfigurationError("ssl_keyfile without a certificate: give ssl_certfile too, or neither")
-    if config.ssl_keyfile is None:
-        raise ConfigurationError("ssl_certfile without its private key: give ssl_keyfile too, or neither")
-    _check_readable("ssl_certfile", config.ssl_certfile)
-    _check_readable("ssl_keyfile", config.ssl_keyfile)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_refuse_password)
-    except ssl.SSLError as error:
-        raise ConfigurationError(_explain(error, config)) from error
-    return context
-
-
-def renew_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
-    """Reads certificate and key again, for connections to come. If they do not fit, the old ones stay."""
-    assert config.ssl_certfile is not None, "the context was made from it"
-    try:
-        tls_context(config)  # what is wrong must not be found when half of it is in use
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_refuse_password)
-    except (ConfigurationError, OSError) as error:
-        logger.error("the certificate was not renewed: %s", error)
-    else:
-        logger.info("the certificate was read again")
+    return lambda: Connection(server, config)
 
 
 async def meet_expectation(request: web.Request) -> None:
@@ -263,33 +184,3 @@ def _max_open_files() -> int | None:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-@contextlib.contextmanager
-def _naming_the_address(config: ServerConfig) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
-
-
-def _check_readable(name: str, path: Path) -> None:
-    """OpenSSL's own complaint would not say which of the two files it means."""
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{name} {path} cannot be read: {error.strerror}") from error
-
-
-def _refuse_password() -> str:
-    """Without this, OpenSSL would ask for the password at the terminal, and wait."""
-    raise ConfigurationError("ssl_keyfile has a password; give a key without one (openssl pkey -in KEY -out NEW_KEY)")
-
-
-def _explain(error: ssl.SSLError, config: ServerConfig) -> str:
-    if error.reason == "KEY_VALUES_MISMATCH":
-        return f"ssl_keyfile {config.ssl_keyfile} is not the key of the certificate in {config.ssl_certfile}"
-    return (
-        f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile} must be PEM files with a certificate"
-        f" and with its private key: {error.reason or error}"
-    )

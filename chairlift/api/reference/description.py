@@ -2,21 +2,19 @@
 for people (one page, without scripts or outside resources), and the tables of docs/api.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 from html import escape
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from aiohttp import web
 from pydantic import BaseModel, TypeAdapter
-from pydantic.fields import FieldInfo
 from pydantic.json_schema import models_json_schema
 
 import chairlift
 from chairlift.api.routes import ROUTES, Route
-from chairlift.api.wire.base import ErrorBody, Ignored, Refused
+from chairlift.api.wire.base import ErrorBody, Fate
 from chairlift.params import RequestOptions, SamplingParams
 
 _JSON = "application/json"
@@ -30,7 +28,7 @@ _ERRORS = {
     "415": "the body is not sent as JSON, or in an unknown encoding",
     "429": "too many requests wait; try again after Retry-After",
     "500": "this request could not be computed, or the engine died",
-    "503": "the request waited as long as it may, too many wait, the server is going down, or its engine is dead",
+    "503": "the request waited as long as it may, too many wait, the server is shutting down, or its engine is dead",
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
@@ -42,19 +40,12 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 h2 { margin-top: 2.5rem; border-bottom: 1px solid #8886; } h2 code { font-size: 1em; }
 .table { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 0.9em; }
 th, td { text-align: left; vertical-align: top; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid #8883; }
-.refused, .accepted { opacity: 0.65; }
+.refused, .ignored { opacity: 0.65; }
 """
 _BEGIN, _END = "<!-- tables -->\n", "<!-- end of tables -->"
 
+_Schema = Mapping[str, Any]
 _Mode = Literal["validation", "serialization"]
-
-
-class Fate(StrEnum):
-    """What becomes of a field."""
-
-    WORKS = "works"
-    IGNORED = "accepted, changes nothing"
-    REFUSED = "refused unless null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +63,28 @@ class FieldRow:
         return "required" if self.is_required else self.fate.value
 
 
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """An endpoint with the fields of its body, or a part of bodies."""
+
+    title: str
+    summary: str
+    rows: list[FieldRow]
+
+
 def fields_of(body: type) -> list[FieldRow]:
     """Every field of a body or of a part of one: those that must be there first, then those that work."""
-    properties = TypeAdapter(body).json_schema()["properties"]
-    rows = [
-        FieldRow(
-            name=field.alias or name,
-            type=_type_of(properties[field.alias or name]),
-            fate=_fate(field),
-            is_required=field.is_required(),
-            description=_description(name, field),
-        )
-        for name, field in _declared(body).items()
-    ]
-    return sorted(rows, key=lambda row: (not row.is_required, list(Fate).index(row.fate)))
+    return _rows(TypeAdapter(body).json_schema())
 
 
 @cache
 def openapi_document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    refs, definitions = models_json_schema(_models(), ref_template="#/components/schemas/{model}")
+    models: list[tuple[type[BaseModel], _Mode]] = [(ErrorBody, "serialization")]
+    for route in ROUTES:
+        models += [(route.body, "validation")] if route.body is not None else []
+        models += [(model, "serialization") for model in (route.reply, route.chunk) if model is not None]
+    refs, definitions = models_json_schema(list(dict.fromkeys(models)), ref_template="#/components/schemas/{model}")
     return {
         "openapi": "3.1.0",
         "info": {
@@ -116,22 +109,14 @@ def page_with_tables(page: str) -> str:
     """docs/api.md with its tables as the code has them now."""
     before, rest = page.split(_BEGIN)
     _, after = rest.split(_END)
-    lines = [""]
-    for route in ROUTES:
-        lines += [f"## {route.method} {route.path}", "", f"{route.summary}.", ""]
-        lines += [] if route.body is None else _markdown_table(route.body)
-    lines += ["## Parts of bodies", ""]
-    for part in _parts():
-        lines += [f"### {part.__name__}", "", *_markdown_table(part)]
-    return before + _BEGIN + "\n".join([*lines, ""]) + _END + after
-
-
-def _models() -> list[tuple[type[BaseModel], _Mode]]:
-    models: list[tuple[type[BaseModel], _Mode]] = [(ErrorBody, "serialization")]
-    for route in ROUTES:
-        models += [(route.body, "validation")] if route.body is not None else []
-        models += [(model, "serialization") for model in (route.reply, route.chunk) if model is not None]
-    return list(dict.fromkeys(models))
+    lines = []
+    for each in _sections():
+        lines += ["", f"## {each.title}", "", f"{each.summary}."]
+        lines += ["", "| Field | Type | |", "|---|---|---|"] if each.rows else []
+        for row in each.rows:
+            described = f"**{row.status}**{': ' if row.description else ''}{row.description}"
+            lines.append(f"| `{row.name}` | {row.type.replace('|', 'or')} | {described} |")
+    return before + _BEGIN + "\n".join([*lines, "", ""]) + _END + after
 
 
 def _operation(route: Route, refs: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
@@ -160,12 +145,18 @@ def _operation(route: Route, refs: Mapping[Any, dict[str, Any]]) -> dict[str, An
 
 @cache
 def _html() -> str:
+    head = "<tr><th>Field</th><th>Type</th><th>What becomes of it</th></tr>"
     sections = ""
-    for route in ROUTES:
-        sections += f"<h2><code>{route.method} {escape(route.path)}</code></h2><p>{escape(route.summary)}.</p>\n"
-        sections += "" if route.body is None else _html_table(route.body)
-    for part in _parts():
-        sections += f"<h2><code>{part.__name__}</code></h2>{_html_table(part)}\n"
+    for each in _sections():
+        sections += f"<h2><code>{escape(each.title)}</code></h2><p>{escape(each.summary)}.</p>"
+        rows = "".join(
+            f'<tr class="{row.fate.name.lower()}"><td><code>{escape(row.name)}</code></td><td>{escape(row.type)}</td>'
+            f"<td>{escape(': '.join(filter(None, (row.status, row.description))))}</td></tr>"
+            for row in each.rows
+        )
+        sections += (
+            f'<div class="table"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>' if rows else ""
+        )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -176,64 +167,39 @@ def _html() -> str:
     )
 
 
-def _html_table(body: type) -> str:
-    rows = "".join(
-        f'<tr class="{row.fate.value.split()[0].strip(",")}"><td><code>{escape(row.name)}</code></td>'
-        f"<td>{escape(row.type)}</td><td>{escape(': '.join(filter(None, (row.status, row.description))))}</td></tr>"
-        for row in fields_of(body)
-    )
-    head = "<tr><th>Field</th><th>Type</th><th>What becomes of it</th></tr>"
-    return f'<div class="table"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
-
-
-def _markdown_table(body: type) -> list[str]:
-    lines = []
-    for row in fields_of(body):
-        described = f"**{row.status}**: {row.description}" if row.description else f"**{row.status}**"
-        lines.append(f"| `{row.name}` | {row.type.replace('|', 'or')} | {described} |")
-    return ["| Field | Type | |", "|---|---|---|", *lines, ""]
-
-
-def _parts() -> list[type]:
-    """The parts that bodies are made of, and theirs, each once."""
-    parts: dict[type, None] = {}
+def _sections() -> Iterator[_Section]:
+    """The endpoints, then the parts of their bodies, each once."""
     bodies = [route.body for route in ROUTES if route.body is not None]
-    left = [field.annotation for body in bodies for field in _declared(body).values()]
-    while left:
-        annotation = left.pop(0)
-        if isinstance(annotation, type) and _declared(annotation):
-            if annotation not in parts:
-                parts[annotation] = None
-                left += [field.annotation for field in _declared(annotation).values()]
-        else:
-            left += [each for each in get_args(annotation) if isinstance(each, type) or get_args(each)]
-    return list(parts)
+    for route in ROUTES:
+        yield _Section(f"{route.method} {route.path}", route.summary, fields_of(route.body) if route.body else [])
+    _, definitions = models_json_schema([(body, "validation") for body in bodies])
+    names = {body.__name__ for body in bodies}
+    for name, schema in definitions["$defs"].items():
+        if name not in names and "properties" in schema:
+            yield _Section(name, "A part of bodies", _rows(schema))
 
 
-def _declared(body: type) -> dict[str, FieldInfo]:
-    """The fields of a pydantic model or dataclass; none for other types."""
-    fields: dict[str, FieldInfo] = getattr(body, "__pydantic_fields__", {})
-    return fields
+@cache
+def _namesakes() -> dict[str, _Schema]:
+    """What checks the fields that have no description of their own, and describes them."""
+    return {
+        name: schema
+        for each in (SamplingParams, RequestOptions)
+        for name, schema in TypeAdapter(each).json_schema()["properties"].items()
+    }
 
 
-def _fate(field: FieldInfo) -> Fate:
-    if any(isinstance(mark, Refused) for mark in field.metadata):
-        return Fate.REFUSED
-    return Fate.IGNORED if any(isinstance(mark, Ignored) for mark in field.metadata) else Fate.WORKS
+def _rows(schema: _Schema) -> list[FieldRow]:
+    rows = []
+    for name, each in schema["properties"].items():
+        text = each.get("description", "")
+        fate = next((fate for fate in Fate if text.startswith(f"{fate.value}: ")), Fate.WORKS)
+        described = text.removeprefix(f"{fate.value}: ") or _namesakes().get(name, {}).get("description", "")
+        rows.append(FieldRow(name, _type_of(each), fate, name in schema.get("required", ()), described))
+    return sorted(rows, key=lambda row: (not row.is_required, list(Fate).index(row.fate)))
 
 
-def _description(name: str, field: FieldInfo) -> str:
-    """The field's own; or its mark's reason; or what is said of its namesake in the parameters, which check it."""
-    for mark in field.metadata:
-        if isinstance(mark, (Ignored, Refused)):
-            return mark.why
-    if field.description is not None:
-        return field.description
-    namesake = {**_declared(RequestOptions), **_declared(SamplingParams)}.get(name)
-    return "" if namesake is None or namesake.description is None else namesake.description
-
-
-def _type_of(schema: dict[str, Any]) -> str:
+def _type_of(schema: _Schema) -> str:
     """A JSON Schema's type in a few words; that null is allowed goes without saying."""
     if "$ref" in schema:
         return str(schema["$ref"]).rsplit("/", 1)[-1]

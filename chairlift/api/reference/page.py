@@ -1,9 +1,10 @@
 """The page that shows a chat and the batch: `/` and its files, and `/watch`, the batch as it is, as server-sent events.
 
-An event is a `chairlift.engine.stats.Snapshot` without the fields that have their default value. One task looks at
-the engine, and only while somebody watches; each snapshot is serialized once. A watcher has no queue of its own: it
-takes the newest snapshot when it has written the one before, so a slow one misses some and costs nothing else. Nothing
-is sent while nothing changes. A stream that ends means that the engine is gone; who asks again is told why.
+An event is a `chairlift.engine.stats.Snapshot` without the fields that have their default value. All watchers wait for
+the same look at the engine, and nobody looks while nobody waits; each snapshot is serialized once. A watcher has no
+queue of its own: it takes the newest snapshot when it has written the one before, so a slow one misses some and costs
+nothing else. Nothing is sent while nothing changes. A stream that ends means that the engine is gone; who asks again
+is told why.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ _HEADERS = {
 _SNAPSHOTS = TypeAdapter(Snapshot)
 
 
-def add_page_routes(app: web.Application, feed: "SnapshotFeed", keep_alive_s: float) -> None:
+def add_page_routes(app: web.Application, feed: "SnapshotFeed") -> None:
     """Serves the page, its files and its feed. The browser loads from this server only, and runs no inline script."""
 
     def serving(file: Path) -> Handler:
@@ -54,7 +55,7 @@ def add_page_routes(app: web.Application, feed: "SnapshotFeed", keep_alive_s: fl
 
     async def watch(request: web.Request) -> web.StreamResponse:
         """Sends snapshots until the watcher leaves or the engine is gone. What fails before the first is raised."""
-        stream = EventStream(request, keep_alive_s)
+        stream = EventStream(request)
         with suppress(ConnectionError):  # the watcher left; nobody is there to be told
             async with stream, aclosing(feed.events()) as events:
                 async for event in events:
@@ -76,8 +77,10 @@ class SnapshotFeed:
         self._source = source
         self._max_watchers = max_watchers
         self._interval_s = interval_s
-        self._broadcast: _Broadcast | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._look: asyncio.Task[str] | None = None  # the newest one, which all watchers wait for
+        self._due = 0.0  # the next look, in the loop's time
+        self._snapshot: Snapshot | None = None
+        self._event: str | None = None  # of that snapshot
         self.num_watchers = 0
 
     async def events(self) -> AsyncGenerator[str]:
@@ -86,70 +89,42 @@ class SnapshotFeed:
         Raises `HTTPServiceUnavailable` if too many watch already, or what the engine says if there is no snapshot.
         """
         if self.num_watchers >= self._max_watchers:
-            message = f"{self.num_watchers} watch this server already, and no more may; close one, or come back later"
+            message = (
+                f"{self.num_watchers} pages watch this server already, and no more may; close one, or try again later"
+            )
             raise web.HTTPServiceUnavailable(text=message)
         self.num_watchers += 1
+        sent: str | None = None
         try:
-            async with aclosing(self._running_broadcast().events()) as events:
-                async for event in events:
-                    yield event
+            newest = self._event or await self._next_look()
+            while True:
+                yield newest
+                sent = newest
+                while newest is sent:
+                    newest = await self._next_look()
+        except Exception:
+            self._event = None  # who comes later is told, too
+            if sent is None:
+                raise
         finally:
             self.num_watchers -= 1
-            if not self.num_watchers and self._task is not None:
-                self._task.cancel()
-                self._broadcast = self._task = None
+            if not self.num_watchers and self._look is not None:
+                self._look.cancel()
+                self._look = self._snapshot = self._event = None
 
-    def _running_broadcast(self) -> "_Broadcast":
-        """The present one, or a new one if nobody watched or the engine was gone."""
-        if self._broadcast is None or self._broadcast.error is not None:
-            self._broadcast = _Broadcast()
-            self._task = asyncio.create_task(self._look(self._broadcast), name="chairlift-watch")
-        return self._broadcast
+    async def _next_look(self) -> str:
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._take_look(), name="chairlift-watch")
+            self._look.add_done_callback(lambda look: look.cancelled() or look.exception())  # who waited may have left
+        return await asyncio.shield(self._look)
 
-    async def _look(self, broadcast: "_Broadcast") -> None:
-        """Looks again and again, with a pause after each look, until the engine is gone."""
-        seen: Snapshot | None = None
-        try:
-            while True:
-                snapshot = await self._source.take_snapshot()
-                if snapshot != seen:
-                    broadcast.publish(f"data: {_SNAPSHOTS.dump_json(snapshot, exclude_defaults=True).decode()}\n\n")
-                seen = snapshot
-                await asyncio.sleep(self._interval_s)
-        except Exception as error:  # whatever it was, the watchers' replies tell
-            broadcast.end(error)
-
-
-class _Broadcast:
-    """The newest event, and the error that ends them: a mailbox of size one that all watchers share."""
-
-    def __init__(self) -> None:
-        self._event: str | None = None
-        self._has_changed = asyncio.Event()
-        self.error: Exception | None = None
-
-    def publish(self, event: str) -> None:
-        self._event = event
-        self._wake()
-
-    def end(self, error: Exception) -> None:
-        self.error = error
-        self._wake()
-
-    async def events(self) -> AsyncGenerator[str]:
-        """The newest event whenever there is a newer one. Ends, or raises the error where there was no event."""
-        was_sent = False
-        while True:
-            has_changed = self._has_changed
-            if self.error is not None:
-                if was_sent:
-                    return
-                raise self.error
-            if self._event is not None:
-                yield self._event
-                was_sent = True
-            await has_changed.wait()
-
-    def _wake(self) -> None:
-        self._has_changed.set()
-        self._has_changed = asyncio.Event()
+    async def _take_look(self) -> str:
+        """The same object as long as nothing changes."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._due - loop.time())
+        snapshot = await self._source.take_snapshot()
+        self._due = loop.time() + self._interval_s
+        if self._event is None or snapshot != self._snapshot:
+            self._snapshot = snapshot
+            self._event = f"data: {_SNAPSHOTS.dump_json(snapshot, exclude_defaults=True).decode()}\n\n"
+        return self._event

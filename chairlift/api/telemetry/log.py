@@ -108,7 +108,7 @@ class QueuedHandler(logging.Handler):
             num_dropped = self._num_dropped - self._num_told
             if num_dropped:
                 self._num_told += num_dropped
-                message = f"{num_dropped} records of the log were dropped: nobody read it in time"
+                message = f"{num_dropped} log records were dropped: the log was not read fast enough"
                 record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
                 self._write(f"{self.format(record)}\n")
             self._queue.task_done()

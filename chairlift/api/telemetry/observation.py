@@ -9,14 +9,17 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import reduce
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from aiohttp import web
 
-from chairlift.engine.async_llm import Numbered
-from chairlift.engine.text.inputs import Generation
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, RequestTimes
+
+if TYPE_CHECKING:  # settings are checked with parts of the server that need no engine
+    from chairlift.engine.async_llm import Numbered
+    from chairlift.engine.text.inputs import Generation
 
 CLIENT_LEFT = 499
 """The status of a request whose client left before there was a reply, as nginx has it."""
@@ -41,6 +44,14 @@ class Outcome(StrEnum):
     REJECTED = "rejected"  # the queue was full
 
 
+_OUTCOMES_OF_ERRORS = {  # what a request's end by one means for its sequences; others are errors
+    type(None): Outcome.ABORT,
+    EngineClosed: Outcome.ABORT,
+    QueueFull: Outcome.REJECTED,
+    QueueTimeout: Outcome.TIMEOUT,
+}
+
+
 @dataclass(slots=True)
 class Observation:
     """One request, from its headers to the end of its reply. Times are `time.perf_counter`'s."""
@@ -52,18 +63,18 @@ class Observation:
     status: int = CLIENT_LEFT  # until there is a reply
     reply_id: str | None = None  # by which the client knows the reply; None if it did not come to that
     is_streamed: bool = False
-    generations: Sequence[Generation] = ()
+    generations: Sequence["Generation"] = ()
     latest: dict[int, RequestOutput] = field(default_factory=dict)  # the newest output of each generation
     error: Exception | None = None  # that ended all of them
     reason: str | None = None  # why there is an error instead of a reply
 
-    def note_job(self, reply_id: str, generations: Sequence[Generation], *, is_streamed: bool) -> None:
+    def note_job(self, reply_id: str, generations: Sequence["Generation"], *, is_streamed: bool) -> None:
         """The request is fine: this is what it wants to be computed."""
         self.reply_id = reply_id
         self.generations = generations
         self.is_streamed = is_streamed
 
-    async def follow(self, outputs: AsyncGenerator[Numbered]) -> AsyncGenerator[Numbered]:
+    async def follow(self, outputs: "AsyncGenerator[Numbered]") -> "AsyncGenerator[Numbered]":
         """Passes outputs on, and notes the newest ones and how they end."""
         try:
             async with aclosing(outputs):
@@ -77,13 +88,12 @@ class Observation:
     @property
     def outcomes(self) -> list[Outcome]:
         """One for every sequence, in order."""
+        unfinished = _OUTCOMES_OF_ERRORS.get(type(self.error), Outcome.ERROR)
         found = []
         for index, generation in enumerate(self.generations):
             output = self.latest.get(index)
-            found += [
-                self._outcome_of(None if output is None else output.outputs[choice])
-                for choice in range(generation.params.n)
-            ]
+            choices = [None] * generation.params.n if output is None else output.outputs
+            found += [unfinished if choice is None else _outcome_of(choice) or unfinished for choice in choices]
         return found
 
     @property
@@ -122,21 +132,15 @@ class Observation:
         known = [output.times for output in self.latest.values() if output.times is not None]
         return reduce(RequestTimes.first_of, known) if known else None
 
-    def _outcome_of(self, choice: CompletionOutput | None) -> Outcome:
-        if choice is None or choice.finish_reason is None:
-            match self.error:
-                case None | EngineClosed():
-                    return Outcome.ABORT
-                case QueueFull():
-                    return Outcome.REJECTED
-                case QueueTimeout():
-                    return Outcome.TIMEOUT
-            return Outcome.ERROR
-        if choice.error is not None:
-            return Outcome.ERROR
-        if choice.finish_reason is FinishReason.ABORT:
-            return Outcome.ABORT if choice.stop_reason is None else Outcome.TIMEOUT
-        return Outcome(choice.finish_reason)
+
+def _outcome_of(choice: CompletionOutput) -> Outcome | None:
+    """None while it has not ended."""
+    if choice.finish_reason is None:
+        return None
+    if choice.error is not None:
+        return Outcome.ERROR
+    is_late = choice.finish_reason is FinishReason.ABORT and choice.stop_reason is not None
+    return Outcome.TIMEOUT if is_late else Outcome(choice.finish_reason)
 
 
 OBSERVATION = web.RequestKey("chairlift_observation", Observation)

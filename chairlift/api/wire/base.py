@@ -5,7 +5,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -100,27 +101,33 @@ def without_nulls(given: object) -> object:
     return given
 
 
+class Fate(StrEnum):
+    """What becomes of a field."""
+
+    WORKS = "works"
+    IGNORED = "accepted, changes nothing"
+    REFUSED = "refused unless null"
+
+
 @dataclass(frozen=True, slots=True)
 class Ignored:
     """Marks a field that is accepted because it cannot change the answer."""
 
     why: str
+    fate: ClassVar = Fate.IGNORED
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(schema), "description": f"accepted, changes nothing: {self.why}"}
+        return {**handler(schema), "description": f"{self.fate}: {self.why}"}
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Ignored):
     """Marks a field of a specification that is not supported: anything but null is an error that names it."""
 
-    why: str
+    fate: ClassVar = Fate.REFUSED
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.with_info_before_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(schema), "description": f"refused: {self.why}"}
 
     def _check(self, value: object, info: ValidationInfo) -> object:
         if value is not None:

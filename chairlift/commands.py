@@ -24,10 +24,10 @@ ENGINE_GROUPS: Groups = {
         *("device", "dtype", "attention_backend", "quantization", "num_threads", "batch_invariant", "seed"),
         "step_timeout",
     ),
-    "memory": ("max_batch_size", "max_seq_len", "num_spare_slots", "memory_fraction", "enable_prefix_caching"),
+    "memory": ("max_batch_size", "max_seq_len", "memory_fraction", "enable_prefix_caching"),
     "scheduling": (
-        *("max_num_batched_tokens", "max_steps_per_launch", "max_queue_size", "queue_timeout", "priority_ageing"),
-        *("preempt_after", "preempt_levels"),
+        *("max_num_batched_tokens", "max_steps_per_launch", "max_queue_size", "queue_timeout"),
+        "preempt_after",
     ),
 }
 SERVER_GROUPS: Groups = {

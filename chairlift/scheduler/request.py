@@ -12,7 +12,7 @@ they are known. A launch counts as computed as soon as it has begun, on the assu
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestTimes, SamplingParams
@@ -117,82 +117,78 @@ class Contents:
         return num_sound if self.has_bad_surplus or num_computed > num_sound else None
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
 class RequestState:
-    """How far a request has come. Belongs to the scheduler's thread alone."""
+    """How far a request has come. Belongs to the scheduler's thread alone, whose clock all times are of."""
 
-    request: InitVar[Request]
-    arrival_time: float  # this and the other times: seconds by the scheduler's clock
-    request_id: str = field(init=False)
-    params: SamplingParams = field(init=False)
-    options: RequestOptions = field(init=False)
-    max_tokens: int = field(init=False)
-    min_tokens: int = field(init=False)
-    seed: int = field(init=False)
-    prompt_logprobs: int | None = field(init=False)
-    eos_token_ids: frozenset[int] = field(init=False)
-    end_token_ids: frozenset[int] = field(init=False)  # sampling one of them ends the sequence
-    token_ids: list[int] = field(init=False)
-    num_prompt_tokens: int = field(init=False)
-    # from its first slot on
-    grammar: Grammar | None = field(init=False, default=None)
-    token_filter: TokenFilter | None = field(init=False, default=None)
-    repetition: RepetitionWatch | None = field(init=False, default=None)
-    # Whether the host works out from the newest token what may come next. Then nothing can be planned before that token
-    # is known, and of a launch of several steps only the first counts.
-    needs_newest_token: bool = field(init=False, default=False)
-    # in its slot
-    slot: int | None = field(init=False, default=None)
-    contents: Contents = field(init=False, default_factory=Contents)
-    num_computed: int = field(init=False, default=0)
-    num_reused: int = field(init=False, default=0)  # of those computed: found in the slot, or copied into it
-    num_pending: int = field(init=False, default=0)
-    num_launches: int = field(init=False, default=0)  # in flight that write to the slot
-    num_tokens_placed: int = field(init=False, default=0)  # those that it had when it got its slot
-    leader: "RequestState | None" = field(init=False, default=None)  # computes a prefix that this one waits to copy
-    is_late: bool = field(init=False, default=False)  # its newest turn gave no token, because its mask was late
-    is_yielding: bool = field(init=False, default=False)  # it loses its slot when no launch writes to that any more
-    # altogether
-    group: Group = field(init=False, default_factory=Group)  # of one that is added alone: its own
-    num_cached_tokens: int = field(init=False, default=0)  # of the prompt: reused when it got its first slot
-    num_preemptions: int = field(init=False, default=0)
-    queue_time: float = field(init=False)  # when it came, or came back, to the queue
-    admission_time: float | None = field(init=False, default=None)  # when it got its first slot
-    first_token_time: float | None = field(init=False, default=None)
-    finish_reason: FinishReason | None = field(init=False, default=None)
-    stop_reason: int | str | None = field(init=False, default=None)
-    error: str | None = field(init=False, default=None)
-    has_end_token: bool = field(init=False, default=False)
-    _new: Request | None = field(init=False)  # until it starts
-
-    def __post_init__(self, request: Request) -> None:
-        self._new = request
-        self.request_id, self.params, self.options = request.request_id, request.params, request.options
-        self.max_tokens, self.seed, self.prompt_logprobs = request.max_tokens, request.seed, request.prompt_logprobs
+    def __init__(self, request: Request, arrival_time: float, group: Group | None = None) -> None:
+        """`group`: of those that were added together; None: it came alone."""
+        self._new: Request | None = request  # until it starts
+        self.request_id = request.request_id
+        self.params = request.params
+        self.options = request.options
+        self.max_tokens = request.max_tokens
+        self.seed = request.seed
+        self.prompt_logprobs = request.prompt_logprobs
         has_grammar = request.new_grammar is not None
         self.min_tokens = 0 if has_grammar else request.params.min_tokens
         ignores_eos = request.params.ignore_eos and not has_grammar
-        self.eos_token_ids = frozenset() if ignores_eos else request.eos_token_ids
-        self.end_token_ids = self.eos_token_ids.union(request.params.stop_token_ids)
+        self.eos_token_ids: frozenset[int] = frozenset() if ignores_eos else request.eos_token_ids
+        self.end_token_ids = self.eos_token_ids.union(request.params.stop_token_ids)  # sampling one of them is the end
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.queue_time = self.arrival_time
+        # From its first slot on
+        self.grammar: Grammar | None = None
+        self.token_filter: TokenFilter | None = None
+        self.repetition: RepetitionWatch | None = None
+        # Whether the host works out from the newest token what may come next. Then nothing can be planned before that
+        # token is known, and of a launch of several steps only the first counts.
+        self.needs_newest_token = False
+        # In its slot
+        self.slot: int | None = None
+        self.contents = Contents()
+        self.num_computed = 0
+        self.num_reused = 0  # of those computed: found in the slot, or copied into it
+        self.num_pending = 0
+        self.num_launches = 0  # in flight that write to the slot
+        self.num_tokens_placed = 0  # those that it had when it got its slot
+        self.leader: RequestState | None = None  # computes a prefix that this one waits to copy
+        self.is_yielding = False  # it loses its slot when no launch writes to that any more
+        # Altogether
+        self.group = group or Group()
+        self.num_cached_tokens = 0  # of the prompt: reused when it got its first slot
+        self.num_preemptions = 0
+        self.arrival_time = arrival_time
+        self.queue_time = arrival_time  # when it came, or came back, to the queue
+        self.admission_time: float | None = None  # when it got its first slot
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.has_end_token = False
 
     def start(self, now: float) -> None:
-        """It gets a slot; the first time, whatever follows its tokens is made."""
+        """It gets a slot. The first time, whatever follows its tokens is made; if that fails, it has failed."""
+        self.num_tokens_placed = len(self.token_ids)
         request, self._new = self._new, None
         if request is None:
             return
         self.admission_time = now
         self.group.has_started = True
-        if request.new_grammar is not None:
-            self.grammar = request.new_grammar()
-        if request.new_token_filter is not None:
-            self.token_filter = request.new_token_filter()
-        if request.new_repetition_watch is not None:
-            self.repetition = request.new_repetition_watch()
+        try:
+            self.grammar = request.new_grammar() if request.new_grammar else None
+            self.token_filter = request.new_token_filter() if request.new_token_filter else None
+            self.repetition = request.new_repetition_watch() if request.new_repetition_watch else None
+        except Exception as error:  # of a grammar, for instance: the others go on
+            self.fail(f"the request could not be started: {error}")
         follows_text = self.token_filter is not None and self.token_filter.follows_text
         self.needs_newest_token = self.grammar is not None or follows_text
+
+    def reuse(self, num_tokens: int) -> None:
+        """So many of its tokens are in its slot already. (What it finds after a preemption was its own.)"""
+        self.num_computed = self.num_reused = num_tokens
+        if not self.num_preemptions:
+            self.num_cached_tokens = num_tokens
 
     @property
     def times(self) -> RequestTimes:
@@ -232,11 +228,23 @@ class RequestState:
         """Whether it may fail by what it asks for, though all numbers are sound."""
         return self.grammar is not None or self.token_filter is not None
 
-    def accept(self, sampled: list[int]) -> list[int]:
-        """Appends sampled tokens up to and including the one that ends the sequence; returns those kept."""
-        if sampled and self.max_tokens == 0:  # only the prompt was to be computed
+    def accept(self, sampled: list[int], error: str | None = None, stop_reason: str | None = None) -> list[int]:
+        """Appends sampled tokens up to and including the one that ends the sequence; returns those kept.
+
+        `error`: why no valid token follows them. It counts only if the sequence gets that far.
+        """
+        kept = self._append(sampled) if sampled else sampled
+        if error is not None and self.finish_reason is None and not (self.needs_newest_token and kept):
+            self.fail(error, stop_reason)
+        return kept
+
+    def _append(self, sampled: list[int]) -> list[int]:
+        self.contents.sampled()
+        if self.max_tokens == 0:  # only the prompt was to be computed
             self.finish_reason = FinishReason.LENGTH
             return []
+        if self.needs_newest_token:
+            sampled = sampled[:1]
         for index, token in enumerate(sampled):
             self.token_ids.append(token)
             if self._ends_with(token):

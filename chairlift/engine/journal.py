@@ -6,7 +6,7 @@ common is counted once, so that the journal costs a launch no more than a look a
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -78,19 +78,16 @@ class Journal:
 
     def note_events(self, events: Sequence[TokenEvent]) -> None:
         """Counts events of the launch noted just before, or of requests that were ended between launches."""
-        by_seconds: dict[float, int] = {}  # tokens by how long they took: nearly all rows of a launch have it in common
-        num_tokens = 0
+        by_seconds: defaultdict[float | None, int] = defaultdict(int)  # most rows of a launch took the same time
         with self._lock:
             for event in events:
-                num_new = len(event.new_token_ids)
-                num_tokens += num_new
-                if event.token_seconds is not None:
-                    by_seconds[event.token_seconds] = by_seconds.get(event.token_seconds, 0) + num_new
+                by_seconds[event.token_seconds] += len(event.new_token_ids)
                 if event.times is not None:
                     self._note_request(event, event.times)
-            self._totals.num_generated_tokens += num_tokens
-            for seconds, count in by_seconds.items():
-                self._inter_token_seconds.add(seconds, count)
+            self._totals.num_generated_tokens += sum(by_seconds.values())
+            for seconds, num_tokens in by_seconds.items():
+                if seconds is not None:
+                    self._inter_token_seconds.add(seconds, num_tokens)
             self._look_around()
 
     def read_stats(self) -> EngineStats:

@@ -136,8 +136,9 @@ class Placement:
         for slot, request in self._owners.items():
             assert request.slot == slot, f"slot {slot} has another owner"
             length = self._slots.cache_length_of(slot)
-            assert request.finish_reason is not None or length == request.num_computed, f"{request.request_id}'s slot"
-            is_done = request.finish_reason is not None or request.is_yielding or request.num_pending
+            has_ended = request.finish_reason is not None
+            assert has_ended or length == request.num_computed, f"{request.request_id} and its slot"
+            is_done = has_ended or request.is_yielding or request.num_pending
             assert request.num_launches or not is_done, f"{request.request_id} keeps a slot, or waits for no launch"
 
     def _find(self, request: RequestState, tokens: bytes) -> _Finding:

@@ -28,17 +28,12 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     num_decode_rows: int
     num_steps: int
+    num_expected: tuple[int, ...] = ()  # by row: tokens that it gets if it goes on, one a step or only the first
 
     @property
     def is_decode(self) -> bool:
         """Every row decodes."""
         return self.num_decode_rows == len(self.rows)
-
-    def num_expected(self, row: RowPlan) -> int:
-        """Tokens that one of the rows gets if it goes on: one a step, or only the first."""
-        if not row.is_sampled:
-            return 0
-        return 1 if row.request.needs_newest_token else self.num_steps
 
 
 class Draft:
@@ -64,7 +59,9 @@ class Draft:
             room = max_seq_len - max(request.num_computed for request in requests)
             wanted = max(1 if request.needs_newest_token else request.num_remaining for request in requests)
             num_steps = max(1, min(max_steps, room, wanted))  # none is wanted after a prompt that is only scored
-        return StepPlan((*self.decode, *self.prefill), len(self.decode), num_steps)
+        rows = (*self.decode, *self.prefill)
+        expected = [(1 if row.request.needs_newest_token else num_steps) if row.is_sampled else 0 for row in rows]
+        return StepPlan(rows, len(self.decode), num_steps, tuple(expected))
 
 
 @dataclass(slots=True)
@@ -102,6 +99,13 @@ class TokenEvent:
     @classmethod
     def of(cls, request: RequestState, kept: list[int], result: RowResult, now: float) -> Self:
         """What `result` brought: the `kept` tokens, whose time it notes, and the end if it is one."""
+        last, is_first, token_seconds = request.last_token_time, False, None
+        if kept:
+            request.last_token_time = now
+            if last is None:
+                is_first, request.first_token_time = True, now
+            else:
+                token_seconds = (now - last) / len(kept)
         event = cls(
             request.request_id,
             kept,
@@ -109,16 +113,11 @@ class TokenEvent:
             request.stop_reason,
             request.error,
             request.has_end_token,
-            result.logprobs[: len(kept)],
+            result.logprobs and result.logprobs[: len(kept)],
             result.prompt_logprobs,
+            None,
+            token_seconds,
         )
-        is_first = False
-        if kept:
-            if request.last_token_time is None:
-                is_first, request.first_token_time = True, now
-            else:
-                event.token_seconds = (now - request.last_token_time) / len(kept)
-            request.last_token_time = now
         if is_first or request.finish_reason is not None:
             event.times, event.num_prompt_tokens = request.times, request.num_prompt_tokens
             event.num_cached_tokens = request.num_cached_tokens

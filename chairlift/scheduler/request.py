@@ -12,7 +12,7 @@ they are known. A launch counts as computed as soon as it has begun, on the assu
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestTimes, SamplingParams
@@ -88,16 +88,12 @@ class Contents:
     """
 
     num_reused: int = 0  # sound tokens that the slot had when it was given, or that were copied into it
-    is_sampled: bool = False
+    is_sampled: bool = False  # a token was, after all that was computed before
     has_bad_surplus: bool = False
 
     def copied(self, num_sound: int) -> None:
         """The slot now begins with a copy, of which so many tokens are sound."""
         self.num_reused = num_sound
-
-    def sampled(self) -> None:
-        """A token was sampled after all that was computed before."""
-        self.is_sampled = True
 
     def surplus_spoilt(self) -> None:
         """What was computed behind the tokens that count may be no numbers."""
@@ -117,11 +113,50 @@ class Contents:
         return num_sound if self.has_bad_surplus or num_computed > num_sound else None
 
 
-class RequestState:
-    """How far a request has come. Belongs to the scheduler's thread alone, whose clock all times are of."""
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Progress:
+    """What changes of a request. Times are seconds by the scheduler's clock."""
+
+    # From its first slot on
+    grammar: Grammar | None = None
+    token_filter: TokenFilter | None = None
+    repetition: RepetitionWatch | None = None
+    # Whether the host works out from the newest token what may come next. Then nothing can be planned before that token
+    # is known, and of a launch of several steps only the first counts.
+    needs_newest_token: bool = False
+    # In its slot
+    slot: int | None = None
+    contents: Contents = field(default_factory=Contents)
+    num_computed: int = 0
+    num_reused: int = 0  # of those computed: found in the slot, or copied into it
+    num_pending: int = 0
+    num_launches: int = 0  # in flight that write to the slot
+    num_tokens_placed: int = 0  # those that it had when it got its slot
+    leader: "RequestState | None" = None  # computes a prefix that this one waits to copy
+    is_yielding: bool = False  # it loses its slot when no launch writes to that any more
+    # Altogether
+    num_cached_tokens: int = 0  # of the prompt: reused when it got its first slot
+    num_preemptions: int = 0
+    admission_time: float | None = None  # when it got its first slot
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    has_end_token: bool = False
+
+
+class RequestState(_Progress):
+    """How far a request has come. Belongs to the scheduler's thread alone."""
+
+    __slots__ = (
+        *("request_id", "params", "options", "max_tokens", "min_tokens", "seed", "prompt_logprobs", "eos_token_ids"),
+        *("end_token_ids", "token_ids", "num_prompt_tokens", "group", "arrival_time", "queue_time", "_new"),
+    )
 
     def __init__(self, request: Request, arrival_time: float, group: Group | None = None) -> None:
         """`group`: of those that were added together; None: it came alone."""
+        super().__init__()
         self._new: Request | None = request  # until it starts
         self.request_id = request.request_id
         self.params = request.params
@@ -136,36 +171,9 @@ class RequestState:
         self.end_token_ids = self.eos_token_ids.union(request.params.stop_token_ids)  # sampling one of them is the end
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        # From its first slot on
-        self.grammar: Grammar | None = None
-        self.token_filter: TokenFilter | None = None
-        self.repetition: RepetitionWatch | None = None
-        # Whether the host works out from the newest token what may come next. Then nothing can be planned before that
-        # token is known, and of a launch of several steps only the first counts.
-        self.needs_newest_token = False
-        # In its slot
-        self.slot: int | None = None
-        self.contents = Contents()
-        self.num_computed = 0
-        self.num_reused = 0  # of those computed: found in the slot, or copied into it
-        self.num_pending = 0
-        self.num_launches = 0  # in flight that write to the slot
-        self.num_tokens_placed = 0  # those that it had when it got its slot
-        self.leader: RequestState | None = None  # computes a prefix that this one waits to copy
-        self.is_yielding = False  # it loses its slot when no launch writes to that any more
-        # Altogether
         self.group = group or Group()
-        self.num_cached_tokens = 0  # of the prompt: reused when it got its first slot
-        self.num_preemptions = 0
         self.arrival_time = arrival_time
         self.queue_time = arrival_time  # when it came, or came back, to the queue
-        self.admission_time: float | None = None  # when it got its first slot
-        self.first_token_time: float | None = None
-        self.last_token_time: float | None = None
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.error: str | None = None
-        self.has_end_token = False
 
     def start(self, now: float) -> None:
         """It gets a slot. The first time, whatever follows its tokens is made; if that fails, it has failed."""
@@ -233,23 +241,19 @@ class RequestState:
 
         `error`: why no valid token follows them. It counts only if the sequence gets that far.
         """
-        kept = self._append(sampled) if sampled else sampled
+        kept = sampled[:1] if self.needs_newest_token else sampled
+        if sampled:
+            self.contents.is_sampled = True
+            if self.max_tokens == 0:  # only the prompt was to be computed
+                self.finish_reason, kept = FinishReason.LENGTH, []
+        for index, token in enumerate(kept):
+            self.token_ids.append(token)
+            if self._ends_with(token):
+                kept = kept[: index + 1]
+                break
         if error is not None and self.finish_reason is None and not (self.needs_newest_token and kept):
             self.fail(error, stop_reason)
         return kept
-
-    def _append(self, sampled: list[int]) -> list[int]:
-        self.contents.sampled()
-        if self.max_tokens == 0:  # only the prompt was to be computed
-            self.finish_reason = FinishReason.LENGTH
-            return []
-        if self.needs_newest_token:
-            sampled = sampled[:1]
-        for index, token in enumerate(sampled):
-            self.token_ids.append(token)
-            if self._ends_with(token):
-                return sampled[: index + 1]
-        return sampled
 
     def drop_surplus(self) -> None:
         """Once it has ended, uncounts what was computed for tokens that did not come, or do not count."""

@@ -160,8 +160,8 @@ class Scheduler:
     def advance(self, plan: StepPlan, reservation: Reservation) -> None:
         """The plan's launch has begun: books it as if no row ended in it. `update` must follow, in the same order."""
         valid_lengths = []
-        for row in plan.rows:
-            request, num_expected = row.request, plan.num_expected(row)
+        for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
+            request = row.request
             # The last token sampled has no key and value yet: it is the first input of the next step.
             num_valid = row.num_new_tokens + num_expected - 1 if num_expected else row.num_new_tokens
             request.num_computed += num_valid
@@ -174,9 +174,9 @@ class Scheduler:
         """Takes each row's result once its launch is over, retires who ended. One event per row with news."""
         now = self._clock()
         events = []
-        for row, result in zip(plan.rows, results, strict=True):
+        for row, num_expected, result in zip(plan.rows, plan.num_expected, results, strict=True):
             request = row.request
-            request.num_pending -= plan.num_expected(row)
+            request.num_pending -= num_expected
             request.num_launches -= 1
             if result.error is not None:
                 request.contents.surplus_spoilt()

@@ -51,7 +51,7 @@ def main() -> int:
 
 def _simulate_all(arguments: argparse.Namespace) -> list[Figures]:
     figures = []
-    compared = settings(arguments.ageing)
+    compared = settings()
     for budget in arguments.budgets:
         machine = _machine(arguments, budget)
         for name in arguments.settings:
@@ -101,9 +101,8 @@ def _workload(arguments: argparse.Namespace, machine: Machine) -> tuple[Workload
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(settings(0.0))
+    names = list(settings())
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
-    parser.add_argument("--ageing", type=float, default=30.0, help="seconds of waiting worth a level of priority")
     parser.add_argument("--starved-after", type=float, default=3600.0, help="seconds in the queue; counted")
     parser.add_argument("--window", type=float, default=10.0, help="seconds over which tenants' shares are compared")
     parser.add_argument("--check-every", type=int, help="steps between full checks (1; large workloads: 1000)")

@@ -96,11 +96,6 @@ class EngineConfig(BaseModel):
     max_seq_len: Count | Auto = Field(
         "auto", description="tokens a slot holds, prompt and answer together; auto: the model's, up to 4096"
     )
-    num_spare_slots: Annotated[int, Field(ge=0)] | Auto = Field(
-        "auto",
-        description="cache slots beyond max_batch_size, which keep earlier prompts while every other slot is taken;"
-        " auto: one with preempt_after, else none",
-    )
     memory_fraction: float = Field(
         0.8,
         gt=0.0,
@@ -122,19 +117,10 @@ class EngineConfig(BaseModel):
     queue_timeout: float | None = Field(
         None, gt=0.0, allow_inf_nan=False, description="seconds that a request may wait for a slot; unset: no limit"
     )
-    priority_ageing: float = Field(
-        30.0,
-        gt=0.0,
-        allow_inf_nan=False,
-        description="seconds without service that raise waiting requests by one level of priority",
-    )
     preempt_after: Count | None = Field(
         None,
         description="tokens that a request generates, each time, before one of higher priority may take its slot;"
         " unset: no request loses its slot",
-    )
-    preempt_levels: Count = Field(
-        1, description="levels of priority that a request must be above the one whose slot it takes"
     )
 
 
@@ -147,15 +133,14 @@ class ResolvedConfig(EngineConfig):
     max_steps_per_launch: int
     max_batch_size: int
     max_seq_len: int
-    num_spare_slots: int = 0
     max_num_batched_tokens: int
     page_size: int = 1  # tokens; the attention backend reads a slot in pages of that size
     fallback_reason: str | None = None  # why "auto" on a CPU became torch rather than native code
 
     @property
     def num_slots(self) -> int:
-        """Slots of the cache: those of running requests, and spare ones."""
-        return self.max_batch_size + self.num_spare_slots
+        """Slots of the cache: those of running requests, and one that keeps a preempted request's tokens."""
+        return self.max_batch_size + (self.preempt_after is not None)
 
     @property
     def slot_len(self) -> int:

@@ -59,16 +59,15 @@ PREEMPT_AFTER = 32
 """Tokens that a row may generate before it can lose its slot, where preemption is on."""
 
 
-def settings(ageing: float) -> dict[str, Setting]:
-    """What is compared, each one step further than the one before. `ageing`: seconds of waiting worth a priority."""
-    plain, policy = Policy(enable_prefix_caching=False, priority_ageing=ageing), Policy(priority_ageing=ageing)
-    preempting = Policy(priority_ageing=ageing, preempt_after=PREEMPT_AFTER)
+def settings() -> dict[str, Setting]:
+    """What is compared, each one step further than the one before."""
+    policy = Policy()
     compared = (
-        Setting("first-come", plain, knows_tenants=False, knows_priorities=False),
+        Setting("first-come", Policy(enable_prefix_caching=False), knows_tenants=False, knows_priorities=False),
         Setting("prefixes", policy, knows_tenants=False, knows_priorities=False),
         Setting("fair", policy, knows_priorities=False),
         Setting("priorities", policy),
-        Setting("preemption", preempting),
+        Setting("preemption", Policy(preempt_after=PREEMPT_AFTER)),
     )
     return {setting.name: setting for setting in compared}
 

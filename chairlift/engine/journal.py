@@ -1,12 +1,12 @@
 """What an engine has done: the last launches, totals and distributions, for snapshots and for statistics.
 
-Kept by the engine's thread, after each launch. What concerns a request is counted when its prompt is computed, and what
-all rows have in common is counted once, so that the journal costs a launch no more than a look at each row.
+Kept by the engine's thread, after each launch. What concerns a request comes with its events, and what rows have in
+common is counted once, so that the journal costs a launch no more than a look at each event.
 """
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -28,8 +28,8 @@ from chairlift.engine.stats import (
     WaitingSnapshot,
     short_id,
 )
-from chairlift.params import FinishReason
-from chairlift.scheduler import RequestState, RowPlan, Scheduler, StepPlan, TokenEvent
+from chairlift.params import FinishReason, RequestTimes
+from chairlift.scheduler import RequestState, Scheduler, StepPlan, TokenEvent
 
 
 class Journal:
@@ -42,15 +42,11 @@ class Journal:
         self._lock = threading.Lock()  # for what `read_stats` reads
         self._start = clock()
         self._last_end = self._start  # of a launch
-        self._token_seconds = 0.0  # from one token of a row to the next, in the newest launch
-        self._num_other_tokens = 0  # of the newest launch: of rows for which that is not so
         self._launches: deque[LaunchRecord] = deque(maxlen=MAX_LAUNCHES_SHOWN)
         self._num_launches = 0
         self._totals = Totals()
         self._num_waiting = self._num_running = self._num_prefilling = self._num_warm = 0
         self._has_moved = False  # a prompt may have been begun or completed, or a request have ended, since then
-        self._begun: set[RequestState] = set()  # their prompts are computed in part
-        self._last_tokens: dict[RequestState, float] = {}  # when the last token of those that sit launches out came
         self._step_seconds = Histogram(STEP_SECONDS)
         self._step_rows = Histogram(ROW_COUNTS)
         self._step_tokens = Histogram(TOKEN_COUNTS)
@@ -77,28 +73,21 @@ class Journal:
             self._step_seconds.add(seconds / plan.num_steps, plan.num_steps)
             self._step_rows.add(len(plan.rows), plan.num_steps)
             self._step_tokens.add(num_prefill_tokens + plan.num_decode_rows, plan.num_steps)
-            # A row that decodes has its token before from the launch before: all but those that need it on the host,
-            # and so sit launches out, have waited for the same time.
-            self._token_seconds = (now - self._last_end) / plan.num_steps
-            self._num_other_tokens = self._note_masked(plan.rows, now) if self._last_tokens else 0
-            self._has_moved |= bool(prefill or self._begun)
-            for request in self._completed(prefill):
-                self._note_prompt(request, now)
+            self._has_moved |= bool(prefill)
         self._last_end = now
 
     def note_events(self, events: Sequence[TokenEvent]) -> None:
         """Counts events of the launch noted just before, or of requests that were ended between launches."""
-        num_tokens = num_finished = 0
-        for event in events:
-            num_tokens += len(event.new_token_ids)
-            if event.finish_reason is not None:
-                num_finished += 1
+        by_seconds: defaultdict[float | None, int] = defaultdict(int)  # most rows of a launch took the same time
         with self._lock:
-            self._totals.num_generated_tokens += num_tokens
-            self._totals.num_finished += num_finished
-            self._inter_token_seconds.add(self._token_seconds, max(0, num_tokens - self._num_other_tokens))
-            self._num_other_tokens = 0
-            self._has_moved |= num_finished > 0
+            for event in events:
+                by_seconds[event.token_seconds] += len(event.new_token_ids)
+                if event.times is not None:
+                    self._note_request(event, event.times)
+            self._totals.num_generated_tokens += sum(by_seconds.values())
+            for seconds, num_tokens in by_seconds.items():
+                if seconds is not None:
+                    self._inter_token_seconds.add(seconds, num_tokens)
             self._look_around()
 
     def read_stats(self) -> EngineStats:
@@ -145,63 +134,28 @@ class Journal:
             running = self._scheduler.running
             self._num_prefilling = len([each for each in running if each.num_computed < each.num_prompt_tokens])
             self._has_moved = False
-        if not self._scheduler.num_running:
-            self._begun.clear()  # or the prompts of those that left would stay until the next launch
-            self._last_tokens.clear()
         self._num_running = self._scheduler.num_running
         self._num_waiting = self._scheduler.num_waiting
-        self._totals.num_preemptions = self._scheduler.num_preemptions
+        self._totals.num_preemptions = self._scheduler.waiting.num_preemptions
         self._num_warm = len(self._scheduler.warm)
 
-    def _completed(self, prefill: Sequence[RowPlan]) -> list[RequestState]:
-        """Requests whose prompt is computed with this launch."""
-        completed = []
-        for row in prefill:
-            if row.is_sampled and not row.request.is_late:
-                completed.append(row.request)
-                self._begun.discard(row.request)
-            elif row.request.first_token_time is None:
-                self._begun.add(row.request)
-        for request in list(self._begun):
-            if request.first_token_time is not None or request.finish_reason is FinishReason.LENGTH:
-                completed.append(request)  # but for its last token, which was planned like a token generated
-            if request.first_token_time is not None or request.finish_reason is not None:
-                self._begun.discard(request)
-        return completed
-
-    def _note_prompt(self, request: RequestState, now: float) -> None:
-        """It has caught up with all of its tokens, and the next one was sampled."""
-        if request.num_preemptions:  # it had lost its slot, and all of this was computed before
-            self._num_other_tokens += 1
-            self._inter_token_seconds.add(now - request.queue_time)
+    def _note_request(self, event: TokenEvent, times: RequestTimes) -> None:
+        """Counts a request's prompt, with the first token or, if only the prompt was wanted, the end; and its end."""
+        self._has_moved = True
+        self._totals.num_finished += event.finish_reason is not None
+        has_first_token = bool(event.new_token_ids) and event.token_seconds is None
+        is_only_prompt = times.first_token is None and event.finish_reason is FinishReason.LENGTH
+        if not (has_first_token or is_only_prompt):
             return
-        self._totals.num_prompt_tokens += request.num_prompt_tokens
-        self._totals.num_cached_tokens += request.num_cached_tokens
-        assert request.admission_time is not None, "it got a slot"
-        self._queue_seconds.add(request.admission_time - request.arrival_time)
-        if request.first_token_time is None:  # only the prompt was wanted, or the request was aborted
-            return
-        seconds = request.first_token_time - request.arrival_time
-        self._first_token_seconds.add(seconds)
-        self._totals.num_first_tokens += 1
-        self._totals.seconds_to_first_token += seconds
-        self._num_other_tokens += 1
-        if request.needs_newest_token:
-            self._last_tokens[request] = now
-
-    def _note_masked(self, rows: Sequence[RowPlan], now: float) -> int:
-        """Tokens of rows that sit launches out: how many, and how long after the one before each came."""
-        num_tokens = 0
-        for row in rows:
-            last = self._last_tokens.get(row.request) if row.request.needs_newest_token else None
-            if last is not None and not row.request.is_late:
-                num_tokens += 1
-                self._inter_token_seconds.add(now - last)
-                self._last_tokens[row.request] = now
-        self._last_tokens = {
-            request: last for request, last in self._last_tokens.items() if request.finish_reason is None
-        }
-        return num_tokens
+        self._totals.num_prompt_tokens += event.num_prompt_tokens
+        self._totals.num_cached_tokens += event.num_cached_tokens
+        assert times.admission is not None, "it got a slot"
+        self._queue_seconds.add(times.admission - times.arrival)
+        if times.first_token is not None:
+            seconds = times.first_token - times.arrival
+            self._first_token_seconds.add(seconds)
+            self._totals.num_first_tokens += 1
+            self._totals.seconds_to_first_token += seconds
 
 
 def _slot(request: RequestState) -> SlotSnapshot:

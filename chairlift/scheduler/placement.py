@@ -40,9 +40,9 @@ class Placement:
         self._owners: dict[int, RequestState] = {}
 
     @property
-    def slots(self) -> set[int]:
-        """Those that were given to requests."""
-        return set(self._owners)
+    def owners(self) -> list[RequestState]:
+        """Requests that have a slot, and those that ended while a launch still writes to theirs."""
+        return list(self._owners.values())
 
     def place(self, request: RequestState) -> None:
         """Gives the request a slot, which there must be, with what of its tokens can be reused."""
@@ -56,7 +56,7 @@ class Placement:
             num_reused = finding.num_tokens
             self._slots.claim_slot(slot, num_reused)
         request.slot = slot
-        request.num_computed = request.num_reused = num_reused
+        request.reuse(num_reused)
         request.contents = Contents(num_reused)
         self._owners[slot] = request
         if self._index is not None:
@@ -87,14 +87,23 @@ class Placement:
         del self._owners[slot]
         request.slot = request.leader = None
 
+    def step_back(self, request: RequestState) -> None:
+        """The newest token of a row has to be computed once more, to have another one sampled after it."""
+        assert request.slot is not None, f"{request.request_id} goes on without a slot"
+        self._slots.rewind(request.slot)
+        request.num_computed -= 1
+
     def scrub_surplus(self, request: RequestState) -> None:
         """For a row that goes on behind what it keeps: the first token of a launch of several steps."""
         assert request.slot is not None, f"{request.request_id} goes on without a slot"
         self._slots.scrub(request.slot, request.num_computed)
         request.contents.has_bad_surplus = False
 
-    def abandon(self) -> None:
-        """Wherever a step failed or was interrupted: slots in use are free again, and scrubbed."""
+    def abandon(self) -> list[RequestState]:
+        """After a failed or interrupted step: frees and scrubs all slots in use, and returns their owners."""
+        owners = self.owners
+        for request in owners:
+            request.slot = request.leader = None
         for slot in self._slots.claimed - self._foreign:
             self._slots.abandon([slot])
             self._slots.scrub(slot, 0)
@@ -102,6 +111,7 @@ class Placement:
             if self._index is not None:
                 self._index.remove(slot)
         self._owners.clear()
+        return owners
 
     def forget_prefixes(self) -> None:
         """What is in a slot now is no longer found, neither by newcomers nor by those that wait for a longer prefix.
@@ -123,7 +133,13 @@ class Placement:
         else:
             assert not warm, "a slot is warm though nothing is reused"
         assert self._slots.claimed - self._foreign == set(self._owners), "a slot belongs to nobody"
-        assert all(request.slot == slot for slot, request in self._owners.items()), "a slot has another owner"
+        for slot, request in self._owners.items():
+            assert request.slot == slot, f"slot {slot} has another owner"
+            length = self._slots.cache_length_of(slot)
+            has_ended = request.finish_reason is not None
+            assert has_ended or length == request.num_computed, f"{request.request_id} and its slot"
+            is_done = has_ended or request.is_yielding or request.num_pending
+            assert request.num_launches or not is_done, f"{request.request_id} keeps a slot, or waits for no launch"
 
     def _find(self, request: RequestState, tokens: bytes) -> _Finding:
         if self._index is None or request.wants_prompt_scored:
@@ -170,7 +186,7 @@ class Placement:
         owner = self._owners.get(source)
         num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
         self._slots.copy_prefix(source, target, num_tokens)
-        request.num_computed = request.num_reused = num_tokens
+        request.reuse(num_tokens)
         request.contents.copied(min(num_sound, num_tokens))
 
     def _forget_sources(self, request: RequestState) -> None:

@@ -5,6 +5,7 @@ Objects made by the hundred in every step are not frozen: freezing one costs mor
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import FinishReason, RequestTimes, TokenLogprobs
@@ -27,32 +28,40 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     num_decode_rows: int
     num_steps: int
+    num_expected: tuple[int, ...] = ()  # by row: tokens that it gets if it goes on, one a step or only the first
 
     @property
     def is_decode(self) -> bool:
         """Every row decodes."""
         return self.num_decode_rows == len(self.rows)
 
-    def num_expected(self, row: RowPlan) -> int:
-        """Tokens that one of the rows gets if it goes on: one a step, or only the first."""
-        if not row.is_sampled:
-            return 0
-        return 1 if row.request.needs_newest_token else self.num_steps
-
 
 class Draft:
-    """The prompts of the step being planned, and the tokens it may still compute. Lives as long as one `schedule`."""
+    """The step being planned, and the tokens it may still compute. Lives as long as one `schedule`."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_left = num_tokens
+        self.decode: list[RowPlan] = []
         self.prefill: list[RowPlan] = []
 
     def add_prompt(self, request: RequestState) -> None:
-        """As much of what the request has to compute as there is room for, which must be some."""
+        """Plans as many of the request's uncomputed tokens as there is budget for."""
         num_wanted = request.num_uncomputed
         num_new = min(num_wanted, self.num_left)
         self.num_left -= num_new
         self.prefill.append(RowPlan(request, num_new, is_sampled=num_new == num_wanted))
+
+    def finish(self, max_steps: int, max_seq_len: int) -> StepPlan:
+        """The plan: of at most `max_steps` steps, as far as every slot has room and the longest row wants."""
+        num_steps = 1
+        if max_steps > 1 and self.decode:
+            requests = [row.request for row in self.decode]
+            room = max_seq_len - max(request.num_computed for request in requests)
+            wanted = max(1 if request.needs_newest_token else request.num_remaining for request in requests)
+            num_steps = max(1, min(max_steps, room, wanted))  # none is wanted after a prompt that is only scored
+        rows = (*self.decode, *self.prefill)
+        expected = [(1 if row.request.needs_newest_token else num_steps) if row.is_sampled else 0 for row in rows]
+        return StepPlan(rows, len(self.decode), num_steps, tuple(expected))
 
 
 @dataclass(slots=True)
@@ -80,6 +89,36 @@ class TokenEvent:
     logprobs: Sequence[TokenLogprobs] = ()  # one per new token, if asked for
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     rejection: QueueTimeout | QueueFull | None = None  # why it leaves the queue without ever having had a slot
+    # each of the tokens, since the one before it; those of a launch share its time. None: they are the first
+    token_seconds: float | None = field(default=None, compare=False)
     # with the first tokens, and with the end
     times: RequestTimes | None = field(default=None, compare=False)
+    num_prompt_tokens: int = field(default=0, compare=False)
     num_cached_tokens: int = field(default=0, compare=False)  # of the prompt: reused when it got its first slot
+
+    @classmethod
+    def of(cls, request: RequestState, kept: list[int], result: RowResult, now: float) -> Self:
+        """What `result` brought: the `kept` tokens, whose time it notes, and the end if it is one."""
+        last, is_first, token_seconds = request.last_token_time, False, None
+        if kept:
+            request.last_token_time = now
+            if last is None:
+                is_first, request.first_token_time = True, now
+            else:
+                token_seconds = (now - last) / len(kept)
+        event = cls(
+            request.request_id,
+            kept,
+            request.finish_reason,
+            request.stop_reason,
+            request.error,
+            request.has_end_token,
+            result.logprobs and result.logprobs[: len(kept)],
+            result.prompt_logprobs,
+            None,
+            token_seconds,
+        )
+        if is_first or request.finish_reason is not None:
+            event.times, event.num_prompt_tokens = request.times, request.num_prompt_tokens
+            event.num_cached_tokens = request.num_cached_tokens
+        return event

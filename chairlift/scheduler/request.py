@@ -12,7 +12,7 @@ they are known. A launch counts as computed as soon as it has begun, on the assu
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestTimes, SamplingParams
@@ -88,16 +88,12 @@ class Contents:
     """
 
     num_reused: int = 0  # sound tokens that the slot had when it was given, or that were copied into it
-    is_sampled: bool = False
+    is_sampled: bool = False  # a token was, after all that was computed before
     has_bad_surplus: bool = False
 
     def copied(self, num_sound: int) -> None:
         """The slot now begins with a copy, of which so many tokens are sound."""
         self.num_reused = num_sound
-
-    def sampled(self) -> None:
-        """A token was sampled after all that was computed before."""
-        self.is_sampled = True
 
     def surplus_spoilt(self) -> None:
         """What was computed behind the tokens that count may be no numbers."""
@@ -118,81 +114,89 @@ class Contents:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class RequestState:
-    """How far a request has come. Belongs to the scheduler's thread alone."""
+class _Progress:
+    """What changes of a request. Times are seconds by the scheduler's clock."""
 
-    request: InitVar[Request]
-    arrival_time: float  # this and the other times: seconds by the scheduler's clock
-    request_id: str = field(init=False)
-    params: SamplingParams = field(init=False)
-    options: RequestOptions = field(init=False)
-    max_tokens: int = field(init=False)
-    min_tokens: int = field(init=False)
-    seed: int = field(init=False)
-    prompt_logprobs: int | None = field(init=False)
-    eos_token_ids: frozenset[int] = field(init=False)
-    end_token_ids: frozenset[int] = field(init=False)  # sampling one of them ends the sequence
-    token_ids: list[int] = field(init=False)
-    num_prompt_tokens: int = field(init=False)
-    # from its first slot on
-    grammar: Grammar | None = field(init=False, default=None)
-    token_filter: TokenFilter | None = field(init=False, default=None)
-    repetition: RepetitionWatch | None = field(init=False, default=None)
+    # From its first slot on
+    grammar: Grammar | None = None
+    token_filter: TokenFilter | None = None
+    repetition: RepetitionWatch | None = None
     # Whether the host works out from the newest token what may come next. Then nothing can be planned before that token
     # is known, and of a launch of several steps only the first counts.
-    needs_newest_token: bool = field(init=False, default=False)
-    # in its slot
-    slot: int | None = field(init=False, default=None)
-    contents: Contents = field(init=False, default_factory=Contents)
-    num_computed: int = field(init=False, default=0)
-    num_reused: int = field(init=False, default=0)  # of those computed: found in the slot, or copied into it
-    num_pending: int = field(init=False, default=0)
-    num_launches: int = field(init=False, default=0)  # in flight that write to the slot
-    num_tokens_placed: int = field(init=False, default=0)  # those that it had when it got its slot
-    leader: "RequestState | None" = field(init=False, default=None)  # computes a prefix that this one waits to copy
-    is_late: bool = field(init=False, default=False)  # its newest turn gave no token, because its mask was late
-    is_yielding: bool = field(init=False, default=False)  # it loses its slot when no launch writes to that any more
-    # altogether
-    group: Group = field(init=False, default_factory=Group)  # of one that is added alone: its own
-    num_cached_tokens: int = field(init=False, default=0)  # of the prompt: reused when it got its first slot
-    num_preemptions: int = field(init=False, default=0)
-    queue_time: float = field(init=False)  # when it came, or came back, to the queue
-    admission_time: float | None = field(init=False, default=None)  # when it got its first slot
-    first_token_time: float | None = field(init=False, default=None)
-    finish_reason: FinishReason | None = field(init=False, default=None)
-    stop_reason: int | str | None = field(init=False, default=None)
-    error: str | None = field(init=False, default=None)
-    has_end_token: bool = field(init=False, default=False)
-    _new: Request | None = field(init=False)  # until it starts
+    needs_newest_token: bool = False
+    # In its slot
+    slot: int | None = None
+    contents: Contents = field(default_factory=Contents)
+    num_computed: int = 0
+    num_reused: int = 0  # of those computed: found in the slot, or copied into it
+    num_pending: int = 0
+    num_launches: int = 0  # in flight that write to the slot
+    num_tokens_placed: int = 0  # those that it had when it got its slot
+    leader: "RequestState | None" = None  # computes a prefix that this one waits to copy
+    is_yielding: bool = False  # it loses its slot when no launch writes to that any more
+    # Altogether
+    num_cached_tokens: int = 0  # of the prompt: reused when it got its first slot
+    num_preemptions: int = 0
+    admission_time: float | None = None  # when it got its first slot
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    has_end_token: bool = False
 
-    def __post_init__(self, request: Request) -> None:
-        self._new = request
-        self.request_id, self.params, self.options = request.request_id, request.params, request.options
-        self.max_tokens, self.seed, self.prompt_logprobs = request.max_tokens, request.seed, request.prompt_logprobs
+
+class RequestState(_Progress):
+    """How far a request has come. Belongs to the scheduler's thread alone."""
+
+    __slots__ = (
+        *("request_id", "params", "options", "max_tokens", "min_tokens", "seed", "prompt_logprobs", "eos_token_ids"),
+        *("end_token_ids", "token_ids", "num_prompt_tokens", "group", "arrival_time", "queue_time", "_new"),
+    )
+
+    def __init__(self, request: Request, arrival_time: float, group: Group | None = None) -> None:
+        """`group`: of those that were added together; None: it came alone."""
+        super().__init__()
+        self._new: Request | None = request  # until it starts
+        self.request_id = request.request_id
+        self.params = request.params
+        self.options = request.options
+        self.max_tokens = request.max_tokens
+        self.seed = request.seed
+        self.prompt_logprobs = request.prompt_logprobs
         has_grammar = request.new_grammar is not None
         self.min_tokens = 0 if has_grammar else request.params.min_tokens
         ignores_eos = request.params.ignore_eos and not has_grammar
-        self.eos_token_ids = frozenset() if ignores_eos else request.eos_token_ids
-        self.end_token_ids = self.eos_token_ids.union(request.params.stop_token_ids)
+        self.eos_token_ids: frozenset[int] = frozenset() if ignores_eos else request.eos_token_ids
+        self.end_token_ids = self.eos_token_ids.union(request.params.stop_token_ids)  # sampling one of them is the end
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.queue_time = self.arrival_time
+        self.group = group or Group()
+        self.arrival_time = arrival_time
+        self.queue_time = arrival_time  # when it came, or came back, to the queue
 
     def start(self, now: float) -> None:
-        """It gets a slot; the first time, whatever follows its tokens is made."""
+        """It gets a slot. The first time, whatever follows its tokens is made; if that fails, it has failed."""
+        self.num_tokens_placed = len(self.token_ids)
         request, self._new = self._new, None
         if request is None:
             return
         self.admission_time = now
         self.group.has_started = True
-        if request.new_grammar is not None:
-            self.grammar = request.new_grammar()
-        if request.new_token_filter is not None:
-            self.token_filter = request.new_token_filter()
-        if request.new_repetition_watch is not None:
-            self.repetition = request.new_repetition_watch()
+        try:
+            self.grammar = request.new_grammar() if request.new_grammar else None
+            self.token_filter = request.new_token_filter() if request.new_token_filter else None
+            self.repetition = request.new_repetition_watch() if request.new_repetition_watch else None
+        except Exception as error:  # of a grammar, for instance: the others go on
+            self.fail(f"the request could not be started: {error}")
         follows_text = self.token_filter is not None and self.token_filter.follows_text
         self.needs_newest_token = self.grammar is not None or follows_text
+
+    def reuse(self, num_tokens: int) -> None:
+        """So many of its tokens are in its slot already. (What it finds after a preemption was its own.)"""
+        self.num_computed = self.num_reused = num_tokens
+        if not self.num_preemptions:
+            self.num_cached_tokens = num_tokens
 
     @property
     def times(self) -> RequestTimes:
@@ -232,16 +236,24 @@ class RequestState:
         """Whether it may fail by what it asks for, though all numbers are sound."""
         return self.grammar is not None or self.token_filter is not None
 
-    def accept(self, sampled: list[int]) -> list[int]:
-        """Appends sampled tokens up to and including the one that ends the sequence; returns those kept."""
-        if sampled and self.max_tokens == 0:  # only the prompt was to be computed
-            self.finish_reason = FinishReason.LENGTH
-            return []
-        for index, token in enumerate(sampled):
+    def accept(self, sampled: list[int], error: str | None = None, stop_reason: str | None = None) -> list[int]:
+        """Appends sampled tokens up to and including the one that ends the sequence; returns those kept.
+
+        `error`: why no valid token follows them. It counts only if the sequence gets that far.
+        """
+        kept = sampled[:1] if self.needs_newest_token else sampled
+        if sampled:
+            self.contents.is_sampled = True
+            if self.max_tokens == 0:  # only the prompt was to be computed
+                self.finish_reason, kept = FinishReason.LENGTH, []
+        for index, token in enumerate(kept):
             self.token_ids.append(token)
             if self._ends_with(token):
-                return sampled[: index + 1]
-        return sampled
+                kept = kept[: index + 1]
+                break
+        if error is not None and self.finish_reason is None and not (self.needs_newest_token and kept):
+            self.fail(error, stop_reason)
+        return kept
 
     def drop_surplus(self) -> None:
         """Once it has ended, uncounts what was computed for tokens that did not come, or do not count."""

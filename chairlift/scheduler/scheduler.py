@@ -1,54 +1,42 @@
 """The policy: who runs, how many tokens of whom, for how many steps.
 
-- Decode rows always go on: the token budget is at least the number of slots.
-- What is left of the budget goes to prompts: first those begun, then those that wait (`queue`: whose turn it is) and
-  find a slot (`placement`: which one, and what of the prompt need not be computed). A prompt that does not fit is
-  computed in chunks, so it never stalls the decoding of others.
-- When nobody waits and nobody is being prefilled, several decode steps go into one launch. A row whose next token needs
-  a mask from the host (a grammar, bad words) keeps only the first token of such a launch.
-- A step may be planned while the tokens of the one before are still being computed. Rows that must show their token to
-  the host first sit that step out. A row that turns out to have ended has been planned once too often: its surplus is
-  dropped, and its slot is free when no launch writes to it.
-- A row whose mask is late gets no token in that launch; its newest token is computed once more when the mask is ready.
-- If the policy allows it, a request of higher priority takes the slot of a running one when there is no other. That one
-  goes back to the queue; its slot stays warm, so that it loses little.
+- Decode rows always go on: the token budget is at least the number of slots. The rest of it goes to prompts: first
+  those begun, then waiting ones (`waiting`: which is next) that find a slot (`placement`: which one, and what of the
+  prompt need not be computed). A prompt that does not fit is computed in chunks, so it stalls no decoding.
+- When no request waits and none is prefilled, several decode steps go into one launch.
+- A step may be planned while the tokens of the one before are still being computed. A row whose next token needs a mask
+  from the host (a grammar, bad words) sits that step out. A row that turns out to have ended has been planned once too
+  often: its surplus is dropped, and its slot is free when no launch writes to it.
 
 Nothing starves: every row that decodes goes on, each ends after at most `max_tokens` of its own, prompts are computed
 in order, and waiting makes up for a lower priority.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from chairlift.cache.ledger import Reservation, SlotLedger
-from chairlift.config import EngineConfig
 from chairlift.params import FinishReason
 from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.plan import Draft, RowPlan, RowResult, StepPlan, TokenEvent
 from chairlift.scheduler.request import Request, RequestState
-from chairlift.scheduler.waiting import WaitingRoom
+from chairlift.scheduler.waiting import WaitingQueue
 
 TIMED_OUT = "timeout"
 """The stop reason of a request that ran for too long."""
 
 _MAX_EXPIRED = 256  # requests in a step: to end one takes some ten microseconds, and thousands may be due at once
+_NO_RESULT = RowResult()
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What users may choose of how requests are served; the fields of `EngineConfig` of these names."""
+    """How requests are served beside each other; the settings of these names."""
 
     enable_prefix_caching: bool = True
-    priority_ageing: float = 30.0  # seconds without a slot for anybody of a priority that make up for a level
     preempt_after: int | None = None  # tokens generated before a slot may be lost; None: it never is
-    preempt_levels: int = 1  # of priority by which the one that takes a slot must be above the one that loses it
     queue_timeout: float | None = None  # seconds to wait for a slot
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> Self:
-        return cls(**{each.name: getattr(config, each.name) for each in fields(cls)})
 
 
 DEFAULT_POLICY = Policy()
@@ -74,12 +62,12 @@ class Scheduler:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_steps_per_launch = max_steps_per_launch
-        self._policy = policy
+        self._preempt_after = policy.preempt_after
         self._clock = clock
         self._placement = Placement(slots, policy.enable_prefix_caching)
-        self.waiting = WaitingRoom(policy.priority_ageing, policy.queue_timeout, max_queue_size, clock)
+        self.waiting = WaitingQueue(max_queue_size, policy.queue_timeout, clock)
         self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
-        self._leaving: set[RequestState] = set()  # ended, but a launch still writes to their slots
+        self._unstarted: list[TokenEvent] = []  # ends of requests that could not start, not yet told
 
     @property
     def num_waiting(self) -> int:
@@ -88,11 +76,6 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def num_preemptions(self) -> int:
-        """Times that a request lost its slot to another."""
-        return self.waiting.num_preemptions
 
     @property
     def running(self) -> Iterator[RequestState]:
@@ -106,14 +89,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self._running)
+        return bool(len(self.waiting) or self._running or self._unstarted)
 
     def can_take(self, requests: Sequence[Request]) -> bool:
-        """Whether there are places in the queue, or slots that nobody waits for yet, so that nobody leaves for them."""
+        """Whether `add` would take them without anybody leaving the queue for them."""
         return self.waiting.can_take(requests, self._num_places)
 
     def add(self, *requests: Request) -> list[TokenEvent]:
-        """Queues requests, all or none; they start as there are slots. Returns the ends of those who leave for them.
+        """Queues requests, all or none; they start as there are slots. Returns the ends of those that leave for them.
 
         `QueueFull` if too many would wait and none of them is served after these.
         """
@@ -123,7 +106,7 @@ class Scheduler:
             if name in names or self.find(name) is not None:
                 raise ValueError(f"request {name!r} is already here")
             names.add(name)
-        return self.waiting.add(requests, self._num_places, len(self._running))
+        return self.waiting.add(requests, self._num_places)
 
     def find(self, request_id: str) -> RequestState | None:
         """A request that waits or runs. None if it is not here (any more)."""
@@ -140,8 +123,8 @@ class Scheduler:
 
     def expire(self) -> list[TokenEvent]:
         """Ends requests whose time is up, so many in a step. To be called before `schedule`."""
-        events: list[TokenEvent] = []
-        while len(events) < _MAX_EXPIRED and (request := self.waiting.pop_overdue()) is not None:
+        events, self._unstarted = self._unstarted, []
+        while len(events) < _MAX_EXPIRED and (request := self.waiting.take_overdue()) is not None:
             request.stop_reason = TIMED_OUT
             has_started = request.admission_time is not None
             events.append(self._end(request) if has_started else self.waiting.time_out(request))
@@ -154,10 +137,10 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.
 
-        Without rows if all depends on launches in flight, which it only does if there are some.
+        Without rows if all depends on launches in flight, which it only does if there are some, or on late masks.
         """
         self._preempt_if_wanted()
-        decode: list[RowPlan] = []
+        draft = Draft(self._max_num_batched_tokens)
         begun: list[RequestState] = []
         for row in self._running.values():
             request = row.request
@@ -165,23 +148,20 @@ class Scheduler:
             if (num_pending or request.grammar is not None) and not request.can_be_planned:
                 continue
             if len(request.token_ids) + num_pending - request.num_computed == 1:  # num_uncomputed, without a call
-                decode.append(row)
+                draft.decode.append(row)
             else:
                 begun.append(request)
-        draft = Draft(self._max_num_batched_tokens - len(decode))
-        if begun:
-            self._go_on(begun, draft)
-        if self.waiting:
-            self._admit(draft)
-        most = 1 if draft.prefill or self.waiting else self._max_steps_per_launch
-        num_steps = 1 if most == 1 else _num_steps(decode, most, self._slots.max_seq_len)
-        return StepPlan((*decode, *draft.prefill), len(decode), num_steps)
+        draft.num_left -= len(draft.decode)
+        self._go_on(begun, draft)
+        self._admit(draft)
+        is_alone = not draft.prefill and not len(self.waiting)
+        return draft.finish(self._max_steps_per_launch if is_alone else 1, self._slots.max_seq_len)
 
     def advance(self, plan: StepPlan, reservation: Reservation) -> None:
         """The plan's launch has begun: books it as if no row ended in it. `update` must follow, in the same order."""
         valid_lengths = []
-        for row in plan.rows:
-            request, num_expected = row.request, plan.num_expected(row)
+        for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
+            request = row.request
             # The last token sampled has no key and value yet: it is the first input of the next step.
             num_valid = row.num_new_tokens + num_expected - 1 if num_expected else row.num_new_tokens
             request.num_computed += num_valid
@@ -194,19 +174,21 @@ class Scheduler:
         """Takes each row's result once its launch is over, retires who ended. One event per row with news."""
         now = self._clock()
         events = []
-        for row, result in zip(plan.rows, results, strict=True):
+        for row, num_expected, result in zip(plan.rows, plan.num_expected, results, strict=True):
             request = row.request
-            request.num_pending -= plan.num_expected(row)
+            request.num_pending -= num_expected
             request.num_launches -= 1
             if result.error is not None:
                 request.contents.surplus_spoilt()
-            if request in self._leaving:  # what came of it is surplus
+            had_ended = request.finish_reason is not None
+            if had_ended:  # what came of it is surplus
                 self._release_if_idle(request)
                 continue
-            request.is_late = result.is_late
-            kept = _step_back(request, self._slots) if result.is_late else _accept(request, result)
+            if result.is_late:
+                self._placement.step_back(request)
+            kept = [] if result.is_late else request.accept(result.token_ids, result.error, result.stop_reason)
             if kept or result.prompt_logprobs or request.finish_reason is not None:
-                events.append(_event(request, kept, result, now))
+                events.append(TokenEvent.of(request, kept, result, now))
             if request.finish_reason is not None:
                 self._retire(request)
             elif request.is_yielding:
@@ -217,29 +199,17 @@ class Scheduler:
 
     def abandon(self) -> None:
         """After a failed or interrupted step all requests with a slot leave, without an event; those that wait stay."""
-        for request in (*self.running, *self._leaving):
+        for request in self._placement.abandon():
             request.finish_reason = request.finish_reason or FinishReason.ABORT
-            request.slot = request.leader = None
             request.num_launches = request.num_pending = 0
         self._running.clear()
-        self._leaving.clear()
-        self._placement.abandon()
 
     def check(self) -> None:
         """Asserts that requests and slots agree. For tests, and for when the engine is idle."""
         self._placement.check()
         self.waiting.check()
-        running, leaving = list(self.running), self._leaving
-        owners = [*running, *leaving]
-        assert len({request.slot for request in owners}) == len(owners), "two requests share a slot"
-        assert {request.slot for request in owners} == self._placement.slots, "a slot belongs to nobody"
-        assert all(request.finish_reason is not None and request.num_launches for request in leaving)
-        for request in running:
-            assert request.slot is not None, f"{request.request_id} runs without a slot"
-            assert request.num_launches or not request.num_pending, f"nobody computes {request.request_id}'s tokens"
-            assert request.num_launches or not request.is_yielding, f"{request.request_id} keeps a slot that it yields"
-            length = self._slots.cache_length_of(request.slot)
-            assert length == request.num_computed, f"{request.request_id} and its slot"
+        running = {request.request_id for request in self._placement.owners if request.finish_reason is None}
+        assert running == set(self._running), "a request runs without a slot, or has one and does not run"
 
     @property
     def _num_places(self) -> int:
@@ -253,25 +223,25 @@ class Scheduler:
                 return
             if request.leader is not None:
                 self._placement.follow(request)
-                _note_reuse(request)
             if request.leader is None:
                 draft.add_prompt(request)
 
     def _admit(self, draft: Draft) -> None:
         """Gives waiting requests slots, in their order, while there is a slot and budget for each."""
-        while self.waiting and draft.num_left and self._num_places:
-            request = self.waiting.pop()
+        while len(self.waiting) and draft.num_left and self._num_places:
+            request = self.waiting.start_next()
+            if request.finish_reason is not None:
+                self._unstarted.append(TokenEvent.of(request, [], _NO_RESULT, self._clock()))
+                continue
             self._placement.place(request)
-            request.num_tokens_placed = len(request.token_ids)
-            _note_reuse(request)
             self._running[request.request_id] = RowPlan(request, 1, is_sampled=True)
             if request.leader is None:
                 draft.add_prompt(request)
 
     def _preempt_if_wanted(self) -> None:
         """Takes the slot of a running request if one of higher priority waits and there is no other."""
-        if self._policy.preempt_after is not None and self.waiting and not self._num_places:
-            victim = _choose_victim(self.running, self.waiting.peek(), self._policy)
+        if self._preempt_after is not None and len(self.waiting) and not self._num_places:
+            victim = self.waiting.choose_victim(self.running, self._preempt_after)
             if victim is not None:
                 victim.is_yielding = True
                 self._release_if_idle(victim)
@@ -283,95 +253,21 @@ class Scheduler:
             self.waiting.charge(request)  # if it had a slot and lost it; the others have generated nothing
         else:
             self._retire(request)
-        return _event(request, [], RowResult(), self._clock())
+        return TokenEvent.of(request, [], _NO_RESULT, self._clock())
 
     def _retire(self, request: RequestState) -> None:
         del self._running[request.request_id]
         request.drop_surplus()
         self.waiting.charge(request)
-        self._leaving.add(request)
         self._release_if_idle(request)
 
     def _release_if_idle(self, request: RequestState) -> None:
         """Takes the slot of a request that ended or yields it, once no launch writes to it."""
         if request.num_launches:
             return
-        self._leaving.discard(request)
         self._placement.release(request)
         if request.finish_reason is None:
             del self._running[request.request_id]
             request.is_yielding = False
             request.num_computed = request.num_reused = 0
             self.waiting.put_back(request)
-
-
-def _choose_victim(running: Iterable[RequestState], waiting: RequestState, policy: Policy) -> RequestState | None:
-    """The first of the lowest priority, at least `preempt_levels` below `waiting`'s, of those that generated enough
-    tokens since they got a slot. None also while a request yields already, until its launches are over.
-    """
-    victim: RequestState | None = None
-    lowest = waiting.options.priority + policy.preempt_levels - 1
-    for request in running:
-        if request.is_yielding:
-            return None
-        priority = request.options.priority
-        is_able = len(request.token_ids) - request.num_tokens_placed >= (policy.preempt_after or 0)
-        if is_able and priority > lowest:
-            victim, lowest = request, priority
-    return victim
-
-
-def _note_reuse(request: RequestState) -> None:
-    """What a request finds again when it comes back was its own, and does not count."""
-    if not request.num_preemptions:
-        request.num_cached_tokens = request.num_reused
-
-
-def _step_back(request: RequestState, slots: SlotLedger) -> list[int]:
-    """Its newest token has to be computed once more, to have another one sampled after it."""
-    assert request.slot is not None, f"{request.request_id} goes on without a slot"
-    slots.rewind(request.slot)
-    request.num_computed -= 1
-    return []
-
-
-def _accept(request: RequestState, result: RowResult) -> list[int]:
-    """Takes what counts. An error counts only if the request gets to it."""
-    sampled = result.token_ids
-    usable = sampled[:1] if request.needs_newest_token else sampled
-    if sampled:
-        request.contents.sampled()
-    kept = request.accept(usable)
-    if result.error is not None and request.finish_reason is None and not (request.needs_newest_token and usable):
-        request.fail(result.error, result.stop_reason)
-    return kept
-
-
-def _event(request: RequestState, kept: list[int], result: RowResult, now: float) -> TokenEvent:
-    event = TokenEvent(
-        request.request_id,
-        kept,
-        request.finish_reason,
-        request.stop_reason,
-        request.error,
-        request.has_end_token,
-        result.logprobs[: len(kept)],
-        result.prompt_logprobs,
-    )
-    is_first = request.first_token_time is None and bool(kept)
-    if is_first:
-        request.first_token_time = now
-    if is_first or request.finish_reason is not None:
-        event.times, event.num_cached_tokens = request.times, request.num_cached_tokens
-    return event
-
-
-def _num_steps(decode: list[RowPlan], most: int, max_seq_len: int) -> int:
-    """Bounded also by the room in every slot, and by the longest that any row still wants."""
-    room = min((max_seq_len - row.request.num_computed for row in decode), default=1)
-    wanted = max((_num_usable_steps(row.request) for row in decode), default=1)
-    return min(most, room, wanted)
-
-
-def _num_usable_steps(request: RequestState) -> int:
-    return 1 if request.needs_newest_token else max(1, request.num_remaining)  # none: only a prompt is wanted

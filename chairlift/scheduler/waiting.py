@@ -1,170 +1,160 @@
-"""The waiting room: who is let in, who has to leave for that, in what order the others do, and who has stayed too long.
+"""The waiting queue: its places, who must leave it for a newcomer, and deadlines.
 
-It has a number of places. Where all are taken, a newcomer gets the place of whoever would be served last, if that one
-would be served after it; and no tenant has more than its share of the places.
+Where all places are taken, a newcomer gets the place of the request that would be served last, if that is after it; and
+no tenant has more than its share of the places.
 """
 
-import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from weakref import ref
 
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import FinishReason
+from chairlift.scheduler.fair_queue import FairQueue, LazyHeap
 from chairlift.scheduler.plan import TokenEvent
-from chairlift.scheduler.queue import WaitingQueue
 from chairlift.scheduler.request import Group, Request, RequestState
 
-_MAX_DEAD = 1000  # deadlines of requests that are over, before they are thrown away
-_NUM_GAPS = 64
+_NUM_STARTS = 64
 _MIN_WAIT_S, _MAX_WAIT_S = 1.0, 600.0
 
 
-class WaitingRoom:
-    """Requests that have no slot. Keeps deadlines of those that have one, too."""
+class WaitingQueue(FairQueue):
+    """Requests without a slot. Keeps the deadlines of those that have one, too."""
 
-    def __init__(
-        self, priority_ageing: float, queue_timeout: float | None, max_size: int, clock: Callable[[], float]
-    ) -> None:
-        self._queue = WaitingQueue(priority_ageing)
-        self._queue_timeout = queue_timeout
+    def __init__(self, max_size: int, queue_timeout: float | None, clock: Callable[[], float]) -> None:
+        super().__init__()
         self._max_size = max_size
+        self._queue_timeout = queue_timeout
         self._clock = clock
-        self._deadlines = _Deadlines()
-        self._pace = _Pace()
-        self._since = 0.0  # since when somebody has been waiting, if somebody is
-        self.num_preemptions = 0  # requests that were put back, each time
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def find(self, request_id: str) -> RequestState | None:
-        """None if nobody of that name waits."""
-        return self._queue.find(request_id)
-
-    def __iter__(self) -> Iterator[RequestState]:
-        """Roughly in the order in which they get slots."""
-        return iter(self._queue)
+        self._deadlines = LazyHeap[_Deadline](lambda deadline: deadline.time if deadline.subject is not None else None)
+        self._starts: deque[float] = deque(maxlen=_NUM_STARTS)  # when the wait began, then when slots were given
+        self.num_preemptions = 0
 
     def can_take(self, requests: Sequence[Request], num_places: int) -> bool:
-        """Whether they may come in without anybody leaving for them, if `num_places` can start to run at once."""
-        return len(requests) <= self._num_free(num_places) and self._crowding(requests, num_places) is None
+        """Whether nobody would have to leave for these, if `num_places` requests can start to run at once."""
+        return len(requests) <= self._num_free(num_places) and self._share_error(requests, num_places) is None
 
-    def add(self, requests: Sequence[Request], num_places: int, num_running: int) -> list[TokenEvent]:
-        """Lets them in, all or none. Returns the ends of those who leave for them; `QueueFull` if nobody has to."""
+    def add(self, requests: Sequence[Request], num_places: int) -> list[TokenEvent]:
+        """Queues all of them and returns the ends of those that leave for them; or none of them: `QueueFull`."""
         now = self._clock()
-        if (crowding := self._crowding(requests, num_places)) is not None:
-            raise crowding
-        displaced = self._find_displaced(requests, num_places, now)
-        events = [self._displace(request, now) for request in displaced]
+        if (error := self._share_error(requests, num_places)) is not None:
+            raise error
+        events = [self._displace(request, now) for request in self._find_displaced(requests, num_places, now)]
         group = Group()
         for request in requests:
-            state = RequestState(request, now)
-            state.group = group
-            self._note_wait(now)
-            self._queue.add(state)
-            num_alive = len(self._queue) + num_running
+            state = RequestState(request, now, group)
+            self._queue(state, now)
             if state.options.timeout is not None:
-                self._deadlines.add(now + state.options.timeout, state, num_alive)
+                self._add_deadline(now + state.options.timeout, state)
             if self._queue_timeout is not None:
-                self._deadlines.add(now + self._queue_timeout, state, num_alive, is_for_waiting=True)
+                self._add_deadline(now + self._queue_timeout, state, is_for_waiting=True)
         return events
 
     def put_back(self, request: RequestState) -> None:
-        """A request that had to leave its slot waits again, before the others of its tenant."""
+        """Queues a preempted request, before the others of its tenant."""
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.queue_time = self._clock()
-        self._note_wait(request.queue_time)
-        self._queue.put_back(request)
+        self._queue(request, request.queue_time, is_first=True)
 
-    def peek(self) -> RequestState:
-        """Whose turn it is. There must be somebody."""
-        return self._queue.peek()
-
-    def pop(self) -> RequestState:
-        """Whose turn it is gets a slot now."""
+    def start_next(self) -> RequestState:
+        """Takes out the next request, which gets a slot now."""
         now = self._clock()
-        request = self._queue.pop(now)
+        request = self.pop(now)
         request.start(now)
-        self._pace.note(request.queue_time, now)
+        self._starts.append(now)
         return request
 
-    def remove(self, request_id: str) -> None:
-        """Takes out somebody who will not get a slot, if anybody of that name waits."""
-        self._queue.remove(request_id)
+    def choose_victim(self, running: Iterable[RequestState], preempt_after: int) -> RequestState | None:
+        """The request that loses its slot to the next one, if that has a higher priority.
 
-    def pop_overdue(self) -> RequestState | None:
-        """Somebody who waits or runs for too long, and now waits no more. None if there is nobody (any more)."""
-        request = self._deadlines.pop_passed(self._clock())
-        if request is not None:
-            self._queue.remove(request.request_id)
+        It is the first of the lowest priority, of those that generated `preempt_after` tokens since they got a slot.
+        None also while a request yields its slot already, until its launches are over.
+        """
+        victim, lowest = None, self.peek().options.priority
+        for request in running:
+            if request.is_yielding:
+                return None
+            if (
+                request.options.priority > lowest
+                and len(request.token_ids) - request.num_tokens_placed >= preempt_after
+            ):
+                victim, lowest = request, request.options.priority
+        return victim
+
+    def take_overdue(self) -> RequestState | None:
+        """A request whose time is up, to be ended at once; it waits no more. None if there is none (any more)."""
+        deadline = self._deadlines.first()
+        if deadline is None or deadline.time > self._clock() or (request := deadline.subject) is None:
+            return None
+        self.remove(request.request_id)
         return request
 
     def time_out(self, request: RequestState) -> TokenEvent:
         """The end of an overdue request that never had a slot."""
-        message = f"no slot was free within {self._clock() - request.queue_time:.1f} s; try again later"
-        return _turn_away(request, QueueTimeout(message, self.estimate_wait()))
-
-    def charge(self, request: RequestState) -> None:
-        """Counts what was generated for a request that is over, for its tenant's next turn."""
-        self._queue.charge(request, request.num_output_tokens)
-
-    def estimate_wait(self) -> float:
-        """Seconds until those that wait now will have got slots, by the rate at which requests lately did."""
-        return self._wait_for(len(self._queue), self._clock())
+        now = self._clock()
+        message = f"no slot was free within {now - request.queue_time:.1f} s; try again later"
+        return _turn_away(request, QueueTimeout(message, self._wait_for(len(self), now)))
 
     def check(self) -> None:
-        """Asserts that everybody waits in one place, and has no slot."""
-        self._queue.check()
-        assert all(request.slot is None and request.num_computed == 0 for request in self._queue)
-        assert all(request.finish_reason is None for request in self._queue), "a request that is over waits"
+        """Asserts that every request waits in one place, and has no slot."""
+        super().check()
+        assert all(request.slot is None and request.num_computed == 0 for request in self)
+        assert all(request.finish_reason is None for request in self), "a request that is over waits"
+
+    def _queue(self, request: RequestState, now: float, *, is_first: bool = False) -> None:
+        if not len(self):
+            self._starts.clear()
+            self._starts.append(now)
+        self.push(request, is_first=is_first)
+
+    def _add_deadline(self, time: float, request: RequestState, *, is_for_waiting: bool = False) -> None:
+        self._deadlines.push(time, _Deadline(time, ref(request), is_for_waiting))
 
     def _num_free(self, num_places: int) -> int:
-        return self._max_size + num_places - len(self._queue)
+        return self._max_size + num_places - len(self)
 
-    def _crowding(self, requests: Sequence[Request], num_places: int) -> QueueFull | None:
+    def _share_error(self, requests: Sequence[Request], num_places: int) -> QueueFull | None:
         """The error if, with them, a tenant would have more than its share of the queue."""
         limited = [request.options for request in requests if request.options.queue_share < 1.0]
         for tenant, num_new in Counter(options.tenant for options in limited).items():
             share = min(options.queue_share for options in limited if options.tenant == tenant)
             most = max(1, int(share * self._max_size))
-            num_missing = self._queue.num_of(tenant) + num_new - most - num_places
+            num_missing = self.num_of(tenant) + num_new - most - num_places
             if most < self._max_size and num_missing > 0:
                 message = f"your share of the waiting queue is full ({most} of {self._max_size} requests)"
                 return QueueFull(f"{message}; try again later", self._wait_for(num_missing, self._clock()))
         return None
 
     def _find_displaced(self, requests: Sequence[Request], num_places: int, now: float) -> list[RequestState]:
-        """Who has to leave so that they find places; `QueueFull` if those who would be served later are too few."""
+        """Requests that must leave so that these find places; `QueueFull` if too few are served later than these."""
         num_missing = len(requests) - self._num_free(num_places)
         if num_missing <= 0:
             return []
         displaced: list[RequestState] = []
-        for group in self._queue.later_than(requests, now):
+        for group in self.later_than(requests, now):
             displaced += group
-            if len(displaced) >= min(num_missing, len(requests)):  # requests put back may fill more than the places
+            if len(displaced) >= min(num_missing, len(requests)):  # preempted ones may fill more than the places
                 return displaced
         raise QueueFull(f"{self._full}; try again later", self._wait_for(num_missing, now))
 
     def _displace(self, request: RequestState, now: float) -> TokenEvent:
-        self._queue.remove(request.request_id)
+        self.remove(request.request_id)
         message = f"{self._full}, and a request that is served before this one took its place; try again later"
-        return _turn_away(request, QueueFull(message, self._wait_for(len(self._queue), now)))
+        return _turn_away(request, QueueFull(message, self._wait_for(len(self), now)))
 
     @property
     def _full(self) -> str:
         return f"the waiting queue is full ({self._max_size} requests)"
 
     def _wait_for(self, num_places: int, now: float) -> float:
-        return self._pace.wait_for(num_places, self._since if self._queue else now, now)
+        """Seconds until so many requests will have got slots, by the rate since the present wait began, or lately.
 
-    def _note_wait(self, now: float) -> None:
-        """Somebody is about to come to the queue."""
-        if not self._queue:
-            self._since = now
+        A queue that stands still counts as slower the longer it does.
+        """
+        seconds_each = (now - self._starts[0]) / len(self._starts) if len(self) else 0.0
+        return min(max(num_places * seconds_each, _MIN_WAIT_S), _MAX_WAIT_S)
 
 
 def _turn_away(request: RequestState, error: QueueFull | QueueTimeout) -> TokenEvent:
@@ -176,8 +166,9 @@ def _turn_away(request: RequestState, error: QueueFull | QueueTimeout) -> TokenE
 
 @dataclass(frozen=True, slots=True)
 class _Deadline:
-    """When a request must have its first slot, or must have ended. Keeps no ended request in memory."""
+    """When a request must have its first slot, or must have ended. Keeps no request in memory that is over."""
 
+    time: float
     request: ref[RequestState]
     is_for_waiting: bool
 
@@ -188,50 +179,3 @@ class _Deadline:
         if request is None or request.finish_reason is not None:
             return None
         return None if self.is_for_waiting and request.admission_time is not None else request
-
-
-class _Deadlines:
-    """Deadlines in order. Adding or taking one costs the logarithm of their number."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, _Deadline]] = []
-        self._serials = count()
-
-    def add(self, time: float, request: RequestState, num_alive: int, *, is_for_waiting: bool = False) -> None:
-        """`num_alive`: requests that are not over; the deadlines of others are thrown away now and then."""
-        if len(self._heap) > 4 * num_alive + _MAX_DEAD:
-            self._heap = [entry for entry in self._heap if entry[2].subject is not None]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (time, next(self._serials), _Deadline(ref(request), is_for_waiting)))
-
-    def pop_passed(self, now: float) -> RequestState | None:
-        """The request with the earliest deadline that has passed and still means something. None if there is none."""
-        while self._heap and self._heap[0][0] <= now:
-            _, _, deadline = heapq.heappop(self._heap)
-            if (request := deadline.subject) is not None:
-                return request
-        return None
-
-
-class _Pace:
-    """The time from one request that gets a slot to the next, as long as somebody waits for it."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_NUM_GAPS)
-        self._last: float | None = None  # when a request got a slot
-
-    def note(self, since: float, now: float) -> None:
-        """A request that has waited since then gets a slot. Time that passed before it came does not count."""
-        if self._last is not None and since <= self._last:
-            self._seconds.append(now - self._last)
-        self._last = now
-
-    def wait_for(self, num_places: int, since: float, now: float) -> float:
-        """Seconds until about so many requests more will have got slots, between a second and ten minutes.
-
-        `since`: when the wait of those in the queue began. A queue that stands still counts as slower the longer it
-        does.
-        """
-        standing = now - since if self._last is None else now - max(since, self._last)
-        seconds_each = (sum(self._seconds) + standing) / (len(self._seconds) + 1)
-        return min(max(num_places * seconds_each, _MIN_WAIT_S), _MAX_WAIT_S)

@@ -164,14 +164,13 @@ def test_a_prompt_without_an_answer_has_no_first_token() -> None:
 
 def test_a_request_that_is_given_up_in_the_middle_of_its_prompt_leaves_nothing_behind() -> None:
     engine = Journaled(budget=16)
-    request = engine.add("a", list(range(100, 140)))
+    engine.add("a", list(range(100, 140)))
     engine.step()
     event = engine.abort("a")
     assert event is not None
     engine.journal.note_events([event])
     engine.add("b", HELLO)
     engine.step()
-    assert request not in engine.journal._begun
     assert (engine.stats.totals.num_prompt_tokens, engine.stats.totals.num_finished) == (4, 1)
 
 
@@ -239,20 +238,6 @@ def test_with_reuse_off_or_a_scored_prompt_nothing_counts_as_reused() -> None:
     scored.run()
     for stats in (engine.stats, scored.stats):
         assert (stats.totals.num_prompt_tokens, stats.totals.num_cached_tokens) == (40, 0)
-
-
-def test_nobody_who_left_is_kept_once_nobody_runs() -> None:
-    engine = Journaled(budget=16)
-    engine.add("half a prompt", list(range(100, 140)))
-    engine.step()
-    engine.add_masked("with a grammar", HELLO)
-    engine.steps(3)
-    assert engine.journal._last_tokens
-    for name in ("half a prompt", "with a grammar"):
-        event = engine.abort(name)
-        assert event is not None
-        engine.journal.note_events([event])
-    assert (engine.journal._begun, engine.journal._last_tokens) == (set(), {})
 
 
 def test_where_requests_are_is_known_after_every_launch_arrival_and_end() -> None:

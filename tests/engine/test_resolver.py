@@ -203,16 +203,10 @@ def test_a_given_number_of_slots_that_just_fits_is_taken() -> None:
     assert resolved(room_for(40), memory_fraction=1.0, max_batch_size=40).max_batch_size == 40
 
 
-def test_spare_slots_take_room_beside_the_others() -> None:
-    config = resolved(room_for(10), memory_fraction=1.0, num_spare_slots=3)
-    assert (config.max_batch_size, config.num_spare_slots, config.num_slots) == (7, 3, 10)
-
-
-@pytest.mark.parametrize(
-    ("given", "num_spare"), [({}, 0), ({"preempt_after": 5}, 1), ({"preempt_after": 5, "num_spare_slots": 0}, 0)]
-)
-def test_a_spare_slot_is_there_for_requests_that_lose_theirs(given: dict[str, Any], num_spare: int) -> None:
-    assert resolved(**given).num_spare_slots == num_spare
+def test_a_spare_slot_is_there_for_requests_that_lose_theirs_and_takes_room_beside_the_others() -> None:
+    config = resolved(room_for(10), memory_fraction=1.0, preempt_after=5)
+    assert (config.max_batch_size, config.num_slots) == (9, 10)
+    assert resolved(max_batch_size=3).num_slots == 3
 
 
 def test_resolving_changes_nothing_that_was_put_in() -> None:
@@ -234,8 +228,8 @@ def test_more_slots_than_fit_are_refused_with_all_the_numbers() -> None:
 
 
 def test_spare_slots_that_do_not_fit_are_refused_with_all_the_numbers() -> None:
-    message = refusal(room_for(10), memory_fraction=1.0, max_batch_size=8, num_spare_slots=3)
-    assert "no room for 8 and 3 spare slots of 4096 tokens: that is 2.75 GiB, and 2.50 GiB may be used" in message
+    message = refusal(room_for(10), memory_fraction=1.0, max_batch_size=10, preempt_after=5)
+    assert "no room for 10 and 1 spare slots of 4096 tokens: that is 2.75 GiB, and 2.50 GiB may be used" in message
 
 
 def test_a_machine_without_room_for_one_slot_is_refused() -> None:

@@ -199,11 +199,10 @@ def states_of(scheduler: Scheduler, *requests: Request) -> dict[str, RequestStat
 
 def assert_nothing_is_left(scheduler: Scheduler) -> None:
     """What a scheduler without work still knows are the tokens of warm slots; once they are forgotten, nothing."""
-    waiting, placement, slots = scheduler.waiting, scheduler._placement, scheduler._slots
-    assert (scheduler._running, scheduler._leaving) == ({}, set())
-    queue = waiting._queue
-    assert (queue._requests, queue._rings, queue._num_by_tenant) == ({}, {}, {})
-    assert [deadline for _, _, deadline in waiting._deadlines._heap if deadline.subject is not None] == []
+    queue, placement, slots = scheduler.waiting, scheduler._placement, scheduler._slots
+    assert (scheduler._running, scheduler._unstarted) == ({}, [])
+    assert (queue._requests, queue._levels, queue._num_by_tenant) == ({}, {}, {})
+    assert queue._deadlines.first() is None
     assert placement._owners == {}
     scheduler.reset_prefix_cache()
     index = placement._index

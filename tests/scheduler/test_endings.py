@@ -211,9 +211,7 @@ def test_a_late_row_has_its_newest_token_computed_once_more_and_then_goes_on() -
     assert (row.num_new_tokens, row.request.num_computed) == (1, 1)
     assert world.step(RowResult([9], is_late=True)) == []
     assert (row.request.token_ids, row.request.num_computed, row.request.num_pending) == ([7, 5], 1, 0)
-    assert row.request.is_late
     assert world.step(RowResult([6])) == [TokenEvent("a", [6], FinishReason.STOP)]
-    assert not row.request.is_late
 
 
 def test_a_late_row_of_a_launch_of_several_steps_goes_back_by_one_token() -> None:

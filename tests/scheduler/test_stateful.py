@@ -20,9 +20,7 @@ FAMILIES = [list(range(10, 50)), list(range(10, 30)) + list(range(60, 80)), [7] 
 policies = st.builds(
     Policy,
     enable_prefix_caching=st.booleans(),
-    priority_ageing=st.sampled_from([0.5, 30.0]),
     preempt_after=st.none() | st.integers(1, 4),
-    preempt_levels=st.integers(1, 2),
     queue_timeout=st.none() | st.sampled_from([2.0, 20.0]),
 )
 prompts = st.builds(

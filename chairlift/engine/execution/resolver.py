@@ -66,7 +66,6 @@ def resolve(
         "page_size": page_size_of(backend.name),
         "num_threads": _or_default(config.num_threads, machine.num_threads),
         "max_seq_len": _resolve_seq_len(config, model),
-        "num_spare_slots": _or_default(config.num_spare_slots, 0 if config.preempt_after is None else 1),
         "max_steps_per_launch": _or_default(
             config.max_steps_per_launch, AUTO_STEPS_PER_LAUNCH_GPU if machine.is_gpu else AUTO_STEPS_PER_LAUNCH_CPU
         ),
@@ -84,7 +83,7 @@ def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig
     """
     slot_bytes = resolved.slot_len * model.kv_elements_per_token * resolved.dtype.num_bytes
     cache_bytes = int(max(0, free_bytes) * resolved.memory_fraction)
-    num_spare = resolved.num_spare_slots
+    num_spare = resolved.num_slots - resolved.max_batch_size
     num_fitting = cache_bytes // slot_bytes - num_spare
     wanted = _or_default(config.max_batch_size, max(1, min(num_fitting, resolved.max_batch_size)))
     if wanted > num_fitting:

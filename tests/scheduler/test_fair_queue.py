@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from chairlift.params import RequestOptions, SamplingParams
 from chairlift.scheduler import Request, RequestState
-from chairlift.scheduler.queue import QUANTUM, WaitingQueue
+from chairlift.scheduler.fair_queue import AGEING_S, FairQueue
 
-AGEING = 10.0
+TOKENS = 128
 
 
 def ask(name: str, *, priority: int = 0, tenant: str = "", num_tokens: int = 4) -> Request:
@@ -25,17 +25,17 @@ def make(name: str, time: float = 0.0, *, priority: int = 0, tenant: str = "", n
     return RequestState(ask(name, priority=priority, tenant=tenant, num_tokens=num_tokens), time)
 
 
-def queue_of(*requests: RequestState) -> WaitingQueue:
-    queue = WaitingQueue(AGEING)
+def queue_of(*requests: RequestState) -> FairQueue:
+    queue = FairQueue()
     for request in requests:
-        queue.add(request)
+        queue.push(request)
     queue.check()
     return queue
 
 
-def drained(queue: WaitingQueue, limit: int = 10_000, now: float = 0.0) -> list[str]:
+def drained(queue: FairQueue, limit: int = 10_000, now: float = 0.0) -> list[str]:
     names: list[str] = []
-    while queue and len(names) < limit:
+    while len(queue) and len(names) < limit:
         expected = queue.peek()
         request = queue.pop(now)
         assert request is expected
@@ -59,20 +59,20 @@ def test_lower_priorities_come_first_whenever_they_came() -> None:
 
 def test_a_level_of_priority_is_worth_so_many_seconds_of_waiting() -> None:
     patient = make("patient", 0.0, priority=2)
-    assert drained(queue_of(patient, make("newcomer", 19.9))) == ["newcomer", "patient"]
-    assert drained(queue_of(patient, make("newcomer", 20.1))) == ["patient", "newcomer"]
+    assert drained(queue_of(patient, make("newcomer", 59.9))) == ["newcomer", "patient"]
+    assert drained(queue_of(patient, make("newcomer", 60.1))) == ["patient", "newcomer"]
 
 
-def test_a_priority_whose_oldest_leaves_is_as_urgent_as_the_next() -> None:
-    queue = queue_of(make("old", 0.0, priority=1), make("new", 15.0, priority=1), make("other", 14.0))
-    assert drained(queue) == ["old", "other", "new"]
+def test_a_priority_that_is_served_waits_anew() -> None:
+    queue = queue_of(make("old", 0.0, priority=1), make("new", 35.0, priority=1), make("other", 34.0))
+    assert drained(queue, now=40.0) == ["old", "other", "new"]
 
 
 def test_a_priority_that_nobody_waits_with_any_more_can_come_back() -> None:
     queue = queue_of(make("a", 0.0, priority=1))
     assert drained(queue) == ["a"]
-    queue.add(make("b", 5.0, priority=1))
-    queue.add(make("c", 6.0))
+    queue.push(make("b", 5.0, priority=1))
+    queue.push(make("c", 6.0))
     assert drained(queue) == ["c", "b"]
 
 
@@ -84,40 +84,43 @@ def tenants(names: Iterable[str]) -> str:
 
 
 def test_the_thousandth_request_of_one_tenant_does_not_hold_up_the_first_of_another() -> None:
-    queue = queue_of(*[make(f"a{at}", tenant="a", num_tokens=QUANTUM) for at in range(1000)])
-    queue.add(make("b", 1.0, tenant="b", num_tokens=QUANTUM))
+    queue = queue_of(*[make(f"a{at}", tenant="a", num_tokens=TOKENS) for at in range(1000)])
+    queue.push(make("b", 1.0, tenant="b", num_tokens=TOKENS))
     assert "b" in drained(queue, limit=3)
 
 
 def test_equal_tenants_take_turns() -> None:
-    queue = queue_of(*[make(f"{tenant}{at}", tenant=tenant, num_tokens=QUANTUM) for tenant in "abc" for at in range(3)])
+    queue = queue_of(*[make(f"{tenant}{at}", tenant=tenant, num_tokens=TOKENS) for tenant in "abc" for at in range(3)])
     assert tenants(drained(queue)) == "abcabcabc"
 
 
 def test_turns_are_counted_in_tokens() -> None:
-    long = [make(f"a{at}", tenant="a", num_tokens=QUANTUM) for at in range(50)]
-    short = [make(f"b{at}", tenant="b", num_tokens=QUANTUM // 4) for at in range(50)]
+    long = [make(f"a{at}", tenant="a", num_tokens=TOKENS) for at in range(50)]
+    short = [make(f"b{at}", tenant="b", num_tokens=TOKENS // 4) for at in range(50)]
     served = Counter(tenants(drained(queue_of(*long, *short), limit=50)))
     assert served == {"a": 10, "b": 40}
 
 
 def test_what_was_generated_is_charged_to_who_waits_for_more() -> None:
-    requests = [make(f"{tenant}{at}", tenant=tenant, num_tokens=QUANTUM) for tenant in "ab" for at in range(20)]
+    requests = [make(f"{tenant}{at}", tenant=tenant, num_tokens=TOKENS) for tenant in "ab" for at in range(20)]
     queue = queue_of(*requests)
-    queue.charge(requests[0], 5 * QUANTUM)
+    requests[0].token_ids += [7] * (5 * TOKENS)
+    queue.charge(requests[0])
     assert tenants(drained(queue, limit=14)) == "bbbbbabababab" + "a"
 
 
 def test_a_charge_to_who_does_not_wait_is_forgotten() -> None:
     queue = queue_of(make("b0", tenant="b"), make("b1", tenant="b"))
-    queue.charge(make("gone", tenant="a"), 1000 * QUANTUM)
-    queue.add(make("a0", tenant="a"))
+    gone = make("gone", tenant="a")
+    gone.token_ids += [7] * (1000 * TOKENS)
+    queue.charge(gone)
+    queue.push(make("a0", tenant="a"))
     assert tenants(drained(queue)) in {"bba", "bab"}
 
 
 def test_tenants_share_each_priority_for_itself() -> None:
-    urgent = [make(f"a-urgent{at}", tenant="a", priority=-3, num_tokens=QUANTUM) for at in range(3)]
-    usual = [make(f"{tenant}{at}", tenant=tenant, num_tokens=QUANTUM) for at in range(2) for tenant in "ab"]
+    urgent = [make(f"a-urgent{at}", tenant="a", priority=-3, num_tokens=TOKENS) for at in range(3)]
+    usual = [make(f"{tenant}{at}", tenant=tenant, num_tokens=TOKENS) for at in range(2) for tenant in "ab"]
     assert tenants(drained(queue_of(*usual, *urgent))) == "aaaabab"
 
 
@@ -133,26 +136,23 @@ def test_who_leaves_is_not_served_and_leaves_once() -> None:
 
 
 def test_who_comes_back_is_before_the_others_of_its_tenant_and_has_paid() -> None:
-    queue = queue_of(*[make(f"{tenant}{at}", tenant=tenant, num_tokens=QUANTUM) for tenant in "ab" for at in range(2)])
-    returned = make("a-returned", 1.0, tenant="a", num_tokens=8 * QUANTUM)
+    queue = queue_of(*[make(f"{tenant}{at}", tenant=tenant, num_tokens=TOKENS) for tenant in "ab" for at in range(2)])
+    returned = make("a-returned", 1.0, tenant="a", num_tokens=8 * TOKENS)
     returned.num_preemptions = 1
-    queue.put_back(returned)
+    queue.push(returned, is_first=True)
     assert drained(queue) == ["a-returned", "a0", "b0", "a1", "b1"]
 
 
-def test_who_comes_back_does_not_turn_the_rounds_back() -> None:
-    queue = queue_of(
-        make("a-long", tenant="a", num_tokens=100 * QUANTUM),
-        *[make(f"b{at}", tenant="b", num_tokens=QUANTUM) for at in range(100)],
-    )
+def test_who_comes_back_saves_up_no_turns_for_its_tenant_nor_for_newcomers() -> None:
+    queue = queue_of(*[make(f"b{at}", tenant="b", num_tokens=TOKENS) for at in range(100)])
     assert tenants(drained(queue, limit=50)) == "b" * 50
     returned = make("a-returned", 1.0, tenant="a")
     returned.num_preemptions = 1
-    queue.put_back(returned)
-    assert queue.pop(now=2.0) is returned
-    for at in range(50):
-        queue.add(make(f"c{at}", 2.0, tenant="c", num_tokens=QUANTUM))
-    assert tenants(drained(queue, limit=20)) == "bc" * 10
+    queue.push(returned, is_first=True)
+    queue.push(make("a", 1.0, tenant="a", num_tokens=TOKENS))
+    for at in range(3):
+        queue.push(make(f"c{at}", 2.0, tenant="c", num_tokens=TOKENS))
+    assert tenants(drained(queue, limit=8)) == "aacbcbcb"
 
 
 def test_a_long_backlog_of_lower_priority_holds_up_nobody_above_it() -> None:
@@ -160,7 +160,7 @@ def test_a_long_backlog_of_lower_priority_holds_up_nobody_above_it() -> None:
     served = []
     for second in range(100, 130):  # one slot a second, and one urgent request in two
         if second % 2:
-            queue.add(make(f"urgent{second}", float(second)))
+            queue.push(make(f"urgent{second}", float(second)))
         served.append(queue.pop(float(second)).request_id)
     assert served[:4] == ["low0", "urgent101", "low1", "urgent103"]
     assert [name for name in served if name.startswith("urgent")] == [f"urgent{at}" for at in range(101, 130, 2)]
@@ -169,24 +169,11 @@ def test_a_long_backlog_of_lower_priority_holds_up_nobody_above_it() -> None:
 def test_each_priority_gets_a_slot_in_time_whatever_comes_above_it() -> None:
     queue = queue_of(*[make(f"low{at}", 0.0, priority=2) for at in range(10)])
     served_low = []
-    for second in range(100):
-        queue.add(make(f"urgent{second}", float(second)))
+    for second in range(250):
+        queue.push(make(f"urgent{second}", float(second)))
         if queue.pop(float(second)).options.priority:
             served_low.append(second)
-    assert served_low == [21, 43, 65, 87]  # two levels of ten seconds, and then before who came later
-
-
-def test_priorities_and_tenants_of_those_who_left_are_forgotten() -> None:
-    queue = queue_of(make("stays", 0.0, priority=-1000))
-    for at in range(5000):
-        queue.add(make(f"r{at}", 1.0, priority=at, tenant=str(at)))
-        queue.remove(f"r{at}")
-    for at in range(5000):
-        queue.add(make(f"s{at}", 2.0, priority=-1000, tenant=str(at)))
-        queue.remove(f"s{at}")
-    queue.check()
-    assert len(queue._rings) < 200
-    assert len(queue._rings[-1000]._heap) < 200
+    assert served_low == [60, 121, 182, 243]  # two levels of thirty seconds, and then before those that came later
 
 
 def test_those_who_wait_can_be_listed_roughly_in_order() -> None:
@@ -199,29 +186,19 @@ def test_those_who_wait_can_be_listed_roughly_in_order() -> None:
     assert [request.request_id for request in queue] == ["a0", "b0", "a1", "late"]
 
 
-def test_who_comes_back_does_not_turn_back_the_rounds_for_newcomers() -> None:
-    queue = queue_of(make("a-long", tenant="a", num_tokens=100 * QUANTUM))
-    for at in range(60):
-        queue.add(make(f"b{at}", tenant="b", num_tokens=QUANTUM))
-    assert tenants(drained(queue, limit=50)) == "b" * 50
-    returned = make("a-returned", 1.0, tenant="a")
-    returned.num_preemptions = 1
-    queue.put_back(returned)
-    assert queue.pop(now=2.0) is returned
-    for at in range(5):
-        queue.add(make(f"c{at}", 2.0, tenant="c", num_tokens=QUANTUM))
-    assert tenants(drained(queue, limit=10)) == "bcbcbcbcbc"
-
-
 def test_priorities_and_tenants_of_those_who_left_are_forgotten_though_others_still_wait() -> None:
     queue = queue_of(make("patient"))
     for at in range(1000):
-        queue.add(make(f"p{at}", float(at), priority=at))
-        queue.add(make(f"t{at}", float(at), tenant=f"t{at}"))
+        queue.push(make(f"p{at}", float(at), priority=at))
+        queue.push(make(f"t{at}", float(at), tenant=f"t{at}"))
         queue.remove(f"p{at}")
         queue.remove(f"t{at}")
         queue.check()
-    assert (len(queue._rings), len(queue._heap) < 100, len(queue._rings[0]._heap) < 100) == (1, True, True)
+    assert (len(queue._levels), len(queue._by_urgency) < 100, len(queue._levels[0]._by_counter) < 100) == (
+        1,
+        True,
+        True,
+    )
     assert drained(queue) == ["patient"]
 
 
@@ -230,19 +207,19 @@ class Comparison(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = WaitingQueue(AGEING)
+        self.queue = FairQueue()
         self.waiting: dict[str, RequestState] = {}
         self.taken: list[RequestState] = []
         self.time = 0.0
-        self.served: dict[int, float] = {}  # by priority with which somebody waits: when one of them was served
+        self.since: dict[int, float] = {}  # by priority: since when requests have waited of which none was served
         self.names = count()
 
-    @rule(priority=st.integers(-2, 2), tenant=st.sampled_from("abc"), num_tokens=st.integers(1, 3 * QUANTUM))
+    @rule(priority=st.integers(-2, 2), tenant=st.sampled_from("abc"), num_tokens=st.integers(1, 3 * TOKENS))
     def add(self, priority: int, tenant: str, num_tokens: int) -> None:
         self.time += 3.0
         request = make(str(next(self.names)), self.time, priority=priority, tenant=tenant, num_tokens=num_tokens)
-        self.queue.add(request)
-        self.waiting[request.request_id] = request
+        self.queue.push(request)
+        self._note(request)
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -251,26 +228,30 @@ class Comparison(RuleBasedStateMachine):
         urgency = min(map(self._urgency, self.waiting.values()))
         request = self.queue.pop(self.time)
         assert self._urgency(request) == urgency
-        self.served[request.options.priority] = self.time
+        self.since[request.options.priority] = self.time
         request.group.has_started = True
         self.taken.append(request)
         self._forget(request)
 
     def _urgency(self, request: RequestState) -> float:
-        priority = request.options.priority
-        oldest = min(each.queue_time for each in self.waiting.values() if each.options.priority == priority)
-        return AGEING * priority + max(oldest, self.served.get(priority, 0.0))
+        return AGEING_S * request.options.priority + self.since[request.options.priority]
+
+    def _note(self, request: RequestState) -> None:
+        self.waiting[request.request_id] = request
+        self.since.setdefault(request.options.priority, request.queue_time)
 
     def _forget(self, request: RequestState) -> None:
         priority = request.options.priority
         del self.waiting[request.request_id]
         if all(each.options.priority != priority for each in self.waiting.values()):
-            self.served.pop(priority, None)
+            del self.since[priority]
 
     @precondition(lambda self: self.taken)
-    @rule(data=st.data(), num_tokens=st.integers(0, 4 * QUANTUM))
+    @rule(data=st.data(), num_tokens=st.integers(0, 4 * TOKENS))
     def charge(self, data: st.DataObject, num_tokens: int) -> None:
-        self.queue.charge(data.draw(st.sampled_from(self.taken)), num_tokens)
+        request = data.draw(st.sampled_from(self.taken))
+        request.token_ids += [7] * num_tokens
+        self.queue.charge(request)
 
     @precondition(lambda self: self.taken)
     @rule()
@@ -279,8 +260,8 @@ class Comparison(RuleBasedStateMachine):
         request = self.taken.pop()
         request.num_preemptions += 1
         request.queue_time = self.time
-        self.queue.put_back(request)
-        self.waiting[request.request_id] = request
+        self.queue.push(request, is_first=True)
+        self._note(request)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -291,13 +272,13 @@ class Comparison(RuleBasedStateMachine):
         self.queue.remove(name)
         self._forget(request)
 
-    @rule(priority=st.integers(-2, 2), tenant=st.sampled_from("abcd"), num_tokens=st.integers(1, 3 * QUANTUM))
+    @rule(priority=st.integers(-2, 2), tenant=st.sampled_from("abcd"), num_tokens=st.integers(1, 3 * TOKENS))
     def compare(self, priority: int, tenant: str, num_tokens: int) -> None:
         """Those whom a newcomer may displace are those who would be served after it, the last one first."""
         newcomer = ask("newcomer", priority=priority, tenant=tenant, num_tokens=num_tokens)
         later = [each.request_id for group in self.queue.later_than([newcomer], self.time) for each in group]
         trial = deepcopy(self.queue)
-        trial.add(RequestState(newcomer, self.time))
+        trial.push(RequestState(newcomer, self.time))
         order = drained(trial, now=self.time)
         after = order[order.index("newcomer") + 1 :]
         waiting = [name for name in after if not self.waiting[name].group.has_started]

@@ -1,0 +1,293 @@
+"""The order in which waiting requests get slots: priorities with ageing, and within a priority tenants in turn.
+
+- A lower `priority` comes first, and waiting makes up for it: a level's urgency is `AGEING_S * priority + since`, where
+  `since` is when somebody began to wait in it or, if that was later, when it was last served. So each level gets a slot
+  every `AGEING_S` seconds per step of priority, whatever comes above it, and a long backlog below holds up nobody.
+- Within a level each tenant has a counter of the tokens that it was served, and the lowest counter is next: virtual
+  token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024). A prompt counts when it starts,
+  generated tokens when their request ends. A tenant that comes begins where the one served last was, so that nobody
+  saves up turns. A tenant alone is served in the order of arrival.
+
+Every operation costs at most the logarithm of the numbers of tenants and levels, however many requests wait, except for
+`later_than`, which looks at all tenants of a level.
+"""
+
+import heapq
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, count, groupby, takewhile, zip_longest
+from operator import itemgetter
+from typing import Generic, NamedTuple, TypeVar
+
+from chairlift.scheduler.request import Request, RequestState
+
+AGEING_S = 30.0
+"""Seconds without service that are worth one level of priority."""
+
+_MIN_PRUNED = 64  # entries of a heap that are not worth looking through
+
+_Member = TypeVar("_Member")
+
+
+class LazyHeap(Generic[_Member]):
+    """Finds the member with the lowest key, where a key only ever grows, or becomes None when its member has left.
+
+    An entry whose key is out of date comes up too early, and is corrected then.
+    """
+
+    def __init__(self, key_of: Callable[[_Member], float | None]) -> None:
+        self._key_of = key_of
+        self._entries: list[tuple[float, int, _Member]] = []  # equal keys in the order of their coming
+        self._serials = count()
+        self._max_entries = _MIN_PRUNED
+
+    def __len__(self) -> int:
+        """Entries, those of members that have left included."""
+        return len(self._entries)
+
+    def push(self, key: float, member: _Member) -> None:
+        """Adds a member, which must not be here yet."""
+        if len(self._entries) >= self._max_entries:
+            self._entries = [entry for entry in self._entries if self._key_of(entry[2]) is not None]
+            heapq.heapify(self._entries)
+            self._max_entries = 2 * len(self._entries) + _MIN_PRUNED
+        heapq.heappush(self._entries, (key, next(self._serials), member))
+
+    def first(self) -> _Member | None:
+        """The member with the lowest key, which stays here. None if there is none."""
+        while self._entries:
+            entered, serial, member = self._entries[0]
+            key = self._key_of(member)
+            if key is None:
+                heapq.heappop(self._entries)
+            elif key > entered:
+                heapq.heapreplace(self._entries, (key, serial, member))
+            else:
+                return member
+        return None
+
+
+class FairQueue:
+    """Waiting requests; each carries its own `options.priority` and `options.tenant`."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, RequestState] = {}
+        self._num_by_tenant: Counter[str] = Counter()
+        self._levels: dict[int, _Level] = {}  # by priority; none is empty
+        self._by_urgency = LazyHeap[_Level](lambda level: level.urgency if level.tenants else None)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """Roughly in the order in which they get slots; exactly, with one tenant and no newcomers."""
+        levels = sorted(self._levels.values(), key=lambda level: level.urgency)
+        return chain.from_iterable(levels)
+
+    def find(self, request_id: str) -> RequestState | None:
+        """The waiting request with that id, if there is one."""
+        return self._requests.get(request_id)
+
+    def num_of(self, tenant: str) -> int:
+        """Requests of a tenant, whatever their priority."""
+        return self._num_by_tenant.get(tenant, 0)
+
+    def push(self, request: RequestState, *, is_first: bool = False) -> None:
+        """Queues a request behind the others of its tenant, or before them, where one that was preempted belongs."""
+        priority = request.options.priority
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = _Level(priority, request.queue_time)
+            self._by_urgency.push(level.urgency, level)
+        level.push(request, is_first)
+        self._requests[request.request_id] = request
+        self._num_by_tenant[request.options.tenant] += 1
+
+    def peek(self) -> RequestState:
+        """The next request. There must be one."""
+        level = self._by_urgency.first()
+        assert level is not None, "nobody waits"
+        return level.next_tenant().head
+
+    def pop(self, now: float) -> RequestState:
+        """Takes out the next request, and counts its prompt for its tenant."""
+        request = self.peek()
+        self._levels[request.options.priority].serve(request, now)
+        self.remove(request.request_id)
+        return request
+
+    def remove(self, request_id: str) -> None:
+        """Takes a request out, wherever it is, if it waits."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        priority, tenant = request.options.priority, request.options.tenant
+        self._num_by_tenant[tenant] -= 1
+        if not self._num_by_tenant[tenant]:
+            del self._num_by_tenant[tenant]
+        self._levels[priority].remove(request)
+        if not self._levels[priority].tenants:
+            del self._levels[priority]
+
+    def charge(self, request: RequestState) -> None:
+        """Counts what was generated for a request that is over, if its tenant has others in the queue."""
+        level = self._levels.get(request.options.priority)
+        if level is not None:
+            level.charge(request.options.tenant, request.num_output_tokens)
+
+    def later_than(self, newcomers: Sequence[Request], now: float) -> Iterator[list[RequestState]]:
+        """Groups of requests that would be served after these if they came now, the last one first.
+
+        Groups of which a request has had a slot are left out. If newcomers differ, the lowest of their priorities
+        counts, with the prompts of all. Not to be used any more once the queue has changed.
+        """
+        newcomer = max(newcomers, key=lambda each: each.options.priority)
+        own = newcomer.options.priority
+        for priority in sorted((each for each in self._levels if each >= own), reverse=True):
+            level = self._levels[priority]
+            if priority == own:
+                num_before = sum(len(each.prompt_token_ids) for each in newcomers[:-1])
+                yield from level.later_than(level.turn_behind(newcomer.options.tenant, num_before))
+                continue
+            # Whenever a level is served, its others wait anew: so ageing may save only the next one.
+            saved = level.next_tenant().head if level.urgency <= AGEING_S * own + now else None
+            yield from (group for group in level.later_than(_FIRST) if saved not in group)
+
+    def check(self) -> None:
+        """Asserts that every request waits in exactly one place."""
+        listed = [request.request_id for level in self._levels.values() for request in level]
+        assert sorted(listed) == sorted(self._requests), "a request waits twice, or nowhere"
+        tenants = Counter(request.options.tenant for request in self._requests.values())
+        assert dict(tenants) == dict(self._num_by_tenant), "a tenant's requests are miscounted"
+        for level in self._levels.values():
+            level.check()
+
+
+class _Turn(NamedTuple):
+    """When a request is served within its level: the earlier, the smaller."""
+
+    counter: float
+    place: float  # of the tenant: between equal counters, who came first
+
+
+_FIRST = _Turn(-math.inf, 0.0)
+"""Before all others."""
+
+
+class _Tenant:
+    """One tenant's requests of one priority, in their order."""
+
+    def __init__(self, place: int, counter: int) -> None:
+        self.requests: OrderedDict[str, RequestState] = OrderedDict()
+        self.place = place
+        self.counter = counter  # tokens that it was served; at first, the level's
+        self.cost = 0  # of all its waiting requests
+
+    @property
+    def head(self) -> RequestState:
+        return next(iter(self.requests.values()))
+
+    @property
+    def last_turn(self) -> _Turn:
+        """When the last request is served."""
+        last = next(reversed(self.requests.values()))
+        return _Turn(self.counter + self.cost - _cost(last), self.place)
+
+    def from_last(self) -> Iterator[tuple[_Turn, list[RequestState]]]:
+        """Groups that have not had a slot, the last one first, each with the turn of its last request."""
+        num_before = self.counter + self.cost
+        for group, members in groupby(reversed(self.requests.values()), key=lambda each: each.group):
+            if group.has_started:
+                return  # and so have all before it, of the same tenant
+            listed = list(members)
+            yield _Turn(num_before - _cost(listed[0]), self.place), listed
+            num_before -= sum(map(_cost, listed))
+
+
+class _Level:
+    """The requests of one priority, by tenant."""
+
+    def __init__(self, priority: int, since: float) -> None:
+        self._priority = priority
+        self._since = since  # somebody has waited since then, and nobody was served
+        self.tenants: dict[str, _Tenant] = {}  # none is without requests
+        self._by_counter = LazyHeap[_Tenant](lambda tenant: tenant.counter if tenant.requests else None)
+        self._places = count()
+        self._counter = 0  # of the tenant that was served last
+        self._last_turn: _Turn | None = None  # of all; None: to be looked for
+
+    def __iter__(self) -> Iterator[RequestState]:
+        lines = [tenant.requests.values() for tenant in self.tenants.values()]
+        return (request for row in zip_longest(*lines) for request in row if request is not None)
+
+    @property
+    def urgency(self) -> float:
+        """The lower, the sooner."""
+        return AGEING_S * self._priority + self._since
+
+    def next_tenant(self) -> _Tenant:
+        tenant = self._by_counter.first()
+        assert tenant is not None, "a level without requests"
+        return tenant
+
+    def push(self, request: RequestState, is_first: bool) -> None:
+        tenant = self.tenants.get(request.options.tenant)
+        if tenant is None:
+            tenant = self.tenants[request.options.tenant] = _Tenant(next(self._places), self._counter)
+            self._by_counter.push(tenant.counter, tenant)
+        tenant.requests[request.request_id] = request
+        if is_first:
+            tenant.requests.move_to_end(request.request_id, last=False)
+        tenant.cost += _cost(request)
+        self._last_turn = None
+
+    def serve(self, request: RequestState, now: float) -> None:
+        """Counts a request that gets a slot now; `remove` must follow."""
+        tenant = self.tenants[request.options.tenant]
+        self._counter = max(self._counter, tenant.counter)
+        tenant.counter += _cost(request)
+        self._since = now
+
+    def remove(self, request: RequestState) -> None:
+        tenant = self.tenants[request.options.tenant]
+        del tenant.requests[request.request_id]
+        tenant.cost -= _cost(request)
+        self._last_turn = None
+        if not tenant.requests:
+            del self.tenants[request.options.tenant]  # with what it was charged
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        if tenant in self.tenants:
+            self.tenants[tenant].counter += num_tokens
+            self._last_turn = None
+
+    def turn_behind(self, tenant: str, num_tokens: int) -> _Turn:
+        """The turn of a request that would come now, with so many tokens of its own tenant before it."""
+        known = self.tenants.get(tenant)
+        if known is None:
+            return _Turn(self._counter + num_tokens, math.inf)
+        return _Turn(known.counter + known.cost + num_tokens, known.place)
+
+    def later_than(self, turn: _Turn) -> Iterator[list[RequestState]]:
+        """See `FairQueue.later_than`."""
+        if self._last_turn is None:
+            self._last_turn = max(tenant.last_turn for tenant in self.tenants.values())
+        if self._last_turn <= turn:  # found at once, so that a flood of refused requests costs little
+            return iter(())
+        lines = [tenant.from_last() for tenant in self.tenants.values()]
+        merged = heapq.merge(*lines, key=itemgetter(0), reverse=True)
+        return (group for _, group in takewhile(lambda each: each[0] > turn, merged))
+
+    def check(self) -> None:
+        assert self.tenants, "a level without requests"
+        for tenant in self.tenants.values():
+            assert tenant.requests, "a tenant without requests"
+            assert tenant.cost == sum(map(_cost, tenant.requests.values())), "a tenant's cost"
+        by_counter = min(self.tenants.values(), key=lambda tenant: (tenant.counter, tenant.place))
+        assert self.next_tenant() is by_counter, "the heap does not know the next tenant"
+
+
+def _cost(request: RequestState) -> int:
+    """Tokens that the start of a request counts; one that was preempted has paid."""
+    return 0 if request.num_preemptions else request.num_prompt_tokens

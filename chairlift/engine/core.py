@@ -27,7 +27,7 @@ from chairlift.engine.sampling.sampler import Sampler
 from chairlift.engine.stats import EngineStats, Snapshot
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
-from chairlift.models.llama import count_parameters
+from chairlift.models.decoder import count_parameters
 from chairlift.models.loader import TORCH_DTYPES
 from chairlift.scheduler import Policy, Request, Scheduler, TokenEvent
 

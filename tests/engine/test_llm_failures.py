@@ -8,7 +8,7 @@ import torch
 
 from chairlift.engine.core import EngineCore
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull
-from chairlift.models.llama import Llama
+from chairlift.models.decoder import Llama
 from chairlift.params import RequestOptions
 from chairlift.scheduler import Scheduler, TokenEvent
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of

@@ -17,7 +17,7 @@ from chairlift.models import load_model, make_dummy_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata
 from chairlift.models.backends import load_backend
 from chairlift.models.checkpoint import WeightReader
-from chairlift.models.llama import Llama, count_parameters
+from chairlift.models.decoder import Llama, count_parameters
 from chairlift.models.loader import TORCH_DTYPES
 from tests.support.checkpoints import SMALL, make_checkpoint
 

@@ -15,7 +15,7 @@ from chairlift.models.config import ModelConfig, RopeConfig
 from chairlift.models.cpu import CpuLlama
 from chairlift.models.cpu.packing import quantize
 from chairlift.models.layers import Linear
-from chairlift.models.llama import Llama
+from chairlift.models.decoder import Llama
 from tests.support.forward_bench import SLOT_LEN, Bench
 
 _LLAMA3 = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 64)

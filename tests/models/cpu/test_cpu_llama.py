@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chairlift.models.cpu import CpuLlama
-from chairlift.models.llama import Llama
+from chairlift.models.decoder import Llama
 from tests.models.cpu.support import (
     BASE,
     BFLOAT16,

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from chairlift.config import DType
 from chairlift.errors import CheckpointError
 from chairlift.models.attention.batch import AttentionConfig
-from chairlift.models.rope import RopeConfig, position_limits, read_rope
+from chairlift.models.rope import RopeConfig, read_rope
 
 
 class Activation(StrEnum):
@@ -81,8 +81,13 @@ class ModelShape:
     attention_scale: float
     attention_softcap: float | None = None
     max_position_embeddings: int
-    original_max_position_embeddings: int  # up to here rope is the same for every max_seq_len
     dtype: DType
+
+    @property
+    def unscaled_positions(self) -> int:
+        """Positions up to which results do not depend on `max_seq_len`."""
+        lengths = [layer.rope.original_length for layer in self.layers if layer.rope is not None]
+        return min([self.max_position_embeddings, *(length for length in lengths if length is not None)])
 
     @property
     def num_layers(self) -> int:
@@ -262,7 +267,6 @@ def _describe(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     _check_sizes(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ropes = [None if rope is None else read_rope(rope, config.max_position_embeddings) for rope in family.ropes(config)]
-    longest, original = position_limits(config.max_position_embeddings, ropes)
     fields = {
         "activation": _read_activation(config),
         "attention_scale": head_dim**-0.5,
@@ -275,8 +279,7 @@ def _describe(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         layers=tuple(map(LayerConfig, ropes, family.windows(config))),
-        max_position_embeddings=longest,
-        original_max_position_embeddings=original,
+        max_position_embeddings=max([config.max_position_embeddings, *(rope.scaled_length for rope in ropes if rope)]),
         dtype=read_dtype(config),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -56,6 +56,13 @@ class RopeConfig:
         length: int = dict(self.parameters).get("original_max_position_embeddings", 0)
         return length if self.kind in ("dynamic", "longrope") else None
 
+    @property
+    def scaled_length(self) -> int:
+        """Positions that scaling makes room for, where a config may still give the length before it; 0: elsewhere."""
+        given = dict(self.parameters)
+        is_stretched = self.kind in ("dynamic", "yarn")
+        return int(given["original_max_position_embeddings"] * given["factor"]) if is_stretched else 0
+
 
 def rope_tables(
     rope: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device, num_positions: int | None = None
@@ -86,14 +93,3 @@ def read_rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeC
         given["factor"] = max_position_embeddings / given["original_max_position_embeddings"]
     frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return RopeConfig(parameters.get("rope_theta", 10000.0), kind, tuple(sorted(frozen.items())))
-
-
-def position_limits(max_position_embeddings: int, ropes: list[RopeConfig | None]) -> tuple[int, int]:
-    """Positions that a model may be run with, and those of them for which `max_seq_len` does not change rope."""
-    longest = original = max_position_embeddings
-    for rope in filter(None, ropes):
-        parameters = dict(rope.parameters)
-        if rope.kind in ("dynamic", "yarn"):  # their configs may keep the length before scaling
-            longest = max(longest, int(parameters["original_max_position_embeddings"] * parameters["factor"]))
-        original = min(original, rope.original_length or original)
-    return longest, original

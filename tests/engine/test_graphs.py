@@ -61,7 +61,9 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Records the graphs of engines that `make` makes, whose attention looks at nothing but tensors."""
-    monkeypatch.setattr(forward_module, "load_backend", lambda *_: TorchBackend(is_in_place=False))
+    monkeypatch.setattr(
+        forward_module, "load_backend", lambda _, model, *__: TorchBackend(model.attention, is_in_place=False)
+    )
     return Recorder()
 
 

@@ -128,7 +128,7 @@ def _best_backend(machine: MachineFacts, find_obstacle: Callable[[AttentionBacke
 
 def _resolve_seq_len(config: EngineConfig, model: ModelShape) -> int:
     if config.max_seq_len == "auto":
-        return min(model.original_max_position_embeddings, MAX_AUTO_SEQ_LEN)
+        return min(model.unscaled_positions, MAX_AUTO_SEQ_LEN)
     if config.max_seq_len > model.max_position_embeddings:
         raise ConfigurationError(
             f"max_seq_len {config.max_seq_len} is more than the model's {model.max_position_embeddings} positions"

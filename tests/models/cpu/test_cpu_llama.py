@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chairlift.models.cpu import CpuLlama
-from chairlift.models.decoder import Llama
+from chairlift.models.decoder import Decoder
 from tests.models.cpu.support import (
     BASE,
     BFLOAT16,
@@ -220,7 +220,7 @@ def test_a_weight_that_is_no_number_shows_in_the_logits(name: str, isa: str, num
 # What it keeps
 
 
-def storages(model: Llama) -> dict[str, StorageWeakRef]:
+def storages(model: Decoder) -> dict[str, StorageWeakRef]:
     return {
         name: StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
         for name, parameter in model.named_parameters()

@@ -64,6 +64,7 @@ def make_dummy_model(
 
 
 def _empty_model(config: ModelConfig, dtype: DType, device: str) -> Decoder:
+    logger.info("%s", config.describe())
     with torch.device("meta"):
         model = Decoder(config)
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.num_bytes

@@ -29,6 +29,8 @@ from tests.models.attention_support import (
     reference,
 )
 
+IN_PLACE = TorchBackend(plain(16))
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -150,7 +152,7 @@ def test_layers_do_not_see_each_other() -> None:
     rows = BATCHES["mixed"]
     tokens = random_tokens(rows)
     (collection,) = make_cache(rows, tokens).fetch([row.slot for row in rows], [row.num_new for row in rows])
-    attend_layer = TorchBackend(plain(16)).prepare(batch_of(rows), collection)
+    attend_layer = IN_PLACE.prepare(batch_of(rows), collection)
     query, key, value = tokens.new_parts(rows)
     before = attend_layer(LAYER, query, key, value)
     for other_layer in (0, 1):
@@ -215,15 +217,11 @@ def test_each_step_of_a_launch_sees_what_the_earlier_ones_wrote(rows: list[Row])
     manager = make_cache(rows, tokens, background=POISON)
     inputs = manager.fetch([row.slot for row in rows], [row.num_new for row in rows], num_steps=4)
     batch = batch_of(rows)
-    assert_near(
-        TorchBackend(plain(16)).prepare(batch, inputs[0])(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows)
-    )
+    assert_near(IN_PLACE.prepare(batch, inputs[0])(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows))
     for _ in range(3):
         inputs = manager.increment_cache_lengths(inputs, batch.row_offsets)
         rows = [Row(row.slot, row.num_cached + row.num_new, 1) for row in rows]
         batch = replace(batch_of(rows), positions=inputs[0].cache_lengths.long())
-        assert_near(
-            TorchBackend(plain(16)).prepare(batch, inputs[0])(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows)
-        )
+        assert_near(IN_PLACE.prepare(batch, inputs[0])(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows))
     manager.step([row.num_new for row in ends], inputs)
     assert [manager.cache_length_of(row.slot) for row in ends] == [row.num_cached + row.num_new for row in ends]

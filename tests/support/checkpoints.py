@@ -33,7 +33,8 @@ def make_checkpoint(
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SMALL, **shape})
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(config, attn_implementation="eager")
     model = model.to(dtype).eval()
     for parameter in model.parameters():  # transformers starts biases at zero and norms at one, which hides mistakes
         parameter.data += 0.05 * torch.randn_like(parameter)

@@ -45,7 +45,6 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
             config.slot_len,
             config.attention_backend,
         )
-    logger.info("model: %s", checkpoint.config.describe())
     lengths = config.max_seq_len, config.slot_len
     if config.load_format is LoadFormat.DUMMY:
         model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)

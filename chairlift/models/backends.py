@@ -8,22 +8,23 @@ from chairlift.config import AttentionBackend, DType
 from chairlift.errors import ConfigurationError
 from chairlift.models import cpu
 from chairlift.models.attention import Backend, flash, torch_sdpa
+from chairlift.models.config import ModelShape
 
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
 
-def find_obstacle(backend: AttentionBackend, head_dim: int, dtype: DType, device: str) -> str | None:
-    """Why the backend cannot run a model of that shape and format on that device ("cpu", "cuda:0"); None if it can.
+def find_obstacle(backend: AttentionBackend, model: ModelShape, dtype: DType, device: str) -> str | None:
+    """Why the backend cannot run that model in that format on that device ("cpu", "cuda:0"); None if it can.
 
     For the cpu backend this compiles its kernels, if that has not been done before.
     """
     match backend:
         case AttentionBackend.CPU:
-            return cpu.find_obstacle(head_dim, dtype, device)
+            return cpu.find_obstacle(model, dtype, device)
         case AttentionBackend.FLASH_ATTN:
-            return flash.find_obstacle(head_dim, dtype, device)
+            return flash.find_obstacle(model.head_dim, dtype, device)
         case AttentionBackend.TORCH:
             return None
 
@@ -33,22 +34,22 @@ def page_size_of(backend: AttentionBackend) -> int:
     return flash.PAGE_SIZE if backend is AttentionBackend.FLASH_ATTN else 1
 
 
-def load_backend(name: AttentionBackend, head_dim: int, dtype: torch.dtype, device: torch.device = _CPU) -> Backend:
-    """The attention of `flash_attn` or `torch`, for which there must be no obstacle.
+def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, device: torch.device = _CPU) -> Backend:
+    """The attention of `flash_attn` or `torch` for that model, for which there must be no obstacle.
 
     `ConfigurationError` if its package cannot be imported.
     """
     if name is AttentionBackend.FLASH_ATTN:
         try:
-            return flash.load_flash_attn(device)
+            return flash.load_flash_attn(model.attention, device)
         except ImportError as error:
             raise ConfigurationError(
                 f"flash-attn cannot be imported ({error}): reinstall it for torch {torch.__version__},"
                 " or choose attention_backend torch"
             ) from error
     if device.type == "cpu":
-        return torch_sdpa.TorchBackend()
-    if flash.is_varlen_available(head_dim, dtype):
-        return flash.TorchVarlenBackend()
+        return torch_sdpa.TorchBackend(model.attention)
+    if flash.is_varlen_available(model.head_dim, dtype, model.attention_softcap):
+        return flash.TorchVarlenBackend(model.attention)
     logger.info("attention: torch copies the slots of decode rows together, which costs bandwidth")
-    return torch_sdpa.TorchBackend(is_in_place=False)
+    return torch_sdpa.TorchBackend(model.attention, is_in_place=False)

@@ -1,20 +1,51 @@
-"""What a Hugging Face config says of a model, checked: the description that the wiring is built from."""
+"""What a Hugging Face config says of a model, checked: the description that the wiring is built from.
 
-import json
+`FAMILIES` is a table from architectures to what differs from a Llama. A family that differs by these flags alone is one
+more entry; the wiring (`models/decoder.py`) and the native code read the description only.
+"""
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from enum import StrEnum
+from typing import Any, ClassVar
 
-from transformers import LlamaConfig
+import transformers
+from transformers import PreTrainedConfig
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError
+from chairlift.models.attention.batch import AttentionConfig
+from chairlift.models.rope import RopeConfig, read_rope
 
-_ROPE_FIELDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+
+class Activation(StrEnum):
+    """What the MLP's gate goes through."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+class Norms(StrEnum):
+    """Where a layer's norms stand: before attention and MLP, behind them (before the residual is added), or both."""
+
+    PRE = "pre"
+    POST = "post"
+    PRE_AND_POST = "pre and post"
+
+
+class QKNorm(StrEnum):
+    """What one norm of queries (or keys) spans, before they are rotated."""
+
+    NONE = "none"
+    HEAD = "head"
+    ALL_HEADS = "all heads"
+
+
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
 }
 _POSITIVE_FIELDS = (
     "vocab_size",
@@ -24,109 +55,251 @@ _POSITIVE_FIELDS = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+_REFUSED_FIELDS = ("attention_chunk_size", "use_bidirectional_attention")  # they change what a token may see
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding. `kind` is default, linear or llama3; the rest are that kind's factors."""
+class LayerConfig:
+    """What may differ from layer to layer."""
 
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
+    rope: RopeConfig | None  # None: no positions
+    window: int | None = None  # keys that a query sees, its own included; None: all
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The shape of a decoder. Names as in Hugging Face's config."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the engine, the cache and attention need to know of a decoder."""
 
+    can_record: ClassVar[bool] = True  # a decode step launches the same work whatever the numbers: CUDA graphs serve
+
+    architecture: str
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope: RopeConfig
+    layers: tuple[LayerConfig, ...]
+    attention_scale: float
+    attention_softcap: float | None = None
     max_position_embeddings: int
-    is_tied: bool
-    has_attention_bias: bool
-    has_mlp_bias: bool
     dtype: DType
+
+    @property
+    def unscaled_positions(self) -> int:
+        """Positions up to which results do not depend on `max_seq_len`."""
+        lengths = [layer.rope.original_length for layer in self.layers if layer.rope is not None]
+        return min([self.max_position_embeddings, *(length for length in lengths if length is not None)])
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def kv_elements_per_token(self) -> int:
         """Elements of all layers' keys and values for one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    @property
+    def attention(self) -> AttentionConfig:
+        """What an attention backend is built for."""
+        windows = tuple(layer.window for layer in self.layers)
+        return AttentionConfig(self.attention_scale, windows, self.attention_softcap)
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """Reads `config.json`. CheckpointError if it is missing, or asks for what is not supported."""
-    path = directory / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{directory} has no config.json")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        architectures = raw.get("architectures")
-        known = [name for name in _READERS if isinstance(architectures, list) and name in architectures]
-        if not known:
-            raise CheckpointError(
-                f"{path} is for {architectures or 'no architecture'}; supported: {', '.join(_READERS)}"
-            )
-        return _READERS[known[0]](raw, path)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the file may hold anything; whatever transformers makes of it is about the file
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
-
-
-def _read_llama(raw: dict[str, Any], path: Path) -> ModelConfig:
-    config = LlamaConfig.from_dict(raw)
-    if config.hidden_act not in ("silu", "swish"):
-        raise CheckpointError(f"{path}: hidden_act {config.hidden_act!r} is not supported, only silu")
-    for name in _POSITIVE_FIELDS:
-        if getattr(config, name) < 1:
-            raise CheckpointError(f"{path}: {name} must be at least 1, not {getattr(config, name)}")
-    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
-    if config.num_attention_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{path}: {config.num_attention_heads} attention heads cannot share {num_kv_heads} key/value heads"
+    def describe(self) -> str:
+        """One line for the log."""
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
+        ropes = sorted({layer.rope.kind for layer in self.layers if layer.rope is not None})
+        windows = sorted({layer.window for layer in self.layers if layer.window is not None})
+        num_windowed = sum(layer.window is not None for layer in self.layers)
+        return (
+            f"{self.architecture}: {self.num_layers} layers, {heads}, vocabulary {self.vocab_size}"
+            + (f", rope {', '.join(ropes)}" if ropes else "")
+            + (f", window {', '.join(map(str, windows))} in {num_windowed} layers" if windows else "")
         )
-    dtype_name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    if dtype_name not in tuple(DType):
-        raise CheckpointError(f"{path}: dtype {dtype_name} is not supported, only {', '.join(DType)}")
-    return ModelConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        rms_norm_eps=config.rms_norm_eps,
-        rope=_read_rope(dict(config.rope_parameters or {}), path),
-        max_position_embeddings=config.max_position_embeddings,
-        is_tied=config.tie_word_embeddings,
-        has_attention_bias=config.attention_bias,
-        has_mlp_bias=config.mlp_bias,
-        dtype=DType(dtype_name),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """A decoder of one of the families: everything that its wiring depends on."""
+
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    is_tied: bool
+    activation: Activation = Activation.SILU
+    norms: Norms = Norms.PRE
+    qk_norm: QKNorm = QKNorm.NONE
+    has_offset_norms: bool = False  # norms multiply by 1 + weight, in float32
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    logits_divisor: float = 1.0
+    logits_softcap: float | None = None  # c tanh(logits / c)
+    has_fused_tensors: bool = False  # the checkpoint holds qkv_proj and gate_up_proj, not their parts
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture differs from a plain decoder with norms before attention and MLP."""
+
+    config: str  # transformers' class, whose defaults stand in for what a config.json leaves out
+    differences: Callable[[Any], dict[str, Any]]  # fields of ModelConfig, from that class's fields
+    windows: Callable[[Any], list[int | None]] = lambda config: [None] * config.num_hidden_layers
+    ropes: Callable[[Any], list[dict[str, Any] | None]] = lambda config: (
+        [config.rope_parameters] * config.num_hidden_layers
     )
 
 
-def _read_rope(parameters: dict[str, Any], path: Path) -> RopeConfig:
-    kind = parameters.get("rope_type", "default")
-    if kind not in _ROPE_FIELDS:
-        raise CheckpointError(f"{path}: rope type {kind!r} is not supported, only {', '.join(_ROPE_FIELDS)}")
-    missing = [name for name in _ROPE_FIELDS[kind] if name not in parameters]
-    if missing:
-        raise CheckpointError(f"{path}: rope type {kind} needs {', '.join(missing)}")
-    theta = parameters.get("rope_theta", 10000.0)
-    return RopeConfig(theta=theta, kind=kind, **{name: parameters[name] for name in _ROPE_FIELDS[kind]})
+def _attention_bias(config: Any) -> dict[str, Any]:
+    return {"has_qkv_bias": config.attention_bias, "has_output_bias": config.attention_bias}
 
 
-_READERS: dict[str, Callable[[dict[str, Any], Path], ModelConfig]] = {"LlamaForCausalLM": _read_llama}
-"""By architecture: what reads its config.json."""
+def _biases(config: Any) -> dict[str, Any]:
+    return {**_attention_bias(config), "has_mlp_bias": config.mlp_bias}
+
+
+def _same_window(config: Any) -> list[int | None]:
+    return [config.sliding_window] * config.num_hidden_layers
+
+
+def _windows_by_type(config: Any) -> list[int | None]:
+    if unknown := set(config.layer_types) - {"full_attention", "sliding_attention"}:
+        raise CheckpointError(
+            f"layer type {min(unknown)!r} is not supported, only full_attention and sliding_attention"
+        )
+    window = config.sliding_window if getattr(config, "use_sliding_window", True) else None
+    return [window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
+def _gemma(config: Any) -> dict[str, Any]:
+    return {
+        **_attention_bias(config),
+        "norms": Norms.PRE_AND_POST,
+        "has_offset_norms": True,
+        "embedding_scale": config.hidden_size**0.5,
+        "attention_scale": config.query_pre_attn_scalar**-0.5,
+        "logits_softcap": config.final_logit_softcapping,
+    }
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("LlamaConfig", _biases),
+    "MistralForCausalLM": Family("MistralConfig", lambda config: {}, _same_window),  # noqa: ARG005
+    "Qwen2ForCausalLM": Family("Qwen2Config", lambda config: {"has_qkv_bias": True}, _windows_by_type),  # noqa: ARG005
+    "Qwen3ForCausalLM": Family(
+        "Qwen3Config", lambda config: {**_attention_bias(config), "qk_norm": QKNorm.HEAD}, _windows_by_type
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "SmolLM3Config",
+        _biases,
+        _windows_by_type,
+        lambda config: [config.rope_parameters if has_rope else None for has_rope in config.no_rope_layers],
+    ),
+    "GraniteForCausalLM": Family(
+        "GraniteConfig",
+        lambda config: {
+            **_biases(config),
+            "embedding_scale": config.embedding_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "attention_scale": config.attention_multiplier,
+            "logits_divisor": config.logits_scaling,
+        },
+    ),
+    "Phi3ForCausalLM": Family("Phi3Config", lambda config: {"has_fused_tensors": True}, _same_window),  # noqa: ARG005
+    "Olmo2ForCausalLM": Family(
+        "Olmo2Config",
+        lambda config: {**_attention_bias(config), "norms": Norms.POST, "qk_norm": QKNorm.ALL_HEADS},
+    ),
+    "Gemma2ForCausalLM": Family(
+        "Gemma2Config",
+        lambda config: {**_gemma(config), "attention_softcap": config.attn_logit_softcapping},
+        _windows_by_type,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "Gemma3TextConfig",
+        lambda config: {**_gemma(config), "qk_norm": QKNorm.HEAD},
+        _windows_by_type,
+        lambda config: [config.rope_parameters[kind] for kind in config.layer_types],
+    ),
+    "SeedOssForCausalLM": Family(
+        "SeedOssConfig", lambda config: {**_biases(config), "has_output_bias": config.attention_out_bias}
+    ),
+    "InternLM3ForCausalLM": Family(  # not every transformers has its class; its own fields are kept as they are
+        "LlamaConfig",
+        lambda config: {
+            "has_qkv_bias": getattr(config, "qkv_bias", False),
+            "has_output_bias": getattr(config, "bias", False),
+            "has_mlp_bias": getattr(config, "bias", False),
+        },
+    ),
+}
+"""By architecture, as `config.json` names it."""
+
+
+def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
+    """From the config.json of an architecture in `FAMILIES`. CheckpointError if it asks for what is not supported."""
+    family = FAMILIES[architecture]
+    refuse_unreadable(raw)
+    config_class: type[PreTrainedConfig] = getattr(transformers, family.config)
+    config: Any = config_class.from_dict(raw)
+    _check_sizes(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ropes = [None if rope is None else read_rope(rope, config.max_position_embeddings) for rope in family.ropes(config)]
+    fields = {
+        "activation": _read_activation(config),
+        "attention_scale": head_dim**-0.5,
+        **family.differences(config),
+    }
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        layers=tuple(map(LayerConfig, ropes, family.windows(config))),
+        max_position_embeddings=max([config.max_position_embeddings, *(rope.scaled_length for rope in ropes if rope)]),
+        dtype=read_dtype(config),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        is_tied=config.tie_word_embeddings,
+        **fields,
+    )
+
+
+def refuse_unreadable(raw: dict[str, Any]) -> None:
+    """CheckpointError for weights in a format that is not read, and for fields that would change results unseen."""
+    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
+        method = quantization.get("quant_method", "an unnamed method")
+        raise CheckpointError(
+            f"its weights are quantized with {method}, which cannot be read; choose a checkpoint in bfloat16, float16"
+            " or float32"
+        )
+    for name in _REFUSED_FIELDS:
+        if raw.get(name):
+            raise CheckpointError(f"{name} is not supported")
+
+
+def _check_sizes(config: Any) -> None:
+    for name in _POSITIVE_FIELDS:
+        if getattr(config, name) < 1:
+            raise CheckpointError(f"{name} must be at least 1, not {getattr(config, name)}")
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise CheckpointError(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads")
+
+
+def _read_activation(config: Any) -> Activation:
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(f"activation {name!r} is not supported, only {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def read_dtype(config: Any) -> DType:
+    """The number format of the weights. CheckpointError for one that is not computed in."""
+    name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if name not in tuple(DType):
+        raise CheckpointError(f"dtype {name} is not supported, only {', '.join(DType)}")
+    return DType(name)

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 import platform
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from chairlift.models.config import RopeConfig
+from chairlift.models.config import Activation
 
 logger = logging.getLogger(__name__)
 
@@ -78,41 +77,60 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, normalised in float32 (Zhang & Sennrich 2019), of a sum that is kept."""
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), or times 1 + weight, as Gemma has it."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, is_offset: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.is_offset = is_offset
 
-    def forward(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., size] -> [..., size]`"""
+        return _rms_norm(x, self.weight, self.eps, self.is_offset)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x + delta`, and that normalised: `[T, size]` each."""
-        return _add_rms_norm(x, delta, self.weight, self.eps)
+        return _add_rms_norm(x, delta, self.weight, self.eps, self.is_offset)
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up as one product (SwiGLU, Shazeer 2020)."""
+    """down(act(gate(x)) * up(x)), gate and up as one product (Shazeer 2020)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, has_bias: bool) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, has_bias: bool, activation: Activation = Activation.SILU
+    ) -> None:
         super().__init__()
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=has_bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=has_bias)
+        self._multiply = _silu_mul if activation is Activation.SILU else _gelu_tanh_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""
-        projected: torch.Tensor = self.down_proj(_silu_mul(self.gate_up_proj(x)))
+        projected: torch.Tensor = self.down_proj(self._multiply(self.gate_up_proj(x)))
         return projected
+
+
+def _normalised(x: torch.Tensor, weight: torch.Tensor, eps: float, is_offset: bool) -> torch.Tensor:
+    # On a CPU torch's own rms_norm is a composite of twice as many operators.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale: torch.Tensor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    if is_offset:
+        return (x * scale * (1.0 + weight.float())).to(x.dtype)
+    return (x * scale).to(x.dtype) * weight
+
+
+@compiled_on_gpu
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_offset: bool) -> torch.Tensor:
+    return _normalised(x, weight, eps, is_offset)
 
 
 @compiled_on_gpu
 def _add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, is_offset: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + delta
-    # On a CPU torch's own rms_norm is a composite of twice as many operators.
-    norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = norm.square_().div_(total.shape[-1]).add_(eps).rsqrt_()
-    return total, (total * scale).to(total.dtype) * weight
+    return total, _normalised(total, weight, eps, is_offset)
 
 
 @compiled_on_gpu
@@ -122,36 +140,26 @@ def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def rope_tables(config: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
-    """Cosines and sines of every position: float32 `[2, max_seq_len, head_dim]`, both halves of a head alike."""
-    frequencies = _inverse_frequencies(config, head_dim).to(device)
-    angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32, device=device), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
-    return torch.stack((angles.cos(), angles.sin()))
+@compiled_on_gpu
+def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`[T, 2 N] -> [T, N]`"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 @compiled_on_gpu
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads `[T, H, D]` by their positions' angles `[T, 1, D]` (halves paired, as in Hugging Face)."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+    """Rotates the first R dimensions of heads `[T, H, D]` by their positions' angles `[T, 1, R]`.
+
+    Halves of the R are paired, as in Hugging Face.
+    """
+    rotated = x[..., : cos.shape[-1]]
+    low, high = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-high, low), dim=-1) * sin
+    return rotated if cos.shape[-1] == x.shape[-1] else torch.cat((rotated, x[..., cos.shape[-1] :]), dim=-1)
 
 
-def _inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 `[head_dim / 2]`: theta^(-2i/d) (Su et al. 2021), stretched for longer contexts if so configured."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / config.theta**exponents
-    if config.kind == "linear":
-        return frequencies / config.factor
-    if config.kind == "llama3":
-        return _llama3_frequencies(frequencies, config)
-    return frequencies
-
-
-def _llama3_frequencies(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Llama 3.1's rule: long wavelengths are stretched by `factor`, short ones kept, a smooth passage between."""
-    wavelengths = 2 * math.pi / frequencies
-    turns = config.original_max_position_embeddings / wavelengths
-    smooth = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    smooth = smooth.clamp(0.0, 1.0)
-    return (1 - smooth) * frequencies / config.factor + smooth * frequencies
+@compiled_on_gpu
+def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """c tanh(x / c): nearly x where it is small, and never beyond c."""
+    return torch.tanh(scores / cap) * cap

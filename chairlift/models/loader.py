@@ -1,37 +1,57 @@
 """Strict loading of a checkpoint into a model, tensor by tensor, file by file.
 
 Weights go straight to their places on the model's device, so that the host never holds more than one tensor of them.
-A model says in two tables what cannot be seen from its parameters: `fused` (which checkpoint tensors are stacked into
-one parameter, in order) and `ignored_tensors` (what a checkpoint may hold although the model has no use for it).
+A model says in three tables what cannot be seen from its parameters: `renamed` (what a checkpoint calls its modules),
+`fused` (which checkpoint tensors are stacked into one parameter, in order) and `ignored_tensors` (what a checkpoint may
+hold although the model has no use for it).
 """
 
 import logging
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, ConfigurationError
+from chairlift.models.adapter import ATTENTION, AdaptedConfig, AdaptedDecoder
 from chairlift.models.checkpoint import Checkpoint, WeightReader
-from chairlift.models.config import ModelConfig
-from chairlift.models.llama import Llama
+from chairlift.models.config import ModelConfig, ModelShape
+from chairlift.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
+
+_COST_OF_ADAPTER = "twice as long in torch, and more beside native code"
 
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 
 
-def load_model(checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: int) -> Llama:
-    """The model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor."""
+def load_model(
+    checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: int, num_positions: int | None = None
+) -> Decoder:
+    """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
+
+    `num_positions` that slots have memory for; None: `max_seq_len`.
+    """
     start = time.perf_counter()
     model = _empty_model(checkpoint.config, dtype, device)
     _load_weights(model, WeightReader(checkpoint.weight_files))
-    model.finalize(max_seq_len)
+    model.finalize(max_seq_len, num_positions)
     _log("loaded %s: %.1f MB of %s weights in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
-def make_dummy_model(checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: int, seed: int) -> Llama:
+def make_dummy_model(
+    checkpoint: Checkpoint,
+    dtype: DType,
+    device: str,
+    seed: int,
+    max_seq_len: int,
+    num_positions: int | None = None,
+) -> Decoder:
     """The model with random weights that depend on the seed and the kind of device; only the configuration is read.
 
     Matrices are normal with deviation 1 / sqrt(inputs), so that products keep the scale of what goes in (LeCun et al.,
@@ -44,15 +64,74 @@ def make_dummy_model(checkpoint: Checkpoint, dtype: DType, device: str, max_seq_
         if parameter.dim() == 2:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
         else:
-            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
-    model.finalize(max_seq_len)
+            parameter.fill_(0.0 if name.endswith(".bias") or model.config.has_offset_norms else 1.0)
+    model.finalize(max_seq_len, num_positions)
     _log("made up weights for %s: %.1f MB in %s in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
-def _empty_model(config: ModelConfig, dtype: DType, device: str) -> Llama:
+def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> AdaptedDecoder:
+    """A decoder that is in no family, in transformers' code. It is in the host's memory before it is on the device.
+
+    CheckpointError as for `load_model`.
+    """
+    start = time.perf_counter()
+    config = checkpoint.config
+    assert isinstance(config, AdaptedConfig), "families have a wiring of their own"
+    logger.info("%s", config.describe())
+    logger.warning(
+        "%s runs in transformers' own code over the cache's slots, which takes longer than the families' wiring: a"
+        " decode step of a small model about %s",
+        config.architecture,
+        _COST_OF_ADAPTER,
+    )
+    source, report = _load_in_transformers(checkpoint, config, dtype)
+    _refuse_differences(report["missing_keys"], report["unexpected_keys"])
+    model = AdaptedDecoder(source.to(device).eval().requires_grad_(False))
+    _log("loaded %s: %.1f MB of %s weights in %.2f s", checkpoint, model, dtype, start)
+    return model
+
+
+def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: DType) -> tuple[Any, dict[str, Any]]:
+    """The model, and what its tensors and the checkpoint's do not have in common."""
+    assert checkpoint.weight_files, "an index may name no file outside"
+    bars: Any = transformers_logging
+    has_bar = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint.directory,
+            config=config.source,
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # the files may hold anything; whatever transformers makes of it is about them
+        raise CheckpointError(f"{checkpoint.directory} cannot be loaded: {' '.join(str(error).split())}") from error
+    finally:
+        if has_bar:
+            bars.enable_progress_bar()
+    model, report = loaded
+    return model, report
+
+
+def count_parameters(config: ModelShape) -> int:
+    """Weights, biases and norms of a model of that description; a tied head counts once. Allocates nothing."""
+    if isinstance(config, AdaptedConfig):
+        return config.num_parameters
+    assert isinstance(config, ModelConfig)
     with torch.device("meta"):
-        model = Llama(config)
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())
+
+
+def _empty_model(config: ModelShape, dtype: DType, device: str) -> Decoder:
+    assert isinstance(config, ModelConfig), "other decoders are loaded by load_adapted"
+    logger.info("%s", config.describe())
+    with torch.device("meta"):
+        model = Decoder(config)
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.num_bytes
     try:
         return model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
@@ -63,24 +142,34 @@ def _empty_model(config: ModelConfig, dtype: DType, device: str) -> Llama:
         ) from error
 
 
-def _log(message: str, checkpoint: Checkpoint, model: Llama, dtype: DType, start: float) -> None:
+def _log(message: str, checkpoint: Checkpoint, model: Decoder | AdaptedDecoder, dtype: DType, start: float) -> None:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     logger.info(message, checkpoint.directory, num_bytes / 1e6, dtype, time.perf_counter() - start)
 
 
-def _load_weights(model: Llama, reader: WeightReader) -> None:
+def _load_weights(model: Decoder, reader: WeightReader) -> None:
     """Fills every parameter from the reader. CheckpointError if names or shapes do not match exactly."""
     places: dict[str, torch.Tensor] = {}  # by tensor of the checkpoint: a parameter, or some rows of a fused one
     for name, parameter in model.named_parameters():
-        places |= _places_in(name, parameter, model.fused)
-    missing = sorted(places.keys() - reader.names)
-    leftover = sorted(reader.names - places.keys() - model.ignored_tensors(reader.names))
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks {_listed(missing)}")
-    if leftover:
-        raise CheckpointError(f"the checkpoint has tensors that this model has no place for: {_listed(leftover)}")
+        places |= _places_in(_renamed(name, model.renamed), parameter, model.fused)
+    ignored = model.ignored_tensors(reader.names)
+    _refuse_differences(places.keys() - reader.names, reader.names - places.keys() - ignored)
     for name in sorted(places, key=reader.file_of):
         _fill(places[name], name, reader)
+
+
+def _refuse_differences(missing: Iterable[str], leftover: Iterable[str]) -> None:
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {_listed(sorted(missing))}")
+    if leftover:
+        raise CheckpointError(
+            f"the checkpoint has tensors that this model has no place for: {_listed(sorted(leftover))}"
+        )
+
+
+def _renamed(name: str, modules: dict[str, str]) -> str:
+    """The checkpoint's name for a parameter."""
+    return ".".join(modules.get(part, part) for part in name.split("."))
 
 
 def _places_in(name: str, parameter: torch.Tensor, fused: dict[str, dict[str, int]]) -> dict[str, torch.Tensor]:

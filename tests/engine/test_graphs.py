@@ -28,6 +28,7 @@ from chairlift.engine.sampling.drawing import (
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.config import ModelShape
 from chairlift.scheduler import Request
 from tests.engine.support import ENGINE, GREEDY, PROMPTS, TINY, VOCAB_SIZE, make_request, state_of, tokens_of
 from tests.engine.test_overlap import CASES
@@ -61,7 +62,11 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Records the graphs of engines that `make` makes, whose attention looks at nothing but tensors."""
-    monkeypatch.setattr(forward_module, "load_backend", lambda *_: TorchBackend(is_in_place=False))
+
+    def load_copying(_: object, model: ModelShape, *__: object) -> TorchBackend:
+        return TorchBackend(model.attention, is_in_place=False)
+
+    monkeypatch.setattr(forward_module, "load_backend", load_copying)
     return Recorder()
 
 

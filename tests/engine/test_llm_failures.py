@@ -8,7 +8,7 @@ import torch
 
 from chairlift.engine.core import EngineCore
 from chairlift.errors import EngineClosed, EngineDead, InvalidRequest, QueueFull
-from chairlift.models.llama import Llama
+from chairlift.models.decoder import Decoder
 from chairlift.params import RequestOptions
 from chairlift.scheduler import Scheduler, TokenEvent
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
@@ -30,16 +30,16 @@ def stepping(core: EngineCore, error: BaseException, after: int) -> Callable[[],
 
 def fail_forward(patch: pytest.MonkeyPatch, error: BaseException, after: int) -> None:
     """The model raises in the middle of a step, once, after that many forward passes."""
-    forward, num_left = Llama.forward, after
+    forward, num_left = Decoder.forward, after
 
-    def forward_or_raise(self: Llama, *args: Any) -> torch.Tensor:
+    def forward_or_raise(self: Decoder, *args: Any) -> torch.Tensor:
         nonlocal num_left
         num_left -= 1
         if num_left == -1:
             raise error
         return forward(self, *args)
 
-    patch.setattr(Llama, "forward", forward_or_raise)
+    patch.setattr(Decoder, "forward", forward_or_raise)
 
 
 def test_one_bad_prompt_among_good_ones_is_refused_before_anything_is_computed(

@@ -20,7 +20,9 @@ from tests.engine.support import make_tiny_checkpoint, resolved_config
 from tests.models.cpu.support import BASE
 
 GIB = 2**30
-SHAPE = replace(BASE, num_layers=16, num_kv_heads=8, head_dim=64)  # 64 KiB of float32 cache a token, 4 MiB a slot
+SHAPE = replace(
+    BASE, layers=BASE.layers * 8, num_kv_heads=8, head_dim=64
+)  # 64 KiB of float32 cache a token, 4 MiB a slot
 
 
 def test_a_cpu_has_float32_and_free_memory() -> None:

@@ -9,7 +9,7 @@ import pytest
 from chairlift.config import AttentionBackend, DType, EngineConfig, LoadFormat, Quantization, ResolvedConfig
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots, resolve
 from chairlift.errors import ChairliftError, ConfigurationError
-from chairlift.models.config import ModelConfig
+from chairlift.models.config import ModelConfig, ModelShape
 from tests.models.cpu.support import BASE
 
 GIB = 2**30
@@ -17,7 +17,13 @@ GIB = 2**30
 # In bfloat16 0.5 GiB of weights, and 64 KiB of cache per token.
 NUM_PARAMETERS = 2**28
 MODEL = replace(
-    BASE, dtype=DType.BFLOAT16, max_position_embeddings=8192, num_layers=32, num_heads=8, num_kv_heads=8, head_dim=64
+    BASE,
+    dtype=DType.BFLOAT16,
+    max_position_embeddings=8192,
+    layers=BASE.layers * 16,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
 )
 CPU = MachineFacts("cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB, num_threads=6)
 OLD_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}), has_fast_cpu_kernels=False)
@@ -32,8 +38,8 @@ NOT_INSTALLED: Obstacles = {AttentionBackend.FLASH_ATTN: "the package is not ins
 def resolved(
     machine: MachineFacts = CPU, shape: ModelConfig = MODEL, obstacles: Obstacles = NO_OBSTACLES, **config: Any
 ) -> ResolvedConfig:
-    def find_obstacle(backend: AttentionBackend, head_dim: int, dtype: DType, device: str) -> str | None:
-        assert (head_dim, device) == (shape.head_dim, machine.device)
+    def find_obstacle(backend: AttentionBackend, model: ModelShape, dtype: DType, device: str) -> str | None:
+        assert (model, device) == (shape, machine.device)
         if backend is AttentionBackend.FLASH_ATTN and dtype is DType.FLOAT32:
             return "not in float32"
         return obstacles.get(backend)

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import Backend, BatchMetadata
+from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata
 from chairlift.models.attention.torch_sdpa import TorchBackend
 
 NUM_LAYERS = 3
@@ -16,7 +16,11 @@ NUM_SLOTS = 32
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 POISON = 1e4  # finite, as the cache promises, and enough to ruin any output that it touches
 CPU = torch.device("cpu")
-IN_PLACE = TorchBackend()
+
+
+def plain(head_dim: int) -> AttentionConfig:
+    """Scores divided by sqrt(head_dim), and every key seen."""
+    return AttentionConfig(head_dim**-0.5, (None,) * NUM_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,18 @@ def random_tokens(
     return Tokens(query, key, value)
 
 
-def reference(tokens: Tokens) -> torch.Tensor:
-    """softmax(q k / sqrt(d)) v over all earlier tokens, in float32: `[B, L, Hq, D]`."""
+def reference(tokens: Tokens, config: AttentionConfig | None = None) -> torch.Tensor:
+    """Attention of layer `LAYER` over all earlier tokens, in float32: `[B, L, Hq, D]`. None: plain attention."""
+    config = config or plain(tokens.query.shape[-1])
     query, key, value = (x.float().transpose(1, 2) for x in (tokens.query, tokens.key, tokens.value))
     group_size = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)
-    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
-    is_later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-    attended: torch.Tensor = scores.masked_fill(is_later, -torch.inf).softmax(-1) @ value
+    scores = query @ key.transpose(2, 3) * config.scale
+    if config.softcap is not None:
+        scores = config.softcap * torch.tanh(scores / config.softcap)
+    ages = torch.arange(scores.shape[2])[:, None] - torch.arange(scores.shape[3])
+    is_hidden = (ages < 0) | (ages >= (config.windows[LAYER] or len(ages)))
+    attended: torch.Tensor = scores.masked_fill(is_hidden.to(scores.device), -torch.inf).softmax(-1) @ value
     return attended.transpose(1, 2)
 
 
@@ -130,9 +138,13 @@ def make_cache(
 
 
 def attend(
-    manager: ContinuousBatchingKVCacheManager, rows: Sequence[Row], tokens: Tokens, backend: Backend = IN_PLACE
+    manager: ContinuousBatchingKVCacheManager, rows: Sequence[Row], tokens: Tokens, backend: Backend | None = None
 ) -> torch.Tensor:
-    """Attention of the rows' new tokens, which are committed; heads of all devices: `[T, Hq, D]`."""
+    """Attention of the rows' new tokens, which are committed; heads of all devices: `[T, Hq, D]`.
+
+    `backend` None: plain attention in torch, in place.
+    """
+    backend = backend or TorchBackend(plain(tokens.query.shape[-1]))
     inputs = manager.fetch([row.slot for row in rows], [row.num_new for row in rows])
     outputs = [
         backend.prepare(batch_of(rows, collection.blocks.device), collection)(

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+from chairlift.models.attention import AttentionConfig
+from chairlift.models.attention.batch import token_slots
+from chairlift.models.attention.torch_sdpa import TorchBackend, attend_alone
 from tests.models.attention_support import (
     BATCHES,
     DECODE,
-    IN_PLACE,
     LAYER,
     NUM_SLOTS,
     POISON,
@@ -20,9 +24,12 @@ from tests.models.attention_support import (
     batch_of,
     make_cache,
     new_parts,
+    plain,
     random_tokens,
     reference,
 )
+
+IN_PLACE = TorchBackend(plain(16))
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +48,62 @@ def test_attention_through_the_views_equals_attention_over_padded_copies(rows: l
     output = attend(make_cache(rows, tokens), rows, tokens)
     assert output.dtype == dtype
     assert_near(output, new_parts(reference(tokens), rows))
+
+
+SPECIAL = {
+    "window": AttentionConfig(0.2, (None, None, 7)),
+    "window of one": AttentionConfig(0.25, (None, None, 1)),
+    "wide window": AttentionConfig(0.25, (None, None, 4000)),
+    "soft cap": AttentionConfig(0.25, (None, None, None), 0.7),
+    "window and soft cap": AttentionConfig(0.3, (3, None, 12), 0.7),
+}
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+@pytest.mark.parametrize("config", SPECIAL.values(), ids=SPECIAL.keys())
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
+def test_scale_soft_cap_and_the_layer_s_window_are_obeyed(
+    rows: list[Row], config: AttentionConfig, is_in_place: bool
+) -> None:
+    tokens = random_tokens(rows)
+    output = attend(
+        make_cache(rows, tokens, background=POISON), rows, tokens, TorchBackend(config, is_in_place=is_in_place)
+    )
+    assert_near(output, new_parts(reference(tokens, config), rows))
+
+
+@pytest.mark.parametrize("config", SPECIAL.values(), ids=SPECIAL.keys())
+def test_tokens_that_attend_alone_obey_them_too(config: AttentionConfig) -> None:
+    rows = BATCHES["mixed"]
+    tokens = random_tokens(rows)
+    (collection,) = make_cache(rows, tokens, background=POISON).fetch(
+        [row.slot for row in rows], [row.num_new for row in rows]
+    )
+    batch = batch_of(rows)
+    attend_layer = attend_alone(config, token_slots(batch, collection), batch.positions, collection)
+    assert_near(attend_layer(LAYER, *tokens.new_parts(rows)), new_parts(reference(tokens, config), rows))
+
+
+class _Reads(TorchFunctionMode):
+    """Counts the keys that attention's products look at."""
+
+    num_keys = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.num_keys += args[1].shape[-2]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_a_decode_step_reads_no_more_than_the_window(is_in_place: bool) -> None:
+    config = AttentionConfig(0.25, (None, None, 9))
+    for num_cached in (20, 200, 2000):
+        rows = [Row(3, num_cached, 1)]
+        tokens = random_tokens(rows)
+        with _Reads() as reads:
+            attend(make_cache(rows, tokens, num_slots=4), rows, tokens, TorchBackend(config, is_in_place=is_in_place))
+        assert reads.num_keys == 9
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import varlen
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import Backend, BatchMetadata
+from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata
 from chairlift.models.attention.batch import view_length
 from chairlift.models.attention.flash import (
     FlashAttn3Backend,
@@ -34,6 +34,7 @@ from tests.models.attention_support import (
     batch_of,
     make_cache,
     new_parts,
+    plain,
     random_tokens,
     reference,
 )
@@ -43,14 +44,20 @@ from tests.support.gpu import GPU_MARKS, needs_gpu, needs_package
 HEAD_DIM = 64
 PAGE_SIZE = 256
 MIXED = [*DECODE, *PREFILL]
+PLAIN = plain(HEAD_DIM)
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A backend, and where its kernels (or their references) run."""
 
-    backend: Backend
+    name: str
     device: torch.device
+    config: AttentionConfig = PLAIN
+
+    @property
+    def backend(self) -> Backend:
+        return make_backend(self.name, self.config)
 
     def tokens(
         self, rows: list[Row], num_heads: int = 4, num_kv_heads: int = 2, dtype: torch.dtype = torch.bfloat16
@@ -68,12 +75,12 @@ class Loaded:
         return batch_of(rows, self.device)
 
 
-def make_backend(name: str) -> Backend:
+def make_backend(name: str, config: AttentionConfig) -> Backend:
     if name == "torch_varlen":
-        return TorchVarlenBackend()
+        return TorchVarlenBackend(config)
     if name == "torch_copied":
-        return TorchBackend(is_in_place=False)
-    return FlashAttn3Backend() if name == "flash_attn_3" else FlashAttnBackend()
+        return TorchBackend(config, is_in_place=False)
+    return FlashAttn3Backend(config) if name == "flash_attn_3" else FlashAttnBackend(config)
 
 
 # What each backend needs on a GPU
@@ -101,7 +108,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
             stack.enter_context(flash_attn_reference.installed())
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(varlen, "varlen_attn_out", varlen_reference.varlen_attn_out, raising=False)
-        yield Loaded(make_backend(name), torch.device(device))
+        yield Loaded(name, torch.device(device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -117,6 +124,24 @@ def test_attention_equals_attention_over_padded_copies(loaded: Loaded, rows: lis
 def test_query_heads_share_key_heads_in_every_ratio(loaded: Loaded, num_heads: int, num_kv_heads: int) -> None:
     tokens = loaded.tokens(MIXED, num_heads, num_kv_heads)
     assert_near(loaded.attend(MIXED, tokens), new_parts(reference(tokens), MIXED))
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("window", [1, 7, 4000])
+def test_scale_and_the_layer_s_window_are_obeyed(loaded: Loaded, rows: list[Row], window: int) -> None:
+    tokens, config = loaded.tokens(rows), AttentionConfig(0.2, (None, None, window))
+    output = replace(loaded, config=config).attend(rows, tokens, background=POISON)
+    assert_near(output, new_parts(reference(tokens, config), rows))
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
+def test_a_soft_cap_is_obeyed_by_those_that_have_one(loaded: Loaded, rows: list[Row]) -> None:
+    if loaded.name == "torch_varlen":
+        assert not is_varlen_available(HEAD_DIM, torch.bfloat16, softcap=0.7)
+        return
+    tokens, config = loaded.tokens(rows), AttentionConfig(0.125, (None, 4, 12), 0.7)
+    output = replace(loaded, config=config).attend(rows, tokens)
+    assert_near(output, new_parts(reference(tokens, config), rows))
 
 
 LONG = [Row(3, 700, 1), Row(0, 255, 1), Row(17, 256, 1), Row(9, 511, 1), Row(30, 300, 40), Row(5, 0, 270)]
@@ -185,7 +210,7 @@ def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Lo
 @pytest.mark.parametrize("name", [pytest.param(name, marks=KERNELS[name]) for name in KERNELS])
 @needs_gpu
 def test_nothing_waits_for_the_device(name: str, rows: list[Row]) -> None:
-    loaded = Loaded(make_backend(name), torch.device("cuda"))
+    loaded = Loaded(name, torch.device("cuda"))
     tokens = loaded.tokens(rows)
     inputs = loaded.cache(rows, tokens).fetch([row.slot for row in rows], [row.num_new for row in rows])
     batch, parts = loaded.batch(rows), tokens.new_parts(rows)
@@ -200,7 +225,7 @@ def test_nothing_waits_for_the_device(name: str, rows: list[Row]) -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=KERNELS[name]) for name in KERNELS])
 @needs_gpu
 def test_a_captured_decode_step_serves_other_slots_and_lengths(name: str) -> None:
-    loaded = Loaded(make_backend(name), torch.device("cuda"))
+    loaded = Loaded(name, torch.device("cuda"))
     others = [Row(31, 200, 1), Row(4, 1, 1), Row(9, 77, 1), Row(20, 0, 1)]
     tokens = loaded.tokens([*DECODE, *others])
     manager = loaded.cache([*DECODE, *others], tokens)

@@ -1,5 +1,6 @@
 """What keeps a backend from running; which flash-attn is used where; what the references of its kernels refuse."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from chairlift.models import cpu
 from chairlift.models.attention.flash import find_flash_attn, is_varlen_available
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.backends import find_obstacle, load_backend
+from chairlift.models.config import ModelConfig
+from tests.models.cpu.support import BASE
 from tests.support.flash_attn_reference import (
     flash_attn_3_with_kvcache,
     flash_attn_varlen_func,
@@ -51,14 +54,14 @@ def test_the_backend_is_that_of_the_version(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with installed():
-        backend = load_backend(AttentionBackend.FLASH_ATTN, 64, torch.bfloat16, CUDA)
+        backend = load_backend(AttentionBackend.FLASH_ATTN, BASE, torch.bfloat16, CUDA)
     assert type(backend).__name__ == name
 
 
 def test_a_package_that_cannot_be_imported_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: AMPERE)
     with installed(), module("flash_attn", {}), pytest.raises(ConfigurationError) as caught:
-        load_backend(AttentionBackend.FLASH_ATTN, 64, torch.bfloat16, CUDA)
+        load_backend(AttentionBackend.FLASH_ATTN, BASE, torch.bfloat16, CUDA)
     message = str(caught.value)
     assert message.startswith("flash-attn cannot be imported (cannot import name")
     assert message.endswith(f"reinstall it for torch {torch.__version__}, or choose attention_backend torch")
@@ -67,7 +70,11 @@ def test_a_package_that_cannot_be_imported_is_one_clear_line(monkeypatch: pytest
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float32), (264, torch.bfloat16), (60, torch.bfloat16)])
 def test_torch_copies_slots_for_what_its_flash_kernels_do_not_take(head_dim: int, dtype: torch.dtype) -> None:
     assert not is_varlen_available(head_dim, dtype)
-    assert isinstance(load_backend(AttentionBackend.TORCH, head_dim, dtype, CUDA), TorchBackend)
+    assert isinstance(load_backend(AttentionBackend.TORCH, shape(head_dim), dtype, CUDA), TorchBackend)
+
+
+def shape(head_dim: int) -> ModelConfig:
+    return replace(BASE, head_dim=head_dim, attention_scale=head_dim**-0.5)
 
 
 OBSTACLES = [
@@ -101,14 +108,14 @@ def test_a_backend_says_what_keeps_it_from_running_a_model(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: AMPERE)
     with installed():
-        assert find_obstacle(backend, head_dim, dtype, device) == obstacle
+        assert find_obstacle(backend, shape(head_dim), dtype, device) == obstacle
 
 
 @needs_kernels
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
 def test_nothing_keeps_native_code_from_running_such_models(head_dim: int, dtype: DType) -> None:
-    assert find_obstacle(AttentionBackend.CPU, head_dim, dtype, "cpu") is None
+    assert find_obstacle(AttentionBackend.CPU, shape(head_dim), dtype, "cpu") is None
 
 
 def test_without_a_compiler_there_is_no_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +123,7 @@ def test_without_a_compiler_there_is_no_native_code(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     said = "there is no C++ compiler 'no-such-compiler'; install g++, or name one in $CXX"
-    assert find_obstacle(AttentionBackend.CPU, 64, DType.FLOAT32, "cpu") == said
+    assert find_obstacle(AttentionBackend.CPU, shape(64), DType.FLOAT32, "cpu") == said
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,7 @@ def test_a_gpu_that_is_too_old_or_without_the_package(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with module("flash_attn", None), module("flash_attn_interface", None):
-        assert find_obstacle(AttentionBackend.FLASH_ATTN, 64, DType.BFLOAT16, "cuda:0") == said
+        assert find_obstacle(AttentionBackend.FLASH_ATTN, shape(64), DType.BFLOAT16, "cuda:0") == said
 
 
 # The references, each with arguments that it takes, and with one of them spoiled
@@ -155,6 +162,9 @@ def decode_arguments() -> Arguments:
         "cache_seqlens": int32(5, 255),
         "cache_batch_idx": int32(2, 0),
         "causal": True,
+        "softmax_scale": 0.25,
+        "softcap": 0.0,
+        "window_size": (-1, -1),
     }
 
 
@@ -168,6 +178,9 @@ def varlen_arguments() -> Arguments:
         "max_seqlen_q": 3,
         "max_seqlen_k": 9,
         "causal": True,
+        "softmax_scale": 0.25,
+        "softcap": 0.0,
+        "window_size": (-1, -1),
         "block_table": int32(2, 0).unsqueeze(1),
     }
 
@@ -240,8 +253,8 @@ def test_a_reference_refuses_what_its_kernel_cannot_be_given(function: Any, argu
     ],
 )
 def test_a_reference_knows_only_the_arguments_that_are_passed(function: Any, arguments: Any) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'softcap'"):
-        function(**arguments(), softcap=1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'alibi_slopes'"):
+        function(**arguments(), alibi_slopes=None)
 
 
 def test_the_causal_mask_is_aligned_to_the_last_key() -> None:

@@ -8,7 +8,15 @@ import pytest
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError
-from chairlift.models.config import ModelConfig, RopeConfig, read_model_config
+from chairlift.models.checkpoint import read_model_config
+from chairlift.models.config import (
+    Activation,
+    LayerConfig,
+    ModelConfig,
+    Norms,
+    QKNorm,
+)
+from chairlift.models.rope import RopeConfig
 from tests.support.checkpoints import SMALL
 
 LLAMA: dict[str, Any] = {**SMALL, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
@@ -37,19 +45,18 @@ def refusal(directory: Path) -> str:
 
 def test_a_config_is_read_in_full(tmp_path: Path) -> None:
     assert read_model_config(write(tmp_path, rms_norm_eps=1e-5, dtype="bfloat16")) == ModelConfig(
+        architecture="LlamaForCausalLM",
         vocab_size=320,
         hidden_size=64,
         intermediate_size=96,
-        num_layers=3,
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=10000.0),
+        layers=(LayerConfig(RopeConfig(theta=10000.0)),) * 3,
+        attention_scale=0.25,
         max_position_embeddings=256,
         is_tied=False,
-        has_attention_bias=False,
-        has_mlp_bias=False,
         dtype=DType.BFLOAT16,
     )
 
@@ -66,7 +73,9 @@ def test_keys_and_values_of_a_token_are_counted_over_all_layers(tmp_path: Path) 
         ({"num_key_value_heads": None}, "num_kv_heads", 4),
         ({"num_key_value_heads": 1}, "num_kv_heads", 1),
         ({"tie_word_embeddings": True}, "is_tied", True),
-        ({"attention_bias": True}, "has_attention_bias", True),
+        ({"attention_bias": True}, "has_qkv_bias", True),
+        ({"attention_bias": True}, "has_output_bias", True),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "activation", Activation.GELU_TANH),
         ({"mlp_bias": True}, "has_mlp_bias", True),
         ({"torch_dtype": "bfloat16"}, "dtype", DType.BFLOAT16),
         ({"dtype": "float16"}, "dtype", DType.FLOAT16),
@@ -81,8 +90,8 @@ def test_swish_is_another_name_for_silu(tmp_path: Path) -> None:
     assert read_model_config(write(tmp_path, hidden_act="swish")) == read_model_config(write(tmp_path))
 
 
-LINEAR = RopeConfig(theta=500.0, kind="linear", factor=3.0)
-LLAMA3 = RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 32)
+LINEAR = RopeConfig(500.0, "linear", (("factor", 3.0),))
+LLAMA3 = RopeConfig(500.0, "llama3", tuple(sorted(LLAMA3_FACTORS.items())))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +110,65 @@ LLAMA3 = RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 32)
     ],
 )
 def test_rotary_settings_of_old_and_new_configs(tmp_path: Path, fields: dict[str, Any], rope: RopeConfig) -> None:
-    assert read_model_config(write(tmp_path, **fields)).rope == rope
+    assert read_model_config(write(tmp_path, **fields)).layers == (LayerConfig(rope),) * 3
+
+
+# Families
+
+
+def layers_of(directory: Path, **fields: Any) -> list[tuple[str | None, int | None]]:
+    """The kind of rope and the window of each layer."""
+    layers = read_model_config(write(directory, **fields)).layers
+    return [(layer.rope.kind if layer.rope else None, layer.window) for layer in layers]
+
+
+def test_a_window_may_be_everywhere_or_in_some_layers(tmp_path: Path) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9}
+    assert layers_of(tmp_path, **mistral) == [("default", 9)] * 3
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 9, "max_window_layers": 1}
+    assert layers_of(tmp_path, **qwen, use_sliding_window=False) == [("default", None)] * 3
+    assert layers_of(tmp_path, **qwen, use_sliding_window=True) == [("default", None), ("default", 9), ("default", 9)]
+    assert layers_of(tmp_path, sliding_window=9) == [("default", None)] * 3  # a Llama has none
+
+
+def test_layers_without_rope_are_listed(tmp_path: Path) -> None:
+    smollm = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0, 1]}
+    assert layers_of(tmp_path, **smollm) == [("default", None), (None, None), ("default", None)]
+
+
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 9,
+    "sliding_window_pattern": 3,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "query_pre_attn_scalar": 64,
+}
+
+
+def test_of_a_gemma_norms_stand_on_both_sides_and_rope_has_two_bases(tmp_path: Path) -> None:
+    config = read_model_config(write(tmp_path, **GEMMA3))
+    assert isinstance(config, ModelConfig)
+    local = LayerConfig(RopeConfig(1e4), 9)
+    assert config.layers == (local, local, LayerConfig(RopeConfig(1e6)))
+    assert (config.norms, config.qk_norm) == (Norms.PRE_AND_POST, QKNorm.HEAD)
+    assert (config.attention_scale, config.embedding_scale) == (0.125, 8.0)
+
+
+def test_a_yarn_or_dynamic_rope_makes_room_for_more_positions(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    stretched = read_model_config(write(tmp_path, rope_parameters=yarn))
+    assert (stretched.max_position_embeddings, stretched.unscaled_positions) == (1024, 1024)
+    dynamic = read_model_config(write(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 4.0}))
+    assert (dynamic.max_position_embeddings, dynamic.unscaled_positions) == (1024, 256)
+
+
+def test_a_config_is_described_in_one_line(tmp_path: Path) -> None:
+    assert read_model_config(write(tmp_path, **GEMMA3)).describe() == (
+        "Gemma3ForCausalLM: 3 layers, 4/2 heads of 256, vocabulary 320, rope default, window 9 in 2 layers"
+    )
 
 
 # Refusals
@@ -120,28 +187,26 @@ def test_a_file_that_is_no_json_object(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("architectures", "said"),
     [
-        (["MistralForCausalLM"], "MistralForCausalLM"),
-        (["LlamaForSequenceClassification"], "LlamaForSequenceClassification"),
-        ([], "no architecture"),
-        (None, "no architecture"),
+        (["MadeUpForCausalLM"], "MadeUpForCausalLM is not supported: transformers has no decoder of that name"),
+        (["LlamaForSequenceClassification"], "LlamaForSequenceClassification is not supported: transformers has no"),
+        ([], "it names no architecture"),
+        (None, "it names no architecture"),
     ],
 )
-def test_another_architecture_is_named_beside_the_supported_one(
+def test_an_architecture_that_is_no_decoder_is_named(
     tmp_path: Path, architectures: list[str] | None, said: str
 ) -> None:
-    message = refusal(write(tmp_path, architectures=architectures))
-    assert said in message
-    assert message.endswith("supported: LlamaForCausalLM")
+    assert said in refusal(write(tmp_path, architectures=architectures))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
 def test_an_unknown_activation_is_named(tmp_path: Path, activation: str) -> None:
     assert refusal(write(tmp_path, hidden_act=activation)).endswith(
-        f"hidden_act {activation!r} is not supported, only silu"
+        f"activation {activation!r} is not supported, only silu, swish, gelu_pytorch_tanh, gelu_new"
     )
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "made-up"])
+@pytest.mark.parametrize("kind", ["proportional", "su", "made-up"])
 @pytest.mark.parametrize(
     "spelling", [("rope_scaling", "type"), ("rope_scaling", "rope_type"), ("rope_parameters", "rope_type")]
 )
@@ -151,13 +216,16 @@ def test_an_unsupported_kind_of_rope_is_named_in_every_spelling(
     section, key = spelling
     rope = {key: kind, "factor": 2.0, "rope_theta": 500.0, "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
     message = refusal(write(tmp_path, **{section: rope}))
-    assert f"rope type '{kind}' is not supported, only default, linear, llama3" in message
+    assert f"rope type '{kind}' is not supported, only default, dynamic, linear, llama3, longrope, yarn" in message
 
 
 @pytest.mark.parametrize(
     ("rope", "said"),
     [
         ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "dynamic"}, "factor"),
+        ({"rope_type": "yarn"}, "factor"),
+        ({"rope_type": "longrope", "long_factor": [1.0] * 8}, "short_factor"),
         ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}, "low_freq_factor"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq_factor"),
     ],
@@ -191,3 +259,22 @@ def test_a_field_of_the_wrong_type_is_named_in_one_line(tmp_path: Path, field: s
 
 def test_an_odd_head_size_cannot_be_rotated(tmp_path: Path) -> None:
     assert "head_dim" in refusal(write(tmp_path, head_dim=15))
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "bitsandbytes", "compressed-tensors"])
+def test_a_quantization_that_cannot_be_read_is_named(tmp_path: Path, method: str) -> None:
+    message = refusal(write(tmp_path, quantization_config={"quant_method": method, "bits": 4}))
+    assert f"its weights are quantized with {method}, which cannot be read" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"attention_chunk_size": 128}, "attention_chunk_size is not supported"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({**GEMMA3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}, "'linear_attention'"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, "rope type 'mrope'"),
+    ],
+)
+def test_what_would_change_results_unseen_is_named(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    assert said in refusal(write(tmp_path, **fields))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.config import AttentionBackend, DType
@@ -17,8 +17,8 @@ from chairlift.models import load_model, make_dummy_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata
 from chairlift.models.backends import load_backend
 from chairlift.models.checkpoint import WeightReader
-from chairlift.models.llama import Llama, count_parameters
-from chairlift.models.loader import TORCH_DTYPES
+from chairlift.models.decoder import Decoder
+from chairlift.models.loader import TORCH_DTYPES, count_parameters
 from tests.support.checkpoints import SMALL, make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -31,12 +31,12 @@ NORM = "model.norm.weight"
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> LlamaForCausalLM:
+def saved(tmp_path: Path) -> Any:
     """A checkpoint in `tmp_path`, as transformers has it: 4 query and 2 key/value heads of 8."""
     return make_checkpoint(tmp_path, **TINY)
 
 
-def load(directory: Path, dtype: DType = DType.FLOAT32) -> Llama:
+def load(directory: Path, dtype: DType = DType.FLOAT32) -> Decoder:
     return load_model(open_checkpoint(str(directory)), dtype, "cpu", MAX_SEQ_LEN)
 
 
@@ -58,7 +58,7 @@ def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
 
 
 @torch.inference_mode()
-def all_logits(model: Llama, token_ids: list[int]) -> torch.Tensor:
+def all_logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     """float32 `[T, vocab]`, computed in one prefill."""
     config, num_tokens = model.config, len(token_ids)
     params = KVCacheParams(TORCH_DTYPES[config.dtype], config.num_kv_heads, config.head_dim)
@@ -72,14 +72,14 @@ def all_logits(model: Llama, token_ids: list[int]) -> torch.Tensor:
         num_cached_tokens=(0,),
         num_decode_rows=0,
     )
-    attend = load_backend(AttentionBackend.TORCH, config.head_dim, params.dtype).prepare(batch, collection)
+    attend = load_backend(AttentionBackend.TORCH, config, params.dtype).prepare(batch, collection)
     return model.logits(model(torch.tensor(token_ids), batch.positions, attend))
 
 
 # What loads
 
 
-def test_fused_weights_are_stacked_in_the_order_of_their_table(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+def test_fused_weights_are_stacked_in_the_order_of_their_table(tmp_path: Path, saved: Any) -> None:
     weights = dict(load(tmp_path).named_parameters())
     attention, mlp = saved.model.layers[1].self_attn, saved.model.layers[1].mlp
     qkv, gate_up = (
@@ -93,18 +93,16 @@ def test_fused_weights_are_stacked_in_the_order_of_their_table(tmp_path: Path, s
     assert torch.equal(gate_up[48:], mlp.up_proj.weight)
 
 
-def test_weights_are_frozen(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+def test_weights_are_frozen(tmp_path: Path, saved: Any) -> None:
     assert saved.training is False
     assert not any(parameter.requires_grad for parameter in load(tmp_path).parameters())
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-def test_weights_are_loaded_in_the_number_format_asked_for(
-    tmp_path: Path, saved: LlamaForCausalLM, dtype: DType
-) -> None:
+def test_weights_are_loaded_in_the_number_format_asked_for(tmp_path: Path, saved: Any, dtype: DType) -> None:
     model = load(tmp_path, dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {TORCH_DTYPES[dtype]}
-    assert model.rope.dtype == TORCH_DTYPES[dtype]
+    assert model.dtype == next(iter(model.ropes.values())).dtype == TORCH_DTYPES[dtype]
     assert torch.equal(model.model.norm.weight, saved.model.norm.weight.to(TORCH_DTYPES[dtype]))
 
 
@@ -140,7 +138,7 @@ def test_a_tied_head_is_the_embedding_whether_or_not_a_copy_is_stored(tmp_path: 
     )
 
 
-def test_rotary_tables_of_older_formats_are_ignored(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+def test_rotary_tables_of_older_formats_are_ignored(tmp_path: Path, saved: Any) -> None:
     edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     assert torch.equal(load(tmp_path).lm_head.weight, saved.lm_head.weight)
 
@@ -223,7 +221,7 @@ def test_a_checkpoint_without_weights_says_what_it_needs(tmp_path: Path) -> None
     assert refusal(tmp_path) == f"{tmp_path} lacks model.safetensors (weights must be safetensors)"
 
 
-def test_a_missing_shard_is_named(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path, saved: Any) -> None:
     saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     shard = open_checkpoint(str(tmp_path / "sharded")).weight_files[1]
     shard.unlink()
@@ -239,7 +237,7 @@ def test_a_damaged_index_of_shards_is_named(tmp_path: Path, index: str) -> None:
     assert "model.safetensors.index.json" in refusal(tmp_path)
 
 
-def test_an_index_that_promises_a_tensor_which_its_shard_lacks(tmp_path: Path, saved: LlamaForCausalLM) -> None:
+def test_an_index_that_promises_a_tensor_which_its_shard_lacks(tmp_path: Path, saved: Any) -> None:
     saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text(encoding="utf-8"))
     path = tmp_path / "sharded" / index["weight_map"][NORM]
@@ -269,8 +267,8 @@ def make_config(directory: Path, **shape: Any) -> Path:
     return directory
 
 
-def dummy(directory: Path, seed: int = 0, dtype: DType = DType.FLOAT32) -> Llama:
-    return make_dummy_model(open_checkpoint(str(directory)), dtype, "cpu", MAX_SEQ_LEN, seed)
+def dummy(directory: Path, seed: int = 0, dtype: DType = DType.FLOAT32) -> Decoder:
+    return make_dummy_model(open_checkpoint(str(directory)), dtype, "cpu", seed, MAX_SEQ_LEN)
 
 
 def test_dummy_weights_need_a_configuration_only(tmp_path: Path) -> None:
@@ -288,7 +286,7 @@ def test_dummy_weights_depend_on_the_seed_and_nothing_else(tmp_path: Path) -> No
 
 def test_dummy_norms_are_one_and_biases_zero(tmp_path: Path) -> None:
     weights = dummy(make_config(tmp_path, attention_bias=True, mlp_bias=True)).state_dict()
-    assert weights["model.layers.1.input_layernorm.weight"].unique().tolist() == [1.0]
+    assert weights["model.layers.1.pre_attention_norm.weight"].unique().tolist() == [1.0]
     assert weights["model.norm.weight"].unique().tolist() == [1.0]
     biases = [weight for name, weight in weights.items() if name.endswith(".bias")]
     assert len(biases) == 2 * 4
@@ -319,10 +317,10 @@ def test_the_number_of_parameters_is_counted_from_the_configuration(tmp_path: Pa
 
 
 def test_no_room_for_the_weights_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out(self: Llama, device: str) -> Llama:  # noqa: ARG001
+    def run_out(self: Decoder, device: str) -> Decoder:  # noqa: ARG001
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Llama, "to_empty", run_out)
+    monkeypatch.setattr(Decoder, "to_empty", run_out)
     with pytest.raises(ConfigurationError) as caught:
         dummy(make_config(tmp_path))
     assert str(caught.value) == (
@@ -330,9 +328,7 @@ def test_no_room_for_the_weights_is_one_clear_line(tmp_path: Path, monkeypatch: 
     )
 
 
-def test_weights_are_read_file_by_file(
-    tmp_path: Path, saved: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_read_file_by_file(tmp_path: Path, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     homes: list[Path] = []
     read = WeightReader.read

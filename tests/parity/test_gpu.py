@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from chairlift import LLM, SamplingParams
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
@@ -18,7 +17,7 @@ from chairlift.config import AttentionBackend, DType
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata
 from chairlift.models.backends import load_backend
-from chairlift.models.llama import Llama
+from chairlift.models.decoder import Decoder
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.gpu import GPU_MARKS, needs_gpu, needs_package
 
@@ -109,13 +108,13 @@ def test_logits_of_random_configurations_are_those_of_transformers(
 
 @torch.inference_mode()
 def last_logits(
-    model: Llama, prompts: list[list[int]], backend: AttentionBackend, device: torch.device
+    model: Decoder, prompts: list[list[int]], backend: AttentionBackend, device: torch.device
 ) -> torch.Tensor:
     """float32 `[B, vocab]` of each prompt's last token; all that come before it were prefilled in one batch."""
     config = model.config
     params = KVCacheParams(torch.bfloat16, config.num_kv_heads, config.head_dim)
     cache = ContinuousBatchingKVCacheManager(params, len(prompts), SLOT_LEN, config.num_layers, [device])
-    attention = load_backend(backend, config.head_dim, torch.bfloat16, device)
+    attention = load_backend(backend, config, torch.bfloat16, device)
     slots = cache.claim(len(prompts))[::-1]
     for part in ([prompt[:-1] for prompt in prompts], [prompt[-1:] for prompt in prompts]):
         cached, new = [cache.cache_length_of(slot) for slot in slots], [len(tokens) for tokens in part]
@@ -137,7 +136,7 @@ def last_logits(
 
 
 @torch.inference_mode()
-def reference_logits(model: LlamaForCausalLM, prompts: list[list[int]]) -> torch.Tensor:
+def reference_logits(model: Any, prompts: list[list[int]]) -> torch.Tensor:
     """As `last_logits`, in float32 with the same weights."""
     exact: Any = model
     exact = exact.float()

@@ -1,11 +1,11 @@
-"""Small random Llama checkpoints that tests make, with the bundled model's byte tokenizer beside them."""
+"""Small random checkpoints that tests make, with the bundled model's byte tokenizer beside them."""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from chairlift.models.checkpoint import find_directory
 
@@ -25,24 +25,27 @@ SMALL: dict[str, Any] = {
 
 
 def make_checkpoint(
-    directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **shape: Any
-) -> LlamaForCausalLM:
-    """Writes a random checkpoint; `shape` overrides `SMALL`. Returns the model that transformers makes of it."""
+    directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, model_type: str = "llama", **shape: Any
+) -> Any:
+    """Writes a random checkpoint; `shape` overrides `SMALL`. Returns the model that transformers makes of it.
+
+    Attention is computed operator by operator, as each family defines it.
+    """
     torch.manual_seed(seed)
-    config = LlamaConfig(**{**SMALL, **shape})
-    model: Any = LlamaForCausalLM(config)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **shape})
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(config, attn_implementation="eager")
     model = model.to(dtype).eval()
     for parameter in model.parameters():  # transformers starts biases at zero and norms at one, which hides mistakes
         parameter.data += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(directory)
     for name in _TOKENIZER_FILES:
         shutil.copy(find_directory("bundled") / name, directory / name)
-    assert isinstance(model, LlamaForCausalLM)
     return model
 
 
 @torch.inference_mode()
-def reference_tokens(model: LlamaForCausalLM, prompt: list[int], num_tokens: int) -> list[int]:
+def reference_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
     """Greedy tokens by recomputing the whole sequence for each: no cache that could be wrong."""
     token_ids = list(prompt)
     for _ in range(num_tokens):

@@ -30,6 +30,9 @@ def flash_attn_with_kvcache(
     cache_seqlens: torch.Tensor,
     cache_batch_idx: torch.Tensor,
     causal: bool,
+    softmax_scale: float,
+    softcap: float,
+    window_size: tuple[int, int],
 ) -> torch.Tensor:
     """Version 2. `q` [B, n, Hq, D]; caches [N, S, H, D]; `k`, `v` [B, n, H, D].
 
@@ -50,7 +53,9 @@ def flash_attn_with_kvcache(
         assert end <= capacity, "the kernel would write past the view"
         k_cache[slot, length:end] = k[row]
         v_cache[slot, length:end] = v[row]
-        output[row] = attention(q[row], k_cache[slot, :end], v_cache[slot, :end], causal)
+        output[row] = attention(
+            q[row], k_cache[slot, :end], v_cache[slot, :end], causal, softmax_scale, softcap, window_size
+        )
     return output
 
 
@@ -64,6 +69,9 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     *,
     causal: bool,
+    softmax_scale: float,
+    softcap: float,
+    window_size: tuple[int, int],
     block_table: torch.Tensor,
 ) -> torch.Tensor:
     """Version 2. `q` [T, Hq, D]; `k`, `v` pages [N, P, H, D]; `block_table` [B, pages]: which hold each row's keys.
@@ -89,7 +97,7 @@ def flash_attn_varlen_func(
         length = int(cu_seqlens_k[row + 1] - cu_seqlens_k[row])
         assert stop - start <= length <= min(max_seqlen_k, page_size * len(pages))
         keys, values = k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
-        output[start:stop] = attention(q[start:stop], keys, values, causal)
+        output[start:stop] = attention(q[start:stop], keys, values, causal, softmax_scale, softcap, window_size)
     return output
 
 
@@ -106,6 +114,9 @@ def flash_attn_3_with_kvcache(
     cu_seqlens_k_new: torch.Tensor,
     max_seqlen_q: int,
     causal: bool,
+    softmax_scale: float,
+    softcap: float,
+    window_size: tuple[int, int],
 ) -> torch.Tensor:
     """Version 3, ragged. `q` [T, Hq, D]; caches [N, S, H, D]; `k`, `v` [T, H, D].
 
@@ -132,21 +143,37 @@ def flash_attn_3_with_kvcache(
         assert end <= capacity, "the kernel would write past the view"
         k_cache[slot, length:end] = k[new_start:new_stop]
         v_cache[slot, length:end] = v[new_start:new_stop]
-        output[start:stop] = attention(q[start:stop], k_cache[slot, :end], v_cache[slot, :end], causal)
+        output[start:stop] = attention(
+            q[start:stop], k_cache[slot, :end], v_cache[slot, :end], causal, softmax_scale, softcap, window_size
+        )
     return output
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True) -> torch.Tensor:
-    """softmax(q k / sqrt(D)) v in float32. `q` [n, Hq, D], `k` and `v` [m, H, D]; causal: the last query sees all keys.
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """softmax(c tanh(s q k / c)) v in float32; c of 0: no cap. `q` [n, Hq, D], `k` and `v` [m, H, D].
 
-    Query head h attends to key head `h // (Hq / H)`.
+    The last query stands at the last key. A query sees as many keys before and behind its own as the window says (-1:
+    all); causal: none behind. Query head h attends to key head `h // (Hq / H)`.
     """
     group_size = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group_size, dim=1) for x in (k, v))
-    scores = torch.einsum("nhd,mhd->hnm", q.float(), keys) * q.shape[-1] ** -0.5
-    if causal:
-        is_hidden = ~torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
-        scores = scores.masked_fill(is_hidden, -torch.inf)
+    scores = torch.einsum("nhd,mhd->hnm", q.float(), keys) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    before, behind = window[0], 0 if causal else window[1]
+    ages = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
+    if behind >= 0:
+        scores = scores.masked_fill(ages < -behind, -torch.inf)
+    if before >= 0:
+        scores = scores.masked_fill(ages > before, -torch.inf)
     return torch.einsum("hnm,mhd->nhd", scores.softmax(dim=-1), values).to(q.dtype)
 
 

@@ -15,13 +15,14 @@ def varlen_attn_out(
     max_q: int,
     max_k: int,
     *,
+    scale: float,
     window_size: tuple[int, int],
     enable_gqa: bool,
     seqused_k: torch.Tensor,
 ) -> torch.Tensor:
     """`query` [T, Hq, D]; `key`, `value` [K, H, D]. Row i sees `seqused_k[i]` keys from `cu_seq_k[i]` on.
 
-    The window (-1, 0) is the causal one. Fills `out` and returns it.
+    A window of 0 keys ahead is causal. Fills `out` and returns it.
     """
     num_rows = len(cu_seq_q) - 1
     for tensor in (query, key, value, out):
@@ -33,7 +34,7 @@ def varlen_attn_out(
         assert index.is_contiguous()
         assert index.shape == (length,)
     assert enable_gqa or query.shape[1] == key.shape[1]
-    assert window_size == (-1, 0)
+    assert window_size[1] == 0
     assert cu_seq_q[0] == 0
     assert cu_seq_q[-1] == len(query)
     for row, (offset, length) in enumerate(zip(cu_seq_k[:-1].tolist(), seqused_k.tolist(), strict=True)):
@@ -41,5 +42,6 @@ def varlen_attn_out(
         assert stop - start <= max_q
         assert length <= max_k
         assert 0 <= offset <= offset + length <= len(key), "the kernel would read another tensor's memory"
-        out[start:stop] = attention(query[start:stop], key[offset : offset + length], value[offset : offset + length])
+        keys, values = key[offset : offset + length], value[offset : offset + length]
+        out[start:stop] = attention(query[start:stop], keys, values, False, scale, 0.0, window_size)
     return out

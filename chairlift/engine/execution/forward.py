@@ -8,13 +8,16 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import AttentionBackend, LoadFormat, ResolvedConfig
-from chairlift.models import Checkpoint, load_model, make_dummy_model
+from chairlift.errors import ConfigurationError
+from chairlift.models import Checkpoint, load_adapted, load_model, make_dummy_model
+from chairlift.models.adapter import AdaptedConfig, AdaptedDecoder
 from chairlift.models.attention import Backend, BatchMetadata
 from chairlift.models.attention.batch import token_slots
 from chairlift.models.attention.torch_sdpa import attend_alone
 from chairlift.models.backends import load_backend
+from chairlift.models.config import ModelShape
 from chairlift.models.cpu import CpuLlama
-from chairlift.models.llama import Llama
+from chairlift.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +48,41 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
             config.slot_len,
             config.attention_backend,
         )
+    if isinstance(checkpoint.config, AdaptedConfig):
+        return _load_adapted_forward(checkpoint, config)
+    lengths = config.max_seq_len, config.slot_len
     if config.load_format is LoadFormat.DUMMY:
-        model = make_dummy_model(checkpoint, config.dtype, config.device, config.slot_len, config.seed)
+        model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)
     else:
-        model = load_model(checkpoint, config.dtype, config.device, config.slot_len)
+        model = load_model(checkpoint, config.dtype, config.device, *lengths)
     if config.attention_backend is AttentionBackend.CPU:
         return CpuLlama(model, config.slot_len, is_quantized=config.quantization is not None)
     model.pack()
     if config.batch_invariant:
         return InvariantForward(model)
-    device = model.rope.device
-    attention = load_backend(config.attention_backend, model.config.head_dim, model.rope.dtype, device)
-    logger.info("attention: %s on %s", type(attention).__name__, device)
+    return _with_attention(model, model.config, config)
+
+
+def _load_adapted_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
+    if config.batch_invariant or config.load_format is LoadFormat.DUMMY:
+        setting = "batch_invariant" if config.batch_invariant else "load_format dummy"
+        raise ConfigurationError(
+            f"{setting} works with the families that docs/models.md lists, and {checkpoint.config.architecture} is in"
+            " none; leave it out"
+        )
+    return _with_attention(load_adapted(checkpoint, config.dtype, config.device), checkpoint.config, config)
+
+
+def _with_attention(model: Decoder | AdaptedDecoder, shape: ModelShape, config: ResolvedConfig) -> "TorchForward":
+    attention = load_backend(config.attention_backend, shape, model.dtype, model.device)
+    logger.info("attention: %s on %s", type(attention).__name__, model.device)
     return TorchForward(model, attention)
 
 
 class TorchForward:
     """A model in torch, with an attention backend."""
 
-    def __init__(self, model: Llama, attention: Backend) -> None:
+    def __init__(self, model: Decoder | AdaptedDecoder, attention: Backend) -> None:
         self._model = model
         self._attention = attention
 
@@ -84,7 +103,7 @@ class TorchForward:
 
         Attention is left out: beside its result, which is as large as the queries, it needs next to nothing.
         """
-        places = torch.zeros(num_tokens, dtype=torch.int64, device=self._model.rope.device)
+        places = torch.zeros(num_tokens, dtype=torch.int64, device=self._model.device)
         hidden = self._model(places, places, lambda _, query, key, value: query)  # noqa: ARG005
         self._model.logits(hidden[:num_rows])
 
@@ -97,7 +116,7 @@ class InvariantForward:
     tokens go through the layers in tiles of a fixed size, the last one padded, and each token attends alone.
     """
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Decoder) -> None:
         self._model = model
         self._tile_size = next(size for size in _TILE_SIZES if _ignores_position(model, size))
         logger.info("batch-invariant: tokens are computed in tiles of %d", self._tile_size)
@@ -106,11 +125,13 @@ class InvariantForward:
         self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
     ) -> torch.Tensor:
         """See `Forward`."""
-        slots = token_slots(batch, cache)
+        slots, attention = token_slots(batch, cache), self._model.config.attention
 
         def run(tile: torch.Tensor) -> torch.Tensor:
             positions = batch.positions[tile]
-            hidden: torch.Tensor = self._model(input_ids[tile], positions, attend_alone(slots[tile], positions, cache))
+            hidden: torch.Tensor = self._model(
+                input_ids[tile], positions, attend_alone(attention, slots[tile], positions, cache)
+            )
             return hidden
 
         return self._in_tiles(len(input_ids), run)
@@ -127,7 +148,7 @@ class InvariantForward:
 
 
 @torch.inference_mode()
-def _ignores_position(model: Llama, tile_size: int) -> bool:
+def _ignores_position(model: Decoder, tile_size: int) -> bool:
     """Whether a token gets the same bits at every place in a tile of that size, tried with this model on this machine.
 
     Some kernels treat the last rows of a matrix, or the elements at a thread's border, differently.
@@ -136,7 +157,7 @@ def _ignores_position(model: Llama, tile_size: int) -> bool:
     probes = torch.linspace(0, model.config.vocab_size - 1, num_probes).long()
     for position, token in enumerate(probes.tolist()):
         ids = torch.full((tile_size,), token)
-        places = torch.full_like(ids, position % model.rope.shape[1])  # the tables may be shorter than there are probes
+        places = torch.full_like(ids, position % model.num_positions)  # the tables may be shorter than there are probes
         hidden = model(ids, places, lambda _, query, key, value: query)  # noqa: ARG005
         logits = model.logits(hidden)
         if not all(torch.equal(each, each[:1].expand_as(each)) for each in (hidden, logits)):

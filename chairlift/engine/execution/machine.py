@@ -16,7 +16,7 @@ from chairlift.config import DType, EngineConfig, ResolvedConfig
 from chairlift.engine.execution.forward import Forward, TorchForward
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots
 from chairlift.errors import ConfigurationError
-from chairlift.models.config import ModelConfig
+from chairlift.models.config import ModelShape
 from chairlift.models.cpu import are_kernels_fast
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def _fast_cpu_dtypes() -> frozenset[DType]:
     return frozenset(dtypes)
 
 
-def fit_cache(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig, forward: Forward) -> ResolvedConfig:
+def fit_cache(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, forward: Forward) -> ResolvedConfig:
     """`resolved` with as many slots as a GPU has memory for beside the loaded model; on a CPU as it is.
 
     `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, Quantization, ResolvedConfig
 from chairlift.errors import ConfigurationError
 from chairlift.models.backends import find_obstacle, page_size_of
-from chairlift.models.config import ModelConfig
+from chairlift.models.config import ModelShape
 
 MAX_AUTO_SEQ_LEN = 4096  # a slot has memory for its longest sequence, so "auto" does not take all of a model's 128k
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, and delay newcomers and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
 
-ObstacleFinder = Callable[[AttentionBackend, int, DType, str], str | None]
-"""`find_obstacle(backend, head_dim, dtype, device)`: why the backend cannot run such a model there, or None."""
+ObstacleFinder = Callable[[AttentionBackend, ModelShape, DType, str], str | None]
+"""`find_obstacle(backend, model, dtype, device)`: why the backend cannot run such a model there, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Backend:
 
 def resolve(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ModelShape,
     num_parameters: int,
     machine: MachineFacts,
     find_obstacle: ObstacleFinder = find_obstacle,
@@ -51,7 +51,7 @@ def resolve(
     dtype = config.dtype
     if dtype == "auto":
         dtype = model.dtype if model.dtype in machine.fast_dtypes else DType.FLOAT32
-    backend = _resolve_backend(config, machine, lambda name: find_obstacle(name, model.head_dim, dtype, machine.device))
+    backend = _resolve_backend(config, machine, lambda name: find_obstacle(name, model, dtype, machine.device))
     weight_bytes = num_parameters * (1 if config.quantization is Quantization.INT8 else dtype.num_bytes)
     if weight_bytes >= machine.free_bytes:
         raise ConfigurationError(
@@ -75,7 +75,7 @@ def resolve(
     return fit_slots(config, resolved, model, machine.free_bytes - weight_bytes)
 
 
-def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelConfig, free_bytes: int) -> ResolvedConfig:
+def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, free_bytes: int) -> ResolvedConfig:
     """`resolved` with the slots that `config` asks for, or with "auto" as many as fit, up to those it has.
 
     `free_bytes`: what is free beside the weights and what a step needs; the cache may take its share of that.
@@ -125,9 +125,9 @@ def _best_backend(machine: MachineFacts, find_obstacle: Callable[[AttentionBacke
     return _Backend(AttentionBackend.CPU if obstacle is None else AttentionBackend.TORCH, obstacle)
 
 
-def _resolve_seq_len(config: EngineConfig, model: ModelConfig) -> int:
+def _resolve_seq_len(config: EngineConfig, model: ModelShape) -> int:
     if config.max_seq_len == "auto":
-        return min(model.max_position_embeddings, MAX_AUTO_SEQ_LEN)
+        return min(model.unscaled_positions, MAX_AUTO_SEQ_LEN)
     if config.max_seq_len > model.max_position_embeddings:
         raise ConfigurationError(
             f"max_seq_len {config.max_seq_len} is more than the model's {model.max_position_embeddings} positions"

@@ -4,6 +4,6 @@ A backend's `prepare` looks at a batch once per step and returns `attend`, which
 queries, keys and values: it appends keys and values to the slots in place and attends to all that each row may see.
 """
 
-from chairlift.models.attention.batch import Attend, Backend, BatchMetadata
+from chairlift.models.attention.batch import Attend, AttentionConfig, Backend, BatchMetadata
 
-__all__ = ["Attend", "Backend", "BatchMetadata"]
+__all__ = ["Attend", "AttentionConfig", "Backend", "BatchMetadata"]

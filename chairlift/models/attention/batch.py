@@ -21,6 +21,15 @@ _SHORTEST_VIEW = 256  # tokens
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """What attention computes: softmax(c tanh(scale q k / c)) v over the keys in a layer's window."""
+
+    scale: float
+    windows: tuple[int | None, ...]  # by layer: keys that a query sees, its own included; None: all
+    softcap: float | None = None  # c above; None: the scores as they are
+
+
+@dataclass(frozen=True, slots=True)
 class BatchMetadata:
     """Where each row's tokens lie, on the device and (known ahead without asking the device) on the host."""
 

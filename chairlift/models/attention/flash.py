@@ -14,6 +14,7 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import DType
 from chairlift.models.attention.batch import (
     Attend,
+    AttentionConfig,
     Backend,
     BatchMetadata,
     append_tokens,
@@ -29,7 +30,6 @@ _MAX_HEAD_DIM = 256
 _FLASH_ATTN_2, _FLASH_ATTN_3 = "flash_attn", "flash_attn_interface"  # modules
 _AMPERE = (8, 0)  # compute capability of the first GPUs that flash-attn runs on
 _HOPPER = 9  # major one of those that version 3 was written for
-_CAUSAL_WINDOW = (-1, 0)
 _MAX_OFFSET = torch.iinfo(torch.int32).max
 
 
@@ -56,15 +56,15 @@ def find_flash_attn(capability: tuple[int, int]) -> str | None:
     return next((name for name in wanted if importlib.util.find_spec(name) is not None), None)
 
 
-def load_flash_attn(device: torch.device) -> Backend:
+def load_flash_attn(config: AttentionConfig, device: torch.device) -> Backend:
     """The installed version for that device. ImportError if it does not load."""
     is_version_3 = find_flash_attn(torch.cuda.get_device_capability(device)) == _FLASH_ATTN_3
-    return FlashAttn3Backend() if is_version_3 else FlashAttnBackend()
+    return FlashAttn3Backend(config) if is_version_3 else FlashAttnBackend(config)
 
 
-def is_varlen_available(head_dim: int, dtype: torch.dtype) -> bool:
-    """True if this torch has ragged flash kernels (2.12), for heads of that size in that format."""
-    if dtype not in (torch.bfloat16, torch.float16) or not _takes_heads_of(head_dim):
+def is_varlen_available(head_dim: int, dtype: torch.dtype, softcap: float | None = None) -> bool:
+    """True if this torch has ragged flash kernels (2.12), for such heads in that format, and without a soft cap."""
+    if softcap is not None or dtype not in (torch.bfloat16, torch.float16) or not _takes_heads_of(head_dim):
         return False
     from torch.nn.attention import varlen
 
@@ -74,11 +74,12 @@ def is_varlen_available(head_dim: int, dtype: torch.dtype) -> bool:
 class FlashAttnBackend:
     """Version 2. Its decode call appends to the slots; before a prefill that is done apart, with slots as pages."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: AttentionConfig) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self._decode: Any = flash_attn_with_kvcache
         self._prefill: Any = flash_attn_varlen_func
+        self._options = _options(config)
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """See `Backend.prepare`."""
@@ -101,6 +102,7 @@ class FlashAttnBackend:
                 cache_seqlens=cache.cache_lengths,
                 cache_batch_idx=cache.lookup_table,
                 causal=True,
+                **self._options[layer_idx],
             )
             return torch.as_tensor(output).squeeze(1)
 
@@ -122,6 +124,7 @@ class FlashAttnBackend:
                 max_seqlen_q=cache.max_seq_length,
                 max_seqlen_k=cache.max_cache_length,
                 causal=True,
+                **self._options[layer_idx],
                 block_table=pages,
             )
             return torch.as_tensor(output)
@@ -132,10 +135,11 @@ class FlashAttnBackend:
 class FlashAttn3Backend:
     """Version 3: every batch is one ragged call, which appends to the slots and attends to what they then hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: AttentionConfig) -> None:
         from flash_attn_interface import flash_attn_with_kvcache
 
         self._kernel: Any = flash_attn_with_kvcache
+        self._options = _options(config)
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """See `Backend.prepare`."""
@@ -154,6 +158,7 @@ class FlashAttn3Backend:
                 cu_seqlens_k_new=batch.row_offsets,
                 max_seqlen_q=cache.max_seq_length,
                 causal=True,
+                **self._options[layer_idx],
             )
             return torch.as_tensor(output)
 
@@ -166,6 +171,10 @@ class TorchVarlenBackend:
     All slots of a layer are one long run of tokens for them, with the other layers' tokens in between: slot n begins
     at token `n * 2 * num_layers * slot_len`, for keys as for values and in every layer.
     """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        assert config.softcap is None, "these kernels have no soft cap"
+        self._config = config
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """See `Backend.prepare`."""
@@ -193,13 +202,31 @@ class TorchVarlenBackend:
                 offsets,
                 cache.max_seq_length,
                 longest,
-                window_size=_CAUSAL_WINDOW,
+                scale=self._config.scale,
+                window_size=(_tokens_back(self._config.windows[layer_idx]), 0),
                 enable_gqa=True,
                 seqused_k=lengths,
             )
             return output
 
         return attend
+
+
+def _options(config: AttentionConfig) -> list[dict[str, Any]]:
+    """By layer: what flash-attn calls the scale, the soft cap (0: none) and the window (tokens back, tokens ahead)."""
+    return [
+        {
+            "softmax_scale": config.scale,
+            "softcap": config.softcap or 0.0,
+            "window_size": (_tokens_back(window), -1 if window is None else 0),
+        }
+        for window in config.windows
+    ]
+
+
+def _tokens_back(window: int | None) -> int:
+    """Keys that a query sees before its own; -1: all."""
+    return -1 if window is None else window - 1
 
 
 def _as_tokens(slots: torch.Tensor) -> torch.Tensor:

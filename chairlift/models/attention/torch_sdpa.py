@@ -4,7 +4,10 @@ Grouped-query attention: the query heads of a group are passed as query rows of 
 (several times faster on a CPU than `enable_gqa`), and as heads that share an expanded key (stride 0, no copy) in
 prefill. On a CPU decode rows are computed in groups: a group reads a range of neighbouring slots in place as one
 strided batch. Elsewhere that would need the slots' numbers on the host, and kernels that cannot be captured in a CUDA
-graph; so there the slots of decode rows are copied together, layer by layer.
+graph; so there the slots of decode rows are copied together, layer by layer. With a window shorter than a sequence
+the windows of decode rows are copied together everywhere: so a step takes no longer beyond the window than at its end.
+
+Torch's function has no soft cap: scores that have one are computed in plain sight.
 """
 
 from dataclasses import dataclass
@@ -13,13 +16,31 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention.batch import Attend, BatchMetadata, append_tokens, view_length
+from chairlift.models.attention.batch import Attend, AttentionConfig, BatchMetadata, append_tokens, view_length
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    config: AttentionConfig,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`[..., n, D]` over `[..., m, D]`; `mask` is bool (what is seen) or added to the scores."""
+    if config.softcap is None:
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=config.scale)
+    scores = query @ key.transpose(-1, -2) * config.scale
+    scores = torch.tanh(scores / config.softcap) * config.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeRows:
     """Decode rows, and the slots that are read for them: a range in place, or any slots as copies."""
 
+    config: AttentionConfig
     rows: torch.Tensor | slice  # which of the batch, n of them
     slots: slice | torch.Tensor  # n of them, or a range that holds them all
     places: torch.Tensor | None  # int64 [n]: where the rows' slots stand in the range
@@ -31,7 +52,7 @@ class _DecodeRows:
         grouped = query[self.rows].reshape(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
         if self.places is not None:  # slots of the range that have no row get a query of zeros
             grouped = grouped.new_zeros(len(self.mask), *grouped.shape[1:]).index_copy_(0, self.places, grouped)
-        attended = scaled_dot_product_attention(grouped, self._read(keys), self._read(values), attn_mask=self.mask)
+        attended = _attention(grouped, self._read(keys), self._read(values), self.config, self.mask)
         output[self.rows] = (attended if self.places is None else attended[self.places]).flatten(1, 2)
 
     def _read(self, cache: torch.Tensor) -> torch.Tensor:
@@ -42,66 +63,108 @@ class _DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _PrefillRow:
-    """One row of several tokens: `[start, stop)` in the batch, `end` tokens in its slot afterwards."""
+class _WindowRows:
+    """All decode rows, and copies of the tokens in their windows."""
 
+    config: AttentionConfig
+    slots: torch.Tensor  # int64 [n, 1]
+    positions: torch.Tensor  # int64 [n, window]: which tokens of the slots; the last one is the row's own
+    mask: torch.Tensor  # [n, 1, 1, window]: a short sequence fills the end of its window
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
+        """As of `_DecodeRows`."""
+        num_kv_heads, head_dim = keys.shape[2:]
+        num_rows = len(self.slots)
+        grouped = query[:num_rows].reshape(num_rows, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
+        key, value = (x[self.slots, self.positions].transpose(1, 2) for x in (keys, values))  # [n, H, window, D]
+        output[:num_rows] = _attention(grouped, key, value, self.config, self.mask).flatten(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillRow:
+    """One row of several tokens: `[start, stop)` in the batch, which see `[begin, end)` of its slot."""
+
+    config: AttentionConfig
     start: int
     stop: int
     slot: int
+    begin: int
     end: int
-    mask: torch.Tensor | None  # [tokens, end]; None: causal, nothing was cached
+    mask: torch.Tensor | None  # [tokens, end - begin]; None: causal, nothing was cached
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """As of `_DecodeRows`."""
         num_kv_heads, head_dim = keys.shape[2:]
         grouped = query[self.start : self.stop].view(self.stop - self.start, num_kv_heads, -1, head_dim)
         grouped = grouped.permute(1, 2, 0, 3)  # [H, group, tokens, D]
-        attended = scaled_dot_product_attention(
-            grouped,
-            self._read(keys).expand(-1, grouped.shape[1], -1, -1),
-            self._read(values).expand(-1, grouped.shape[1], -1, -1),
-            attn_mask=self.mask,
-            is_causal=self.mask is None,
-        )
+        key, value = (self._read(x).expand(-1, grouped.shape[1], -1, -1) for x in (keys, values))
+        if self.mask is None:
+            attended = scaled_dot_product_attention(grouped, key, value, is_causal=True, scale=self.config.scale)
+        else:
+            attended = _attention(grouped, key, value, self.config, self.mask)
         output[self.start : self.stop] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _read(self, cache: torch.Tensor) -> torch.Tensor:
-        """`[n_slots, S, H, D]` -> `[H, 1, end, D]`, a view."""
-        return cache[self.slot, : self.end].transpose(0, 1).unsqueeze(1)
+        """`[n_slots, S, H, D]` -> `[H, 1, end - begin, D]`, a view."""
+        return cache[self.slot, self.begin : self.end].transpose(0, 1).unsqueeze(1)
 
 
 class TorchBackend:
     """Writes the slots in place; `is_in_place`: decode rows read them in place too (see above)."""
 
-    def __init__(self, is_in_place: bool = True) -> None:
+    def __init__(self, config: AttentionConfig, *, is_in_place: bool = True) -> None:
+        self._config = config
         self._is_in_place = is_in_place
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """See `Backend.prepare`."""
         append = append_tokens(batch, cache)
-        decode = _neighbouring_slots(batch, cache.blocks) if self._is_in_place else _copied_slots(batch, cache)
-        parts: list[_DecodeRows | _PrefillRow] = [*decode, *_prefill_rows(batch, cache.blocks.device)]
+        by_window = {window: self._parts(batch, cache, window) for window in set(self._config.windows)}
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             append(layer_idx, key, value)
             keys, values = cache.get_key_cache(layer_idx), cache.get_value_cache(layer_idx)
             output = torch.empty_like(query)
-            for part in parts:
+            for part in by_window[self._config.windows[layer_idx]]:
                 part.attend(query, keys, values, output)
             return output
 
         return attend
 
+    def _parts(
+        self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, window: int | None
+    ) -> list[_DecodeRows | _WindowRows | _PrefillRow]:
+        if window is not None and window >= cache.max_cache_length:
+            window = None  # nobody's sequence leaves it
+        prefill = _prefill_rows(batch, self._config, window, cache.blocks.device)
+        if not batch.num_decode_rows:
+            return [*prefill]
+        if window is not None:
+            return [_windows(batch, cache, self._config, window), *prefill]
+        if self._is_in_place:
+            return [*_neighbouring_slots(batch, cache.blocks, self._config), *prefill]
+        return [_copied_slots(batch, cache, self._config), *prefill]
 
-def _copied_slots(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> list[_DecodeRows]:
-    if not batch.num_decode_rows:
-        return []
+
+def _windows(
+    batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, config: AttentionConfig, window: int
+) -> _WindowRows:
+    rows = slice(0, batch.num_decode_rows)
+    ages = torch.arange(window - 1, -1, -1, device=cache.blocks.device)
+    positions = cache.cache_lengths[rows, None] - ages  # int64 [n, window]
+    mask = (positions >= 0)[:, None, None, :]
+    return _WindowRows(config, cache.lookup_table[rows, None].long(), positions.clamp(min=0), mask)
+
+
+def _copied_slots(
+    batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, config: AttentionConfig
+) -> _DecodeRows:
     rows = slice(0, batch.num_decode_rows)
     mask = torch.arange(view_length(cache), device=cache.blocks.device) <= cache.cache_lengths[rows, None]
-    return [_DecodeRows(rows, cache.lookup_table[rows], None, mask[:, None, None, :])]
+    return _DecodeRows(config, rows, cache.lookup_table[rows], None, mask[:, None, None, :])
 
 
-def _neighbouring_slots(batch: BatchMetadata, blocks: torch.Tensor) -> list[_DecodeRows]:
+def _neighbouring_slots(batch: BatchMetadata, blocks: torch.Tensor, config: AttentionConfig) -> list[_DecodeRows]:
     """Rows in order of their slots, cut wherever a range would be more than half empty."""
     groups: list[list[int]] = []
     for row in sorted(range(batch.num_decode_rows), key=lambda row: batch.slots[row]):
@@ -110,10 +173,10 @@ def _neighbouring_slots(batch: BatchMetadata, blocks: torch.Tensor) -> list[_Dec
             group.append(row)
         else:
             groups.append([row])
-    return [_slot_range(rows, batch, blocks) for rows in groups]
+    return [_slot_range(rows, batch, blocks, config) for rows in groups]
 
 
-def _slot_range(rows: list[int], batch: BatchMetadata, blocks: torch.Tensor) -> _DecodeRows:
+def _slot_range(rows: list[int], batch: BatchMetadata, blocks: torch.Tensor, config: AttentionConfig) -> _DecodeRows:
     first, last = batch.slots[rows[0]], batch.slots[rows[-1]]
     lengths = [1] * (last - first + 1)
     for row in rows:
@@ -121,6 +184,7 @@ def _slot_range(rows: list[int], batch: BatchMetadata, blocks: torch.Tensor) -> 
     is_hidden = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
     mask = torch.zeros(is_hidden.shape, dtype=blocks.dtype).masked_fill_(is_hidden, -torch.inf)
     return _DecodeRows(
+        config,
         rows=torch.tensor(rows),
         slots=slice(first, last + 1),
         places=torch.tensor([batch.slots[row] - first for row in rows]),
@@ -128,21 +192,27 @@ def _slot_range(rows: list[int], batch: BatchMetadata, blocks: torch.Tensor) -> 
     )
 
 
-def _prefill_rows(batch: BatchMetadata, device: torch.device) -> list[_PrefillRow]:
+def _prefill_rows(
+    batch: BatchMetadata, config: AttentionConfig, window: int | None, device: torch.device
+) -> list[_PrefillRow]:
     rows = []
     start = batch.num_decode_rows
     for row in range(batch.num_decode_rows, len(batch.slots)):
         num_new, num_cached = batch.num_new_tokens[row], batch.num_cached_tokens[row]
-        end = num_cached + num_new
+        begin, end = 0 if window is None else max(0, num_cached - window + 1), num_cached + num_new
         mask = None
-        if num_cached:
-            mask = torch.ones(num_new, end, dtype=torch.bool, device=device).tril_(num_cached)
-        rows.append(_PrefillRow(start, start + num_new, batch.slots[row], end, mask))
+        if num_cached or config.softcap is not None or window is not None:
+            mask = torch.ones(num_new, end - begin, dtype=torch.bool, device=device).tril_(num_cached - begin)
+        if mask is not None and window is not None:
+            mask.triu_(num_cached - begin - window + 1)
+        rows.append(_PrefillRow(config, start, start + num_new, batch.slots[row], begin, end, mask))
         start += num_new
     return rows
 
 
-def attend_alone(slots: torch.Tensor, positions: torch.Tensor, cache: ContinuousBatchingKVCacheCollection) -> Attend:
+def attend_alone(
+    config: AttentionConfig, slots: torch.Tensor, positions: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+) -> Attend:
     """Each token attends in a call of its own, whose shape depends on nothing but the token's position.
 
     `slots`, `positions`: int64 `[T]`. The tokens of a slot come in order; the last one may be repeated as padding.
@@ -154,17 +224,16 @@ def attend_alone(slots: torch.Tensor, positions: torch.Tensor, cache: Continuous
         keys[slots, positions] = key
         values[slots, positions] = value
         num_kv_heads, head_dim = keys.shape[2:]
-        grouped = query.view(len(ends), num_kv_heads, -1, head_dim)
+        grouped = query.reshape(len(ends), num_kv_heads, -1, head_dim)
         output = torch.empty_like(grouped)
+        window = config.windows[layer_idx]
         for row, (slot, end) in enumerate(ends):
             if row and ends[row - 1] == (slot, end):
                 output[row] = output[row - 1]
-            else:
-                output[row] = scaled_dot_product_attention(
-                    grouped[row : row + 1],
-                    keys[slot, :end].transpose(0, 1).unsqueeze(0),
-                    values[slot, :end].transpose(0, 1).unsqueeze(0),
-                )[0]
+                continue
+            seen = slice(0 if window is None else max(0, end - window), end)
+            key_view, value_view = (x[slot, seen].transpose(0, 1).unsqueeze(0) for x in (keys, values))
+            output[row] = _attention(grouped[row : row + 1], key_view, value_view, config)[0]
         return output.view_as(query)
 
     return attend

@@ -11,8 +11,9 @@ from chairlift.models.attention.batch import BatchMetadata
 from chairlift.models.config import ModelConfig
 from chairlift.models.cpu.build import load_library
 from chairlift.models.cpu.packing import LANES, PackedMatrix, interleave, pack
-from chairlift.models.layers import Linear, rope_tables
-from chairlift.models.llama import Llama
+from chairlift.models.decoder import Decoder
+from chairlift.models.layers import Linear
+from chairlift.models.rope import rope_tables
 
 HEAD_DIM_ALIGNMENT = 32
 MAX_HEAD_DIM = 256
@@ -76,7 +77,7 @@ class CpuLlama:
     ValueError for heads that the kernels do not take.
     """
 
-    def __init__(self, model: Llama, max_seq_len: int, *, is_quantized: bool = False, isa: str | None = None) -> None:
+    def __init__(self, model: Decoder, max_seq_len: int, *, is_quantized: bool = False, isa: str | None = None) -> None:
         if not takes_heads_of(model.config.head_dim):
             raise ValueError(f"the kernels take no head_dim of {model.config.head_dim}")
         library = load_library(isa)
@@ -148,18 +149,20 @@ class _Weights:
         self._kept: list[object] = []
         self.num_bytes = 0
 
-    def take(self, model: Llama, max_seq_len: int) -> _Model:
+    def take(self, model: Decoder, max_seq_len: int) -> _Model:
         config = model.config
         layers = (_Layer * config.num_layers)()
         self._kept.append(layers)
         for index, layer in enumerate(model.layers):
+            assert layer.pre_attention_norm is not None, "other models are obstacles"
+            assert layer.pre_mlp_norm is not None
             layers[index] = _Layer(
                 self._matrix(layer.self_attn.qkv_proj),
                 self._matrix(layer.self_attn.o_proj),
                 self._matrix(layer.mlp.gate_up_proj, is_interleaved=True),
                 self._matrix(layer.mlp.down_proj),
-                self._vector(layer.input_layernorm.weight),
-                self._vector(layer.post_attention_layernorm.weight),
+                self._vector(layer.pre_attention_norm.weight),
+                self._vector(layer.pre_mlp_norm.weight),
             )
         embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
         head = self._matrix(model.lm_head)
@@ -204,7 +207,9 @@ class _Weights:
 def _rope_table(config: ModelConfig, max_seq_len: int) -> torch.Tensor:
     """float32 `[max_seq_len, head_dim]`: the cosines of half a head, then the sines; the other half has the same."""
     half = config.head_dim // 2
-    cosines, sines = rope_tables(config.rope, config.head_dim, max_seq_len, torch.device("cpu"))
+    rope = config.layers[0].rope
+    assert rope is not None, "other models are obstacles"
+    cosines, sines = rope_tables(rope, config.head_dim, max_seq_len, torch.device("cpu"))
     return torch.cat((cosines[:, :half], sines[:, :half]), dim=-1).contiguous()
 
 

@@ -11,14 +11,26 @@ from torch import nn
 from chairlift.config import AttentionBackend, DType
 from chairlift.engine.execution.forward import TorchForward
 from chairlift.models.backends import load_backend
-from chairlift.models.config import ModelConfig, RopeConfig
+from chairlift.models.config import LayerConfig, ModelConfig
 from chairlift.models.cpu import CpuLlama
 from chairlift.models.cpu.packing import quantize
+from chairlift.models.decoder import Decoder
 from chairlift.models.layers import Linear
-from chairlift.models.llama import Llama
+from chairlift.models.rope import RopeConfig
 from tests.support.forward_bench import SLOT_LEN, Bench
 
-_LLAMA3 = RopeConfig(500_000.0, "llama3", 8.0, 1.0, 4.0, 64)
+_LLAMA3 = LayerConfig(
+    RopeConfig(
+        500_000.0,
+        "llama3",
+        (
+            ("factor", 8.0),
+            ("high_freq_factor", 4.0),
+            ("low_freq_factor", 1.0),
+            ("original_max_position_embeddings", 64),
+        ),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -37,19 +49,18 @@ FLOAT32_INT8, BFLOAT16_INT8 = Format(torch.float32, True), Format(torch.bfloat16
 FORMATS = (FLOAT32, BFLOAT16, FLOAT32_INT8, BFLOAT16_INT8)
 
 BASE = ModelConfig(
+    architecture="LlamaForCausalLM",
     vocab_size=261,
     hidden_size=104,
     intermediate_size=150,
-    num_layers=2,
+    layers=(LayerConfig(RopeConfig(10_000.0)),) * 2,
     num_heads=8,
     num_kv_heads=1,
     head_dim=32,
     rms_norm_eps=1e-5,
-    rope=RopeConfig(10_000.0),
+    attention_scale=32**-0.5,
     max_position_embeddings=SLOT_LEN,
     is_tied=True,
-    has_attention_bias=False,
-    has_mlp_bias=False,
     dtype=DType.FLOAT32,
 )
 
@@ -65,11 +76,18 @@ SHAPES = {
         head_dim=64,
         vocab_size=333,
         is_tied=False,
-        has_attention_bias=True,
-        rope=_LLAMA3,
+        has_qkv_bias=True,
+        has_output_bias=True,
+        layers=(_LLAMA3,) * 2,
     ),
     "three heads to one": replace(
-        BASE, hidden_size=126, intermediate_size=66, num_heads=6, num_kv_heads=2, head_dim=96, has_mlp_bias=True
+        BASE,
+        hidden_size=126,
+        intermediate_size=66,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=96,
+        has_mlp_bias=True,
     ),
     "five heads to one": replace(
         BASE,
@@ -79,20 +97,28 @@ SHAPES = {
         num_kv_heads=2,
         head_dim=128,
         is_tied=False,
-        has_attention_bias=True,
+        has_qkv_bias=True,
+        has_output_bias=True,
         has_mlp_bias=True,
-        rope=_LLAMA3,
+        layers=(_LLAMA3,) * 2,
     ),
-    "wide heads": replace(BASE, hidden_size=44, intermediate_size=33, num_heads=4, num_kv_heads=2, head_dim=256),
+    "wide heads": replace(
+        BASE,
+        hidden_size=44,
+        intermediate_size=33,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=256,
+    ),
     "many heads": replace(BASE, hidden_size=90, intermediate_size=250, num_heads=18, num_kv_heads=9),
     "twenty heads to one": replace(BASE, hidden_size=100, num_heads=20, is_tied=False, vocab_size=256),
-    "deep products": replace(BASE, hidden_size=70, intermediate_size=4100, num_layers=1, num_heads=7),
+    "deep products": replace(BASE, hidden_size=70, intermediate_size=4100, layers=BASE.layers[:1], num_heads=7),
 }
 
 
-def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Llama:
+def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
     """Random weights, the same for every number format but for its rounding; no bias is zero, no norm one."""
-    model = Llama(config).requires_grad_(False)
+    model = Decoder(replace(config, attention_scale=config.head_dim**-0.5)).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -110,20 +136,20 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Llama
 def cpu_bench(config: ModelConfig, number_format: Format, isa: str | None = None) -> Bench:
     """The model in the kernels."""
     model = make_model(config, number_format.dtype)
-    return Bench(model, CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa))
+    return Bench(model.config, model.dtype, CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa))
 
 
 def cpu_forward(config: ModelConfig, number_format: Format, isa: str | None = None) -> CpuLlama:
     return CpuLlama(make_model(config, number_format.dtype), SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
 
 
-def torch_bench(model: Llama) -> Bench:
+def torch_bench(model: Decoder) -> Bench:
     """The model in torch."""
-    attention = load_backend(AttentionBackend.TORCH, model.config.head_dim, model.rope.dtype)
-    return Bench(model, TorchForward(model, attention))
+    attention = load_backend(AttentionBackend.TORCH, model.config, model.dtype)
+    return Bench(model.config, model.dtype, TorchForward(model, attention))
 
 
-def in_float32(model: Llama) -> Llama:
+def in_float32(model: Decoder) -> Decoder:
     """The same weights, computed with in float32."""
     wide = copy.deepcopy(model).float()
     wide.finalize(SLOT_LEN)
@@ -146,7 +172,7 @@ class QuantizedLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
-def quantized(model: Llama) -> Llama:
+def quantized(model: Decoder) -> Decoder:
     """That model with int8 products."""
     embedding = model.model.embed_tokens.weight
     if model.config.is_tied:

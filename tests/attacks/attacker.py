@@ -96,7 +96,7 @@ class Attacker:
         """Sends it and waits for the answer, or leaves when its time has come."""
         raw = shot.raw()
         begin = time.monotonic()
-        status, body = await self._exchange(raw, ANSWER_WITHIN_S if shot.leaves_after is None else shot.leaves_after)
+        status, body = await self.exchange(raw, ANSWER_WITHIN_S if shot.leaves_after is None else shot.leaves_after)
         answer = Answer(shot, status, body, begin, time.monotonic())
         self.answers.append(answer)
         return answer
@@ -134,25 +134,8 @@ class Attacker:
 
         await asyncio.gather(*(one() for _ in range(number)))
 
-    async def exchange(self, raw: bytes, leaves_after: float = 30.0) -> None:
-        """Sends what may be no HTTP at all, and reads until the server closes or the time is over."""
-        reader, writer = await self.connect()
-
-        async def read() -> None:
-            while await reader.read(_PIECE):
-                pass
-
-        reading = asyncio.ensure_future(read())
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(leaves_after):
-                await _send(writer, raw)
-                writer.write_eof()
-                await reading
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        writer.transport.abort()
-
-    async def _exchange(self, raw: bytes, limit_s: float) -> tuple[int, bytes]:
+    async def exchange(self, raw: bytes, limit_s: float = 30.0) -> tuple[int, bytes]:
+        """Sends what may be no HTTP at all; the status and body that came until the server closed or time was over."""
         writer: asyncio.StreamWriter | None = None
         received = b""
         try:

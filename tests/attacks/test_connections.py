@@ -29,15 +29,14 @@ from tests.support.server_process import SERVE, Process, long_stream, running
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 HELLO = b'{"prompt":"Hello!","max_tokens":1}'
-HEAD = (
-    "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
-    + KEY
-    + "\r\nContent-Type: application/json\r\n{more}\r\n\r\n"
-)
 
 
 def head(more: str, path: str = COMPLETIONS) -> bytes:
-    return HEAD.format(path=path, more=more).encode()
+    usual = f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json"
+    return f"POST {path} HTTP/1.1\r\n{usual}\r\n{more}\r\n\r\n".encode()
+
+
+CHUNKED = head("Connection: close\r\nTransfer-Encoding: chunked")
 
 
 # Compressed bodies
@@ -115,18 +114,18 @@ async def slow_heads(attacker: Attacker) -> None:
 
 async def crumbs(attacker: Attacker) -> None:
     """A body of 2 MB in chunks of one byte."""
-    raw = head("Transfer-Encoding: chunked") + b"1\r\na\r\n" * 2_000_000 + b"0\r\n\r\n"
+    raw = CHUNKED + b"1\r\na\r\n" * 2_000_000 + b"0\r\n\r\n"
     await attacker.exchange(raw)
 
 
 async def endless_chunks(attacker: Attacker) -> None:
     """More than a body may hold, without a length that says so."""
-    raw = head("Transfer-Encoding: chunked") + (b"100000\r\n" + b"a" * 2**20 + b"\r\n") * 40
+    raw = CHUNKED + (b"100000\r\n" + b"a" * 2**20 + b"\r\n") * 40
     await attacker.exchange(raw)
 
 
 async def long_chunk_extensions(attacker: Attacker) -> None:
-    raw = head("Transfer-Encoding: chunked") + (b"1;" + b"x" * 4000 + b"\r\na\r\n") * 2_000 + b"0\r\n\r\n"
+    raw = CHUNKED + (b"1;" + b"x" * 4000 + b"\r\na\r\n") * 2_000 + b"0\r\n\r\n"
     await attacker.exchange(raw)
 
 
@@ -145,12 +144,12 @@ async def unread_replies(attacker: Attacker) -> None:
 async def pipeline(attacker: Attacker) -> None:
     """10,000 requests in one go on one connection."""
     raw = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 10_000
-    await attacker.exchange(raw, leaves_after=3.0)
+    await attacker.exchange(raw, 3.0)
 
 
 async def pipeline_of_posts(attacker: Attacker) -> None:
     raw = (head(f"Content-Length: {len(HELLO)}", TOKENIZE) + HELLO) * 2_000
-    await attacker.exchange(raw, leaves_after=3.0)
+    await attacker.exchange(raw, 3.0)
 
 
 async def long_heads(attacker: Attacker) -> None:
@@ -158,7 +157,7 @@ async def long_heads(attacker: Attacker) -> None:
     await attacker.exchange(head(lines))
     await attacker.exchange(b"GET /" + b"a" * 10**7 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     await attacker.exchange(b"a" * 10**7)
-    await attacker.exchange(b"\r\n" * (5 * 10**6), leaves_after=3.0)
+    await attacker.exchange(b"\r\n" * (5 * 10**6), 3.0)
 
 
 async def page_floods(attacker: Attacker) -> None:

@@ -8,7 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -95,49 +96,36 @@ def test_each_key_of_a_file_has_the_range_of_priorities_that_stands_beside_it(tm
                     assert status == (200 if priority in allowed else 400)
 
 
+def statuses_beside(attack: Callable[[Attacker], Coroutine[Any, Any, object]], ask: Shot, *flags: str) -> list[int]:
+    """What one key is answered, time after time, while another attacks a server of two slots."""
+
+    async def attack_and_ask(attacker: Attacker) -> list[int]:
+        attacking = asyncio.ensure_future(attack(attacker))
+        await asyncio.sleep(0.5)
+        statuses = [(await attacker.fire(ask)).status for _ in range(10)]
+        attacking.cancel()
+        await asyncio.gather(attacking, return_exceptions=True)
+        return statuses
+
+    with running(SERVE, "--api-key", FIRST, "--api-key", SECOND, "--max-batch-size", "2", *flags) as process:
+        return asyncio.run(attack_and_ask(Attacker(process.port)))
+
+
 def test_a_key_that_floods_leaves_places_for_the_other() -> None:
-    with running(
-        SERVE, "--api-key", FIRST, "--api-key", SECOND, "--max-batch-size", "2", "--max-queue-size", "8"
-    ) as process:
-        attacker = Attacker(process.port)
-
-        async def flood_and_ask() -> list[int]:
-            flood = post(COMPLETIONS, long_stream(700), headers=bearer(FIRST), leaves_after=10.0)
-            flooding = [asyncio.ensure_future(attacker.fire(flood)) for _ in range(59)]
-            await asyncio.sleep(0.5)
-            ask = post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers=bearer(SECOND))
-            statuses = [(await attacker.fire(ask)).status for _ in range(10)]
-            for each in flooding:
-                each.cancel()
-            await asyncio.gather(*flooding, return_exceptions=True)
-            return statuses
-
-        assert asyncio.run(flood_and_ask()) == [200] * 10
+    flood = post(COMPLETIONS, long_stream(700), headers=bearer(FIRST), leaves_after=10.0)
+    ask = post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers=bearer(SECOND))
+    statuses = statuses_beside(lambda attacker: attacker.fire_at_once([flood] * 59), ask, "--max-queue-size", "8")
+    assert statuses == [200] * 10
 
 
 def test_the_most_urgent_priority_that_a_key_may_use_does_not_starve_the_other() -> None:
-    with running(
-        SERVE, "--api-key", FIRST, "--api-key", SECOND, "--max-batch-size", "2", "--max-queue-size", "64"
-    ) as process:
-        attacker = Attacker(process.port)
+    hurried = post(COMPLETIONS, {**long_stream(400), "priority": 0}, headers=bearer(FIRST), leaves_after=20.0)
+    ask = post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "priority": 0}, headers=bearer(SECOND))
 
-        async def hurry_and_ask() -> int:
-            hurried = post(COMPLETIONS, {**long_stream(400), "priority": 0}, headers=bearer(FIRST), leaves_after=20.0)
+    async def keep_on(attacker: Attacker) -> None:
+        await attacker.fire_at_once(repeat(hurried, 1000), at_most=24)
 
-            async def keep_on() -> None:
-                while True:
-                    await attacker.fire(hurried)
-
-            hurrying = [asyncio.ensure_future(keep_on()) for _ in range(24)]
-            await asyncio.sleep(0.5)
-            ask = post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "priority": 0}, headers=bearer(SECOND))
-            status = (await attacker.fire(ask)).status
-            for each in hurrying:
-                each.cancel()
-            await asyncio.gather(*hurrying, return_exceptions=True)
-            return status
-
-        assert asyncio.run(hurry_and_ask()) == 200
+    assert statuses_beside(keep_on, ask, "--max-queue-size", "64") == [200] * 10
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -11,12 +11,18 @@ import httpx
 import pytest
 
 from chairlift.__main__ import main
+from chairlift.api.config import ServerConfig
+from chairlift.api.http.listening import Listener
+from chairlift.errors import ConfigurationError
 from tests.engine.async_support import DEADLINE_S
 from tests.support.server_process import SERVE, long_stream, run_to_end, running
 
 DIES_IN_A_STEP = """
 import sys
 from chairlift.__main__ import main
+from chairlift.api.config import ServerConfig
+from chairlift.api.http.listening import Listener
+from chairlift.errors import ConfigurationError
 from chairlift.engine.core import EngineCore
 
 real_step, num_steps = EngineCore.step, 0
@@ -36,6 +42,9 @@ sys.exit(main())
 FEW_FILES = """
 import os, resource, sys
 from chairlift.__main__ import main
+from chairlift.api.config import ServerConfig
+from chairlift.api.http.listening import Listener
+from chairlift.errors import ConfigurationError
 from chairlift.api import server
 
 real = server.start
@@ -106,6 +115,22 @@ def test_a_setting_that_cannot_work_is_one_clear_line(flags: list[str], words: s
     assert code == 2
     assert "Traceback" not in stderr
     assert words in stderr.splitlines()[-1]
+
+
+async def test_all_addresses_of_a_name_are_taken_at_one_port_and_who_listens_first_has_it() -> None:
+    with Listener(ServerConfig(host="localhost", port=0)) as first:
+        addresses = [each.getsockname()[:2] for each in first.sockets]
+        (port,) = {port for _, port in addresses}
+        assert {host for host, _ in addresses} <= {"127.0.0.1", "::1"}
+        assert not first.is_open_to_others
+        config = ServerConfig(host="localhost", port=port)
+        words = f"cannot listen on localhost:{port}: .*; choose another --host or --port"
+        with Listener(config) as late:  # the system lets several take an address on which nobody listens yet
+            await first.accept(asyncio.Protocol)
+            with pytest.raises(ConfigurationError, match=words):
+                await late.accept(asyncio.Protocol)
+        with pytest.raises(ConfigurationError, match=words):
+            Listener(config)
 
 
 @pytest.mark.parametrize(("keys", "num_warnings"), [("", 1), ("secret key", 0)])

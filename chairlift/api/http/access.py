@@ -263,8 +263,8 @@ def normalize_origin(origin: str) -> str:
     match = _ORIGIN.fullmatch(origin.lower())
     if match is None or int(match["port"] or 0) > 65535:
         raise ConfigurationError(
-            f"allowed_origin {origin!r} is not an origin: write scheme://host or scheme://host:port, the host in ASCII"
-            " and nothing behind it; or * for every origin"
+            f"allowed_origin {origin!r} is not an origin: write scheme://host or scheme://host:port, the host in ASCII,"
+            " with nothing behind it; or * for every origin"
         )
     scheme, host, port = match["scheme"], match["host"], match["port"]
     return f"{scheme}://{host}" if port in (None, _DEFAULT_PORTS.get(scheme)) else f"{scheme}://{host}:{port}"

@@ -1,11 +1,13 @@
 """Where the server listens: the address, taken before a model is loaded for it, and TLS. Imports no engine."""
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,19 +28,19 @@ class Listener:
         """`ConfigurationError` if the address is not this machine's, the port is taken, or the certificate is wrong."""
         self._config = config
         self._tls = tls_context(config)
-        try:
+        with _naming_the_address(config):
             self.sockets = _bind(config.host, config.port)
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigurationError(
-                f"cannot listen on {config.host}:{config.port}: {reason}; choose another --host or --port"
-            ) from error
         self._servers: list[asyncio.Server] = []
 
     async def accept(self, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
-        """Makes a protocol for every connection, from here to `close()`."""
+        """Makes a protocol for every connection, from here to `close()`.
+
+        `ConfigurationError` if another program has begun to listen there since the address was taken.
+        """
         handshake = None if self._tls is None else self._config.client_timeout
         for each in self.sockets:
+            with _naming_the_address(self._config):
+                each.listen(_BACKLOG)  # uvloop would fail to without a word
             server = await asyncio.get_running_loop().create_server(
                 make_protocol,
                 sock=each,
@@ -90,24 +92,41 @@ class Listener:
             logger.info("the certificate was read again")
 
 
-def _bind(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of the host; those after the first take its port."""
-    sockets: list[socket.socket] = []
+@contextmanager
+def _naming_the_address(config: ServerConfig) -> Iterator[None]:
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            sockets.append(each := socket.socket(family, kind, protocol))
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigurationError(
+            f"cannot listen on {config.host}:{config.port}: {reason}; choose another --host or --port"
+        ) from error
+
+
+def _bind(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of the host that this machine has; those after the first take its port."""
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, (address, _, *scope) in dict.fromkeys(found):
+        each = socket.socket(family, kind, protocol)
+        try:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)  # connections inherit it
             if family == socket.AF_INET6:
                 each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            each.bind((address[0], sockets[0].getsockname()[1] or port, *address[2:]))
+            each.bind((address, sockets[0].getsockname()[1] if sockets else port, *scope))
             each.setblocking(False)
-    except OSError:
-        for each in sockets:
+            sockets.append(each)
+        except OSError as error:
             each.close()
-        raise
+            if error.errno != errno.EADDRNOTAVAIL:  # as ::1 is where a name has it and the machine has no IPv6
+                for other in sockets:
+                    other.close()
+                raise
+            missing = error
+    if missing is not None and not sockets:
+        raise missing
     return sockets
 
 

@@ -16,10 +16,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from chairlift.errors import CheckpointError
 from chairlift.models.attention import Attend
-from chairlift.models.config import LayerConfig, ModelShape, read_dtype, refuse_unreadable
+from chairlift.models.config import LAYER_TYPES, LayerConfig, ModelShape, read_dtype, refuse_unreadable
 
 ATTENTION, _RECORD = "chairlift", "chairlift_record"  # names of attention functions
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _NUM_RECORDED_TOKENS = 3
 
 
@@ -95,10 +94,7 @@ def describe_decoder(architecture: str, raw: dict[str, Any]) -> AdaptedConfig:
     refuse_unreadable(raw)
     config = _read_config(architecture, raw)
     max_position_embeddings = _fix_rope(config)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=_RECORD)  # type: ignore[no-untyped-call]
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    calls = _record_calls(model.eval(), architecture)
+    calls, num_parameters = _record_calls(config, architecture)
     if [call.layer_idx for call in calls] != list(range(config.num_hidden_layers)):
         raise CheckpointError(
             f"{architecture} is not supported: {len(calls)} of its {config.num_hidden_layers} layers keep keys and"
@@ -135,30 +131,32 @@ def _read_config(architecture: str, raw: dict[str, Any]) -> Any:
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     if architecture not in [each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))]:
         raise CheckpointError(f"{architecture} is not supported: transformers has no decoder of that name")
-    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+    if unknown := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         raise CheckpointError(f"{architecture}'s layers of type {min(unknown)} are not supported")
     return config
 
 
-def _record_calls(model: Any, architecture: str) -> list[_Call]:
-    """Runs the model, which is on the meta device, once."""
+def _record_calls(config: Any, architecture: str) -> tuple[list[_Call], int]:
+    """What its layers ask of attention, seen in a model that has no weights; and how many it would have."""
     calls: list[_Call] = []
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # the others look at numbers to route tokens
-    places = torch.arange(_NUM_RECORDED_TOKENS, device="meta").unsqueeze(0)
+    make: Any = AutoModelForCausalLM.from_config
     try:
-        with torch.inference_mode():
+        with torch.device("meta"), torch.inference_mode():
+            model = make(config, attn_implementation=_RECORD).eval()
+            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            if model._can_set_experts_implementation():
+                model.set_experts_implementation("batched_mm")  # the others look at numbers to route tokens
             parts = AdaptedDecoder(model)
-            parts.logits(parts(places[0], places[0], calls))
+            places = torch.arange(_NUM_RECORDED_TOKENS)
+            parts.logits(parts(places, places, calls))
     except CheckpointError as error:
         raise CheckpointError(f"{architecture} is not supported: {error}") from None
     except Exception as error:  # whatever transformers' code makes of an attention that it was not written for
-        reason = " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CheckpointError(
-            f"{architecture} is not supported: its attention cannot be handed to the cache"
-            f" ({type(error).__name__}: {reason})"
+            f"{architecture} is not supported: its attention cannot be handed to the cache ({reason})"
         ) from error
-    return calls
+    return calls, num_parameters
 
 
 def _check_windows(config: Any, calls: list[_Call]) -> None:

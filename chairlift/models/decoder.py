@@ -1,7 +1,6 @@
 """A decoder of any family as wiring over one ragged batch of tokens: what differs, `ModelConfig` says.
 
-Module names follow the checkpoint's tensor names where families agree. Norms are named after the places where they
-stand; `Decoder.renamed` has the checkpoint's names for them.
+Modules are named as the checkpoints' tensors, but for norms, which are named after their places.
 """
 
 from collections.abc import Iterable

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from chairlift import LLM
-from chairlift.config import DType, LoadFormat
+from chairlift.config import DType, EngineConfig, LoadFormat
+from chairlift.engine.core import EngineCore, Pacing
 from chairlift.errors import CheckpointError, ConfigurationError
 from chairlift.models import load_adapted, open_checkpoint
 from chairlift.models.adapter import AdaptedConfig
@@ -128,6 +130,19 @@ def test_the_log_says_that_this_way_is_the_slower_one(tmp_path: Path, caplog: py
     with caplog.at_level(logging.INFO, "chairlift.models.loader"):
         load_adapted(open_checkpoint(str(tmp_path)), DType.FLOAT32, "cpu")
     assert caplog.messages[1].startswith("Cohere2ForCausalLM runs in transformers' own code")
+
+
+class _NoRecorder:
+    """Fails where a graph is to be recorded."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        raise AssertionError(f"{work} may wait for the device")
+
+
+def test_its_steps_are_not_recorded_in_graphs(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, model_type="mixtral", num_local_experts=4)
+    core = EngineCore(EngineConfig(model=str(tmp_path), max_batch_size=2), Pacing(1, _NoRecorder()))
+    assert core.cache.max_cache_batch_size == 2  # without a scratch slot
 
 
 @pytest.mark.parametrize("setting", [{"batch_invariant": True}, {"load_format": LoadFormat.DUMMY}])

@@ -50,7 +50,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """`[1, H, T, D]` each -> `[1, T, Hq, D]`; the backend was built for the scale, the window and the cap."""
     attend: Attend = options["attend"]
-    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    query, key, value = (x[0].to(value.dtype).transpose(0, 1).contiguous() for x in (query, key, value))
     return attend(module.layer_idx, query, key, value).unsqueeze(0), None  # type: ignore[arg-type]
 
 
@@ -161,15 +161,15 @@ def _record_calls(config: Any, architecture: str) -> tuple[list[_Call], int]:
 
 def _check_windows(config: Any, calls: list[_Call]) -> None:
     """CheckpointError if the config has windows that attention is not told of: its masks are not made here."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(calls)
-    told = any(call.window is not None for call in calls)
-    has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    for kind, call in zip(kinds, calls, strict=True):
-        is_untold = kind == "sliding_attention" and call.window is None
-        if is_untold or (has_window and not told and getattr(config, "layer_types", None) is None):
-            raise CheckpointError(
-                f"layer {call.layer_idx} has a sliding window in its mask only, which is not supported"
-            )
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        is_untold = has_window and all(call.window is None for call in calls)
+    else:
+        pairs = zip(kinds, calls, strict=True)
+        is_untold = any(kind == "sliding_attention" and call.window is None for kind, call in pairs)
+    if is_untold:
+        raise CheckpointError("its sliding window is in its masks only, which is not supported")
 
 
 def _fix_rope(config: Any) -> int:
@@ -221,3 +221,11 @@ class AdaptedDecoder(nn.Module):
         """`[N, hidden]` -> float32 `[N, vocab]`."""
         logits: torch.Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return logits.float()
+
+    @torch.inference_mode()
+    def check_positions(self) -> None:
+        """CheckpointError if the code counts positions itself: in a ragged batch they are what the batch says."""
+        twice = torch.ones(2, dtype=torch.int64, device=self.device)
+        first, second = self(twice, twice, lambda _, query, key, value: query)  # noqa: ARG005
+        if not torch.allclose(first, second, rtol=1e-2, atol=1e-2):
+            raise CheckpointError("the model counts positions itself, and cannot be told those of a batch")

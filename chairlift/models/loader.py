@@ -96,6 +96,7 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> AdaptedDe
     source, report = _load_in_transformers(checkpoint, config, dtype)
     _refuse_differences(report["missing_keys"], report["unexpected_keys"])
     model = AdaptedDecoder(source.to(device).eval().requires_grad_(False))
+    model.check_positions()
     _log("loaded %s: %.1f MB of %s weights in %.2f s", checkpoint, model, dtype, start)
     return model
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Model
 
 from chairlift import LLM
 from chairlift.config import DType, EngineConfig, LoadFormat
@@ -123,6 +124,23 @@ def test_missing_and_leftover_tensors_are_named(tmp_path: Path, change: dict[str
         load_adapted(open_checkpoint(str(edit(tmp_path, **change))), DType.FLOAT32, "cpu")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_counts_positions_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, model_type="gpt2", pad_token_id=0)
+    forward = GPT2Model.forward
+
+    def count_alone(self: GPT2Model, position_ids: Any = None, **given: Any) -> Any:  # noqa: ARG001
+        return forward(self, **given)
+
+    monkeypatch.setattr(GPT2Model, "forward", count_alone)
+    with pytest.raises(CheckpointError, match="counts positions itself"):
+        load_adapted(open_checkpoint(str(tmp_path)), DType.FLOAT32, "cpu")
+
+
+def test_a_window_that_is_in_masks_only_is_refused(tmp_path: Path) -> None:
+    fields = {"architectures": ["CohereForCausalLM"], "model_type": "cohere", "pad_token_id": 0, "sliding_window": 9}
+    assert refusal(write(tmp_path, **fields)) == "its sliding window is in its masks only, which is not supported"
 
 
 def test_the_log_says_that_this_way_is_the_slower_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

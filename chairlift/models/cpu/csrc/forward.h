@@ -40,7 +40,7 @@ template <class T, class W> struct Forward {
         : model(m), batch(b), heads_per_group(m.num_heads / m.num_kv_heads), num_tokens(b.num_tokens),
           query_scale(float(m.attention_scale * LOG2_E)),
           x(arena.take<float>(b.num_tokens * pad(m.hidden, LANES))), x_stride(pad(m.hidden, LANES)),
-          added(arena.take<float>(m.layers->after_attention ? b.num_tokens * x_stride : 0)),
+          added(arena.take<float>(m.layers->post_attention_norm ? b.num_tokens * x_stride : 0)),
           heads(arena.take<float>(m.are_heads_normed_as_one ? b.num_tokens * m.layers->qkv.columns : 0)),
           normed(arena, b.num_tokens, m.hidden), projected(arena, b.num_tokens, m.num_heads * m.head_dim),
           activated(arena, b.num_tokens, m.intermediate), tokens(arena.take<Token>(b.num_tokens)),
@@ -154,9 +154,12 @@ template <class T, class W> struct Forward {
     }
 
     void rotate(const Layer& layer, const float* c, int64_t position, float scale, T* to) const {
-        const int64_t half = layer.num_rotated / 2;
-        const float *cosines = layer.rope + position * layer.num_rotated, *sines = cosines + half;
-        for (int64_t d = layer.num_rotated; d < model.head_dim; d += LANES) store16(to + d, load16(c + d) * scale);
+        const int64_t dim = model.head_dim, half = dim / 2;
+        if (!layer.rope) {
+            for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d) * scale);
+            return;
+        }
+        const float *cosines = layer.rope + position * dim, *sines = cosines + half;
         for (int64_t d = 0; d < half; d += LANES) {
             f32x16 low = load16(c + d), high = load16(c + half + d);
             f32x16 cosine = load16(cosines + d) * scale, sine = load16(sines + d) * scale;
@@ -170,7 +173,7 @@ template <class T, class W> struct Forward {
         const auto add = [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
             add_product(column, row, count, c, stride, width);
         };
-        normalize_all(team, index ? model.layers[index - 1].after_mlp : nullptr, layer.before_attention);
+        normalize_all(team, index ? model.layers[index - 1].post_mlp_norm : nullptr, layer.pre_attention_norm);
         project_heads(team, index);
         const TaskList& list = attention.tasks;
         team.share(list.count, [&](int64_t i) { attention.attend(index, list.tasks[i], scratch); });
@@ -178,7 +181,7 @@ template <class T, class W> struct Forward {
         convert_all(team, attended, attended_stride, model.num_heads * model.head_dim, projected);
         linear(team, layer.out, projected, num_tokens, UNIT_PANELS, add);
         team.wait();
-        normalize_all(team, layer.after_attention, layer.before_mlp);
+        normalize_all(team, layer.post_attention_norm, layer.pre_mlp_norm);
         linear(team, layer.gate_up, normed, num_tokens, UNIT_PANELS,
                [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
                    T* to = gated + row * gated_stride + column / 2;
@@ -204,7 +207,7 @@ template <class T, class W> struct Forward {
     // A product's tile into the residual, or beside it where a norm comes first.
     void add_product(int64_t column, int64_t row, int count, const float* c, int stride, int width) const {
         const float scale = float(model.residual_scale);
-        const bool is_normed = model.layers->after_attention;
+        const bool is_normed = model.layers->post_attention_norm;
         float* to = (is_normed ? added : x) + row * x_stride + column;
         for (int r = 0; r < count; r++, c += stride, to += x_stride)
             for (int k = 0; k < width; k += LANES)
@@ -243,7 +246,7 @@ template <class T, class W> struct Forward {
         team.share_rows(num_tokens, [&](int64_t t) { embed(t); });
         team.wait();
         for (int64_t layer = 0; layer < model.num_layers; layer++) run_layer(team, layer, own);
-        const float* after_last = model.layers[model.num_layers - 1].after_mlp;
+        const float* after_last = model.layers[model.num_layers - 1].post_mlp_norm;
         team.share_rows(num_tokens, [&](int64_t t) {
             if (after_last) add_normalized(t, after_last);
             const float *from = x + t * x_stride, *weight = model.final_norm;

@@ -47,7 +47,7 @@ template <class T> struct SlotAttention {
     void attend(int64_t layer, const Task& task, const AttentionScratch<T>& scratch) const {
         const int64_t dim = model.head_dim, first_token = batch.row_offsets[task.row];
         int32_t limits[MOST_QUERIES];
-        const Sight sight{limits, int(model.layers[layer].window), float(model.score_cap * LOG2_E)};
+        const Sight sight{limits, int(model.layers[layer].window), float(model.attention_softcap * LOG2_E)};
         for (int q = 0; q < pad(task.num_queries, LANES); q++)
             limits[q] = q < task.num_queries
                             ? batch.cache_lengths[task.row] + int32_t((task.first_query + q) / tasks.group_size) + 1

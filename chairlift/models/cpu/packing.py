@@ -66,8 +66,9 @@ def arrange_heads(rows: torch.Tensor, num_heads: int, head_dim: int, num_rotated
     """
     if num_rotated == head_dim:
         return rows
-    low, high, still = torch.arange(head_dim).split((num_rotated // 2, num_rotated // 2, head_dim - num_rotated))
-    order = torch.cat((low, still[: len(still) // 2], high, still[len(still) // 2 :]))
+    middle, end = num_rotated // 2, (num_rotated + head_dim) // 2
+    ranges = ((0, middle), (num_rotated, end), (middle, num_rotated), (end, head_dim))
+    order = torch.cat([torch.arange(start, stop) for start, stop in ranges])
     indices = torch.arange(len(rows)).view(-1, head_dim)
     indices[:num_heads] = indices[:num_heads, order]
     return rows[indices.flatten()]

@@ -113,3 +113,22 @@ def test_several_steps_in_a_launch_give_the_bits_of_single_ones(shape: str, isa:
     first = bench.run([Row(SLOT, sequence[:-20]), *others])[0]
     decoded = bench.launch([*others, Row(SLOT, sequence[-20:])])[-1]
     assert Outcome(torch.cat((first, decoded)), bench.blocks[SLOT, :, :, :LENGTH]) == expected
+
+
+@pytest.mark.parametrize("shape", SOME_SHAPES[:3])
+def test_rows_with_a_common_prefix_read_its_chunks_in_one_place_and_get_the_bits_of_their_own(
+    shape: str, isa: str, number_format: Format
+) -> None:
+    rng = random.Random(7)
+    sequence = random_tokens(rng, LENGTH)
+    expected = outcome(cpu_bench(SHAPES[shape], number_format, isa), SLOT, [Step([Row(SLOT, sequence)])]).logits
+    bench = cpu_bench(SHAPES[shape], number_format, isa)
+    bench.run([Row(2, sequence[:290])])
+    bench.cache.copy_prefix(2, 6, 280)
+    bench.cache.settle()
+    bench.blocks[6, :, :, :256] = torch.nan  # two chunks, which are read in slot 2
+    decoded, first, second = bench.run([Row(2, sequence[290:291]), Row(6, sequence[280:281])]) + bench.run(
+        [Row(6, sequence[281:])]
+    )
+    assert torch.equal(decoded, expected[290:291])
+    assert torch.equal(torch.cat((first, second)), expected[280:])

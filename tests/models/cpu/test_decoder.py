@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from chairlift.models.config import LayerConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
 from tests.models.cpu.support import (
@@ -161,6 +162,25 @@ def test_stale_values_are_neither_read_nor_written(isa: str, number_format: Form
     is_held = torch.arange(SLOT_LEN) < lengths[:, None]  # [slot, position]
     assert (by_position(stale)[~is_held] == untouched).all()
     assert torch.equal(by_position(stale)[is_held], by_position(clean)[is_held])
+
+
+@pytest.mark.parametrize("num_new", [1, 20])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_what_lies_before_a_window_is_not_read(
+    num_kv_heads: int, num_new: int, isa: str, number_format: Format
+) -> None:
+    """But for the rest of a block of 32 keys: so a decode step takes no longer, however long its sequence is."""
+    config = replace(BASE, layers=tuple(LayerConfig(None, window) for window in (24, 130)), num_kv_heads=num_kv_heads)
+    whole, forgetful = (cpu_bench(config, number_format, isa) for _ in range(2))
+    tokens = random_tokens(random.Random(8), 300 + num_new)
+    for bench in (whole, forgetful):
+        bench.run([Row(4, tokens[:300])])
+    forgetful.blocks[4, :, 0, :256] = torch.nan  # the next token sees 277 to 300
+    forgetful.blocks[4, :, 1, :160] = torch.nan  # 171 to 300
+    new = [Row(4, tokens[300:])]
+    (expected,) = whole.run(new)
+    assert expected.isfinite().all()
+    assert torch.equal(forgetful.run(new)[0], expected)
 
 
 @pytest.mark.parametrize("token", [-1, UNTIED.vocab_size, 2**40])

@@ -27,8 +27,7 @@ from chairlift.engine.sampling.sampler import Sampler
 from chairlift.engine.stats import EngineStats, Snapshot
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
-from chairlift.models.decoder import count_parameters
-from chairlift.models.loader import TORCH_DTYPES
+from chairlift.models.loader import TORCH_DTYPES, count_parameters
 from chairlift.scheduler import Policy, Request, Scheduler, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -44,9 +43,9 @@ class Pacing:
     recorder: GraphRecorder | None = None  # of graphs of decode steps; None: they are launched operator by operator
 
     @classmethod
-    def of(cls, device: torch.device) -> "Pacing":
+    def of(cls, device: torch.device, can_record: bool = True) -> "Pacing":
         """A CPU computes while it launches, so that there is nothing to keep ahead of."""
-        return cls() if device.type == "cpu" else cls(1, CudaRecorder(device))
+        return cls() if device.type == "cpu" else cls(1, CudaRecorder(device) if can_record else None)
 
 
 class EngineCore:
@@ -67,7 +66,7 @@ class EngineCore:
         self.config = fit_cache(config, self.config, shape, forward)
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
-        self._pacing = pacing or Pacing.of(device)
+        self._pacing = pacing or Pacing.of(device, shape.can_record)
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
         num_slots = self.config.num_slots + (self._pacing.recorder is not None)
         self.cache = _allocate(params, num_slots, slot_len, shape.num_layers, self.config.device)

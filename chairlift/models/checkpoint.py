@@ -12,7 +12,8 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from chairlift.errors import CheckpointError
-from chairlift.models.config import ModelConfig, read_model_config
+from chairlift.models.adapter import describe_decoder
+from chairlift.models.config import FAMILIES, ModelShape, describe_family
 
 BUNDLED = "bundled"
 _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"
@@ -27,7 +28,7 @@ class Checkpoint:
     """A checkpoint directory and the configuration in it. Weights are not read before `WeightReader` does."""
 
     directory: Path
-    config: ModelConfig
+    config: ModelShape
 
     @cached_property
     def weight_files(self) -> list[Path]:
@@ -44,6 +45,28 @@ def open_checkpoint(model: str) -> Checkpoint:
     """Finds a checkpoint by directory or hub id ("bundled": the one in the package) and reads its configuration."""
     directory = find_directory(model)
     return Checkpoint(directory, read_model_config(directory))
+
+
+def read_model_config(directory: Path) -> ModelShape:
+    """Reads `config.json`: a `ModelConfig` of one of the families, or else what transformers' own code is run by.
+
+    CheckpointError if there is none, or it asks for what is not supported.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{directory} has no config.json")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        architectures = raw.get("architectures")
+        if not isinstance(architectures, list) or not architectures:
+            raise CheckpointError("it names no architecture")
+        known = [name for name in FAMILIES if name in architectures]
+        return describe_family(known[0], raw) if known else describe_decoder(str(architectures[0]), raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:  # the file may hold anything; whatever transformers makes of it is about the file
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
 
 
 def _indexed_files(index: Path) -> list[Path]:

@@ -4,12 +4,10 @@
 more entry; the wiring (`models/decoder.py`) and the native code read the description only.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import transformers
 from transformers import PreTrainedConfig
@@ -72,6 +70,8 @@ class LayerConfig:
 class ModelShape:
     """What the engine, the cache and attention need to know of a decoder."""
 
+    can_record: ClassVar[bool] = True  # a decode step launches the same work whatever the numbers: CUDA graphs serve
+
     architecture: str
     vocab_size: int
     num_heads: int
@@ -104,6 +104,18 @@ class ModelShape:
         windows = tuple(layer.window for layer in self.layers)
         return AttentionConfig(self.attention_scale, windows, self.attention_softcap)
 
+    def describe(self) -> str:
+        """One line for the log."""
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
+        ropes = sorted({layer.rope.kind for layer in self.layers if layer.rope is not None})
+        windows = sorted({layer.window for layer in self.layers if layer.window is not None})
+        num_windowed = sum(layer.window is not None for layer in self.layers)
+        return (
+            f"{self.architecture}: {self.num_layers} layers, {heads}, vocabulary {self.vocab_size}"
+            + (f", rope {', '.join(ropes)}" if ropes else "")
+            + (f", window {', '.join(map(str, windows))} in {num_windowed} layers" if windows else "")
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelShape):
@@ -125,21 +137,6 @@ class ModelConfig(ModelShape):
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # c tanh(logits / c)
     has_fused_tensors: bool = False  # the checkpoint holds qkv_proj and gate_up_proj, not their parts
-
-    def describe(self) -> str:
-        """One line for the log."""
-        windows = {layer.window for layer in self.layers if layer.window is not None}
-        ropes = sorted({layer.rope.kind if layer.rope else "none" for layer in self.layers})
-        parts = [
-            f"{self.architecture}: {self.num_layers} layers of {self.hidden_size}/{self.intermediate_size}",
-            f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}",
-            f"vocabulary {self.vocab_size}",
-            f"rope {', '.join(ropes)}",
-        ]
-        if windows:
-            num_windowed = sum(layer.window is not None for layer in self.layers)
-            parts.append(f"window {', '.join(map(str, sorted(windows)))} in {num_windowed} layers")
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,28 +237,10 @@ FAMILIES: dict[str, Family] = {
 """By architecture, as `config.json` names it."""
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """Reads `config.json`. CheckpointError if it is missing, or asks for what is not supported."""
-    path = directory / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{directory} has no config.json")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        names = raw.get("architectures")
-        known = [name for name in FAMILIES if isinstance(names, list) and name in names]
-        if not known:
-            raise CheckpointError(f"{names or 'no architecture'} is not supported, only {', '.join(FAMILIES)}")
-        return _describe(known[0], raw)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # the file may hold anything; whatever transformers makes of it is about the file
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
-
-
-def _describe(architecture: str, raw: dict[str, Any]) -> ModelConfig:
+def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
+    """From the config.json of an architecture in `FAMILIES`. CheckpointError if it asks for what is not supported."""
     family = FAMILIES[architecture]
-    _refuse_unreadable(raw)
+    refuse_unreadable(raw)
     config_class: type[PreTrainedConfig] = getattr(transformers, family.config)
     config: Any = config_class.from_dict(raw)
     _check_sizes(config)
@@ -289,7 +268,7 @@ def _describe(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _refuse_unreadable(raw: dict[str, Any]) -> None:
+def refuse_unreadable(raw: dict[str, Any]) -> None:
     """CheckpointError for weights in a format that is not read, and for fields that would change results unseen."""
     if quantization := raw.get("quantization_config") or raw.get("compression_config"):
         method = quantization.get("quant_method", "an unnamed method")

@@ -204,9 +204,3 @@ def _enter(norm: RMSNorm | None, x: torch.Tensor, delta: torch.Tensor) -> tuple[
         return norm.add(x, delta)
     x = x + delta
     return x, x
-
-
-def count_parameters(config: ModelConfig) -> int:
-    """Weights, biases and norms of a model of that shape; a tied head counts once. Allocates nothing."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Decoder(config).parameters())

@@ -8,16 +8,23 @@ hold although the model has no use for it).
 
 import logging
 import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, ConfigurationError
+from chairlift.models.adapter import ATTENTION, AdaptedConfig, AdaptedDecoder
 from chairlift.models.checkpoint import Checkpoint, WeightReader
-from chairlift.models.config import ModelConfig
+from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
+
+_COST_OF_ADAPTER = "twice as long in torch, and more beside native code"
 
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 
@@ -25,7 +32,7 @@ TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DT
 def load_model(
     checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: int, num_positions: int | None = None
 ) -> Decoder:
-    """The model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
+    """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
 
     `num_positions` that slots have memory for; None: `max_seq_len`.
     """
@@ -57,13 +64,71 @@ def make_dummy_model(
         if parameter.dim() == 2:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
         else:
-            parameter.fill_(0.0 if name.endswith(".bias") or checkpoint.config.has_offset_norms else 1.0)
+            parameter.fill_(0.0 if name.endswith(".bias") or model.config.has_offset_norms else 1.0)
     model.finalize(max_seq_len, num_positions)
     _log("made up weights for %s: %.1f MB in %s in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
-def _empty_model(config: ModelConfig, dtype: DType, device: str) -> Decoder:
+def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> AdaptedDecoder:
+    """A decoder that is in no family, in transformers' code. It is in the host's memory before it is on the device.
+
+    CheckpointError as for `load_model`.
+    """
+    start = time.perf_counter()
+    config = checkpoint.config
+    assert isinstance(config, AdaptedConfig), "families have a wiring of their own"
+    logger.info("%s", config.describe())
+    logger.warning(
+        "%s runs in transformers' own code over the cache's slots, which takes longer than the families' wiring: a"
+        " decode step of a small model about %s",
+        config.architecture,
+        _COST_OF_ADAPTER,
+    )
+    source, report = _load_in_transformers(checkpoint, config, dtype)
+    _refuse_differences(report["missing_keys"], report["unexpected_keys"])
+    model = AdaptedDecoder(source.to(device).eval().requires_grad_(False))
+    _log("loaded %s: %.1f MB of %s weights in %.2f s", checkpoint, model, dtype, start)
+    return model
+
+
+def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: DType) -> tuple[Any, dict[str, Any]]:
+    """The model, and what its tensors and the checkpoint's do not have in common."""
+    assert checkpoint.weight_files, "an index may name no file outside"
+    bars: Any = transformers_logging
+    has_bar = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint.directory,
+            config=config.source,
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # the files may hold anything; whatever transformers makes of it is about them
+        raise CheckpointError(f"{checkpoint.directory} cannot be loaded: {' '.join(str(error).split())}") from error
+    finally:
+        if has_bar:
+            bars.enable_progress_bar()
+    model, report = loaded
+    return model, report
+
+
+def count_parameters(config: ModelShape) -> int:
+    """Weights, biases and norms of a model of that description; a tied head counts once. Allocates nothing."""
+    if isinstance(config, AdaptedConfig):
+        return config.num_parameters
+    assert isinstance(config, ModelConfig)
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(config).parameters())
+
+
+def _empty_model(config: ModelShape, dtype: DType, device: str) -> Decoder:
+    assert isinstance(config, ModelConfig), "other decoders are loaded by load_adapted"
     logger.info("%s", config.describe())
     with torch.device("meta"):
         model = Decoder(config)
@@ -77,7 +142,7 @@ def _empty_model(config: ModelConfig, dtype: DType, device: str) -> Decoder:
         ) from error
 
 
-def _log(message: str, checkpoint: Checkpoint, model: Decoder, dtype: DType, start: float) -> None:
+def _log(message: str, checkpoint: Checkpoint, model: Decoder | AdaptedDecoder, dtype: DType, start: float) -> None:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     logger.info(message, checkpoint.directory, num_bytes / 1e6, dtype, time.perf_counter() - start)
 
@@ -87,14 +152,19 @@ def _load_weights(model: Decoder, reader: WeightReader) -> None:
     places: dict[str, torch.Tensor] = {}  # by tensor of the checkpoint: a parameter, or some rows of a fused one
     for name, parameter in model.named_parameters():
         places |= _places_in(_renamed(name, model.renamed), parameter, model.fused)
-    missing = sorted(places.keys() - reader.names)
-    leftover = sorted(reader.names - places.keys() - model.ignored_tensors(reader.names))
-    if missing:
-        raise CheckpointError(f"the checkpoint lacks {_listed(missing)}")
-    if leftover:
-        raise CheckpointError(f"the checkpoint has tensors that this model has no place for: {_listed(leftover)}")
+    ignored = model.ignored_tensors(reader.names)
+    _refuse_differences(places.keys() - reader.names, reader.names - places.keys() - ignored)
     for name in sorted(places, key=reader.file_of):
         _fill(places[name], name, reader)
+
+
+def _refuse_differences(missing: Iterable[str], leftover: Iterable[str]) -> None:
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {_listed(sorted(missing))}")
+    if leftover:
+        raise CheckpointError(
+            f"the checkpoint has tensors that this model has no place for: {_listed(sorted(leftover))}"
+        )
 
 
 def _renamed(name: str, modules: dict[str, str]) -> str:

@@ -8,14 +8,13 @@ import pytest
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError
+from chairlift.models.checkpoint import read_model_config
 from chairlift.models.config import (
-    FAMILIES,
     Activation,
     LayerConfig,
     ModelConfig,
     Norms,
     QKNorm,
-    read_model_config,
 )
 from chairlift.models.rope import RopeConfig
 from tests.support.checkpoints import SMALL
@@ -151,6 +150,7 @@ GEMMA3: dict[str, Any] = {
 
 def test_of_a_gemma_norms_stand_on_both_sides_and_rope_has_two_bases(tmp_path: Path) -> None:
     config = read_model_config(write(tmp_path, **GEMMA3))
+    assert isinstance(config, ModelConfig)
     local = LayerConfig(RopeConfig(1e4), 9)
     assert config.layers == (local, local, LayerConfig(RopeConfig(1e6)))
     assert (config.norms, config.qk_norm) == (Norms.PRE_AND_POST, QKNorm.HEAD)
@@ -167,7 +167,7 @@ def test_a_yarn_or_dynamic_rope_makes_room_for_more_positions(tmp_path: Path) ->
 
 def test_a_config_is_described_in_one_line(tmp_path: Path) -> None:
     assert read_model_config(write(tmp_path, **GEMMA3)).describe() == (
-        "Gemma3ForCausalLM: 3 layers of 64/96, 4/2 heads of 256, vocabulary 320, rope default, window 9 in 2 layers"
+        "Gemma3ForCausalLM: 3 layers, 4/2 heads of 256, vocabulary 320, rope default, window 9 in 2 layers"
     )
 
 
@@ -187,18 +187,16 @@ def test_a_file_that_is_no_json_object(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("architectures", "said"),
     [
-        (["FalconForCausalLM"], "FalconForCausalLM"),
-        (["LlamaForSequenceClassification"], "LlamaForSequenceClassification"),
-        ([], "no architecture"),
-        (None, "no architecture"),
+        (["MadeUpForCausalLM"], "MadeUpForCausalLM is not supported: transformers has no decoder of that name"),
+        (["LlamaForSequenceClassification"], "LlamaForSequenceClassification is not supported: transformers has no"),
+        ([], "it names no architecture"),
+        (None, "it names no architecture"),
     ],
 )
-def test_another_architecture_is_named_beside_the_supported_ones(
+def test_an_architecture_that_is_no_decoder_is_named(
     tmp_path: Path, architectures: list[str] | None, said: str
 ) -> None:
-    message = refusal(write(tmp_path, architectures=architectures))
-    assert said in message
-    assert message.endswith(f"is not supported, only {', '.join(FAMILIES)}")
+    assert said in refusal(write(tmp_path, architectures=architectures))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])

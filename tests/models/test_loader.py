@@ -17,8 +17,8 @@ from chairlift.models import load_model, make_dummy_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata
 from chairlift.models.backends import load_backend
 from chairlift.models.checkpoint import WeightReader
-from chairlift.models.decoder import Decoder, count_parameters
-from chairlift.models.loader import TORCH_DTYPES
+from chairlift.models.decoder import Decoder
+from chairlift.models.loader import TORCH_DTYPES, count_parameters
 from tests.support.checkpoints import SMALL, make_checkpoint
 
 Tensors = dict[str, torch.Tensor]

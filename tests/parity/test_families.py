@@ -1,4 +1,7 @@
-"""Every family gives the logits and the greedy tokens of transformers' own class, however batches are made up."""
+"""Every decoder gives the logits and the greedy tokens of transformers' own class, however batches are made up.
+
+Those in `ADAPTED` are in no family: transformers' own code runs over our slots.
+"""
 
 import random
 from functools import cache
@@ -10,18 +13,20 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import DType
-from chairlift.engine.execution.forward import TorchForward
-from chairlift.models import load_model, open_checkpoint
+from chairlift.engine.execution.forward import Forward, TorchForward
+from chairlift.models import Checkpoint, load_adapted, load_model, open_checkpoint
+from chairlift.models.adapter import AdaptedConfig
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.cpu import CpuDecoder
 from tests.support.checkpoints import make_checkpoint, random_prompts, reference_tokens
 from tests.support.forward_bench import SLOT_LEN, Bench, logits_of, steps_around
 from tests.support.kernels import needs_kernels
 
+CPU = (DType.FLOAT32, "cpu")
 NUM_TOKENS = 64
 WINDOW = 24  # tokens, of sequences of more than twice as many
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-LONG = {
+LONG: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "short_factor": [1.0 + 0.1 * i for i in range(12)],
@@ -80,14 +85,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-BACKENDS = ["torch", pytest.param("cpu", marks=needs_kernels)]
+ADAPTED: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "sliding_window": WINDOW},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "head_dim": 32,
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    "cohere": {"model_type": "cohere", "logit_scale": 0.25, "pad_token_id": 0},
+    "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": WINDOW},
+    "gpt2": {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0},
+    "apertus, longrope": {
+        "model_type": "apertus",
+        "max_position_embeddings": 2048,
+        "rope_parameters": {**LONG, "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0] * 8},
+    },
+    "granitemoe, dynamic rope": {
+        "model_type": "granitemoe",
+        "num_local_experts": 4,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        "attention_multiplier": 0.2,
+    },
+}
+
+CASES = [
+    *((family, "torch") for family in (*FAMILIES, *ADAPTED)),
+    *(pytest.param(family, "cpu", marks=needs_kernels) for family in FAMILIES),
+]
 
 
 @cache
 def checkpoint(directory: Path, family: str) -> tuple[Path, Any]:
     """A random checkpoint of that family, and transformers' model of it."""
     path = directory / family
-    return path, make_checkpoint(path, seed=3, **{"head_dim": 32, "max_position_embeddings": 512, **FAMILIES[family]})
+    shape = {"head_dim": 32, **FAMILIES[family]} if family in FAMILIES else ADAPTED[family]
+    return path, make_checkpoint(path, seed=3, **{"max_position_embeddings": 512, **shape})
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +133,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bench(path: Path, backend: str) -> Bench:
-    model = load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", SLOT_LEN)
-    if backend == "cpu":
-        return Bench(model, CpuDecoder(model, SLOT_LEN))
-    return Bench(model, TorchForward(model, TorchBackend(model.config.attention)))
+    opened = open_checkpoint(str(path))
+    return Bench(opened.config, torch.float32, load(opened, backend))
+
+
+def load(opened: Checkpoint, backend: str) -> Forward:
+    if isinstance(opened.config, AdaptedConfig):
+        return TorchForward(load_adapted(opened, *CPU), TorchBackend(opened.config.attention))
+    model = load_model(opened, *CPU, SLOT_LEN)
+    return (
+        CpuDecoder(model, SLOT_LEN) if backend == "cpu" else TorchForward(model, TorchBackend(model.config.attention))
+    )
 
 
 @torch.inference_mode()
@@ -108,8 +152,7 @@ def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "backend"), CASES)
 def test_logits_are_those_of_transformers_in_chunks_among_other_rows(
     directory: Path, family: str, backend: str
 ) -> None:
@@ -121,8 +164,7 @@ def test_logits_are_those_of_transformers_in_chunks_among_other_rows(
     assert torch.linalg.vector_norm(ours - theirs) < 1e-4 * torch.linalg.vector_norm(theirs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "backend"), CASES)
 def test_greedy_tokens_are_those_of_transformers_with_reused_prefixes(
     directory: Path, family: str, backend: str
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.engine.execution.forward import Forward
 from chairlift.models.attention import BatchMetadata
-from chairlift.models.decoder import Decoder
+from chairlift.models.config import ModelShape
 
 NUM_SLOTS = 9
 SLOT_LEN = 391
@@ -35,10 +35,9 @@ class Step:
 class Bench:
     """A forward pass and a cache of its own."""
 
-    def __init__(self, model: Decoder, forward: Forward) -> None:
-        """`model` gives its shape and number format only; its weights may be gone."""
-        shape = model.config
-        params = KVCacheParams(model.dtype, shape.num_kv_heads, shape.head_dim)
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, forward: Forward) -> None:
+        """`dtype`: that the model computes in."""
+        params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         self.cache = ContinuousBatchingKVCacheManager(params, NUM_SLOTS, SLOT_LEN, shape.num_layers, ["cpu"])
         self.cache.claim(NUM_SLOTS)
         self._forward = forward

@@ -8,11 +8,14 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import AttentionBackend, LoadFormat, ResolvedConfig
-from chairlift.models import Checkpoint, load_model, make_dummy_model
+from chairlift.errors import ConfigurationError
+from chairlift.models import Checkpoint, load_adapted, load_model, make_dummy_model
+from chairlift.models.adapter import AdaptedConfig, AdaptedDecoder
 from chairlift.models.attention import Backend, BatchMetadata
 from chairlift.models.attention.batch import token_slots
 from chairlift.models.attention.torch_sdpa import attend_alone
 from chairlift.models.backends import load_backend
+from chairlift.models.config import ModelShape
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
 
@@ -45,6 +48,8 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
             config.slot_len,
             config.attention_backend,
         )
+    if isinstance(checkpoint.config, AdaptedConfig):
+        return _load_adapted_forward(checkpoint, config)
     lengths = config.max_seq_len, config.slot_len
     if config.load_format is LoadFormat.DUMMY:
         model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)
@@ -55,7 +60,21 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
     model.pack()
     if config.batch_invariant:
         return InvariantForward(model)
-    attention = load_backend(config.attention_backend, model.config, model.dtype, model.device)
+    return _with_attention(model, model.config, config)
+
+
+def _load_adapted_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
+    if config.batch_invariant or config.load_format is LoadFormat.DUMMY:
+        setting = "batch_invariant" if config.batch_invariant else "load_format dummy"
+        raise ConfigurationError(
+            f"{setting} works with the families that docs/models.md lists, and {checkpoint.config.architecture} is in"
+            " none; leave it out"
+        )
+    return _with_attention(load_adapted(checkpoint, config.dtype, config.device), checkpoint.config, config)
+
+
+def _with_attention(model: Decoder | AdaptedDecoder, shape: ModelShape, config: ResolvedConfig) -> "TorchForward":
+    attention = load_backend(config.attention_backend, shape, model.dtype, model.device)
     logger.info("attention: %s on %s", type(attention).__name__, model.device)
     return TorchForward(model, attention)
 
@@ -63,7 +82,7 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
 class TorchForward:
     """A model in torch, with an attention backend."""
 
-    def __init__(self, model: Decoder, attention: Backend) -> None:
+    def __init__(self, model: Decoder | AdaptedDecoder, attention: Backend) -> None:
         self._model = model
         self._attention = attention
 

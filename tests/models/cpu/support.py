@@ -178,7 +178,9 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decod
 def cpu_bench(config: ModelConfig, number_format: Format, isa: str | None = None) -> Bench:
     """The model in the kernels."""
     model = make_model(config, number_format.dtype)
-    return Bench(model, CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa))
+    return Bench(
+        model.config, model.dtype, CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    )
 
 
 def cpu_forward(config: ModelConfig, number_format: Format, isa: str | None = None) -> CpuDecoder:
@@ -190,7 +192,7 @@ def cpu_forward(config: ModelConfig, number_format: Format, isa: str | None = No
 def torch_bench(model: Decoder) -> Bench:
     """The model in torch."""
     attention = load_backend(AttentionBackend.TORCH, model.config, model.dtype)
-    return Bench(model, TorchForward(model, attention))
+    return Bench(model.config, model.dtype, TorchForward(model, attention))
 
 
 def in_float32(model: Decoder) -> Decoder:

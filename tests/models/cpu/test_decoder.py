@@ -217,7 +217,7 @@ def test_an_embedding_that_is_no_number_spoils_its_own_row_only(value: float, is
     forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
     rows = [Row(1, [5]), Row(2, [7]), Row(0, [1, 2, 7, 3]), Row(3, [4, 6, 8])]
     sound = cpu_bench(UNTIED, number_format, isa).run(rows)
-    found = Bench(model, forward).run(rows)
+    found = Bench(model.config, model.dtype, forward).run(rows)
     assert torch.equal(found[0], sound[0])
     assert torch.equal(found[3], sound[3])
     assert found[1].isnan().all()
@@ -233,7 +233,7 @@ def test_a_weight_that_is_no_number_shows_in_the_logits(name: str, isa: str, num
     linear = {**dict(model.layers[0].self_attn.named_children()), **dict(model.layers[0].mlp.named_children())}[name]
     linear.weight[-1, 9] = torch.nan  # type: ignore[operator]
     forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
-    for logits in Bench(model, forward).run([Row(1, [5]), Row(0, [1, 2])]):
+    for logits in Bench(model.config, model.dtype, forward).run([Row(1, [5]), Row(0, [1, 2])]):
         assert logits.isnan().all()
 
 
@@ -288,7 +288,7 @@ def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
     for number_format in FORMATS:
         expected = cpu_bench(UNTIED, number_format).run([Row(0, [1, 2, 3])])
         model = make_model(UNTIED, number_format.dtype)
-        bench = Bench(model, CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized))
+        bench = Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized))
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
         del model

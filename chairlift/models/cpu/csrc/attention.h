@@ -191,7 +191,7 @@ static void softmax_few(const float* scores, int n, const Sight& sight, int firs
     }
     f32x16 blocks[CHUNK / FEW], best = splat(LOWEST), total[FEW] = {};
     const int num_blocks = (n + KEYS - 1) / KEYS * (KEYS / FEW);
-    const auto take = [&](int begin, int end, bool is_masked) {
+    const auto take = [&](int begin, int end, bool is_masked) __attribute__((always_inline)) {
         for (int b = begin; b < end; b++) {
             f32x16 block = load_few(scores + b * FEW * LANES);
             if (sight.cap != 0) block = cap16(block, sight.cap);

@@ -206,12 +206,16 @@ template <class T, class W> struct Forward {
 
     // A product's tile into the residual, or beside it where a norm comes first.
     void add_product(int64_t column, int64_t row, int count, const float* c, int stride, int width) const {
+        const int64_t start = row * x_stride + column;
+        if (model.layers->post_attention_norm) {
+            for (int r = 0; r < count; r++)
+                std::memcpy(added + start + r * x_stride, c + r * stride, width * sizeof(float));
+            return;
+        }
         const float scale = float(model.residual_scale);
-        const bool is_normed = model.layers->post_attention_norm;
-        float* to = (is_normed ? added : x) + row * x_stride + column;
+        float* to = x + start;
         for (int r = 0; r < count; r++, c += stride, to += x_stride)
-            for (int k = 0; k < width; k += LANES)
-                store16(to + k, is_normed ? load16(c + k) : load16(to + k) + load16(c + k) * scale);
+            for (int k = 0; k < width; k += LANES) store16(to + k, load16(to + k) + load16(c + k) * scale);
     }
 
     // What was added with a norm of its own, if there is one; then the next product's rows.

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,9 +43,9 @@ class Pacing:
     recorder: GraphRecorder | None = None  # of graphs of decode steps; None: they are launched operator by operator
 
     @classmethod
-    def of(cls, device: torch.device, can_record: bool = True) -> "Pacing":
+    def of(cls, device: torch.device) -> "Pacing":
         """A CPU computes while it launches, so that there is nothing to keep ahead of."""
-        return cls() if device.type == "cpu" else cls(1, CudaRecorder(device) if can_record else None)
+        return cls() if device.type == "cpu" else cls(1, CudaRecorder(device))
 
 
 class EngineCore:
@@ -66,7 +66,9 @@ class EngineCore:
         self.config = fit_cache(config, self.config, shape, forward)
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
-        self._pacing = pacing or Pacing.of(device, shape.can_record)
+        self._pacing = pacing or Pacing.of(device)
+        if not shape.can_record:
+            self._pacing = replace(self._pacing, recorder=None)
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
         num_slots = self.config.num_slots + (self._pacing.recorder is not None)
         self.cache = _allocate(params, num_slots, slot_len, shape.num_layers, self.config.device)

@@ -16,10 +16,9 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from chairlift.errors import CheckpointError
 from chairlift.models.attention import Attend
-from chairlift.models.config import LayerConfig, ModelShape, read_dtype, refuse_unreadable
+from chairlift.models.config import LAYER_TYPES, LayerConfig, ModelShape, read_dtype, refuse_unreadable
 
 ATTENTION, _RECORD = "chairlift", "chairlift_record"  # names of attention functions
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _NUM_RECORDED_TOKENS = 3
 
 
@@ -51,7 +50,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """`[1, H, T, D]` each -> `[1, T, Hq, D]`; the backend was built for the scale, the window and the cap."""
     attend: Attend = options["attend"]
-    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    query, key, value = (x[0].to(value.dtype).transpose(0, 1).contiguous() for x in (query, key, value))
     return attend(module.layer_idx, query, key, value).unsqueeze(0), None  # type: ignore[arg-type]
 
 
@@ -95,10 +94,7 @@ def describe_decoder(architecture: str, raw: dict[str, Any]) -> AdaptedConfig:
     refuse_unreadable(raw)
     config = _read_config(architecture, raw)
     max_position_embeddings = _fix_rope(config)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=_RECORD)  # type: ignore[no-untyped-call]
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    calls = _record_calls(model.eval(), architecture)
+    calls, num_parameters = _record_calls(config, architecture)
     if [call.layer_idx for call in calls] != list(range(config.num_hidden_layers)):
         raise CheckpointError(
             f"{architecture} is not supported: {len(calls)} of its {config.num_hidden_layers} layers keep keys and"
@@ -135,43 +131,45 @@ def _read_config(architecture: str, raw: dict[str, Any]) -> Any:
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     if architecture not in [each.__name__ for each in (classes if isinstance(classes, tuple) else (classes,))]:
         raise CheckpointError(f"{architecture} is not supported: transformers has no decoder of that name")
-    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+    if unknown := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         raise CheckpointError(f"{architecture}'s layers of type {min(unknown)} are not supported")
     return config
 
 
-def _record_calls(model: Any, architecture: str) -> list[_Call]:
-    """Runs the model, which is on the meta device, once."""
+def _record_calls(config: Any, architecture: str) -> tuple[list[_Call], int]:
+    """What its layers ask of attention, seen in a model that has no weights; and how many it would have."""
     calls: list[_Call] = []
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # the others look at numbers to route tokens
-    places = torch.arange(_NUM_RECORDED_TOKENS, device="meta").unsqueeze(0)
+    make: Any = AutoModelForCausalLM.from_config
     try:
-        with torch.inference_mode():
+        with torch.device("meta"), torch.inference_mode():
+            model = make(config, attn_implementation=_RECORD).eval()
+            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            if model._can_set_experts_implementation():
+                model.set_experts_implementation("batched_mm")  # the others look at numbers to route tokens
             parts = AdaptedDecoder(model)
-            parts.logits(parts(places[0], places[0], calls))
+            places = torch.arange(_NUM_RECORDED_TOKENS)
+            parts.logits(parts(places, places, calls))
     except CheckpointError as error:
         raise CheckpointError(f"{architecture} is not supported: {error}") from None
     except Exception as error:  # whatever transformers' code makes of an attention that it was not written for
-        reason = " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CheckpointError(
-            f"{architecture} is not supported: its attention cannot be handed to the cache"
-            f" ({type(error).__name__}: {reason})"
+            f"{architecture} is not supported: its attention cannot be handed to the cache ({reason})"
         ) from error
-    return calls
+    return calls, num_parameters
 
 
 def _check_windows(config: Any, calls: list[_Call]) -> None:
     """CheckpointError if the config has windows that attention is not told of: its masks are not made here."""
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(calls)
-    told = any(call.window is not None for call in calls)
-    has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    for kind, call in zip(kinds, calls, strict=True):
-        is_untold = kind == "sliding_attention" and call.window is None
-        if is_untold or (has_window and not told and getattr(config, "layer_types", None) is None):
-            raise CheckpointError(
-                f"layer {call.layer_idx} has a sliding window in its mask only, which is not supported"
-            )
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        is_untold = has_window and all(call.window is None for call in calls)
+    else:
+        pairs = zip(kinds, calls, strict=True)
+        is_untold = any(kind == "sliding_attention" and call.window is None for kind, call in pairs)
+    if is_untold:
+        raise CheckpointError("its sliding window is in its masks only, which is not supported")
 
 
 def _fix_rope(config: Any) -> int:
@@ -223,3 +221,11 @@ class AdaptedDecoder(nn.Module):
         """`[N, hidden]` -> float32 `[N, vocab]`."""
         logits: torch.Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return logits.float()
+
+    @torch.inference_mode()
+    def check_positions(self) -> None:
+        """CheckpointError if the code counts positions itself: in a ragged batch they are what the batch says."""
+        twice = torch.ones(2, dtype=torch.int64, device=self.device)
+        first, second = self(twice, twice, lambda _, query, key, value: query)  # noqa: ARG005
+        if not torch.allclose(first, second, rtol=1e-2, atol=1e-2):
+            raise CheckpointError("the model counts positions itself, and cannot be told those of a batch")

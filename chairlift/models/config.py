@@ -7,10 +7,10 @@ more entry; the wiring (`models/decoder.py`) and the native code read the descri
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import transformers
-from transformers import PreTrainedConfig
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError
@@ -47,14 +47,8 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
 }
-_POSITIVE_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 _REFUSED_FIELDS = ("attention_chunk_size", "use_bidirectional_attention")  # they change what a token may see
 
 
@@ -144,93 +138,57 @@ class Family:
     """How an architecture differs from a plain decoder with norms before attention and MLP."""
 
     config: str  # transformers' class, whose defaults stand in for what a config.json leaves out
-    differences: Callable[[Any], dict[str, Any]]  # fields of ModelConfig, from that class's fields
-    windows: Callable[[Any], list[int | None]] = lambda config: [None] * config.num_hidden_layers
-    ropes: Callable[[Any], list[dict[str, Any] | None]] = lambda config: (
-        [config.rope_parameters] * config.num_hidden_layers
-    )
+    differences: dict[str, Any]  # fields of ModelConfig: what they always are, or a function of that class's object
+    has_windows: bool = False  # in the layers that layer_types says, or in all
+    ropes: Callable[[Any], list[Any]] = lambda config: [config.rope_parameters] * config.num_hidden_layers
 
 
-def _attention_bias(config: Any) -> dict[str, Any]:
-    return {"has_qkv_bias": config.attention_bias, "has_output_bias": config.attention_bias}
-
-
-def _biases(config: Any) -> dict[str, Any]:
-    return {**_attention_bias(config), "has_mlp_bias": config.mlp_bias}
-
-
-def _same_window(config: Any) -> list[int | None]:
-    return [config.sliding_window] * config.num_hidden_layers
-
-
-def _windows_by_type(config: Any) -> list[int | None]:
-    if unknown := set(config.layer_types) - {"full_attention", "sliding_attention"}:
-        raise CheckpointError(
-            f"layer type {min(unknown)!r} is not supported, only full_attention and sliding_attention"
-        )
-    window = config.sliding_window if getattr(config, "use_sliding_window", True) else None
-    return [window if kind == "sliding_attention" else None for kind in config.layer_types]
-
-
-def _gemma(config: Any) -> dict[str, Any]:
-    return {
-        **_attention_bias(config),
-        "norms": Norms.PRE_AND_POST,
-        "has_offset_norms": True,
-        "embedding_scale": config.hidden_size**0.5,
-        "attention_scale": config.query_pre_attn_scalar**-0.5,
-        "logits_softcap": config.final_logit_softcapping,
-    }
-
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("LlamaConfig", _biases),
-    "MistralForCausalLM": Family("MistralConfig", lambda config: {}, _same_window),  # noqa: ARG005
-    "Qwen2ForCausalLM": Family("Qwen2Config", lambda config: {"has_qkv_bias": True}, _windows_by_type),  # noqa: ARG005
-    "Qwen3ForCausalLM": Family(
-        "Qwen3Config", lambda config: {**_attention_bias(config), "qk_norm": QKNorm.HEAD}, _windows_by_type
-    ),
+_ATTENTION_BIAS = {"has_qkv_bias": attrgetter("attention_bias"), "has_output_bias": attrgetter("attention_bias")}
+_BIASES = {**_ATTENTION_BIAS, "has_mlp_bias": attrgetter("mlp_bias")}
+_MULTIPLIERS = {
+    "embedding_scale": attrgetter("embedding_multiplier"),
+    "residual_scale": attrgetter("residual_multiplier"),
+    "attention_scale": attrgetter("attention_multiplier"),
+    "logits_divisor": attrgetter("logits_scaling"),
+}
+_GEMMA = {
+    **_ATTENTION_BIAS,
+    "norms": Norms.PRE_AND_POST,
+    "has_offset_norms": True,
+    "embedding_scale": lambda config: config.hidden_size**0.5,
+    "attention_scale": lambda config: config.query_pre_attn_scalar**-0.5,
+    "logits_softcap": attrgetter("final_logit_softcapping"),
+}
+FAMILIES = {
+    "LlamaForCausalLM": Family("LlamaConfig", _BIASES),
+    "MistralForCausalLM": Family("MistralConfig", {}, has_windows=True),
+    "Qwen2ForCausalLM": Family("Qwen2Config", {"has_qkv_bias": True}, has_windows=True),
+    "Qwen3ForCausalLM": Family("Qwen3Config", {**_ATTENTION_BIAS, "qk_norm": QKNorm.HEAD}, has_windows=True),
     "SmolLM3ForCausalLM": Family(
         "SmolLM3Config",
-        _biases,
-        _windows_by_type,
-        lambda config: [config.rope_parameters if has_rope else None for has_rope in config.no_rope_layers],
+        _BIASES,
+        has_windows=True,
+        ropes=lambda config: [config.rope_parameters if has_rope else None for has_rope in config.no_rope_layers],
     ),
-    "GraniteForCausalLM": Family(
-        "GraniteConfig",
-        lambda config: {
-            **_biases(config),
-            "embedding_scale": config.embedding_multiplier,
-            "residual_scale": config.residual_multiplier,
-            "attention_scale": config.attention_multiplier,
-            "logits_divisor": config.logits_scaling,
-        },
-    ),
-    "Phi3ForCausalLM": Family("Phi3Config", lambda config: {"has_fused_tensors": True}, _same_window),  # noqa: ARG005
-    "Olmo2ForCausalLM": Family(
-        "Olmo2Config",
-        lambda config: {**_attention_bias(config), "norms": Norms.POST, "qk_norm": QKNorm.ALL_HEADS},
-    ),
+    "GraniteForCausalLM": Family("GraniteConfig", {**_BIASES, **_MULTIPLIERS}),
+    "Phi3ForCausalLM": Family("Phi3Config", {"has_fused_tensors": True}, has_windows=True),
+    "Olmo2ForCausalLM": Family("Olmo2Config", {**_ATTENTION_BIAS, "norms": Norms.POST, "qk_norm": QKNorm.ALL_HEADS}),
     "Gemma2ForCausalLM": Family(
-        "Gemma2Config",
-        lambda config: {**_gemma(config), "attention_softcap": config.attn_logit_softcapping},
-        _windows_by_type,
+        "Gemma2Config", {**_GEMMA, "attention_softcap": attrgetter("attn_logit_softcapping")}, has_windows=True
     ),
     "Gemma3ForCausalLM": Family(
         "Gemma3TextConfig",
-        lambda config: {**_gemma(config), "qk_norm": QKNorm.HEAD},
-        _windows_by_type,
-        lambda config: [config.rope_parameters[kind] for kind in config.layer_types],
+        {**_GEMMA, "qk_norm": QKNorm.HEAD},
+        has_windows=True,
+        ropes=lambda config: [config.rope_parameters[kind] for kind in config.layer_types],
     ),
-    "SeedOssForCausalLM": Family(
-        "SeedOssConfig", lambda config: {**_biases(config), "has_output_bias": config.attention_out_bias}
-    ),
-    "InternLM3ForCausalLM": Family(  # not every transformers has its class; its own fields are kept as they are
+    "SeedOssForCausalLM": Family("SeedOssConfig", {**_BIASES, "has_output_bias": attrgetter("attention_out_bias")}),
+    "InternLM3ForCausalLM": Family(  # not every transformers has its class, and Llama's keeps fields it does not know
         "LlamaConfig",
-        lambda config: {
-            "has_qkv_bias": getattr(config, "qkv_bias", False),
-            "has_output_bias": getattr(config, "bias", False),
-            "has_mlp_bias": getattr(config, "bias", False),
+        {
+            "has_qkv_bias": lambda config: getattr(config, "qkv_bias", False),
+            "has_output_bias": lambda config: getattr(config, "bias", False),
+            "has_mlp_bias": lambda config: getattr(config, "bias", False),
         },
     ),
 }
@@ -241,15 +199,14 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     """From the config.json of an architecture in `FAMILIES`. CheckpointError if it asks for what is not supported."""
     family = FAMILIES[architecture]
     refuse_unreadable(raw)
-    config_class: type[PreTrainedConfig] = getattr(transformers, family.config)
-    config: Any = config_class.from_dict(raw)
+    config: Any = getattr(transformers, family.config).from_dict(raw)
     _check_sizes(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ropes = [None if rope is None else read_rope(rope, config.max_position_embeddings) for rope in family.ropes(config)]
-    fields = {
-        "activation": _read_activation(config),
-        "attention_scale": head_dim**-0.5,
-        **family.differences(config),
+    windows = _read_windows(config) if family.has_windows else [None] * config.num_hidden_layers
+    differences = {
+        name: value(config) if callable(value) else value
+        for name, value in {"attention_scale": head_dim**-0.5, **family.differences}.items()
     }
     return ModelConfig(
         architecture=architecture,
@@ -257,15 +214,24 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
-        layers=tuple(map(LayerConfig, ropes, family.windows(config))),
+        layers=tuple(map(LayerConfig, ropes, windows)),
         max_position_embeddings=max([config.max_position_embeddings, *(rope.scaled_length for rope in ropes if rope)]),
         dtype=read_dtype(config),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
         is_tied=config.tie_word_embeddings,
-        **fields,
+        activation=_read_activation(config),
+        **differences,
     )
+
+
+def _read_windows(config: Any) -> list[int | None]:
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    if unknown := set(kinds) - LAYER_TYPES:
+        raise CheckpointError(f"layer type {min(unknown)!r} is not supported, only {', '.join(sorted(LAYER_TYPES))}")
+    window = config.sliding_window if getattr(config, "use_sliding_window", True) else None
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def refuse_unreadable(raw: dict[str, Any]) -> None:
@@ -282,7 +248,7 @@ def refuse_unreadable(raw: dict[str, Any]) -> None:
 
 
 def _check_sizes(config: Any) -> None:
-    for name in _POSITIVE_FIELDS:
+    for name in (*_SIZES, "max_position_embeddings"):
         if getattr(config, name) < 1:
             raise CheckpointError(f"{name} must be at least 1, not {getattr(config, name)}")
     num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -1,10 +1,8 @@
 """A decoder of any family as wiring over one ragged batch of tokens: what differs, `ModelConfig` says.
 
-Module names follow the checkpoint's tensor names where families agree. Norms are named after the places where they
-stand; `Decoder.renamed` has the checkpoint's names for them.
+Modules are named as the checkpoints' tensors, but for what `models/loader.py` has tables of.
 """
 
-from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -14,18 +12,6 @@ from chairlift.models.attention import Attend
 from chairlift.models.config import ModelConfig, Norms, QKNorm
 from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, soft_cap
 from chairlift.models.rope import RopeConfig, rope_tables
-
-_NORM_NAMES = {
-    Norms.PRE: {"pre_attention_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"},
-    Norms.POST: {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
-    Norms.PRE_AND_POST: {
-        "pre_attention_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "pre_mlp_norm": "pre_feedforward_layernorm",
-        "post_mlp_norm": "post_feedforward_layernorm",
-    },
-}
-"""A layer's norms, and the checkpoint's names for them."""
 
 
 class SelfAttention(nn.Module):
@@ -112,50 +98,22 @@ class Decoder(nn.Module):
     def layers(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.model.layers))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.norm.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.norm.weight.device
-
-    @property
-    def fused(self) -> dict[str, dict[str, int]]:
-        """Our modules -> the checkpoint's that are stacked in it, in order, and the rows of each."""
-        config = self.config
-        kv_rows = config.num_kv_heads * config.head_dim
-        stacked = {
-            "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv_rows, "v_proj": kv_rows},
-            "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
-        }
-        return {} if config.has_fused_tensors else stacked
-
-    @property
-    def renamed(self) -> dict[str, str]:
-        """Our modules -> the checkpoint's, where the names differ."""
-        return _NORM_NAMES[self.config.norms]
-
-    def ignored_tensors(self, names: Iterable[str]) -> set[str]:
-        """Tensors that a checkpoint may hold in vain: a tied head's copy, and rotary tables of older formats."""
-        tied = {"lm_head.weight"} if self.config.is_tied else set()
-        return tied | {name for name in names if name.endswith(".rotary_emb.inv_freq")}
-
     def finalize(self, max_seq_len: int, num_positions: int | None = None) -> None:
         """Once the weights are loaded: ties the head and prepares rotary tables.
 
         `num_positions` of them, `max_seq_len` if None: slots may have memory for more tokens than a sequence has.
         """
+        weight = self.model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
         if self.config.is_tied:
             with torch.device("meta"):
                 self.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = weight
         # transformers multiplies by the number in the model's format: 55.5, say, in the place of 55.43
         self.embedding_scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
         self.num_positions = num_positions or max_seq_len
-        head_dim, device = self.config.head_dim, self.device
         self.ropes = {
-            rope: rope_tables(rope, head_dim, max_seq_len, device, self.num_positions).to(self.dtype)
+            rope: rope_tables(rope, self.config.head_dim, max_seq_len, self.device, self.num_positions).to(self.dtype)
             for rope in {layer.rope for layer in self.config.layers if layer.rope is not None}
         }
 

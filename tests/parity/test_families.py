@@ -3,6 +3,7 @@
 Those in `ADAPTED` are in no family: transformers' own code runs over our slots.
 """
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from chairlift.models.adapter import AdaptedConfig
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.cpu import CpuDecoder
 from tests.support.checkpoints import make_checkpoint, random_prompts, reference_tokens
-from tests.support.forward_bench import SLOT_LEN, Bench, logits_of, steps_around
+from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
 from tests.support.kernels import needs_kernels
 
 CPU = (DType.FLOAT32, "cpu")
@@ -177,3 +178,40 @@ def test_greedy_tokens_are_those_of_transformers_with_reused_prefixes(
         outputs = llm.generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == reference_tokens(reference, prompt, NUM_TOKENS)
+
+
+BEYOND: dict[str, dict[str, Any]] = {
+    "longrope": {**FAMILIES["phi3, partial longrope"], "original_max_position_embeddings": 32},
+    "dynamic": {
+        "model_type": "llama",
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", BEYOND)
+def test_beyond_the_original_length_rope_is_that_of_the_longest_sequence(tmp_path: Path, kind: str) -> None:
+    reference = make_checkpoint(tmp_path, **BEYOND[kind])
+    (tokens,) = random_prompts(8, [100])
+    opened = open_checkpoint(str(tmp_path))
+    model = load_model(opened, *CPU, max_seq_len=len(tokens), num_positions=SLOT_LEN)
+    bench = Bench(model.config, model.dtype, TorchForward(model, TorchBackend(model.config.attention)))
+    ours = torch.cat([bench.run([Row(1, tokens[:60])])[0], bench.run([Row(1, tokens[60:])])[0]])
+    torch.testing.assert_close(ours, reference_logits(reference, tokens), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("qkv_bias", "bias"), [(False, False), (True, False), (True, True)])
+def test_internlm3_is_a_llama_with_biases_of_its_own(tmp_path: Path, qkv_bias: bool, bias: bool) -> None:
+    reference = make_checkpoint(tmp_path, attention_bias=qkv_bias or bias, mlp_bias=bias)
+    if not bias:
+        for layer in reference.model.layers:
+            layer.self_attn.o_proj.bias = None
+        reference.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    del fields["attention_bias"], fields["mlp_bias"]
+    fields |= {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3", "qkv_bias": qkv_bias, "bias": bias}
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    (tokens,) = random_prompts(7, [40])
+    ours = bench(tmp_path, "torch").run([Row(2, tokens)])[0]
+    torch.testing.assert_close(ours, reference_logits(reference, tokens), rtol=1e-4, atol=1e-5)

@@ -14,7 +14,7 @@ from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.forward import InvariantForward
 from chairlift.engine.sampling.sampler import Sampled, SamplingBatch
-from chairlift.models.cpu import CpuLlama
+from chairlift.models.cpu import CpuDecoder
 from chairlift.scheduler import Request
 from tests.support.checkpoints import make_checkpoint
 from tests.support.kernels import needs_kernels
@@ -162,7 +162,7 @@ def test_all_ways_agree_but_for_rounding(backend: str) -> None:
 
 @needs_kernels
 def test_the_cpu_backend_is_what_runs_where_it_can() -> None:
-    assert isinstance(Recorder("bundled", attention_backend="auto").core._runner._forward, CpuLlama)
+    assert isinstance(Recorder("bundled", attention_backend="auto").core._runner._forward, CpuDecoder)
     assert isinstance(Recorder("bundled", attention_backend="torch").core._runner._forward, InvariantForward)
 
 

@@ -13,7 +13,7 @@ from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.forward import TorchForward
 from chairlift.errors import ConfigurationError
 from chairlift.models import cpu
-from chairlift.models.cpu import CpuLlama, load_library
+from chairlift.models.cpu import CpuDecoder, load_library
 from tests.support.kernels import needs_kernels
 
 SMALL: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_batch_size": 4, "max_seq_len": 192}
@@ -48,7 +48,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_runs_on_a_cpu_without_a_word(backend: str, is_invariant: bool, caplog: pytest.LogCaptureFixture) -> None:
     core = make_core(attention_backend=backend, batch_invariant=is_invariant)
     assert core.config.attention_backend is AttentionBackend.CPU
-    assert isinstance(core._runner._forward, CpuLlama)
+    assert isinstance(core._runner._forward, CpuDecoder)
     assert warnings(caplog) == []
 
 
@@ -106,8 +106,8 @@ def test_weights_in_8_bits_answer_as_the_others_do(dtype: str) -> None:
 def test_weights_in_8_bits_take_a_quarter_of_the_memory_and_score_tokens_nearly_as_the_others_do() -> None:
     cores = [make_core(dtype="float32", quantization=quantization) for quantization in (None, "int8")]
     plain, quantized = (core._runner._forward for core in cores)
-    assert isinstance(plain, CpuLlama)
-    assert isinstance(quantized, CpuLlama)
+    assert isinstance(plain, CpuDecoder)
+    assert isinstance(quantized, CpuDecoder)
     assert quantized.weight_bytes < 0.3 * plain.weight_bytes
     hidden = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
     expected = plain.logits(hidden)

@@ -14,12 +14,14 @@ import torch
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import DType
-from chairlift.engine.execution.forward import TorchForward
-from chairlift.models import load_adapted, load_model, open_checkpoint
+from chairlift.engine.execution.forward import Forward, TorchForward
+from chairlift.models import Checkpoint, load_adapted, load_model, open_checkpoint
 from chairlift.models.adapter import AdaptedConfig
 from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.cpu import CpuDecoder
 from tests.support.checkpoints import make_checkpoint, random_prompts, reference_tokens
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around
+from tests.support.kernels import needs_kernels
 
 CPU = (DType.FLOAT32, "cpu")
 NUM_TOKENS = 64
@@ -28,15 +30,15 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 LONG: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * i for i in range(6)],
-    "long_factor": [2.0 + 0.3 * i for i in range(6)],
+    "short_factor": [1.0 + 0.1 * i for i in range(12)],
+    "long_factor": [2.0 + 0.3 * i for i in range(12)],
     "original_max_position_embeddings": 400,
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama, yarn": {"model_type": "llama", "rope_parameters": YARN},
     "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "mistral, window": {"model_type": "mistral", "sliding_window": WINDOW, "head_dim": 32},
+    "mistral, window": {"model_type": "mistral", "sliding_window": WINDOW},
     "mistral, no window": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2, window": {
@@ -45,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "max_window_layers": 1,
     },
-    "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "pad_token_id": 0},
     "granite": {
         "model_type": "granite",
@@ -57,6 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": WINDOW, "num_key_value_heads": 4},
     "phi3, partial longrope": {
         "model_type": "phi3",
+        "hidden_size": 128,
         "pad_token_id": 0,
         "max_position_embeddings": 2048,
         "original_max_position_embeddings": 400,
@@ -66,7 +69,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2"},
     "gemma2": {
         "model_type": "gemma2",
-        "head_dim": 32,
         "query_pre_attn_scalar": 24,
         "sliding_window": WINDOW,
         "attn_logit_softcapping": 2.0,
@@ -75,13 +77,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         "model_type": "gemma3_text",
-        "head_dim": 32,
         "query_pre_attn_scalar": 24,
         "sliding_window": WINDOW,
         "num_hidden_layers": 6,
         "tie_word_embeddings": True,
     },
-    "seed_oss": {"model_type": "seed_oss", "head_dim": 32, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "seed_oss": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0},
 }
 
 
@@ -113,12 +114,18 @@ ADAPTED: dict[str, dict[str, Any]] = {
     },
 }
 
+CASES = [
+    *((family, "torch") for family in (*FAMILIES, *ADAPTED)),
+    *(pytest.param(family, "cpu", marks=needs_kernels) for family in FAMILIES),
+]
+
 
 @cache
 def checkpoint(directory: Path, family: str) -> tuple[Path, Any]:
     """A random checkpoint of that family, and transformers' model of it."""
     path = directory / family
-    return path, make_checkpoint(path, seed=3, **{"max_position_embeddings": 512, **{**FAMILIES, **ADAPTED}[family]})
+    shape = {"head_dim": 32, **FAMILIES[family]} if family in FAMILIES else ADAPTED[family]
+    return path, make_checkpoint(path, seed=3, **{"max_position_embeddings": 512, **shape})
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +133,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-def torch_bench(path: Path) -> Bench:
+def bench(path: Path, backend: str) -> Bench:
     opened = open_checkpoint(str(path))
-    is_adapted = isinstance(opened.config, AdaptedConfig)
-    model = load_adapted(opened, *CPU) if is_adapted else load_model(opened, *CPU, SLOT_LEN)
-    return Bench(opened.config, torch.float32, TorchForward(model, TorchBackend(opened.config.attention)))
+    return Bench(opened.config, torch.float32, load(opened, backend))
+
+
+def load(opened: Checkpoint, backend: str) -> Forward:
+    if isinstance(opened.config, AdaptedConfig):
+        return TorchForward(load_adapted(opened, *CPU), TorchBackend(opened.config.attention))
+    model = load_model(opened, *CPU, SLOT_LEN)
+    return (
+        CpuDecoder(model, SLOT_LEN) if backend == "cpu" else TorchForward(model, TorchBackend(model.config.attention))
+    )
 
 
 @torch.inference_mode()
@@ -139,24 +153,28 @@ def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ADAPTED])
-def test_logits_are_those_of_transformers_in_chunks_among_other_rows(directory: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "backend"), CASES)
+def test_logits_are_those_of_transformers_in_chunks_among_other_rows(
+    directory: Path, family: str, backend: str
+) -> None:
     path, reference = checkpoint(directory, family)
-    (tokens,) = random_prompts(4, [100])
-    steps = steps_around(random.Random(5), 4, tokens, [1, 2, 17, 60, 61, 62, 98, 99])
-    ours, theirs = logits_of(torch_bench(path), steps), reference_logits(reference, tokens)
+    (tokens,) = random_prompts(4, [300])
+    steps = steps_around(random.Random(5), 4, tokens, [1, 2, 17, 60, 61, 62, 190, 298, 299])
+    ours, theirs = logits_of(bench(path, backend), steps), reference_logits(reference, tokens)
     assert theirs.std() > 0.05  # or else there would be nothing to compare
     assert torch.linalg.vector_norm(ours - theirs) < 1e-4 * torch.linalg.vector_norm(theirs)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ADAPTED])
-def test_greedy_tokens_are_those_of_transformers_with_reused_prefixes(directory: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "backend"), CASES)
+def test_greedy_tokens_are_those_of_transformers_with_reused_prefixes(
+    directory: Path, family: str, backend: str
+) -> None:
     path, reference = checkpoint(directory, family)
     first, second, third, shared = random_prompts(6, [3, 40, 17, 50])
     prompts = [first, shared + second, shared + third]
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     engine: dict[str, Any] = {"max_batch_size": 2, "max_num_batched_tokens": 13, "max_steps_per_launch": 3}
-    with LLM(str(path), attention_backend="torch", max_seq_len=SLOT_LEN, **engine) as llm:
+    with LLM(str(path), attention_backend=backend, max_seq_len=SLOT_LEN, **engine) as llm:
         outputs = llm.generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == reference_tokens(reference, prompt, NUM_TOKENS)
@@ -195,5 +213,5 @@ def test_internlm3_is_a_llama_with_biases_of_its_own(tmp_path: Path, qkv_bias: b
     fields |= {"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3", "qkv_bias": qkv_bias, "bias": bias}
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     (tokens,) = random_prompts(7, [40])
-    ours = torch_bench(tmp_path).run([Row(2, tokens)])[0]
+    ours = bench(tmp_path, "torch").run([Row(2, tokens)])[0]
     torch.testing.assert_close(ours, reference_logits(reference, tokens), rtol=1e-4, atol=1e-5)

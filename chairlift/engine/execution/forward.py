@@ -16,7 +16,7 @@ from chairlift.models.attention.batch import token_slots
 from chairlift.models.attention.torch_sdpa import attend_alone
 from chairlift.models.backends import load_backend
 from chairlift.models.config import ModelShape
-from chairlift.models.cpu import CpuLlama
+from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
     else:
         model = load_model(checkpoint, config.dtype, config.device, *lengths)
     if config.attention_backend is AttentionBackend.CPU:
-        return CpuLlama(model, config.slot_len, is_quantized=config.quantization is not None)
+        return CpuDecoder(model, config.slot_len, is_quantized=config.quantization is not None)
     model.pack()
     if config.batch_invariant:
         return InvariantForward(model)

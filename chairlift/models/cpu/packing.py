@@ -3,12 +3,17 @@
 A matrix `[out, in]` becomes panels of 16 outputs. Within a panel, 32-bit words (one float32, two bfloat16 or four int8
 values of one output) are transposed: word k of all 16 outputs, then word k + 1. So a processor's dot-product
 instructions take what a sequential read brings. Inputs are padded to 64 and outputs to 16 with zeros.
+
+Queries and keys are rotated as whole heads, each half with the other. Where only some elements of a head turn, they
+come first in both halves, and the angle of the others is 0.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
+
+from chairlift.models.rope import RopeConfig, rope_tables
 
 LANES = 16
 DEPTH_ALIGNMENT = 64
@@ -52,6 +57,29 @@ def interleave(tensor: torch.Tensor) -> torch.Tensor:
     """Gate and up stacked `[2 I, ...]` -> 16 outputs of gate, then the same 16 of up, and so on; I padded to 16."""
     gate, up = (_pad_outputs(half).view(-1, LANES, *tensor.shape[1:]) for half in tensor.chunk(2))
     return torch.stack((gate, up), dim=1).flatten(0, 2)
+
+
+def arrange_heads(rows: torch.Tensor, num_heads: int, head_dim: int, num_rotated: int) -> torch.Tensor:
+    """`[n * head_dim, ...]`: the elements of the first `num_heads` heads in the order above, if there are so many.
+
+    In the order of a checkpoint the first `num_rotated` elements turn, each half of these with the other.
+    """
+    if num_rotated == head_dim:
+        return rows
+    middle, end = num_rotated // 2, (num_rotated + head_dim) // 2
+    ranges = ((0, middle), (num_rotated, end), (middle, num_rotated), (end, head_dim))
+    order = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+    indices = torch.arange(len(rows)).view(-1, head_dim)
+    indices[:num_heads] = indices[:num_heads, order]
+    return rows[indices.flatten()]
+
+
+def rope_table(rope: RopeConfig, head_dim: int, max_seq_len: int) -> torch.Tensor:
+    """float32 `[max_seq_len, head_dim]`: the cosines of half a head, then the sines; the other half has the same."""
+    cosines, sines = rope_tables(rope, head_dim, max_seq_len, torch.device("cpu"))
+    num_turning = cosines.shape[-1] // 2
+    still = (0, head_dim // 2 - num_turning)
+    return torch.cat((pad(cosines[:, :num_turning], still, value=1.0), pad(sines[:, :num_turning], still)), dim=-1)
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

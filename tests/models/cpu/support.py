@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,14 +12,16 @@ from torch import nn
 from chairlift.config import AttentionBackend, DType
 from chairlift.engine.execution.forward import TorchForward
 from chairlift.models.backends import load_backend
-from chairlift.models.config import LayerConfig, ModelConfig
-from chairlift.models.cpu import CpuLlama
+from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm
+from chairlift.models.cpu import CpuDecoder
 from chairlift.models.cpu.packing import quantize
 from chairlift.models.decoder import Decoder
 from chairlift.models.layers import Linear
 from chairlift.models.rope import RopeConfig
 from tests.support.forward_bench import SLOT_LEN, Bench
 
+_ROPE = RopeConfig(10_000.0)
+_PARTIAL_ROPE = RopeConfig(10_000.0, parameters=(("partial_rotary_factor", 0.7),))
 _LLAMA3 = LayerConfig(
     RopeConfig(
         500_000.0,
@@ -53,7 +56,7 @@ BASE = ModelConfig(
     vocab_size=261,
     hidden_size=104,
     intermediate_size=150,
-    layers=(LayerConfig(RopeConfig(10_000.0)),) * 2,
+    layers=(LayerConfig(_ROPE),) * 2,
     num_heads=8,
     num_kv_heads=1,
     head_dim=32,
@@ -64,11 +67,53 @@ BASE = ModelConfig(
     dtype=DType.FLOAT32,
 )
 
+
+def shape(**fields: Any) -> ModelConfig:
+    """`BASE` but for these; scores are divided by the root of the head's size, unless the fields have it."""
+    return replace(BASE, **{"attention_scale": fields.get("head_dim", BASE.head_dim) ** -0.5, **fields})
+
+
 # Neither 16 nor 64 divides most of these sizes.
 SHAPES = {
+    # Norms around attention and MLP, soft caps, two tables of angles, windows within, across and beyond chunks of keys.
+    "like Gemma": shape(
+        hidden_size=72,
+        intermediate_size=90,
+        layers=(LayerConfig(_ROPE, 24), LayerConfig(RopeConfig(1_000_000.0)), LayerConfig(_ROPE, 130)),
+        num_heads=4,
+        num_kv_heads=2,
+        attention_scale=24**-0.5,
+        attention_softcap=3.0,
+        activation=Activation.GELU_TANH,
+        norms=Norms.PRE_AND_POST,
+        qk_norm=QKNorm.HEAD,
+        has_offset_norms=True,
+        embedding_scale=6.5,
+        logits_softcap=10.0,
+    ),
+    "like OLMo 2": shape(
+        hidden_size=90,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=64,
+        is_tied=False,
+        norms=Norms.POST,
+        qk_norm=QKNorm.ALL_HEADS,
+    ),
+    # Scales everywhere, heads that turn in part, a layer without positions.
+    "like Granite, Phi and SmolLM": shape(
+        hidden_size=98,
+        layers=(LayerConfig(_PARTIAL_ROPE, 200), LayerConfig(None), LayerConfig(_PARTIAL_ROPE, 100)),
+        num_heads=5,
+        attention_scale=1 / 16,
+        qk_norm=QKNorm.HEAD,
+        has_qkv_bias=True,
+        embedding_scale=12.0,
+        residual_scale=0.22,
+        logits_divisor=8.0,
+    ),
     "eight heads to one": BASE,
-    "one head to one": replace(
-        BASE,
+    "one head to one": shape(
         hidden_size=75,
         intermediate_size=201,
         num_heads=3,
@@ -80,8 +125,7 @@ SHAPES = {
         has_output_bias=True,
         layers=(_LLAMA3,) * 2,
     ),
-    "three heads to one": replace(
-        BASE,
+    "three heads to one": shape(
         hidden_size=126,
         intermediate_size=66,
         num_heads=6,
@@ -89,8 +133,7 @@ SHAPES = {
         head_dim=96,
         has_mlp_bias=True,
     ),
-    "five heads to one": replace(
-        BASE,
+    "five heads to one": shape(
         hidden_size=90,
         intermediate_size=112,
         num_heads=10,
@@ -102,23 +145,22 @@ SHAPES = {
         has_mlp_bias=True,
         layers=(_LLAMA3,) * 2,
     ),
-    "wide heads": replace(
-        BASE,
+    "wide heads": shape(
         hidden_size=44,
         intermediate_size=33,
         num_heads=4,
         num_kv_heads=2,
         head_dim=256,
     ),
-    "many heads": replace(BASE, hidden_size=90, intermediate_size=250, num_heads=18, num_kv_heads=9),
-    "twenty heads to one": replace(BASE, hidden_size=100, num_heads=20, is_tied=False, vocab_size=256),
-    "deep products": replace(BASE, hidden_size=70, intermediate_size=4100, layers=BASE.layers[:1], num_heads=7),
+    "many heads": shape(hidden_size=90, intermediate_size=250, num_heads=18, num_kv_heads=9),
+    "twenty heads to one": shape(hidden_size=100, num_heads=20, is_tied=False, vocab_size=256),
+    "deep products": shape(hidden_size=70, intermediate_size=4100, layers=BASE.layers[:1], num_heads=7),
 }
 
 
 def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
     """Random weights, the same for every number format but for its rounding; no bias is zero, no norm one."""
-    model = Decoder(replace(config, attention_scale=config.head_dim**-0.5)).requires_grad_(False)
+    model = Decoder(config).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -136,11 +178,15 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decod
 def cpu_bench(config: ModelConfig, number_format: Format, isa: str | None = None) -> Bench:
     """The model in the kernels."""
     model = make_model(config, number_format.dtype)
-    return Bench(model.config, model.dtype, CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa))
+    return Bench(
+        model.config, model.dtype, CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    )
 
 
-def cpu_forward(config: ModelConfig, number_format: Format, isa: str | None = None) -> CpuLlama:
-    return CpuLlama(make_model(config, number_format.dtype), SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+def cpu_forward(config: ModelConfig, number_format: Format, isa: str | None = None) -> CpuDecoder:
+    return CpuDecoder(
+        make_model(config, number_format.dtype), SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa
+    )
 
 
 def torch_bench(model: Decoder) -> Bench:

@@ -14,7 +14,7 @@ pytestmark = needs_kernels
 
 LENGTH = 300  # tokens: three chunks of 128 keys
 SLOT = 5
-SOME_SHAPES = ["three heads to one", "many heads", "twenty heads to one"]
+SOME_SHAPES = ["three heads to one", "like Gemma", "like Granite, Phi and SmolLM", "twenty heads to one"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def test_threads_with_rows_of_their_own_give_the_bits_of_one(isa: str, number_fo
         assert outcome(cpu_bench(config, number_format, isa), SLOT, [Step([Row(SLOT, sequence)])]) == expected
 
 
-@pytest.mark.parametrize("shape", SOME_SHAPES[:2])
+@pytest.mark.parametrize("shape", SOME_SHAPES[:3])
 def test_a_row_that_decodes_alone_on_several_threads_gets_the_bits_of_one_among_many(
     shape: str, isa: str, number_format: Format
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_row_that_decodes_alone_on_several_threads_gets_the_bits_of_one_among_
             assert outcome(alone, 0, [Step([row]) for row in rows]) == expected
 
 
-@pytest.mark.parametrize("shape", SOME_SHAPES[:2])
+@pytest.mark.parametrize("shape", SOME_SHAPES[:3])
 def test_several_steps_in_a_launch_give_the_bits_of_single_ones(shape: str, isa: str, number_format: Format) -> None:
     rng = random.Random(4)
     sequence = random_tokens(rng, LENGTH)
@@ -113,3 +113,22 @@ def test_several_steps_in_a_launch_give_the_bits_of_single_ones(shape: str, isa:
     first = bench.run([Row(SLOT, sequence[:-20]), *others])[0]
     decoded = bench.launch([*others, Row(SLOT, sequence[-20:])])[-1]
     assert Outcome(torch.cat((first, decoded)), bench.blocks[SLOT, :, :, :LENGTH]) == expected
+
+
+@pytest.mark.parametrize("shape", SOME_SHAPES[:3])
+def test_rows_with_a_common_prefix_read_its_chunks_in_one_place_and_get_the_bits_of_their_own(
+    shape: str, isa: str, number_format: Format
+) -> None:
+    rng = random.Random(7)
+    sequence = random_tokens(rng, LENGTH)
+    expected = outcome(cpu_bench(SHAPES[shape], number_format, isa), SLOT, [Step([Row(SLOT, sequence)])]).logits
+    bench = cpu_bench(SHAPES[shape], number_format, isa)
+    bench.run([Row(2, sequence[:290])])
+    bench.cache.copy_prefix(2, 6, 280)
+    bench.cache.settle()
+    bench.blocks[6, :, :, :256] = torch.nan  # two chunks, which are read in slot 2
+    decoded, first, second = bench.run([Row(2, sequence[290:291]), Row(6, sequence[280:281])]) + bench.run(
+        [Row(6, sequence[281:])]
+    )
+    assert torch.equal(decoded, expected[290:291])
+    assert torch.equal(torch.cat((first, second)), expected[280:])

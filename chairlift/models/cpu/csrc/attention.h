@@ -3,7 +3,8 @@
 //
 // Keys are taken in chunks of CHUNK, counted from the start of the sequence. A chunk gives its queries a partial result
 // (maximum, sum, output), and partial results are merged in the order of the chunks. Whether one thread did them all
-// or several did some each makes no difference to a single bit, nor does who else is in the batch.
+// or several did some each makes no difference to a single bit, nor does who else is in the batch. With a window, what
+// lies before it is not read, but for the rest of a block of KEYS_PADDING keys; that has weights of exactly 0.
 #pragma once
 
 #include "product.h"
@@ -106,10 +107,20 @@ INLINE void restore_order(float, f32x16&, f32x16&) {}
 // The weights of one query are summed by the key's number modulo 16, and those sums in the order of `fold16`: here and
 // in `softmax_few`, so that both give the same bits.
 
+// Which keys queries see: those below their limits, and of these a window of the last ones.
+struct Sight {
+    const int32_t* limits;  // [queries, padded to 16]: they ascend
+    int window;
+    float cap;  // of scores; 0 for none
+
+    int start(int q) const { return limits[q] - window; }
+    Sight from_query(int q) const { return {limits + q, window, cap}; }
+};
+
 // Scores [queries][CHUNK] of at most 16 queries and `n` keys -> weights [queries][CHUNK], their maximum and sum.
-// A query sees keys below its limit; `first_key` is the number of this chunk's first.
+// `first_key` is the number of this chunk's first.
 template <class T>
-static void softmax(float* scores, int n, const int32_t* limits, int first_key, int num_queries, T* weights,
+static void softmax(float* scores, int n, const Sight& sight, int first_key, int num_queries, T* weights,
                     float* maximum, float* sum) {
     constexpr i32x16 lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int padded = int(pad(n, KEYS_PADDING));
@@ -117,7 +128,12 @@ static void softmax(float* scores, int n, const int32_t* limits, int first_key, 
     for (int q = 0; q < LANES; q++) best[q] = splat(LOWEST), total[q] = f32x16{};
     for (int q = 0; q < num_queries; q++) {
         float* row = scores + q * CHUNK;
-        const int limit = limits[q] - first_key < n ? limits[q] - first_key : n;
+        if (sight.cap != 0)
+            for (int key = 0; key < padded; key += LANES) store16(row + key, cap16(load16(row + key), sight.cap));
+        const int start = sight.start(q) - first_key;
+        const int limit = sight.limits[q] - first_key < n ? sight.limits[q] - first_key : n;
+        for (int key = 0; key < start && key < padded; key += LANES)
+            store16(row + key, key + lane >= start ? load16(row + key) : splat(2 * LOWEST));
         for (int key = limit > 0 ? limit / LANES * LANES : 0; key < padded; key += LANES)
             store16(row + key, key + lane < limit ? load16(row + key) : splat(2 * LOWEST));
         f32x16 even = splat(LOWEST), odd = even;
@@ -163,22 +179,36 @@ constexpr int FEW = 4;
 // As `softmax`, for at most four queries in one panel and scores [keys][16], which is what a decode step of most models
 // has: a vector holds the scores of four keys.
 template <class T>
-static void softmax_few(const float* scores, int n, const int32_t* limits, int first_key, int shortest, int num_queries,
-                        T* weights, float* maximum, float* sum) {
+static void softmax_few(const float* scores, int n, const Sight& sight, int first_key, int num_queries, T* weights,
+                        float* maximum, float* sum) {
     constexpr int KEYS = 2 * LANES;
     constexpr i32x16 key_of{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
-    i32x16 ends{};
+    i32x16 starts{}, ends{};
     for (int i = 0; i < LANES; i++) {
-        const int limit = limits[i % FEW] - first_key;
+        const int limit = sight.limits[i % FEW] - first_key;
+        starts[i] = limit - sight.window;
         ends[i] = limit < n ? limit : n;
     }
     f32x16 blocks[CHUNK / FEW], best = splat(LOWEST), total[FEW] = {};
     const int num_blocks = (n + KEYS - 1) / KEYS * (KEYS / FEW);
-    for (int b = 0; b < num_blocks; b++) {
-        blocks[b] = load_few(scores + b * FEW * LANES);
-        if ((b + 1) * FEW > shortest) blocks[b] = b * FEW + key_of < ends ? blocks[b] : splat(2 * LOWEST);
-        best = max16(blocks[b], best);
-    }
+    const auto take = [&](int begin, int end, bool is_masked) __attribute__((always_inline)) {
+        for (int b = begin; b < end; b++) {
+            f32x16 block = load_few(scores + b * FEW * LANES);
+            if (sight.cap != 0) block = cap16(block, sight.cap);
+            const i32x16 key = b * FEW + key_of;
+            if (is_masked) block = (key >= starts) & (key < ends) ? block : splat(2 * LOWEST);
+            best = max16(block, best);
+            blocks[b] = block;
+        }
+    };
+    // Between the start of the last query's window and the first one's end all of them see all keys.
+    const int latest_start = sight.start(num_queries - 1) - first_key, shortest = ends[0];
+    const int start = latest_start > 0 ? (latest_start + FEW - 1) / FEW : 0;
+    const int first_seen = start < num_blocks ? start : num_blocks;
+    const int first_unseen = shortest / FEW > first_seen ? shortest / FEW : first_seen;
+    take(0, first_seen, true);
+    take(first_seen, first_unseen, false);
+    take(first_unseen, num_blocks, true);
     constexpr i32x16 swap_halves{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
     constexpr i32x16 swap_quarters{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
     best = max16(best, __builtin_shuffle(best, swap_halves));
@@ -216,7 +246,7 @@ template <class T> struct View {
     int num_heads, head_dim, num_queries;
     const T* queries;     // of the first head: [num_queries][head_dim]
     int64_t head_stride;  // from one head's queries to the next's
-    const int32_t* limits;  // [num_queries, padded to 16]: a query sees keys below; they ascend
+    Sight sight;
 };
 
 INLINE void start_merging(const Partial& merged, int num_queries, int head_dim) {
@@ -254,13 +284,10 @@ static void attend_few(const AttentionScratch<T>& scratch, const View<T>& view, 
             multiply<T>(view.keys + (first + key) * view.stride + head * dim, view.stride,
                         n - key < KEYS_AT_ONCE ? n - key : KEYS_AT_ONCE, scratch.queries + head * LANES * dim, 1, dim,
                         nullptr, scratch.scores + (head * CHUNK + key) * LANES, LANES);
-    int shortest = n;
-    for (int q = 0; q < view.num_queries; q++)
-        shortest = view.limits[q] - first < shortest ? view.limits[q] - first : shortest;
     for (int head = 0; head < view.num_heads; head++) {
         const Partial& result = results[head];
         T* weights = scratch.weights + head * LANES * CHUNK;
-        softmax_few(scratch.scores + head * CHUNK * LANES, n, view.limits, first, shortest, view.num_queries, weights,
+        softmax_few(scratch.scores + head * CHUNK * LANES, n, view.sight, first, view.num_queries, weights,
                     result.maximum, result.sum);
         multiply<T>(weights, CHUNK, view.num_queries, scratch.values + head * dim * depth, dim / LANES, depth, nullptr,
                     result.output, dim);
@@ -272,13 +299,14 @@ template <class T>
 static void attend_many(const AttentionScratch<T>& scratch, const View<T>& view, int head, int q, int count, int first,
                         int n, int depth, const Partial& result) {
     const int dim = view.head_dim;
-    const int longest = view.limits[q + count - 1] - first, visible = longest < n ? longest : n;  // limits ascend
+    const int longest = view.sight.limits[q + count - 1] - first, visible = longest < n ? longest : n;
     const int padded = int(pad(visible, KEYS_PADDING));
     const T* queries = view.queries + head * view.head_stride + q * dim;
     multiply<T>(queries, dim, count, scratch.keys, padded / LANES, dim, nullptr, scratch.scores, CHUNK);
     for (int r = 0; r < count; r += LANES)
-        softmax(scratch.scores + r * CHUNK, visible, view.limits + q + r, first, count - r < LANES ? count - r : LANES,
-                scratch.weights + r * CHUNK, result.maximum + r, result.sum + r);
+        softmax(scratch.scores + r * CHUNK, visible, view.sight.from_query(q + r), first,
+                count - r < LANES ? count - r : LANES, scratch.weights + r * CHUNK, result.maximum + r,
+                result.sum + r);
     if (padded < depth)
         for (int r = 0; r < count; r++)
             std::memset((void*)(scratch.weights + r * CHUNK + padded), 0, (depth - padded) * sizeof(T));
@@ -300,7 +328,7 @@ static void attend_chunk(const AttentionScratch<T>& scratch, const View<T>& view
             pack_columns(view.keys + first * view.stride + head * dim, view.stride, n, depth, dim, scratch.keys);
         for (int q = 0; q < view.num_queries; q += QUERIES_AT_ONCE) {
             const int left = view.num_queries - q, count = left < QUERIES_AT_ONCE ? left : QUERIES_AT_ONCE;
-            if (view.limits[q + count - 1] <= first) continue;  // they see nothing of it
+            if (view.sight.limits[q + count - 1] <= first || view.sight.start(q) >= first + n) continue;  // unseen
             if (view.num_queries > FEW) attend_many(scratch, view, head, q, count, first, n, depth, parts[head]);
             if (!results) merge(scratch.merged[head].from_query(q, dim), parts[head], count, dim);
         }

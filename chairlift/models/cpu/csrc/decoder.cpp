@@ -30,6 +30,14 @@ int64_t forward(const Model& model, const Batch& batch, void* hidden, void* work
     return arena.used;
 }
 
+void finish_logits(const Model& model, float* c, int width) {
+    const float scale = float(model.logits_scale), cap = float(model.logits_softcap);
+    for (int k = 0; k < width; k += LANES) {
+        const f32x16 scaled = load16(c + k) * scale;
+        store16(c + k, cap != 0 ? cap16(scaled, cap) : scaled);
+    }
+}
+
 template <class T, class W>
 int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* out, void* workspace, int num_threads) {
     Arena arena{static_cast<char*>(workspace)};
@@ -48,9 +56,11 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
         });
         team.wait();
         linear(team, model.head, rows, num_rows, UNIT_PANELS,
-               [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
+               [&](int64_t column, int64_t row, int count, float* c, int stride, int width) {
                    const int64_t left = model.vocab - column;
                    const int64_t n = width < left ? width : left;
+                   if (model.logits_scale != 1 || model.logits_softcap != 0)
+                       for (int r = 0; r < count; r++) finish_logits(model, c + r * stride, width);
                    for (int r = 0; r < count; r++)
                        std::memcpy(out + (row + r) * model.vocab + column, c + r * stride, n * sizeof(float));
                });

@@ -1,4 +1,4 @@
-// A Llama's forward pass in one parallel region: see models/llama.py for the same in torch, operator by operator.
+// A decoder's forward pass in one parallel region: see models/decoder.py for the same in torch, operator by operator.
 //
 // Residuals are float32; what is multiplied is the model's number format, or int8 with one scale per row. Rotary
 // embedding happens where queries and keys leave their product, and keys and values go from there into their slots.
@@ -17,8 +17,11 @@ template <class T, class W> struct Forward {
     const Model& model;
     const Batch& batch;
     const int64_t heads_per_group, num_tokens;
-    float* x;  // residuals [T][stride]
+    const float query_scale;  // scores are logarithms to base 2
+    float* x;                 // residuals [T][stride]
     int64_t x_stride;
+    float* added;  // what attention or MLP gives, if a norm follows it: likewise
+    float* heads;  // if norms span all heads: queries, keys and values [T][num_columns]
     Rows<W> normed, projected, activated;
     Token* tokens;
     T* attended;  // where W is int8: before quantisation
@@ -35,7 +38,10 @@ template <class T, class W> struct Forward {
 
     Forward(const Model& m, const Batch& b, Arena& arena, int threads)
         : model(m), batch(b), heads_per_group(m.num_heads / m.num_kv_heads), num_tokens(b.num_tokens),
+          query_scale(float(m.attention_scale * LOG2_E)),
           x(arena.take<float>(b.num_tokens * pad(m.hidden, LANES))), x_stride(pad(m.hidden, LANES)),
+          added(arena.take<float>(m.layers->post_attention_norm ? b.num_tokens * x_stride : 0)),
+          heads(arena.take<float>(m.are_heads_normed_as_one ? b.num_tokens * m.layers->qkv.columns : 0)),
           normed(arena, b.num_tokens, m.hidden), projected(arena, b.num_tokens, m.num_heads * m.head_dim),
           activated(arena, b.num_tokens, m.intermediate), tokens(arena.take<Token>(b.num_tokens)),
           attended(before(projected, arena)), gated(before(activated, arena)), attended_stride(projected.stride),
@@ -65,10 +71,11 @@ template <class T, class W> struct Forward {
 
     void embed(int64_t t) const {
         const int64_t token = batch.input_ids[t], hidden = model.hidden;
+        const float scale = float(model.embedding_scale);
         float* to = x + t * x_stride;
         if (model.embedding) {
             const T* from = static_cast<const T*>(model.embedding) + token * hidden;
-            for (int64_t k = 0; k < hidden; k++) to[k] = to_float(from[k]);
+            for (int64_t k = 0; k < hidden; k++) to[k] = to_float(from[k]) * scale;
         } else {
             constexpr int64_t PACK = Pack<W>;
             const W* from = static_cast<const W*>(model.head.panels) + token / LANES * LANES * model.head.depth +
@@ -76,9 +83,9 @@ template <class T, class W> struct Forward {
             for (int64_t k = 0; k < hidden; k++) {
                 const W value = from[k / PACK * LANES * PACK + k % PACK];
                 if constexpr (sizeof(W) == 1)
-                    to[k] = value * model.head.scales[token];
+                    to[k] = value * model.head.scales[token] * scale;
                 else
-                    to[k] = to_float(value);
+                    to[k] = to_float(value) * scale;
             }
         }
         for (int64_t k = hidden; k < x_stride; k++) to[k] = 0;
@@ -88,11 +95,47 @@ template <class T, class W> struct Forward {
         }
     }
 
-    // One head of some tokens, fresh from its product: rotated if it is a query or a key, and brought to its place.
-    void place_head(int64_t layer, int64_t head, int64_t first, int count, const float* c, int stride) const {
+    // Queries, keys and values of all tokens, each in its place.
+    void project_heads(Team& team, int64_t index) const {
+        const Layer& layer = model.layers[index];
+        const int64_t dim = model.head_dim, columns = layer.qkv.columns;
+        linear(team, layer.qkv, normed, num_tokens, int(dim / LANES),
+               [&](int64_t column, int64_t row, int count, float* c, int stride, int width) {
+                   const int64_t head = column / dim;
+                   if (model.are_heads_normed_as_one) {
+                       for (int r = 0; r < count; r++)
+                           std::memcpy(heads + (row + r) * columns + column, c + r * stride, width * sizeof(float));
+                       return;
+                   }
+                   if (layer.query_norm && head < model.num_heads + model.num_kv_heads)
+                       for (int r = 0; r < count; r++) normalize_heads(c + r * stride, weight_of(layer, head), dim);
+                   place_head(index, head, row, count, c, stride);
+               });
+        team.wait();
+        if (!model.are_heads_normed_as_one) return;
+        team.share_rows(num_tokens, [&](int64_t t) {
+            float *queries = heads + t * columns, *keys = queries + model.num_heads * dim;
+            normalize_heads(queries, layer.query_norm, model.num_heads * dim);
+            normalize_heads(keys, layer.key_norm, model.num_kv_heads * dim);
+            for (int64_t head = 0; head < columns / dim; head++) place_head(index, head, t, 1, queries + head * dim, 0);
+        });
+        team.wait();
+    }
+
+    const float* weight_of(const Layer& layer, int64_t head) const {
+        return head < model.num_heads ? layer.query_norm : layer.key_norm;
+    }
+
+    void normalize_heads(float* c, const float* weight, int64_t width) const {
+        const float scale = inverse_rms(c, width, float(model.eps));
+        for (int64_t k = 0; k < width; k += LANES) store16(c + k, load16(c + k) * scale * load16(weight + k));
+    }
+
+    // One head of some tokens: rotated if it is a query or a key, and brought to its place.
+    void place_head(int64_t index, int64_t head, int64_t first, int count, const float* c, int stride) const {
+        const Layer& layer = model.layers[index];
         const int64_t dim = model.head_dim, num_keys = model.num_kv_heads;
-        const float query_scale = LOG2_E / __builtin_sqrtf(float(dim));
-        T* cache = static_cast<T*>(batch.blocks) + layer * batch.layer_stride;
+        T* cache = static_cast<T*>(batch.blocks) + index * batch.layer_stride;
         for (int i = 0; i < count; i++, c += stride) {
             const int64_t t = first + i;
             const Token token = tokens[t];
@@ -100,9 +143,9 @@ template <class T, class W> struct Forward {
             if (head < model.num_heads) {
                 const int64_t group = head / heads_per_group, member = head % heads_per_group;
                 T* to = attention.queries + ((group * num_tokens + t) * heads_per_group + member) * dim;
-                rotate(c, token.position, query_scale, to);
+                rotate(layer, c, token.position, query_scale, to);
             } else if (head < model.num_heads + num_keys) {
-                rotate(c, token.position, 1.0f, slot + (head - model.num_heads) * dim);
+                rotate(layer, c, token.position, 1.0f, slot + (head - model.num_heads) * dim);
             } else {
                 T* to = slot + batch.value_offset + (head - model.num_heads - num_keys) * dim;
                 for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d));
@@ -110,9 +153,13 @@ template <class T, class W> struct Forward {
         }
     }
 
-    void rotate(const float* c, int64_t position, float scale, T* to) const {
-        const int64_t half = model.head_dim / 2;
-        const float *cosines = model.rope + position * model.head_dim, *sines = cosines + half;
+    void rotate(const Layer& layer, const float* c, int64_t position, float scale, T* to) const {
+        const int64_t dim = model.head_dim, half = dim / 2;
+        if (!layer.rope) {
+            for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(c + d) * scale);
+            return;
+        }
+        const float *cosines = layer.rope + position * dim, *sines = cosines + half;
         for (int64_t d = 0; d < half; d += LANES) {
             f32x16 low = load16(c + d), high = load16(c + half + d);
             f32x16 cosine = load16(cosines + d) * scale, sine = load16(sines + d) * scale;
@@ -123,46 +170,72 @@ template <class T, class W> struct Forward {
 
     void run_layer(Team& team, int64_t index, const AttentionScratch<T>& scratch) const {
         const Layer& layer = model.layers[index];
-        const auto add_to_residual = [&](int64_t column, int64_t row, int count, const float* c, int stride,
-                                         int width) {
-            for (int r = 0; r < count; r++)
-                for (int k = 0; k < width; k += LANES) {
-                    float* to = x + (row + r) * x_stride + column + k;
-                    store16(to, load16(to) + load16(c + r * stride + k));
-                }
+        const auto add = [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
+            add_product(column, row, count, c, stride, width);
         };
-        normalize_all(team, layer.input_norm);
-        linear(team, layer.qkv, normed, num_tokens, int(model.head_dim / LANES),
-               [&](int64_t column, int64_t row, int count, const float* c, int stride, int) {
-                   place_head(index, column / model.head_dim, row, count, c, stride);
-               });
-        team.wait();
+        normalize_all(team, index ? model.layers[index - 1].post_mlp_norm : nullptr, layer.pre_attention_norm);
+        project_heads(team, index);
         const TaskList& list = attention.tasks;
         team.share(list.count, [&](int64_t i) { attention.attend(index, list.tasks[i], scratch); });
         team.wait();
         convert_all(team, attended, attended_stride, model.num_heads * model.head_dim, projected);
-        linear(team, layer.out, projected, num_tokens, UNIT_PANELS, add_to_residual);
+        linear(team, layer.out, projected, num_tokens, UNIT_PANELS, add);
         team.wait();
-        normalize_all(team, layer.post_norm);
+        normalize_all(team, layer.post_attention_norm, layer.pre_mlp_norm);
         linear(team, layer.gate_up, normed, num_tokens, UNIT_PANELS,
                [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
-                   for (int r = 0; r < count; r++, c += stride) {
-                       T* to = gated + (row + r) * gated_stride + column / 2;
-                       for (int k = 0; k < width; k += 2 * LANES)
-                           store16(to + k / 2, silu16(load16(c + k)) * load16(c + k + LANES));
-                   }
+                   T* to = gated + row * gated_stride + column / 2;
+                   if (model.is_gelu)
+                       gate<true>(c, stride, count, width, to);
+                   else
+                       gate<false>(c, stride, count, width, to);
                });
         team.wait();
         convert_all(team, gated, gated_stride, pad(model.intermediate, LANES), activated);
-        linear(team, layer.down, activated, num_tokens, UNIT_PANELS, add_to_residual);
+        linear(team, layer.down, activated, num_tokens, UNIT_PANELS, add);
         team.wait();
     }
 
-    void normalize_all(Team& team, const float* weight) const {
+    template <bool IS_GELU> void gate(const float* c, int stride, int count, int width, T* to) const {
+        for (int r = 0; r < count; r++, c += stride, to += gated_stride)
+            for (int k = 0; k < width; k += 2 * LANES) {
+                const f32x16 gate = load16(c + k);
+                store16(to + k / 2, (IS_GELU ? gelu16(gate) : silu16(gate)) * load16(c + k + LANES));
+            }
+    }
+
+    // A product's tile into the residual, or beside it where a norm comes first.
+    void add_product(int64_t column, int64_t row, int count, const float* c, int stride, int width) const {
+        const int64_t start = row * x_stride + column;
+        if (model.layers->post_attention_norm) {
+            for (int r = 0; r < count; r++)
+                std::memcpy(added + start + r * x_stride, c + r * stride, width * sizeof(float));
+            return;
+        }
+        const float scale = float(model.residual_scale);
+        float* to = x + start;
+        for (int r = 0; r < count; r++, c += stride, to += x_stride)
+            for (int k = 0; k < width; k += LANES) store16(to + k, load16(to + k) + load16(c + k) * scale);
+    }
+
+    // What was added with a norm of its own, if there is one; then the next product's rows.
+    void normalize_all(Team& team, const float* after, const float* before) const {
         team.share_rows(num_tokens, [&](int64_t t) {
-            normalize(x + t * x_stride, weight, model.hidden, float(model.eps), normed, t);
+            if (after) add_normalized(t, after);
+            if (before)
+                normalize(x + t * x_stride, before, model.hidden, float(model.eps), normed, t);
+            else
+                convert_row(x + t * x_stride, x_stride, normed, t);
         });
         team.wait();
+    }
+
+    void add_normalized(int64_t t, const float* weight) const {
+        const float* from = added + t * x_stride;
+        const float scale = inverse_rms(from, model.hidden, float(model.eps)) * float(model.residual_scale);
+        float* to = x + t * x_stride;
+        for (int64_t k = 0; k < x_stride; k += LANES)
+            store16(to + k, load16(to + k) + load16(from + k) * scale * load16(weight + k));
     }
 
     void convert_all(Team& team, const T* from, int64_t stride, int64_t width, const Rows<W>& to) const {
@@ -177,11 +250,11 @@ template <class T, class W> struct Forward {
         team.share_rows(num_tokens, [&](int64_t t) { embed(t); });
         team.wait();
         for (int64_t layer = 0; layer < model.num_layers; layer++) run_layer(team, layer, own);
+        const float* after_last = model.layers[model.num_layers - 1].post_mlp_norm;
         team.share_rows(num_tokens, [&](int64_t t) {
+            if (after_last) add_normalized(t, after_last);
             const float *from = x + t * x_stride, *weight = model.final_norm;
-            f32x16 squares{};
-            for (int64_t k = 0; k < x_stride; k += LANES) squares += load16(from + k) * load16(from + k);
-            const float scale = 1 / __builtin_sqrtf(sum16(squares) / model.hidden + float(model.eps));
+            const float scale = inverse_rms(from, model.hidden, float(model.eps));
             T* to = hidden + t * model.hidden;
             for (int64_t k = 0; k < model.hidden; k++) store1(to + k, from[k] * scale * weight[k]);
         });

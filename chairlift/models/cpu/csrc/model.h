@@ -1,4 +1,4 @@
-// What Python hands over: see llama.py, whose structures have the same fields in the same order.
+// What Python hands over: see decoder.py, whose structures have the same fields in the same order.
 #pragma once
 
 #include "product.h"
@@ -7,17 +7,23 @@ extern "C" {
 
 struct Layer {
     Matrix qkv, out, gate_up, down;  // gate_up: panels of gate and up take turns
-    const float* input_norm;         // both [hidden, padded to 16 with zeros]
-    const float* post_norm;
+    // Norms [hidden, padded to 16 with zeros] of what goes into attention and MLP, and of what they give before it is
+    // added to the residual; null where there is none.
+    const float *pre_attention_norm, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm;
+    const float *query_norm, *key_norm;  // [head_dim], or of all heads; null if there is none
+    const float* rope;  // [positions][head_dim]: cosines of half a head, then sines; null: nothing turns
+    int64_t window;     // keys that a query sees at most, its own included
 };
 
 struct Model {
     int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
-    double eps;
+    int64_t is_gelu;                  // the MLP's activation: GELU (by tanh), or else SiLU
+    int64_t are_heads_normed_as_one;  // query_norm and key_norm span all heads, or else each head
+    double eps, attention_scale, embedding_scale, residual_scale, logits_scale;
+    double attention_softcap, logits_softcap;  // c: x becomes c tanh(x / c); 0: it stays
     const Layer* layers;
     const float* final_norm;
     const void* embedding;  // [vocab, hidden], or null: the head's columns are the embedding
-    const float* rope;      // [positions][head_dim]: cosines of half a head, then sines
     Matrix head;
 };
 

@@ -49,17 +49,22 @@ template <class W> INLINE float choose_scale(const Rows<W>& rows, int64_t row, f
     return largest > 0 ? 127 / largest : 0;
 }
 
+// 1 / sqrt(mean(x^2) + eps); behind the width, up to a multiple of 16, x is 0.
+INLINE float inverse_rms(const float* x, int64_t width, float eps) {
+    f32x16 squares{};
+    for (int64_t k = 0; k < width; k += LANES) squares += load16(x + k) * load16(x + k);
+    return 1 / __builtin_sqrtf(sum16(squares) / width + eps);
+}
+
 // x / sqrt(mean(x^2) + eps) * weight -> a row of the next product.
 template <class W>
 void normalize(const float* x, const float* weight, int64_t width, float eps, const Rows<W>& rows, int64_t row) {
     const int64_t padded = pad(width, LANES);
-    f32x16 squares{}, largest{};
-    for (int64_t k = 0; k < padded; k += LANES) {
-        f32x16 v = load16(x + k);
-        squares += v * v;
-        if (sizeof(W) == 1) largest = max16(abs16(v * load16(weight + k)), largest);
-    }
-    const float scale = 1 / __builtin_sqrtf(sum16(squares) / width + eps);
+    const float scale = inverse_rms(x, width, eps);
+    f32x16 largest{};
+    if (sizeof(W) == 1)
+        for (int64_t k = 0; k < padded; k += LANES)
+            largest = max16(abs16(load16(x + k) * load16(weight + k)), largest);
     const float inverse = choose_scale(rows, row, max_of16(largest) * scale);
     for (int64_t k = 0; k < padded; k += LANES)
         store_row(rows, row, k, load16(x + k) * scale * load16(weight + k), inverse);

@@ -5,6 +5,16 @@
 
 #include "tasks.h"
 
+// Chunks of a sequence, by number.
+struct Chunks {
+    int begin, end;
+
+    Chunks share(const Task& task) const {
+        const int count = end - begin;
+        return {begin + count * task.share / task.num_shares, begin + count * (task.share + 1) / task.num_shares};
+    }
+};
+
 template <class T> struct SlotAttention {
     const Model& model;
     const Batch& batch;
@@ -19,13 +29,13 @@ template <class T> struct SlotAttention {
           attended_stride(stride) {
         queries = arena.take<T>(num_tokens * m.num_heads * m.head_dim);
         partials = arena.take<float>(tasks.num_groups * tasks.most_chunks * MOST_HEADS * partial_floats());
-        chunks_done = arena.take<std::atomic<int32_t>>(tasks.num_groups);
+        shares_done = arena.take<std::atomic<int32_t>>(tasks.num_groups);
         scratch_bytes = take_scratch(nullptr);
         scratch = arena.take<char>(scratch_bytes * num_threads);
     }
 
     void prepare() const {
-        for (int64_t group = 0; group < tasks.num_groups; group++) chunks_done[group] = 0;
+        for (int64_t group = 0; group < tasks.num_groups; group++) shares_done[group] = 0;
     }
 
     AttentionScratch<T> scratch_of(int rank) const {
@@ -37,6 +47,7 @@ template <class T> struct SlotAttention {
     void attend(int64_t layer, const Task& task, const AttentionScratch<T>& scratch) const {
         const int64_t dim = model.head_dim, first_token = batch.row_offsets[task.row];
         int32_t limits[MOST_QUERIES];
+        const Sight sight{limits, int(model.layers[layer].window), float(model.attention_softcap * LOG2_E)};
         for (int q = 0; q < pad(task.num_queries, LANES); q++)
             limits[q] = q < task.num_queries
                             ? batch.cache_lengths[task.row] + int32_t((task.first_query + q) / tasks.group_size) + 1
@@ -55,17 +66,19 @@ template <class T> struct SlotAttention {
                             slot * batch.slot_stride + task.head * dim;
             return View<T>{keys,           keys + batch.value_offset, batch.token_stride,
                            task.num_heads, int(dim),                  task.num_queries,
-                           own_queries,    head_stride,               limits};
+                           own_queries,    head_stride,               sight};
         };
         // What rows have in common all of them read in one place, so that it stays in the caches from row to row.
         const int num_common = batch.common_slots ? batch.common_lengths[task.row] : 0;
         const View<T> own = view_of(batch.slots[task.row]);
         const View<T> common = num_common ? view_of(batch.common_slots[task.row]) : own;
+        const int start = sight.start(0) > 0 ? sight.start(0) / KEYS_PADDING * KEYS_PADDING : 0;
         const int end = limits[task.num_queries - 1];
-        for (int chunk = task.first_chunk; chunk < task.first_chunk + task.num_chunks; chunk++) {
-            const int first = chunk * CHUNK, n = end - first < CHUNK ? end - first : CHUNK;
-            if (n <= 0) break;
-            const View<T>& view = first + CHUNK <= num_common ? common : own;
+        const Chunks chunks{start / CHUNK, (end + CHUNK - 1) / CHUNK}, share = chunks.share(task);
+        for (int chunk = share.begin; chunk < share.end; chunk++) {
+            const int first = chunk * CHUNK > start ? chunk * CHUNK : start;
+            const int behind = (chunk + 1) * CHUNK, n = (behind < end ? behind : end) - first;
+            const View<T>& view = behind <= num_common ? common : own;
             if (task.group < 0) {
                 attend_chunk<T>(scratch, view, first, n, nullptr);
             } else {
@@ -74,13 +87,13 @@ template <class T> struct SlotAttention {
                 attend_chunk(scratch, view, first, n, results);
             }
         }
-        if (task.group >= 0 && !merge_group(task, (end + CHUNK - 1) / CHUNK, scratch)) return;
+        if (task.group >= 0 && !merge_group(task, chunks, scratch)) return;
         for (int i = 0; i < task.num_heads; i++) finish(task, task.head + i, first_token, scratch.merged[i]);
     }
 
   private:
     float* partials;                    // [group][chunk][head]
-    std::atomic<int32_t>* chunks_done;  // [group]
+    std::atomic<int32_t>* shares_done;  // [group]
     char* scratch;                      // per thread
     int64_t scratch_bytes;
 
@@ -112,14 +125,13 @@ template <class T> struct SlotAttention {
         return Partial::at(partials + index * partial_floats(), LANES);
     }
 
-    // Who does the last of a group's chunks merges them all. False for the others.
-    bool merge_group(const Task& task, int num_chunks, const AttentionScratch<T>& scratch) const {
-        const int before = chunks_done[task.group].fetch_add(task.num_chunks, std::memory_order_acq_rel);
-        if (before + task.num_chunks < num_chunks) return false;
-        chunks_done[task.group].store(0, std::memory_order_relaxed);  // for the next layer
+    // Who does the last of a group's shares merges all chunks. False for the others.
+    bool merge_group(const Task& task, const Chunks& chunks, const AttentionScratch<T>& scratch) const {
+        if (shares_done[task.group].fetch_add(1, std::memory_order_acq_rel) + 1 < task.num_shares) return false;
+        shares_done[task.group].store(0, std::memory_order_relaxed);  // for the next layer
         for (int i = 0; i < task.num_heads; i++) {
             start_merging(scratch.merged[i], task.num_queries, int(model.head_dim));
-            for (int chunk = 0; chunk < num_chunks; chunk++)
+            for (int chunk = chunks.begin; chunk < chunks.end; chunk++)
                 merge(scratch.merged[i], partial(task.group, chunk, i), task.num_queries, int(model.head_dim));
         }
         return true;

@@ -5,10 +5,10 @@
 #include "model.h"
 #include "rows.h"
 
-// Some queries of one row and some heads, and some chunks of their keys.
+// Some queries of one row and some heads, and a share of the chunks that these see.
 struct Task {
-    int32_t row, head, num_heads, first_query, num_queries, first_chunk, num_chunks;
-    int32_t group;  // several tasks share the chunks of these queries; -1: this one has them all
+    int32_t row, head, num_heads, first_query, num_queries, share, num_shares;
+    int32_t group;  // of tasks that share the chunks of these queries; -1: this one has them all
 };
 
 struct TaskList {
@@ -41,9 +41,9 @@ struct TaskList {
             const int32_t chunks = (length + CHUNK - 1) / CHUNK;
             if (chunks > most_chunks) most_chunks = chunks;
             if (queries_of(row) <= LANES)
-                plan_small(row, chunks, int32_t(shares < chunks ? shares : chunks));
+                plan_small(row, int32_t(shares < chunks ? shares : chunks));
             else
-                plan_large(row, chunks);
+                plan_large(row);
         }
     }
 
@@ -54,23 +54,20 @@ struct TaskList {
         return int32_t((batch.row_offsets[row + 1] - batch.row_offsets[row]) * group_size);
     }
 
-    void plan_small(int32_t row, int32_t chunks, int32_t shares) {
+    void plan_small(int32_t row, int32_t shares) {
         const int32_t heads = int32_t(model.num_kv_heads);
         for (int32_t head = 0; head < heads; head += MOST_HEADS) {
             const int32_t group = shares > 1 ? int32_t(num_groups++) : -1;
             const int32_t num_heads = heads - head < MOST_HEADS ? heads - head : MOST_HEADS;
-            for (int32_t s = 0; s < shares; s++) {
-                const int32_t chunk = chunks * s / shares, end = chunks * (s + 1) / shares;
-                add({row, head, num_heads, 0, queries_of(row), chunk, end - chunk, group});
-            }
+            for (int32_t s = 0; s < shares; s++) add({row, head, num_heads, 0, queries_of(row), s, shares, group});
         }
     }
 
-    void plan_large(int32_t row, int32_t chunks) {
+    void plan_large(int32_t row) {
         const int32_t count = queries_of(row);
         for (int32_t head = 0; head < model.num_kv_heads; head++)
             for (int32_t first = 0; first < count; first += MOST_QUERIES)
-                add({row, head, 1, first, count - first < MOST_QUERIES ? count - first : MOST_QUERIES, 0, chunks, -1});
+                add({row, head, 1, first, count - first < MOST_QUERIES ? count - first : MOST_QUERIES, 0, 1, -1});
     }
 
     void add(const Task& task) {

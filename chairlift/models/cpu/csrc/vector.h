@@ -164,6 +164,20 @@ constexpr float LOG2_E = 1.44269504f;
 
 INLINE f32x16 silu16(f32x16 x) { return x / (1.0f + exp2_16(x * -LOG2_E)); }
 
+// x / 2 (1 + tanh u) with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks & Gimpel 2016), which is x / (1 + exp(-2 u)).
+INLINE f32x16 gelu16(f32x16 x) {
+    constexpr float SQRT_2_OVER_PI = 0.797884561f;
+    const f32x16 u = SQRT_2_OVER_PI * (x + 0.044715f * x * x * x);
+    return x / (1.0f + exp2_16(u * (-2 * LOG2_E)));
+}
+
+// cap tanh(x / cap), to an error of 1e-7 cap.
+INLINE f32x16 cap16(f32x16 x, float cap) {
+    const f32x16 power = exp2_16(abs16(x) * (-2 * LOG2_E / cap));
+    const f32x16 size = (1.0f - power) / (1.0f + power) * cap;
+    return x < 0.0f ? -size : size;
+}
+
 // Of two vectors, the lanes whose number lacks the bit `WIDTH`, those of the second moved up by it; then those with it.
 template <int WIDTH> struct Exchange;
 template <> struct Exchange<8> {

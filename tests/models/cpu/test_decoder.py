@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chairlift.models.cpu import CpuLlama
+from chairlift.models.config import LayerConfig
+from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
 from tests.models.cpu.support import (
     BASE,
@@ -163,6 +164,25 @@ def test_stale_values_are_neither_read_nor_written(isa: str, number_format: Form
     assert torch.equal(by_position(stale)[is_held], by_position(clean)[is_held])
 
 
+@pytest.mark.parametrize("num_new", [1, 20])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_what_lies_before_a_window_is_not_read(
+    num_kv_heads: int, num_new: int, isa: str, number_format: Format
+) -> None:
+    """But for the rest of a block of 32 keys: so a decode step takes no longer, however long its sequence is."""
+    config = replace(BASE, layers=tuple(LayerConfig(None, window) for window in (24, 130)), num_kv_heads=num_kv_heads)
+    whole, forgetful = (cpu_bench(config, number_format, isa) for _ in range(2))
+    tokens = random_tokens(random.Random(8), 300 + num_new)
+    for bench in (whole, forgetful):
+        bench.run([Row(4, tokens[:300])])
+    forgetful.blocks[4, :, 0, :256] = torch.nan  # the next token sees 277 to 300
+    forgetful.blocks[4, :, 1, :160] = torch.nan  # 171 to 300
+    new = [Row(4, tokens[300:])]
+    (expected,) = whole.run(new)
+    assert expected.isfinite().all()
+    assert torch.equal(forgetful.run(new)[0], expected)
+
+
 @pytest.mark.parametrize("token", [-1, UNTIED.vocab_size, 2**40])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_token_outside_the_vocabulary_is_refused_before_anything_is_written(token: int, is_tied: bool) -> None:
@@ -194,7 +214,7 @@ def test_a_cached_value_that_is_no_number_spoils_its_own_row_only(
 def test_an_embedding_that_is_no_number_spoils_its_own_row_only(value: float, isa: str, number_format: Format) -> None:
     model = make_model(UNTIED, number_format.dtype)
     model.model.embed_tokens.weight[7, 3] = value
-    forward = CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
     rows = [Row(1, [5]), Row(2, [7]), Row(0, [1, 2, 7, 3]), Row(3, [4, 6, 8])]
     sound = cpu_bench(UNTIED, number_format, isa).run(rows)
     found = Bench(model.config, model.dtype, forward).run(rows)
@@ -212,7 +232,7 @@ def test_a_weight_that_is_no_number_shows_in_the_logits(name: str, isa: str, num
     model = make_model(UNTIED, number_format.dtype)
     linear = {**dict(model.layers[0].self_attn.named_children()), **dict(model.layers[0].mlp.named_children())}[name]
     linear.weight[-1, 9] = torch.nan  # type: ignore[operator]
-    forward = CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
     for logits in Bench(model.config, model.dtype, forward).run([Row(1, [5]), Row(0, [1, 2])]):
         assert logits.isnan().all()
 
@@ -233,7 +253,7 @@ def test_the_torch_models_matrices_are_let_go_of(shape: str, number_format: Form
     config = SHAPES[shape]
     model = make_model(config, number_format.dtype)
     before = storages(model)
-    forward = CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized)
+    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized)
     gc.collect()
     alive = {name for name, storage in before.items() if not storage.expired()}  # type: ignore[no-untyped-call]
     matrices = {name for name in before if "_proj.weight" in name or "embed" in name or "lm_head" in name}
@@ -259,7 +279,7 @@ def test_weights_take_the_parameters_bytes_and_a_tied_head_counts_once(is_tied: 
         BASE, vocab_size=128, hidden_size=64, intermediate_size=192, num_heads=2, num_kv_heads=2, is_tied=is_tied
     )
     model = make_model(config, number_format.dtype)
-    forward = CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized)
+    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized)
     assert forward.weight_bytes == expected_bytes(is_tied, number_format)
 
 
@@ -268,7 +288,7 @@ def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
     for number_format in FORMATS:
         expected = cpu_bench(UNTIED, number_format).run([Row(0, [1, 2, 3])])
         model = make_model(UNTIED, number_format.dtype)
-        bench = Bench(model.config, model.dtype, CpuLlama(model, SLOT_LEN, is_quantized=number_format.is_quantized))
+        bench = Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized))
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
         del model
@@ -279,4 +299,4 @@ def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
 @pytest.mark.parametrize("head_dim", [48, 288])
 def test_heads_that_the_kernels_do_not_take_are_refused(head_dim: int) -> None:
     with pytest.raises(ValueError, match=f"head_dim of {head_dim}"):
-        CpuLlama(make_model(replace(BASE, head_dim=head_dim), torch.float32), SLOT_LEN)
+        CpuDecoder(make_model(replace(BASE, head_dim=head_dim), torch.float32), SLOT_LEN)

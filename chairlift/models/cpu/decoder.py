@@ -1,25 +1,28 @@
-"""A Llama that runs in the kernels."""
+"""A decoder of any family that runs in the kernels."""
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.models.attention.batch import BatchMetadata
-from chairlift.models.config import ModelConfig
+from chairlift.models.config import Activation, QKNorm
 from chairlift.models.cpu.build import load_library
-from chairlift.models.cpu.packing import LANES, PackedMatrix, interleave, pack
-from chairlift.models.decoder import Decoder
-from chairlift.models.layers import Linear
-from chairlift.models.rope import rope_tables
+from chairlift.models.cpu.packing import LANES, PackedMatrix, arrange_heads, interleave, pack, rope_table
+from chairlift.models.decoder import Decoder, DecoderLayer
+from chairlift.models.layers import Linear, RMSNorm
+from chairlift.models.rope import RopeConfig
 
 HEAD_DIM_ALIGNMENT = 32
 MAX_HEAD_DIM = 256
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 _INT8_FORMATS = 2  # added to the above
+_ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus it are 32-bit numbers
 
 
 # The kernels' structures, field by field as in `csrc/model.h` and `csrc/product.h`.
@@ -40,17 +43,20 @@ class _Matrix(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm")),
+        *((name, c_void_p) for name in ("pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "rope")),
+        ("window", c_int64),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("intermediate", "vocab")),
-        ("eps", c_double),
+        *((name, c_int64) for name in ("intermediate", "vocab", "is_gelu", "are_heads_normed_as_one")),
+        *((name, c_double) for name in ("eps", "attention_scale", "embedding_scale", "residual_scale")),
+        *((name, c_double) for name in ("logits_scale", "attention_softcap", "logits_softcap")),
         ("layers", POINTER(_Layer)),
-        *((name, c_void_p) for name in ("final_norm", "embedding", "rope")),
+        *((name, c_void_p) for name in ("final_norm", "embedding")),
         ("head", _Matrix),
     ]
 
@@ -69,7 +75,7 @@ def takes_heads_of(head_dim: int) -> bool:
     return head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_ALIGNMENT == 0
 
 
-class CpuLlama:
+class CpuDecoder:
     """A forward pass (`engine.execution.forward.Forward`) whose results are the same, bit for bit, whatever else is in
     the batch.
 
@@ -141,6 +147,22 @@ class CpuLlama:
             raise IndexError(f"token ids must be below {self._config.vocab_size}, and not negative")
 
 
+@dataclass(frozen=True, slots=True)
+class _Rope:
+    """A layer's: where its table is, and how many elements of a head turn."""
+
+    table: int | None
+    num_rotated: int
+
+
+_Arrange = Callable[[torch.Tensor], torch.Tensor]
+"""What brings the rows of a matrix or vector into the order in which the kernels want them."""
+
+
+def _as_they_are(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
 class _Weights:
     """Packs a model's weights, and keeps all that the kernels hold pointers to."""
 
@@ -151,19 +173,13 @@ class _Weights:
 
     def take(self, model: Decoder, max_seq_len: int) -> _Model:
         config = model.config
+        ropes: dict[RopeConfig | None, _Rope] = {None: _Rope(None, config.head_dim)}
+        for rope, table in model.ropes.items():
+            ropes[rope] = _Rope(self._keep(rope_table(rope, config.head_dim, max_seq_len)), table.shape[-1])
         layers = (_Layer * config.num_layers)()
         self._kept.append(layers)
-        for index, layer in enumerate(model.layers):
-            assert layer.pre_attention_norm is not None, "other models are obstacles"
-            assert layer.pre_mlp_norm is not None
-            layers[index] = _Layer(
-                self._matrix(layer.self_attn.qkv_proj),
-                self._matrix(layer.self_attn.o_proj),
-                self._matrix(layer.mlp.gate_up_proj, is_interleaved=True),
-                self._matrix(layer.mlp.down_proj),
-                self._vector(layer.pre_attention_norm.weight),
-                self._vector(layer.pre_mlp_norm.weight),
-            )
+        for index, (layer, each) in enumerate(zip(model.layers, config.layers, strict=True)):
+            layers[index] = self._layer(layer, ropes[each.rope], each.window)
         embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
         head = self._matrix(model.lm_head)
         del model.model.embed_tokens.weight  # the last reference to a tied head, which is packed now
@@ -175,42 +191,64 @@ class _Weights:
             head_dim=config.head_dim,
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
+            is_gelu=config.activation is Activation.GELU_TANH,
+            are_heads_normed_as_one=config.qk_norm is QKNorm.ALL_HEADS,
             eps=config.rms_norm_eps,
+            attention_scale=config.attention_scale,
+            embedding_scale=model.embedding_scale,
+            residual_scale=config.residual_scale,
+            logits_scale=1 / config.logits_divisor,
+            attention_softcap=config.attention_softcap or 0.0,
+            logits_softcap=config.logits_softcap or 0.0,
             layers=layers,
-            final_norm=self._vector(model.model.norm.weight),
+            final_norm=self._norm(model.model.norm),
             embedding=embedding,
-            rope=self._keep(_rope_table(config, max_seq_len)),
             head=head,
         )
 
-    def _matrix(self, linear: Linear, *, is_interleaved: bool = False) -> _Matrix:
+    def _layer(self, layer: DecoderLayer, rope: _Rope, window: int | None) -> _Layer:
+        attention = layer.self_attn
+        num_turning = attention.num_heads + attention.num_kv_heads
+
+        def arrange(rows: torch.Tensor) -> torch.Tensor:
+            return arrange_heads(rows, num_turning, attention.head_dim, rope.num_rotated)
+
+        return _Layer(
+            qkv=self._matrix(attention.qkv_proj, arrange),
+            out=self._matrix(attention.o_proj),
+            gate_up=self._matrix(layer.mlp.gate_up_proj, interleave),
+            down=self._matrix(layer.mlp.down_proj),
+            pre_attention_norm=self._norm(layer.pre_attention_norm),
+            post_attention_norm=self._norm(layer.post_attention_norm),
+            pre_mlp_norm=self._norm(layer.pre_mlp_norm),
+            post_mlp_norm=self._norm(layer.post_mlp_norm),
+            query_norm=self._norm(attention.q_norm, arrange),
+            key_norm=self._norm(attention.k_norm, arrange),
+            rope=rope.table,
+            window=window or _ALL_KEYS,
+        )
+
+    def _matrix(self, linear: Linear, arrange: _Arrange = _as_they_are) -> _Matrix:
         weight: torch.Tensor = linear.weight.detach()
         bias: torch.Tensor | None = linear.bias
         del linear.weight
-        if is_interleaved:
-            weight, bias = interleave(weight), None if bias is None else interleave(bias)
+        weight, bias = arrange(weight), None if bias is None else arrange(bias)
         packed = pack(weight, bias, is_quantized=self._is_quantized)
         self._kept.append(packed)
         self.num_bytes += packed.num_bytes
         return _Matrix.of(packed)
 
-    def _vector(self, weight: nn.Parameter) -> int | None:
-        """float32, padded with zeros to whole vectors."""
-        return self._keep(nn.functional.pad(weight.detach().float(), (0, -len(weight) % LANES)))
+    def _norm(self, norm: RMSNorm | None, arrange: _Arrange = _as_they_are) -> int | None:
+        """What the normalised is multiplied by: float32, padded with zeros to whole vectors."""
+        if norm is None:
+            return None
+        weight = arrange(norm.weight.detach().float() + norm.is_offset)
+        return self._keep(nn.functional.pad(weight, (0, -len(weight) % LANES)))
 
     def _keep(self, tensor: torch.Tensor) -> int | None:
         self._kept.append(tensor)
         self.num_bytes += tensor.nbytes
         return _address(tensor)
-
-
-def _rope_table(config: ModelConfig, max_seq_len: int) -> torch.Tensor:
-    """float32 `[max_seq_len, head_dim]`: the cosines of half a head, then the sines; the other half has the same."""
-    half = config.head_dim // 2
-    rope = config.layers[0].rope
-    assert rope is not None, "other models are obstacles"
-    cosines, sines = rope_tables(rope, config.head_dim, max_seq_len, torch.device("cpu"))
-    return torch.cat((cosines[:, :half], sines[:, :half]), dim=-1).contiguous()
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -82,6 +82,7 @@ def serve_command() -> Command:
         groups=ENGINE_GROUPS | SERVER_GROUPS,
         positional="model",
         examples=(
+            "chairlift serve smollm2",
             "chairlift serve path-or-hub-id --dtype bfloat16 --max-batch-size 64",
             "chairlift serve --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile cert.pem --ssl-keyfile key.pem",
         ),

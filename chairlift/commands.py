@@ -52,6 +52,7 @@ def serve_command() -> Command:
         models=(EngineConfig, ServerConfig),
         groups=_ENGINE_GROUPS | _SERVER_GROUPS,
         examples=(
+            "chairlift serve smollm2",
             "chairlift serve path-or-hub-id --dtype bfloat16 --max-batch-size 64",
             "chairlift serve --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile cert.pem --ssl-keyfile key.pem",
         ),

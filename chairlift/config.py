@@ -51,7 +51,11 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # Which model
-    model: str = Field("bundled", description="checkpoint directory, hub id, or 'bundled' for the model in the package")
+    model: str = Field(
+        "bundled",
+        description="checkpoint directory, hub id, 'smollm2' (of the extra [smollm2]), or 'bundled' for the one in the"
+        " package",
+    )
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; unset: the model's")
     chat_template: str | None = Field(None, description="file with a Jinja chat template; unset: the model's own")
     load_format: LoadFormat = Field(

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from chairlift.errors import CheckpointError
 from chairlift.models.adapter import describe_decoder
 from chairlift.models.config import FAMILIES, ModelShape, describe_family
+from chairlift.models.smollm2 import SMOLLM2, smollm2_directory
 
 BUNDLED = "bundled"
 _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"
@@ -42,7 +43,7 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str) -> Checkpoint:
-    """Finds a checkpoint by directory or hub id ("bundled": the one in the package) and reads its configuration."""
+    """Finds a checkpoint, as `find_directory` does, and reads its configuration."""
     directory = find_directory(model)
     return Checkpoint(directory, read_model_config(directory))
 
@@ -82,9 +83,15 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def find_directory(model: str) -> Path:
-    """The directory of a model or tokenizer; a hub id is downloaded, or found in the local cache when offline."""
+    """The directory of a model or tokenizer.
+
+    A hub id is downloaded, or found in the local cache when offline; "bundled" is in this package, and "smollm2" is
+    made of what the extra `[smollm2]` installs. CheckpointError if there is none.
+    """
     if model == BUNDLED:
         return _BUNDLED_DIRECTORY
+    if model == SMOLLM2:
+        return smollm2_directory()
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path

@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,10 @@ class Page:
     def contrast(self, one: str, other: str) -> float:
         """The contrast ratio of two colours, which are named by their custom properties: 1 to 21."""
         return float(self.run(_CONTRAST, one, other))
+
+    def picture(self, path: Path) -> None:
+        """Writes what is seen as a PNG file."""
+        self._driver.save_screenshot(str(path))
 
     def click(self, selector: str) -> None:
         self._driver.find_element("css selector", selector).click()

@@ -49,7 +49,7 @@ def running(
     reading_end, writing_end = os.pipe()
     with open(reading_end, encoding="utf-8") as stderr:
         try:
-            popen = _start(textwrap.dedent(script), arguments, environment, writing_end, is_forked)
+            popen = start_python(textwrap.dedent(script), arguments, environment, writing_end, is_forked)
         finally:
             os.close(writing_end)
         log: list[str] = []
@@ -70,14 +70,15 @@ def running(
 def run_to_end(*arguments: str) -> tuple[int, str]:
     """Runs `chairlift` with these arguments: its exit code, and what it wrote to standard error."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
-        code = _start(SERVE, list(arguments), os.environ, stderr.fileno(), is_forked=True).wait(120)
+        code = start_python(SERVE, list(arguments), os.environ, stderr.fileno(), is_forked=True).wait(120)
         stderr.seek(0)
         return code, stderr.read()
 
 
-def _start(
-    code: str, arguments: list[str], environment: Mapping[str, str], stderr: int, is_forked: bool
+def start_python(
+    code: str, arguments: list[str], environment: Mapping[str, str], stderr: int, is_forked: bool = True
 ) -> "subprocess.Popen[bytes] | ForkedProcess":
+    """Runs Python code as `python -c code arguments` does; `stderr` is a file descriptor."""
     if is_forked and fork_server.is_possible():
         fork_server.ensure_started()
         return ForkedProcess(code, arguments, environment, stderr)

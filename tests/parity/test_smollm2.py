@@ -1,0 +1,145 @@
+"""A real model answers, and computes what transformers computes of the same checkpoint.
+
+The perplexity is that of tests/parity/prose.txt, about a thousand words that were written for this test.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from chairlift import LLM, SamplingParams
+from chairlift.models.checkpoint import find_directory
+from tests.support.kernels import needs_kernels
+from tests.support.server_process import SERVE, Process, running
+
+PROSE = (Path(__file__).parent / "prose.txt").read_text(encoding="utf-8")
+QUESTIONS = (
+    "What is the capital of France?",
+    "Why is the sky blue?",
+    "Give me three tips for better sleep.",
+    "Write a short poem about the sea.",
+    "How do I boil an egg?",
+    "Who was Marie Curie?",
+    "What is 12 + 30?",
+    "Explain to a child what a battery does.",
+)
+BEGINNINGS = (
+    "The",
+    "Once upon a time",
+    "In 1969, the first people",
+    "def fibonacci(n):\n",
+    "Dear Sir or Madam,",
+    "Water boils at a temperature of",
+    *(PROSE[:length].rpartition(" ")[0] for length in (150, 300, 600, 1000, 1500, 2000)),
+)
+NUM_TOKENS = 48
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+ENGINE: dict[str, Any] = {"max_batch_size": 10, "max_seq_len": 1280, "max_num_batched_tokens": 512}
+
+# What transformers has in float32 when it reads the GGUF file itself, before its weights are rounded to bfloat16.
+PERPLEXITY_OF_THE_FILE = 22.8196
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("cpu", marks=needs_kernels)])
+def exact(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM("smollm2", dtype="float32", attention_backend=request.param, **ENGINE) as llm:
+        yield llm
+
+
+class Reference:
+    """transformers' own model. It computes the same only once, as two engines are compared with it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(find_directory("smollm2"), dtype=dtype)
+        self._computed: dict[tuple[int, ...], tuple[list[int], float]] = {}
+
+    def next_tokens(self, token_ids: list[int]) -> list[int]:
+        """The likeliest token after each."""
+        return self._compute(tuple(token_ids))[0]
+
+    def perplexity(self, token_ids: list[int]) -> float:
+        return self._compute(tuple(token_ids))[1]
+
+    @torch.inference_mode()
+    def _compute(self, token_ids: tuple[int, ...]) -> tuple[list[int], float]:
+        if token_ids not in self._computed:
+            tokens = torch.tensor(token_ids)
+            logits: torch.Tensor = self._model(tokens[None]).logits[0].float()  # [tokens, vocabulary]
+            logprobs = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])
+            self._computed[token_ids] = logits.argmax(-1).tolist(), math.exp(-logprobs.mean().item())
+        return self._computed[token_ids]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Process]:
+    with running(SERVE, "smollm2", "--max-batch-size", "2") as process:
+        yield process
+
+
+def perplexity(llm: LLM, token_ids: list[int]) -> float:
+    """By `prompt_logprobs`; the first token has no probability."""
+    (output,) = llm.generate([token_ids], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None
+    pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    logprobs = [entry[token].logprob for token, entry in pairs if entry is not None]
+    assert len(logprobs) == len(token_ids) - 1
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def test_greedy_tokens_of_twenty_prompts_are_those_of_transformers(exact: LLM, reference: Reference) -> None:
+    chats = [exact.inputs.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    prompts = [*chats, *(exact.inputs.tokenize(beginning) for beginning in BEGINNINGS)]
+    assert len(prompts) == 20
+    for prompt, output in zip(prompts, exact.generate(prompts, GREEDY), strict=True):
+        answer = output.outputs[0].token_ids
+        # One pass says what transformers takes after each beginning of the answer, and so, by induction, all of it.
+        assert reference.next_tokens([*prompt, *answer])[len(prompt) - 1 : -1] == answer
+        assert len(answer) == NUM_TOKENS
+
+
+def test_perplexity_in_float32_is_that_of_transformers_and_of_the_file(exact: LLM, reference: Reference) -> None:
+    token_ids = exact.inputs.tokenize(PROSE)
+    ours = perplexity(exact, token_ids)
+    assert ours == pytest.approx(reference.perplexity(token_ids), rel=1e-5)
+    assert ours == pytest.approx(PERPLEXITY_OF_THE_FILE, rel=1e-3)
+
+
+def test_perplexity_in_bfloat16_is_that_of_transformers(reference: Reference) -> None:
+    with LLM("smollm2", **ENGINE) as llm:
+        assert llm.config.dtype == "bfloat16"
+        token_ids = llm.inputs.tokenize(PROSE)
+        ours = perplexity(llm, token_ids)
+    assert ours == pytest.approx(Reference(torch.bfloat16).perplexity(token_ids), rel=3e-3)
+    assert ours == pytest.approx(reference.perplexity(token_ids), rel=3e-3)
+
+
+def test_an_answer_ends_with_its_turn_and_is_sampled_as_the_models_card_has_it(exact: LLM) -> None:
+    assert exact.inputs.default_params == SamplingParams(temperature=0.2, top_p=0.9)
+    (output,) = exact.chat([{"role": "user", "content": QUESTIONS[0]}], SamplingParams(temperature=0, max_tokens=20))
+    assert output.outputs[0].text == "The capital of France is Paris."
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_the_server_knows_the_capital_of_france(server: Process) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["smollm2"]
+        for temperature in (0.0, openai.omit):  # the latter is the model's own
+            reply = client.chat.completions.create(
+                model="smollm2",
+                messages=[{"role": "user", "content": "What is the capital of France?"}],
+                temperature=temperature,
+                seed=1,
+            )
+            assert reply.choices[0].message.content == "The capital of France is Paris."
+            assert reply.choices[0].finish_reason == "stop"

@@ -19,7 +19,15 @@ Groups = dict[str, tuple[str, ...]]  # the settings under each title of the help
 _LAST_THREADS_S = 3.0
 
 ENGINE_GROUPS: Groups = {
-    "model": ("model", "tokenizer", "chat_template", "load_format", "served_model_name", "tool_call_parser"),
+    "model": (
+        "model",
+        "tokenizer",
+        "chat_template",
+        "load_format",
+        "served_model_name",
+        "tool_call_parser",
+        "reasoning_parser",
+    ),
     "computation": (
         *("device", "dtype", "attention_backend", "quantization", "num_threads", "batch_invariant", "seed"),
         "step_timeout",

@@ -9,7 +9,9 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
 from chairlift.engine.sampling.masks import TokenGrammar, Workers
@@ -25,6 +27,15 @@ _MAX_UNFINISHED = 64  # grammars that are compiled or wait for it
 _MAX_CACHE_BYTES = 2**27
 
 
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The tokens around a choice's thoughts."""
+
+    begin_id: int
+    end_id: int
+    has_begun: bool  # in the prompt; otherwise the choice may begin with `begin_id`, and does not think if it does not
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Its methods may be called from any thread."""
 
@@ -34,19 +45,21 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chairlift-compiler")
         self._lock = threading.Lock()
         self._workers: list[Workers] = []  # one, from the first grammar on
-        self._unfinished: dict[str, Future[CompiledGrammar]] = {}
-        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the least recently used comes first
+        self._unfinished: dict[_Key, Future[CompiledGrammar]] = {}
+        self._cache: OrderedDict[_Key, CompiledGrammar] = OrderedDict()  # the least recently used comes first
         self._end = weakref.finalize(self, _end, self._threads, self._rehearsal, self._workers)
         if not IS_POSSIBLE:
             logger.warning("grammars are compiled without a process of their own, because this system has no fork")
 
-    def compile(self, outputs: StructuredOutputs) -> "Future[CompiledGrammar]":
+    def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[CompiledGrammar]":
         """What others may be compiling, or have compiled. Its exception may be `InvalidGrammar` or `GrammarsBusy`.
+
+        `thinking`: the grammar begins behind the thoughts, in which every token but an end token is free.
 
         The future is shared: do not cancel it. Raises `GrammarsBusy` if too many grammars are being compiled or no
         thread can be started.
         """
-        key = _as_json(outputs)
+        key = _Key(_as_json(outputs), thinking)
         with self._lock:
             known = self._cache.pop(key, None)
             if known is not None and not known.is_broken:
@@ -76,7 +89,7 @@ class GrammarCompiler:
         self._end()
         self._threads.shutdown()
 
-    def _compile_and_keep(self, key: str) -> CompiledGrammar:
+    def _compile_and_keep(self, key: "_Key") -> CompiledGrammar:
         try:
             compiled = self._compile(key)
             with self._lock:
@@ -86,7 +99,7 @@ class GrammarCompiler:
             with self._lock:
                 self._unfinished.pop(key, None)
 
-    def _keep(self, key: str, compiled: CompiledGrammar) -> None:
+    def _keep(self, key: "_Key", compiled: CompiledGrammar) -> None:
         """The one that was asked for last is kept in any case. They grow while they are used."""
         self._cache[key] = compiled
         num_bytes = sum(each.num_bytes for each in self._cache.values())
@@ -94,7 +107,7 @@ class GrammarCompiler:
             _, evicted = self._cache.popitem(last=False)
             num_bytes -= evicted.num_bytes
 
-    def _compile(self, key: str) -> CompiledGrammar:
+    def _compile(self, key: "_Key") -> CompiledGrammar:
         tokenizer = self._vocabulary.load()
         if tokenizer is None:
             raise InvalidGrammar(f"llguidance cannot read this model's kind of tokenizer: {self._vocabulary.problem}")
@@ -103,14 +116,19 @@ class GrammarCompiler:
                 if not self._workers:
                     self._workers.append(Workers(tokenizer))
             verdict = (
-                self._rehearsal.perform(key) if IS_POSSIBLE else try_out(tokenizer, json.loads(key), PARSER_LIMITS)
+                self._rehearsal.perform(key.outputs)
+                if IS_POSSIBLE
+                else try_out(tokenizer, json.loads(key.outputs), PARSER_LIMITS)
             )
         except (OSError, RuntimeError) as error:  # no process or no thread
             raise GrammarsBusy(str(error)) from error
         if verdict.error is not None:
             problem = explain(verdict.error)
             raise InvalidGrammar(problem.reason, problem.line if verdict.has_own_lines else None)
-        compiled = CompiledGrammar(tokenizer, verdict.source, verdict.num_bytes + 2 * len(verdict.source) + len(key))
+        source = verdict.source
+        if key.thinking is not None:
+            source = _after_thoughts(source, key.thinking, self._vocabulary.eos_token_ids)
+        compiled = CompiledGrammar(tokenizer, source, verdict.num_bytes + 2 * len(source) + len(key.outputs))
         if compiled.matcher.is_error():
             raise InvalidGrammar(explain(compiled.matcher.get_error()).reason)
         return compiled
@@ -120,8 +138,25 @@ class GrammarCompiler:
         return b'{"limits": %b, "tokenizer": %b}' % (json.dumps(PARSER_LIMITS).encode(), self._vocabulary.description)
 
 
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """All that is needed to compile a grammar, and what tells it from others."""
+
+    outputs: str
+    thinking: Thinking | None
+
+
+def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[int]) -> str:
+    """llguidance's source of the same grammar behind thoughts, and line breaks. What may be a token follows its id."""
+    answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    others = ",".join(map(str, sorted({thinking.end_id, *eos_token_ids})))
+    lead = "thoughts" if thinking.has_begun else f"(<[{thinking.begin_id}]> thoughts)?"
+    thoughts = f"thoughts: <[^{others}]>* <[{thinking.end_id}]> /\\n*/"
+    grammars = [{"lark_grammar": f"start: {lead} @answer\n{thoughts}\n"}, {**answer, "name": "answer"}]
+    return json.dumps({"grammars": grammars})
+
+
 def _as_json(outputs: StructuredOutputs) -> str:
-    """What tells it from others, and all that is needed to compile it."""
     fields = {name: getattr(outputs, name) for name in ("json", "regex", "choice", "grammar")}
     try:
         return json.dumps(fields)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from chairlift.config import ResolvedConfig
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
 from chairlift.engine.sampling.token_rules import Automaton, PatternWatch, RuleFilter, TokenRules, compile_rules
-from chairlift.engine.text.grammar import GrammarCompiler
+from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, Vocabulary, strings_in, too_long
 from chairlift.errors import CheckpointError, InvalidRequest
 from chairlift.models.checkpoint import find_directory
@@ -70,6 +70,7 @@ class TextOptions:
 
     new_watcher: Callable[[], TextWatcher] | None = None  # called once per choice
     shown_tokens: tuple[str, ...] = ()  # special tokens that are part of the text, by name
+    thinking: Thinking | None = None  # a grammar begins behind the thoughts, and their tokens are counted
 
 
 DEFAULT_TEXT = TextOptions()
@@ -135,7 +136,7 @@ class InputProcessor:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self.vocabulary.load()  # here, off the event loop
         if compiled is None and params.structured_outputs is not None:
-            compiled = self.grammars.compile(params.structured_outputs).result()
+            compiled = self.grammars.compile(params.structured_outputs, text_options.thinking).result()
         serial = next(self._serials)  # the engine's ids are its own: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
 from chairlift.engine.sampling.masks import TokenGrammar, Workers
@@ -45,8 +45,8 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chairlift-compiler")
         self._lock = threading.Lock()
         self._workers: list[Workers] = []  # one, from the first grammar on
-        self._unfinished: dict[_Key, Future[CompiledGrammar]] = {}
-        self._cache: OrderedDict[_Key, CompiledGrammar] = OrderedDict()  # the least recently used comes first
+        self._unfinished: dict[str, Future[CompiledGrammar]] = {}
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the least recently used comes first
         self._end = weakref.finalize(self, _end, self._threads, self._rehearsal, self._workers)
         if not IS_POSSIBLE:
             logger.warning("grammars are compiled without a process of their own, because this system has no fork")
@@ -59,7 +59,7 @@ class GrammarCompiler:
         The future is shared: do not cancel it. Raises `GrammarsBusy` if too many grammars are being compiled or no
         thread can be started.
         """
-        key = _Key(_as_json(outputs), thinking)
+        key = _as_json(outputs, thinking)
         with self._lock:
             known = self._cache.pop(key, None)
             if known is not None and not known.is_broken:
@@ -89,7 +89,7 @@ class GrammarCompiler:
         self._end()
         self._threads.shutdown()
 
-    def _compile_and_keep(self, key: "_Key") -> CompiledGrammar:
+    def _compile_and_keep(self, key: str) -> CompiledGrammar:
         try:
             compiled = self._compile(key)
             with self._lock:
@@ -99,7 +99,7 @@ class GrammarCompiler:
             with self._lock:
                 self._unfinished.pop(key, None)
 
-    def _keep(self, key: "_Key", compiled: CompiledGrammar) -> None:
+    def _keep(self, key: str, compiled: CompiledGrammar) -> None:
         """The one that was asked for last is kept in any case. They grow while they are used."""
         self._cache[key] = compiled
         num_bytes = sum(each.num_bytes for each in self._cache.values())
@@ -107,7 +107,7 @@ class GrammarCompiler:
             _, evicted = self._cache.popitem(last=False)
             num_bytes -= evicted.num_bytes
 
-    def _compile(self, key: "_Key") -> CompiledGrammar:
+    def _compile(self, key: str) -> CompiledGrammar:
         tokenizer = self._vocabulary.load()
         if tokenizer is None:
             raise InvalidGrammar(f"llguidance cannot read this model's kind of tokenizer: {self._vocabulary.problem}")
@@ -116,19 +116,17 @@ class GrammarCompiler:
                 if not self._workers:
                     self._workers.append(Workers(tokenizer))
             verdict = (
-                self._rehearsal.perform(key.outputs)
-                if IS_POSSIBLE
-                else try_out(tokenizer, json.loads(key.outputs), PARSER_LIMITS)
+                self._rehearsal.perform(key) if IS_POSSIBLE else try_out(tokenizer, json.loads(key), PARSER_LIMITS)
             )
         except (OSError, RuntimeError) as error:  # no process or no thread
             raise GrammarsBusy(str(error)) from error
         if verdict.error is not None:
             problem = explain(verdict.error)
             raise InvalidGrammar(problem.reason, problem.line if verdict.has_own_lines else None)
-        source = verdict.source
-        if key.thinking is not None:
-            source = _after_thoughts(source, key.thinking, self._vocabulary.eos_token_ids)
-        compiled = CompiledGrammar(tokenizer, source, verdict.num_bytes + 2 * len(source) + len(key.outputs))
+        source, thinking = verdict.source, json.loads(key)["thinking"]
+        if thinking is not None:
+            source = _after_thoughts(source, Thinking(**thinking), self._vocabulary.eos_token_ids)
+        compiled = CompiledGrammar(tokenizer, source, verdict.num_bytes + 2 * len(source) + len(key))
         if compiled.matcher.is_error():
             raise InvalidGrammar(explain(compiled.matcher.get_error()).reason)
         return compiled
@@ -136,14 +134,6 @@ class GrammarCompiler:
     def _settings(self) -> bytes:
         """What the helper process needs to know."""
         return b'{"limits": %b, "tokenizer": %b}' % (json.dumps(PARSER_LIMITS).encode(), self._vocabulary.description)
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """All that is needed to compile a grammar, and what tells it from others."""
-
-    outputs: str
-    thinking: Thinking | None
 
 
 def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[int]) -> str:
@@ -156,8 +146,10 @@ def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[i
     return json.dumps({"grammars": grammars})
 
 
-def _as_json(outputs: StructuredOutputs) -> str:
+def _as_json(outputs: StructuredOutputs, thinking: Thinking | None = None) -> str:
+    """What tells it from others, and all that is needed to compile it."""
     fields = {name: getattr(outputs, name) for name in ("json", "regex", "choice", "grammar")}
+    fields["thinking"] = None if thinking is None else asdict(thinking)
     try:
         return json.dumps(fields)
     except RecursionError as error:

@@ -141,7 +141,7 @@ def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[i
     answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
     others = ",".join(map(str, sorted({thinking.end_id, *eos_token_ids})))
     lead = "thoughts" if thinking.has_begun else f"(<[{thinking.begin_id}]> thoughts)?"
-    thoughts = f"thoughts: <[^{others}]>* <[{thinking.end_id}]> /\\n*/"
+    thoughts = f"thoughts: <[^{others}]>* <[{thinking.end_id}]> /\\n{{0,2}}/"
     grammars = [{"lark_grammar": f"start: {lead} @answer\n{thoughts}\n"}, {**answer, "name": "answer"}]
     return json.dumps({"grammars": grammars})
 

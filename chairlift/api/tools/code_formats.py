@@ -107,7 +107,6 @@ class Pythonic(CallFormat):
         while not is_closed:
             key = yield from self._read_key(text)
             if not key:
-                is_closed = yield from text.accept(")")
                 break
             _begin_argument(text, out, name, key, num_read)
             yield from _read_literal(text)
@@ -119,7 +118,8 @@ class Pythonic(CallFormat):
             value = json_of_literal(raw)
             out.arguments(_quoted(raw) if value is None else value)
             num_read += 1
-            is_closed = not (yield from text.accept(",")) and (yield from text.accept(")"))
+            yield from text.accept(",")
+            is_closed = yield from text.accept(")")
         if not num_read and not is_closed:
             return False
         _end_call(text, out, name, num_read, is_closed)

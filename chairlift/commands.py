@@ -23,6 +23,7 @@ ENGINE_GROUPS: Groups = {
         "model",
         "tokenizer",
         "chat_template",
+        "generation_config",
         "load_format",
         "served_model_name",
         "tool_call_parser",

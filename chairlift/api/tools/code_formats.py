@@ -23,6 +23,7 @@ class Qwen3Coder(CallFormat):
     opening = "<tool_call>"
     closing = "</tool_call>"
     other_openings = ("<function=",)
+    between = "\n"
     _ends = ("\n</parameter>", "</parameter>")
 
     def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:
@@ -82,6 +83,8 @@ class Qwen3Coder(CallFormat):
 class Pythonic(CallFormat):
     opening = "<|python_start|>"
     closing = "<|python_end|>"
+    brackets = ("[", "]")
+    between = ", "
     is_bare = True
 
     def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002

@@ -28,7 +28,8 @@ class CallFormat(ABC):
     closing: ClassVar[str] = ""
     other_marks: ClassVar[tuple[str, ...]] = ()  # within calls
     other_openings: ClassVar[tuple[str, ...]] = ()  # how a call begins whose opening was forgotten
-    separator: ClassVar[str] = ""  # between two calls; may be left out
+    brackets: ClassVar[tuple[str, str]] = ("", "")  # around all calls behind an opening, where there are any
+    between: ClassVar[str]  # two calls, as chat templates write them
     is_bare: ClassVar[bool] = False  # a call needs no opening where an answer begins and after another call
 
     @property
@@ -60,8 +61,8 @@ class CallFormat(ABC):
         """Reads what closes a call, and what stands between it and the next call or the end of the answer."""
         if self.closing and (yield from text.accept(self.closing)):
             text.take()
-        if self.separator:
-            yield from text.accept(self.separator)
+        if self.is_bare and not self.brackets[0]:
+            yield from text.accept(self.between.strip())
         yield from text.skip()
         text.take_tail_of(self.closing)
         if not self.is_bare:
@@ -112,6 +113,7 @@ class CallFormat(ABC):
 class Hermes(CallFormat):
     opening = "<tool_call>"
     closing = "</tool_call>"
+    between = "\n"
 
     def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
         return self.read_object(text, out)
@@ -119,7 +121,7 @@ class Hermes(CallFormat):
 
 class Llama3Json(CallFormat):
     opening = "<|python_tag|>"
-    separator = ";"
+    between = "; "
     is_bare = True
 
     def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
@@ -129,6 +131,8 @@ class Llama3Json(CallFormat):
 class Mistral(CallFormat):
     opening = "[TOOL_CALLS]"
     other_marks = ("[ARGS]", "[CALL_ID]")
+    brackets = ("[", "]")
+    between = ", "
 
     def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
         if not (yield from text.accept("[")):

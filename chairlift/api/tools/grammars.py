@@ -118,31 +118,26 @@ class _Arguments:
 
 
 class _Writing:
-    """How a family writes calls: the opening, `lead`, calls with `between` them, `tail`."""
+    """How a family writes calls: the opening, a bracket, calls with something between them, a bracket."""
 
     def __init__(self, family: ToolFamily, tokens: MarkTokens) -> None:
-        self._form = FORMATS[family]
+        self._form = form = FORMATS[family]
         self._tokens = tokens
-        again: tuple[str, ...] = () if self._form.is_bare else (self._form.opening,)
-        call: Callable[[str, str, _Arguments], list[str]] = self._json_call
-        lead, between, tail = "", ("; ", *again), ""
+        self._lead, self._between, self._tail = form.brackets[0], form.between, form.brackets[1]
+        self._call: Callable[[str, str, _Arguments], list[str]] = self._json_call
         match family:
-            case ToolFamily.HERMES:
-                between = ("\n", *again)
             case ToolFamily.QWEN3_CODER:
-                between, call = ("\n", *again), self._element_call
+                self._call = self._element_call
             case ToolFamily.PYTHONIC:
-                lead, between, tail, call = "[", (", ",), "]", self._python_call
+                self._call = self._python_call
             case ToolFamily.MISTRAL if "[ARGS]" in tokens:
-                between, call = again, self._named_call
-            case ToolFamily.MISTRAL:
-                lead, between, tail = "[", (", ",), "]"
-        self._lead, self._between, self._tail, self._call = lead, between, tail, call
+                self._call, self._lead, self._between, self._tail = self._named_call, "", "", ""
+        self._again = "" if form.is_bare or self._lead else form.opening  # before each further call
 
     def rules(self, functions: Sequence[FunctionSpec], arguments: Sequence[_Arguments], is_parallel: bool) -> list[str]:
         """`calls`, whole; `body`, without its opening; `call`, one of them."""
         assert functions
-        more = f"({self._literals(*self._between, then='call')})*" if is_parallel else '""'
+        more = f"({self._literals(self._between, self._again, then='call')})*" if is_parallel else '""'
         opening = "" if self._form.is_bare else self._form.opening
         lines = [
             f"calls: {self._literals(opening, then='body')}",
@@ -166,14 +161,11 @@ class _Writing:
         if form.is_bare:
             begins = rf"\[{_SPACE}[A-Za-z0-9_.-]" if self._lead else r"\{"
             excluded.append(rf"~/{_SPACE}({begins}|{spelled})(?s:.*)/")
-        if token is None:
-            lead = f"text_and_opening[lazy]: TEXT {json.dumps(form.opening)}"
-        else:
-            lead = f"text_and_opening: TEXT? <[{token}]>"
+        lexeme = f"text_and_opening[lazy]: TEXT {json.dumps(form.opening)}"
         return "\n".join(
             (
                 f"start: TEXT | {'calls | ' if form.is_bare else ''}text_and_opening body",
-                lead,
+                lexeme if token is None else f"text_and_opening: TEXT? <[{token}]>",
                 " & ".join(["TEXT: /(?s:.*)/", *excluded]),
             )
         )

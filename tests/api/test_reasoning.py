@@ -181,6 +181,15 @@ async def test_a_forced_call_begins_with_the_vocabularys_own_token(serve: Serve)
 
 
 @pytest.mark.asyncio
+async def test_a_strict_functions_call_is_enforced_behind_thoughts_and_text(serve: Serve) -> None:
+    strict = {"type": "function", "function": {**PAINT["function"], "strict": True}}  # type: ignore[dict-item]
+    async with serve(HYBRID, "<think>Hm.</think>Well.\n<tool_call>oops") as server:
+        message = await message_of(server, tools=[strict], parallel_tool_calls=False)
+    assert (message["reasoning"], message["content"]) == ("Hm.", "Well.")
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"colour": "red"}']
+
+
+@pytest.mark.asyncio
 async def test_marks_that_are_special_tokens_are_seen(serve: Serve) -> None:
     async with serve(MISTRAL, 'Well. [TOOL_CALLS]paint[ARGS]{"colour": "red"}') as server:
         message = await message_of(server, tools=[PAINT])

@@ -277,7 +277,7 @@ def test_the_generation_config_can_be_left_out_of_account_but_for_end_tokens(tmp
     inputs = make_inputs(tmp_path, fields, generation_config=GenerationDefaults.NONE)
     assert inputs.default_params == SamplingParams()
     (request,) = inputs.prepare("r", [1] * 10, inputs.default_chat_params).requests
-    assert (request.max_tokens, request.eos_token_ids) == (54, {9, 10})
+    assert (request.max_tokens, set(request.eos_token_ids)) == (54, {9, 10})
 
 
 def test_do_sample_false_means_greedy(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ whitespace before a call that needs its marks, and whitespace between calls.
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -21,8 +20,11 @@ Schemas = Mapping[str, dict[str, Any]]
 """By function: the JSON schema of its arguments."""
 
 
-class CallFormat(ABC):
-    """How one family writes calls: `opening`, calls, `closing`. Whitespace may stand between these anywhere."""
+class CallFormat:
+    """How one family writes calls: `opening`, calls, `closing`. Whitespace may stand between these anywhere.
+
+    Unless a family says otherwise, a call is a JSON object with the function's name and its arguments.
+    """
 
     opening: ClassVar[str]
     closing: ClassVar[str] = ""
@@ -53,23 +55,26 @@ class CallFormat(ABC):
                 out.content(text.take())
             may_be_bare = is_call and self.is_bare
 
-    @abstractmethod
-    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:
+    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
         """Reads what stands between the marks. False if it is no call: what was read is held then, and is content."""
+        return self.read_object(text, out)
 
     def _read_closing(self, text: Text) -> Reading[None]:
         """Reads what closes a call, and what stands between it and the next call or the end of the answer."""
         if self.closing and (yield from text.accept(self.closing)):
             text.take()
-        if self.is_bare and not self.brackets[0]:
+        if not self.brackets[0]:
             yield from text.accept(self.between.strip())
         yield from text.skip()
         text.take_tail_of(self.closing)
         if not self.is_bare:
             text.back_to(0)
 
-    def read_object(self, text: Text, out: Pieces, needs_arguments: bool = False) -> Reading[bool]:
-        """Reads a call that is a JSON object. False: what was read, up to what is wrong, is held."""
+    def read_object(self, text: Text, out: Pieces) -> Reading[bool]:
+        """Reads a call that is a JSON object. False: what was read, up to what is wrong, is held.
+
+        Without marks an object with a name, but without arguments, is no call.
+        """
         yield from text.skip()
         begin = text.position
         name = yield from _read_head(text)
@@ -88,7 +93,7 @@ class CallFormat(ABC):
         if not isinstance(call, dict) or not call.get("name") or not is_sendable(call["name"]):
             return False
         arguments = next((call[key] for key in _ARGUMENTS_KEYS if key in call), None)
-        if arguments is None and needs_arguments:
+        if arguments is None and self.is_bare:
             return False
         text.take()
         out.begin_call(call["name"], _arguments_text(json.dumps(arguments, ensure_ascii=False)))
@@ -115,17 +120,11 @@ class Hermes(CallFormat):
     closing = "</tool_call>"
     between = "\n"
 
-    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
-        return self.read_object(text, out)
-
 
 class Llama3Json(CallFormat):
     opening = "<|python_tag|>"
     between = "; "
     is_bare = True
-
-    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
-        return self.read_object(text, out, needs_arguments=True)
 
 
 class Mistral(CallFormat):

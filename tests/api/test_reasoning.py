@@ -104,6 +104,42 @@ async def test_thoughts_are_told_apart_under_both_names_and_counted(serve: Serve
 
 
 @pytest.mark.asyncio
+async def test_the_clients_own_stream_adds_up_to_the_whole_answer(serve: Serve) -> None:
+    call = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
+    fields: Any = {"model": "bundled", "messages": QUESTION, "temperature": 0, "tools": [PAINT], "n": 2}
+    async with serve(HYBRID, f"<think>\n{THOUGHTS}\n</think>\n\nFour.\n{call}") as server, client_of(server) as client:
+        whole = await client.chat.completions.create(**fields)
+        async with client.chat.completions.stream(**fields) as stream:
+            final = await stream.get_final_completion()
+    for choice, streamed in zip(whole.choices, final.choices, strict=True):
+        assert streamed.message.content == choice.message.content == "Four."
+        for name in ("reasoning", "reasoning_content"):
+            assert getattr(streamed.message, name) == getattr(choice.message, name) == THOUGHTS
+        ((made,), (same,)) = (streamed.message.tool_calls or [], choice.message.tool_calls or [])
+        assert same.type == "function"
+        assert (made.function.name, made.function.arguments) == (same.function.name, same.function.arguments)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens_details is not None
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 2 * (len(THOUGHTS) + 2)
+
+
+@pytest.mark.asyncio
+async def test_thoughts_are_scored_like_any_other_tokens(serve: Serve) -> None:
+    async with serve(HYBRID, "<think>Hm.</think>Four.") as server:
+        reply = await ask(server, logprobs=True)
+        chunks = await chunks_of(server, CHAT, {"messages": QUESTION, "temperature": 0, "logprobs": True})
+    whole = reply["choices"][0]["logprobs"]["content"]
+    streamed = [each["choices"][0]["logprobs"] for each in chunks]
+    assert len(whole) == reply["usage"]["completion_tokens"]
+    assert [token["token"] for each in streamed if each for token in each["content"]] == [
+        *("<think>", *"Hm.", "</think>", *"Four.", "<|im_end|>")
+    ]
+    assert [token["token"] for token in whole] == [
+        token["token"] for each in streamed if each for token in each["content"]
+    ]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("text", ["Four.", "<thin Four."])
 async def test_a_model_that_may_think_need_not(serve: Serve, text: str) -> None:
     async with serve(HYBRID, text) as server:

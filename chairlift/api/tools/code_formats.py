@@ -7,7 +7,6 @@ is written. What is wrong behind complete arguments ends the call, and is conten
 import ast
 import json
 import re
-from typing import Any
 
 from chairlift.api.tools.formats import NAME, CallFormat, Schemas
 from chairlift.api.tools.text import Pieces, Reading, Text, parsed
@@ -31,11 +30,11 @@ class Qwen3Coder(CallFormat):
         if not name:
             return False
         properties = schemas.get(name, {}).get("properties")
+        schema_of = properties if isinstance(properties, dict) else {}
         num_read = 0
         while key := (yield from self._read_tag(text, "<parameter=")):
             _begin_argument(text, out, name, key, num_read)
-            schema = properties.get(key) if isinstance(properties, dict) else None
-            if not (yield from self._read_value(text, out, schema if isinstance(schema, dict) else {})):
+            if not (yield from self._read_value(text, out, schema_of.get(key))):
                 out.end_call()
                 return True
             num_read += 1
@@ -49,12 +48,10 @@ class Qwen3Coder(CallFormat):
         """The name in a tag; empty if none comes next."""
         if not (yield from text.accept(begin)):
             return ""
-        start = text.position
-        yield from text.skip(_IN_TAG)
-        name = text.since(start).strip()
+        name = (yield from text.word(_IN_TAG)).strip()
         return name if (yield from text.accept(">")) else ""
 
-    def _read_value(self, text: Text, out: Pieces, schema: dict[str, Any]) -> Reading[bool]:
+    def _read_value(self, text: Text, out: Pieces, schema: object) -> Reading[bool]:
         """Reads up to the end of an element; False if the answer ends before. One line break at each end is none of
         the value's.
         """
@@ -88,28 +85,17 @@ class Pythonic(CallFormat):
     is_bare = True
 
     def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
-        if not (yield from text.accept("[")):
-            return False
-        is_call = yield from self._read_call(text, out)
-        goes_on = is_call
-        while goes_on and not out.is_full and (yield from text.accept(",")):
-            goes_on = yield from self._read_call(text, out)
-        if is_call and goes_on and (yield from text.accept("]")):
-            text.take()
-        return is_call
+        return (yield from text.accept("[")) and (yield from self.read_list(text, out, self._read_call))
 
     def _read_call(self, text: Text, out: Pieces) -> Reading[bool]:
-        yield from text.skip()
-        begin = text.position
-        yield from text.skip(NAME)
-        name = text.since(begin)
+        name = yield from text.word(NAME)
         if not name or not (yield from text.accept("(")):
             return False
         num_read = 0
         is_closed = yield from text.accept(")")
         while not is_closed:
-            key = yield from self._read_key(text)
-            if not key:
+            key = yield from text.word(NAME)
+            if not key or not (yield from text.accept("=")):
                 break
             _begin_argument(text, out, name, key, num_read)
             yield from _read_literal(text)
@@ -127,13 +113,6 @@ class Pythonic(CallFormat):
             return False
         _end_call(text, out, name, num_read, is_closed)
         return True
-
-    def _read_key(self, text: Text) -> Reading[str]:
-        yield from text.skip()
-        begin = text.position
-        yield from text.skip(NAME)
-        key = text.since(begin)
-        return key if (yield from text.accept("=")) else ""
 
 
 def _begin_argument(text: Text, out: Pieces, name: str, key: str, num_read: int) -> None:
@@ -186,17 +165,18 @@ def json_of_literal(raw: str) -> str | None:
     return written
 
 
-def is_text(schema: dict[str, Any]) -> bool:
+def is_text(schema: object) -> bool:
     """Whether a value of this schema is text, which is written without quotes."""
+    if not isinstance(schema, dict):
+        return False
     values = schema.get("enum")
     is_list_of_texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
     return schema.get("type") == "string" or ("type" not in schema and bool(values) and is_list_of_texts)
 
 
-def _value_text(raw: str, schema: dict[str, Any]) -> str:
+def _value_text(raw: str, schema: object) -> str:
     """JSON of a value that may be of other types than text; what is no literal, or of no type that may be, is text."""
-    written = json_of_literal(raw)
-    allowed = set(_types_of(schema))
+    written, allowed = json_of_literal(raw), _types_of(schema)
     if written is None:
         return _quoted(raw)
     value = json.loads(written)
@@ -205,10 +185,15 @@ def _value_text(raw: str, schema: dict[str, Any]) -> str:
     return _quoted(raw) if "string" in allowed and not may_be else written
 
 
-def _types_of(schema: dict[str, Any]) -> list[str]:
-    kind = schema.get("type", [])
-    alternatives = [each for key in ("anyOf", "oneOf") for each in schema.get(key) or [] if isinstance(each, dict)]
-    return [kind] if isinstance(kind, str) else [*kind, *(kind for each in alternatives for kind in _types_of(each))]
+def _types_of(schema: object) -> set[str]:
+    """The types that a schema names, which nobody has checked."""
+    if not isinstance(schema, dict):
+        return set()
+    kinds = schema.get("type")
+    found = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
+        found.update(*map(_types_of, alternatives if isinstance(alternatives, list) else []))
+    return found
 
 
 def _quoted(text: str) -> str:

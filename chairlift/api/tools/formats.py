@@ -8,7 +8,7 @@ whitespace before a call that needs its marks, and whitespace between calls.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from chairlift.api.tools.text import WHITESPACE, Pieces, Reading, Text, is_sendable, parsed
@@ -58,6 +58,17 @@ class CallFormat:
     def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
         """Reads what stands between the marks. False if it is no call: what was read is held then, and is content."""
         return self.read_object(text, out)
+
+    def read_list(self, text: Text, out: Pieces, read_one: Callable[[Text, Pieces], Reading[bool]]) -> Reading[bool]:
+        """Reads calls up to the closing bracket. False if the first is none."""
+        if not (yield from read_one(text, out)):
+            return False
+        while not out.is_full and (yield from text.accept(",")):
+            if not (yield from read_one(text, out)):
+                return True
+        if (yield from text.accept("]")):
+            text.take()
+        return True
 
     def _read_closing(self, text: Text) -> Reading[None]:
         """Reads what closes a call, and what stands between it and the next call or the end of the answer."""
@@ -136,22 +147,12 @@ class Mistral(CallFormat):
     def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
         if not (yield from text.accept("[")):
             return (yield from self._read_named(text, out))
-        if not (yield from self.read_object(text, out)):
-            return False
-        while not out.is_full and (yield from text.accept(",")):
-            if not (yield from self.read_object(text, out)):
-                return True
-            text.take()
-        if (yield from text.accept("]")):
-            text.take()
-        return True
+        return (yield from self.read_list(text, out, self.read_object))
 
     def _read_named(self, text: Text, out: Pieces) -> Reading[bool]:
-        begin = text.position
-        yield from text.skip(NAME)
-        name = text.since(begin)
+        name = yield from text.word(NAME)
         if (yield from text.accept("[CALL_ID]")):
-            yield from text.skip(NAME)
+            yield from text.word(NAME)
         has_mark = yield from text.accept("[ARGS]")
         if not name or not (has_mark or (yield from text.peek()) == "{"):
             return False

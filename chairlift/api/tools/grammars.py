@@ -110,9 +110,13 @@ class _Arguments:
         if not isinstance(properties, dict):
             return [] if self.schema.get("additionalProperties") is False else None
         shared = {key: self.schema[key] for key in _DEFINITIONS if key in self.schema}
-        required = self.schema.get("required", [])
+        required = self.schema.get("required")
         return [
-            _Parameter(name, {**shared, **schema} if isinstance(schema, dict) else {}, name in required)
+            _Parameter(
+                name,
+                {**shared, **schema} if isinstance(schema, dict) else {},
+                isinstance(required, list) and name in required,
+            )
             for name, schema in properties.items()
         ]
 

@@ -151,6 +151,13 @@ class Text:
                 return is_any
             yield
 
+    def word(self, run: re.Pattern[str]) -> Reading[str]:
+        """Reads whitespace, then all characters of a run, and returns those."""
+        yield from self.skip()
+        begin = self.position
+        yield from self.skip(run)
+        return self.since(begin)
+
     def accept(self, literal: str) -> Reading[bool]:
         """Whether this comes next, perhaps after whitespace; reads it then, and whitespace in any case."""
         yield from self.skip()

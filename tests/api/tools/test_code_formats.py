@@ -1,10 +1,19 @@
 """Calls that are not JSON: Qwen3-Coder's elements, Python's calls; and Mistral's two ways."""
 
 import json
+from typing import Any
 
 import pytest
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece, ToolFamily
+from chairlift.api.tools import (
+    AnswerReader,
+    CallPiece,
+    ContentPiece,
+    FunctionSpec,
+    Piece,
+    ToolFamily,
+    forced_calls_grammar,
+)
 from tests.api.tools.reading import Call, joined, read_whole
 
 MISTRAL, CODER, PYTHONIC = ToolFamily.MISTRAL, ToolFamily.QWEN3_CODER, ToolFamily.PYTHONIC
@@ -104,6 +113,22 @@ def test_values_of_elements_are_of_the_types_of_the_schema(key: str, written: st
     (call,) = every_split(CODER, coder_call(element(key, written)))
     assert isinstance(call, Call)
     assert json.loads(call.arguments) == {key: value}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": 5},
+        {"properties": {"a": 5}},
+        {"properties": {"a": {"type": 5, "enum": 5, "anyOf": 5, "oneOf": [5, None]}}, "required": 5},
+        {"properties": {"a": {"type": [{}], "anyOf": [{"type": "integer"}]}}},
+    ],
+)
+def test_a_schema_that_is_none_does_no_harm(parameters: dict[str, Any]) -> None:
+    reader = AnswerReader(CODER, None, {"f": parameters})
+    assert joined(reader.push(coder_call(element("a", "1")), is_last=True)) == [F]
+    for family in (CODER, PYTHONIC):
+        assert forced_calls_grammar(family, [FunctionSpec("f", parameters, True, None)], True, {})
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class Dialect:
         self._inputs = inputs
         self._tool_family = tool_family or family_of_template(inputs.tokenizer.chat_template)
         self._marks = _thought_marks(inputs.tokenizer, reasoning_family)
+        self._can_refrain = "enable_thinking" in inputs.tokenizer.chat_template
 
     def constrain_calls(
         self, functions: list[FunctionSpec], body: Conversation, wanted: WantedStructure | None
@@ -80,12 +81,14 @@ class Dialect:
         return _structure_of(grammar, functions, "tools" if wanted is None else wanted.field)
 
     def check_effort(self, body: Conversation) -> None:
-        """InvalidRequest for more thoughts than none of a model that has none."""
+        """InvalidRequest for thoughts of a model that has none, and for none of a model that always thinks."""
         if self._marks is None and body.effort not in (None, "none"):
-            raise InvalidRequest(
-                f'{body.effort_field}: only "none" is supported: this model does not think apart from its answer',
-                body.effort_field,
-            )
+            what = 'only "none" is supported: this model does not think apart from its answer'
+        elif self._marks is not None and body.effort == "none" and not self._can_refrain:
+            what = '"none" is not supported: this model\'s chat template cannot keep it from thinking'
+        else:
+            return
+        raise InvalidRequest(f"{body.effort_field}: {what}", body.effort_field)
 
     def reading(
         self, body: Conversation, functions: list[FunctionSpec], prompt: list[int], is_continued: bool

@@ -264,6 +264,17 @@ async def test_without_a_parser_thoughts_are_text(serve: Serve) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_model_that_always_thinks_cannot_be_told_not_to(serve: Serve) -> None:
+    async with serve(ALWAYS, "Hm.</think>Four.") as server:
+        error = await error_of(server, CHAT, {"messages": QUESTION, "reasoning_effort": "none"})
+        other = await error_of(server, "/v1/responses", {"input": "hi", "reasoning": {"effort": "none"}})
+        message = await message_of(server, reasoning_effort="low")
+    assert (error["param"], other["param"]) == ("reasoning_effort", "reasoning.effort")
+    assert error["message"].endswith("this model's chat template cannot keep it from thinking")
+    assert message["content"] == "Four."
+
+
+@pytest.mark.asyncio
 async def test_marks_that_are_no_tokens_of_the_model_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigurationError, match="reasoning_parser think cannot be used: <think> and </think> are no"):
         async with serving(ServerConfig(reasoning_parser=ReasoningFamily.THINK)):

@@ -267,6 +267,7 @@ def test_the_generation_config_says_how_long_an_answer_is_that_nobody_limits(tmp
         (inputs.default_chat_params, 10, 30),
         (inputs.default_chat_params, 50, 14),  # the room in a slot of 64
         (inputs.default_chat_params.model_copy(update={"max_tokens": 40}), 10, 40),
+        (inputs.default_chat_params.model_copy(update={"min_tokens": 40}), 10, 40),
         (inputs.default_params, 10, 16),
     ]:
         assert inputs.prepare("r", [1] * prompt_size, params).requests[0].max_tokens == expected

@@ -137,7 +137,7 @@ class GrammarCompiler:
 
 
 def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[int]) -> str:
-    """llguidance's source of the same grammar behind thoughts, and line breaks. What may be a token follows its id."""
+    """llguidance's source of the same grammar behind thoughts, known by their tokens, and up to two line breaks."""
     answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
     others = ",".join(map(str, sorted({thinking.end_id, *eos_token_ids})))
     lead = "thoughts" if thinking.has_begun else f"(<[{thinking.begin_id}]> thoughts)?"

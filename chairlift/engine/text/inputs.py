@@ -271,8 +271,9 @@ class InputProcessor:
                 what = f"{name} {wanted} does not fit beside the prompt of {size} tokens, which leaves {room}."
                 advice = f"Please reduce the length of the prompt or {hints[name]}."
                 raise too_long(self.max_seq_len, f"{what} {advice}", name)
-        most = self._max_new_tokens if params.max_tokens is None else params.max_tokens
-        return room if most is None else min(most, room)
+        if params.max_tokens is not None:
+            return min(params.max_tokens, room)
+        return room if self._max_new_tokens is None else min(max(self._max_new_tokens, params.min_tokens), room)
 
     def _check_vocabulary(self, token_ids: Collection[int], param: str) -> None:
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):

@@ -38,6 +38,13 @@ class Quantization(StrEnum):
     INT8 = "int8"
 
 
+class GenerationDefaults(StrEnum):
+    """Where the sampling settings that a request leaves open come from."""
+
+    AUTO = "auto"
+    NONE = "none"
+
+
 class LoadFormat(StrEnum):
     """Where weights come from."""
 
@@ -58,6 +65,11 @@ class EngineConfig(BaseModel):
     )
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; unset: the model's")
     chat_template: str | None = Field(None, description="file with a Jinja chat template; unset: the model's own")
+    generation_config: GenerationDefaults = Field(
+        GenerationDefaults.AUTO,
+        description="auto: what a request leaves open (temperature, top_p, max_tokens, ...) is as the checkpoint's"
+        " generation_config.json has it; none: temperature 1, no filters",
+    )
     load_format: LoadFormat = Field(
         LoadFormat.SAFETENSORS,
         description="where weights come from; dummy: random ones, from config.json alone, to measure speed",

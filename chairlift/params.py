@@ -237,6 +237,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None  # why it could not be computed; its finish reason is then ABORT
     logprobs: Sequence[TokenLogprobs] | None = None  # one per token, if asked for; a list once it has finished
+    num_reasoning_tokens: int = 0  # between the marks of its thoughts, where it is known how the model marks them
     text_offsets: Sequence[int] | None = None  # with logprobs: where in the text each token's characters begin
 
     @property

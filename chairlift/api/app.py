@@ -56,7 +56,7 @@ class Api:
         self.keys = KeyRing(gather_keys(config), config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
-        self._drafter = Drafter(llm, self._model_name, config.tool_call_parser)
+        self._drafter = Drafter(llm, self._model_name, config.tool_call_parser, config.reasoning_parser)
         # What takes long never stands before what does not; and a reply that is there is not refused any more.
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)

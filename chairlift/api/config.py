@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from chairlift.api.tools import ToolFamily
+from chairlift.api.tools import ReasoningFamily, ToolFamily
 
 KEYS_VARIABLE = "CHAIRLIFT_API_KEY"
 """The environment variable with keys, separated by commas."""
@@ -39,6 +39,10 @@ class ServerConfig(BaseModel):
     served_model_name: str | None = Field(None, description="the model's name for clients, if not that of --model")
     tool_call_parser: ToolFamily | None = Field(
         None, description="how the model writes tool calls; unset: as its chat template says"
+    )
+
+    reasoning_parser: ReasoningFamily | None = Field(
+        None, description="how the model marks its thoughts; left out: as its chat template does; none: not at all"
     )
 
     # Who may come in, and how much of the server is theirs

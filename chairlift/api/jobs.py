@@ -6,31 +6,22 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from pydantic import ValidationError
-
 import chairlift
+from chairlift.api.dialect import Dialect
 from chairlift.api.http.access import Client
 from chairlift.api.replies import Reply
-from chairlift.api.replies.answer import ToolCalling
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.tools import (
-    FunctionSpec,
-    ToolFamily,
-    family_of_template,
-    forced_calls_grammar,
-    free_grammar,
-    schema_lines,
-)
+from chairlift.api.tools import ReasoningFamily, ToolFamily
 from chairlift.api.wire.base import own_field_names
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.completions import CompletionRequest
-from chairlift.api.wire.generation import Part, WantedStructure
-from chairlift.api.wire.responses import ResponsesRequest
+from chairlift.api.wire.generation import WantedStructure
+from chairlift.api.wire.responses import Conversation, ResponsesRequest
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, Prompt, TextOptions
 from chairlift.errors import InvalidGrammar, InvalidRequest
-from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
+from chairlift.params import RequestOptions, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +43,17 @@ class Draft:
 class Drafter:
     """Makes drafts of bodies, in a worker's thread, and generations of drafts, on the event loop."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str, tool_family: ToolFamily | None) -> None:
-        """`tool_family`: None for what the chat template teaches."""
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        model_name: str,
+        tool_family: ToolFamily | None = None,
+        reasoning_family: ReasoningFamily | None = None,
+    ) -> None:
+        """Families: None for what the chat template teaches. ConfigurationError if the model has no such marks."""
         self._llm = llm
         self._model_name = model_name
-        self._tool_family = tool_family or family_of_template(llm.inputs.tokenizer.chat_template)
+        self._dialect = Dialect(llm.inputs, tool_family, reasoning_family)
         served = f"{chairlift.__version__} {model_name} {llm.config}"
         self._fingerprint = f"fp_{hashlib.sha256(served.encode()).hexdigest()[:10]}"
 
@@ -108,23 +105,24 @@ class Drafter:
             keeps_text=bool(body.echo),
         )
 
-    def _draft_conversation(self, body: ChatCompletionRequest | ResponsesRequest, client: Client) -> Draft:
+    def _draft_conversation(self, body: Conversation, client: Client) -> Draft:
         inputs = self._llm.inputs
         params = body.params(inputs.default_chat_params)  # checks `n`, of which the reply makes so many
         functions = body.functions_to_call()
-        calling = self._calling(functions, is_parallel=body.parallel_tool_calls is not False)
         structure = body.wanted_structure()
-        if calling is not None:
-            structure = _constrain_calls(calling, functions, body.is_call_forced, structure)
-        reply: Reply
-        if isinstance(body, ChatCompletionRequest):
-            reply = ChatReply(body, self._model_name, inputs.vocabulary, calling, self._fingerprint)
-        else:
-            reply = ResponsesReply(body, params, self._model_name, inputs.vocabulary, calling)
-        chat_options = body.chat_options(shows_tools=calling is not None)
+        if functions:
+            structure = self._dialect.constrain_calls(functions, body, structure)
+        self._dialect.check_effort(body)
+        chat_options = body.chat_options(shows_tools=bool(functions))
         options = client.options_of(body)
         with own_field_names(body.field_names):
             token_ids = inputs.encode_chat(body.template_messages(), chat_options, params.truncates_prompt)
+        reading = self._dialect.reading(body, functions, token_ids, chat_options.continue_final_message)
+        reply: Reply
+        if isinstance(body, ChatCompletionRequest):
+            reply = ChatReply(body, self._model_name, inputs.vocabulary, reading.new_reader, self._fingerprint)
+        else:
+            reply = ResponsesReply(body, params, self._model_name, inputs.vocabulary, reading.new_reader)
         return Draft(
             prompts=[token_ids],
             params=params,
@@ -133,51 +131,6 @@ class Drafter:
             is_streamed=bool(body.stream),
             structure=structure,
             prompt_field="messages",
-            text_options=DEFAULT_TEXT if calling is None else calling.text_options(),
+            text_options=reading.text_options,
             field_names=body.field_names,
         )
-
-    def _calling(self, functions: list[FunctionSpec], is_parallel: bool) -> ToolCalling | None:
-        """How calls of functions are read out of the answer; None if the model may call none: all is content."""
-        if not functions:
-            return None
-        if self._tool_family is None:
-            raise InvalidRequest(
-                "this model's chat template writes no tool calls that are understood here; leave tools out, or start"
-                " the server with --tool-call-parser",
-                "tools",
-            )
-        return ToolCalling(self._tool_family, None if is_parallel else 1)
-
-
-def _constrain_calls(
-    calling: ToolCalling, functions: list[FunctionSpec], is_forced: bool, wanted: WantedStructure | None
-) -> WantedStructure | None:
-    """What an answer that may call functions must look like. A call that is forced wins over a wanted structure.
-
-    InvalidRequest if the wishes exclude each other.
-    """
-    is_parallel = calling.max_calls is None
-    if is_forced:
-        return _structure_of(forced_calls_grammar(calling.family, functions, is_parallel), functions)
-    if wanted is not None and wanted.schema is None:
-        raise InvalidRequest(
-            f'with tools, {wanted.field} can only ask for JSON; or say tool_choice "none"', wanted.field
-        )
-    grammar = free_grammar(calling.family, functions, is_parallel, None if wanted is None else wanted.schema)
-    if grammar is None:
-        return None
-    return _structure_of(grammar, functions, "tools" if wanted is None else wanted.field)
-
-
-def _structure_of(grammar: str, functions: list[FunctionSpec], field: str = "tools") -> WantedStructure:
-    parts = {
-        line: Part(field, "the schema")
-        if index is None
-        else Part("tools", f"the parameters of function {functions[index].name!r}")
-        for line, index in schema_lines(grammar).items()
-    }
-    try:
-        return WantedStructure(field, StructuredOutputs(grammar=grammar), parts)
-    except ValidationError as error:
-        raise InvalidRequest(f"{field}: the schemas are too large together", field) from error

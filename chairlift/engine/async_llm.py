@@ -110,7 +110,7 @@ class AsyncLLM:
         """
         chosen_id, compiled = request_id or uuid4().hex, None
         if params is not None and params.structured_outputs is not None:
-            shared = asyncio.wrap_future(self.inputs.grammars.compile(params.structured_outputs))
+            shared = asyncio.wrap_future(self.inputs.grammars.compile(params.structured_outputs, text_options.thinking))
             shared.add_done_callback(_retrieve)  # a client who leaves awaits it no longer
             compiled = await asyncio.shield(shared)
         return await off_loop(self.inputs.prepare, chosen_id, prompt, params, param, options, text_options, compiled)

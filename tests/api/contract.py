@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 # vLLM's extensions: which stop string or token it was, and tokens where they are asked for.
-_OUR_OWN_FIELDS = {"stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
+_OUR_OWN_FIELDS = {"reasoning", "reasoning_content", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
 
 _Reply = TypeVar("_Reply", bound=ClientModel)
 

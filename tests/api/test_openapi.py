@@ -111,7 +111,7 @@ async def test_the_events_of_streams_are_as_described(server: Server, path: str,
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
-        ("ChatCompletionRequest", {**ANSWER, "stop": "a", "n": None}, {**ANSWER, "reasoning_effort": "low"}),
+        ("ChatCompletionRequest", {**ANSWER, "stop": "a", "n": None}, {**ANSWER, "reasoning_effort": "little"}),
         ("ChatCompletionRequest", {**ANSWER, "stop": ["a"]}, {**ANSWER, "unknown": 1}),
         ("CompletionRequest", {**CONTINUE, "prompt": [[1], [2]]}, {**CONTINUE, "prompt": {}}),
         ("CompletionRequest", {**CONTINUE, "logit_bias": {"5": 1}}, {**CONTINUE, "stream": "yes"}),

@@ -218,7 +218,7 @@ def test_every_field_that_the_client_can_send_is_known() -> None:
         *get_type_hints(response_create_params.ResponseCreateParamsStreaming),
         *get_type_hints(response_create_params.ResponseCreateParamsNonStreaming),
     }
-    ours = {"priority", "cache_salt", "timeout", "structured_outputs", "parse_special_tokens"}
+    ours = {"priority", "cache_salt", "timeout", "structured_outputs", "chat_template_kwargs", "parse_special_tokens"}
     sampling = set(SamplingParams.model_fields) - {"n", "max_tokens", "logprobs", "prompt_logprobs"}
     assert sent | ours | sampling == {row.name for row in fields_of(ResponsesRequest)}
 
@@ -307,7 +307,7 @@ BAD_FIELDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", 'text.verbosity: only "medium" is supported'),
     "prewarm": ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm", "every request is"),
     "include": ({"include": ["web_search_call.results"]}, "include", "'web_search_call.results' is not supported"),
-    "effort": ({"reasoning": {"effort": "low"}}, "reasoning.effort", 'reasoning.effort: only "none" is supported: '),
+    "effort": ({"reasoning": {"effort": "little"}}, "reasoning", "Input should be 'none', 'minimal', 'low'"),
     "top_logprobs alone": ({"top_logprobs": 1}, "top_logprobs", "only allowed with include"),
     "too many": ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "equal to 20"),
     "no tokens": ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),

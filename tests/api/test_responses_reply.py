@@ -2,15 +2,18 @@
 
 import pytest
 
-from chairlift.api.replies.answer import ToolCalling
 from chairlift.api.replies.responses import ResponsesReply
-from chairlift.api.tools import ToolFamily
+from chairlift.api.tools import AnswerReader, ToolFamily
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 from tests.api.conftest import Server
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, without_identity
 
-HERMES = ToolCalling(ToolFamily.HERMES, None)
+
+def new_reader() -> AnswerReader:
+    return AnswerReader(ToolFamily.HERMES)
+
+
 LOGPROBS = ["message.output_text.logprobs"]
 TWO_CALLS = (
     'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
@@ -35,7 +38,7 @@ def outputs_of(text: str, step: int, reason: FinishReason, is_scored: bool) -> l
 def reply_of(server: Server, is_scored: bool = False) -> ResponsesReply:
     include = LOGPROBS if is_scored else None
     body = ResponsesRequest.model_validate({"input": "hi", "include": include, "top_logprobs": 0})
-    return ResponsesReply(body, SamplingParams(), "bundled", server.llm.inputs.vocabulary, HERMES)
+    return ResponsesReply(body, SamplingParams(), "bundled", server.llm.inputs.vocabulary, new_reader)
 
 
 def streamed(reply: ResponsesReply, states: list[RequestOutput]) -> Events:

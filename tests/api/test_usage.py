@@ -37,6 +37,7 @@ def test_reuse_is_summed_over_the_prompts_of_a_request() -> None:
         "completion_tokens": 9,
         "total_tokens": 24,
         "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -269,7 +269,7 @@ async def test_a_grammar_that_fails_after_its_client_has_left_is_nobodys_unseen_
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     shared = [Future[CompiledGrammar]()]
     async with make_async_llm(tiny) as engine:
-        engine.inputs.grammars.compile = lambda _: shared[0]  # type: ignore[method-assign, assignment]
+        engine.inputs.grammars.compile = lambda *_: shared[0]  # type: ignore[method-assign]
         broken = SamplingParams(structured_outputs=StructuredOutputs(regex="("))
         preparing = asyncio.create_task(engine.prepare("hi", broken))
         await asyncio.sleep(0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from chairlift import SamplingParams
+from chairlift.config import GenerationDefaults
 from chairlift.engine.sampling.token_rules import RuleFilter
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
@@ -226,6 +227,31 @@ def test_end_tokens_come_from_the_first_file_that_names_any(
     assert request.eos_token_ids == expected
 
 
+NAMED_TEMPLATES = {"default": "plain {{ messages[0].content }}", "tool_use": "with {{ tools | length }} tools"}
+
+
+@pytest.mark.parametrize("is_in_one_file", [False, True])
+def test_of_several_templates_the_one_for_tools_is_used_where_there_are_any(
+    tmp_path: Path, is_in_one_file: bool
+) -> None:
+    """In files beside the tokenizer, or in its configuration as older checkpoints have them."""
+    make_byte_tokenizer(tmp_path)
+    if is_in_one_file:
+        path = tmp_path / "tokenizer_config.json"
+        templates = [{"name": name, "template": text} for name, text in NAMED_TEMPLATES.items()]
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": templates}))
+        (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    else:
+        (tmp_path / "chat_template.jinja").write_text(NAMED_TEMPLATES["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED_TEMPLATES["tool_use"])
+    tokenizer = Tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(messages, ChatOptions()) == "plain hi"
+    assert tokenizer.render_chat(messages, ChatOptions(tools=[{"type": "function"}])) == "with 1 tools"
+    assert set(tokenizer.chat_template.split("\n")) == set(NAMED_TEMPLATES.values())  # calls are looked for in both
+
+
 def test_default_params_come_from_the_generation_config(tmp_path: Path) -> None:
     fields = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.1}
     inputs = make_inputs(tmp_path, {**fields, "do_sample": True, "max_new_tokens": 30, "transformers_version": "5"})
@@ -233,6 +259,26 @@ def test_default_params_come_from_the_generation_config(tmp_path: Path) -> None:
     assert inputs.default_chat_params == SamplingParams(**fields, max_tokens=None)
     assert inputs.prepare("r", "x", None).params == inputs.default_params
     assert inputs.prepare("r", "x", SamplingParams()).params.temperature == 1.0
+
+
+def test_the_generation_config_says_how_long_an_answer_is_that_nobody_limits(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path, {"max_new_tokens": 30})
+    for params, prompt_size, expected in [
+        (inputs.default_chat_params, 10, 30),
+        (inputs.default_chat_params, 50, 14),  # the room in a slot of 64
+        (inputs.default_chat_params.model_copy(update={"max_tokens": 40}), 10, 40),
+        (inputs.default_chat_params.model_copy(update={"min_tokens": 40}), 10, 40),
+        (inputs.default_params, 10, 16),
+    ]:
+        assert inputs.prepare("r", [1] * prompt_size, params).requests[0].max_tokens == expected
+
+
+def test_the_generation_config_can_be_left_out_of_account_but_for_end_tokens(tmp_path: Path) -> None:
+    fields = {"temperature": 0.6, "top_k": 20, "do_sample": False, "max_new_tokens": 5, "eos_token_id": [9, 10]}
+    inputs = make_inputs(tmp_path, fields, generation_config=GenerationDefaults.NONE)
+    assert inputs.default_params == SamplingParams()
+    (request,) = inputs.prepare("r", [1] * 10, inputs.default_chat_params).requests
+    assert (request.max_tokens, set(request.eos_token_ids)) == (54, {9, 10})
 
 
 def test_do_sample_false_means_greedy(tmp_path: Path) -> None:
@@ -250,7 +296,16 @@ def test_default_params_fit_any_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", ["{", "[1, 2]", '"text"', '{"temperature": -1}', '{"top_p": "high"}', '{"eos_token_id": "end"}']
+    "broken",
+    [
+        "{",
+        '{"max_new_tokens": 0}',
+        "[1, 2]",
+        '"text"',
+        '{"temperature": -1}',
+        '{"top_p": "high"}',
+        '{"eos_token_id": "end"}',
+    ],
 )
 def test_a_broken_generation_config_is_a_checkpoint_error_that_names_the_file(tmp_path: Path, broken: str) -> None:
     config = resolved_config(make_directory(tmp_path, broken))

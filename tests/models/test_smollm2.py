@@ -13,7 +13,8 @@ from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
 from chairlift.errors import CheckpointError
 from chairlift.models import smollm2
 from chairlift.models.checkpoint import find_directory, open_checkpoint
-from chairlift.models.config import RopeConfig
+from chairlift.models.config import LayerConfig, ModelConfig
+from chairlift.models.rope import RopeConfig
 
 # Of every name and the bytes of its tensor, in order of names, of the checkpoint that transformers 5.23 makes of the
 # same file: from_pretrained(gguf_file=..., dtype=torch.float32).to(torch.bfloat16)
@@ -36,10 +37,11 @@ def tokenizer() -> Tokenizer:
 
 def test_the_configuration_is_that_of_the_file() -> None:
     config = open_checkpoint("smollm2").config
+    assert isinstance(config, ModelConfig)
     assert (config.num_layers, config.hidden_size, config.intermediate_size) == (30, 576, 1536)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
     assert (config.vocab_size, config.max_position_embeddings, config.is_tied) == (49152, 8192, True)
-    assert config.rope == RopeConfig(theta=100_000.0)
+    assert set(config.layers) == {LayerConfig(RopeConfig(theta=100_000.0))}
     assert config.rms_norm_eps == pytest.approx(1e-5, rel=1e-6)
     assert config.dtype is DType.BFLOAT16
 

@@ -1,45 +1,32 @@
-"""What is new of a growing choice: its text taken apart into content and calls, and its tokens with their scores."""
+"""What is new of a growing choice: its text as thoughts, content and calls, and its tokens with their scores."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from chairlift.api.tools import FORMATS, ContentPiece, Piece, ToolCallParser, ToolFamily
+from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece
 from chairlift.api.wire.chat import WireFinishReason
 from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs
-from chairlift.engine.text.inputs import TextOptions
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
-# --- calls
+# --- pieces
+
+NewReader = Callable[[], AnswerReader]
+"""Makes a reader for each choice, which knows how calls and thoughts are written in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCalling:
-    """How calls are written in this answer, and how many of them count."""
-
-    family: ToolFamily
-    max_calls: int | None
-
-    def new_parser(self) -> ToolCallParser:
-        return ToolCallParser(self.family, self.max_calls)
-
-    def text_options(self) -> TextOptions:
-        """The marks of calls are text, and after the last call that counts nothing more is generated."""
-        new_watcher = None if self.max_calls is None else lambda: _CallCounter(self.new_parser())
-        return TextOptions(new_watcher, FORMATS[self.family].marks)
-
-
-class _CallCounter:
+class CallCounter:
     """A `TextWatcher` that ends an answer with the last call that counts."""
 
-    def __init__(self, parser: ToolCallParser) -> None:
-        self._parser = parser
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
 
     def push(self, text: str) -> bool:
-        self._parser.push(text)
-        return self._parser.is_full
+        self._reader.push(text)
+        return self._reader.is_full
 
 
 @dataclass(slots=True)
@@ -52,33 +39,31 @@ class Call:
 
 
 class Answer:
-    """Reads one choice's text, in whatever pieces it comes; without tools all of it is content."""
+    """Reads one choice's text, in whatever pieces it comes."""
 
-    def __init__(self, calling: ToolCalling | None) -> None:
-        self._parser = None if calling is None else calling.new_parser()
+    def __init__(self, reader: AnswerReader) -> None:
+        self._reader = reader
         self.content = ""
+        self.reasoning = ""
         self.calls: list[Call] = []
 
     def read(self, text: str, is_last: bool) -> list[Piece]:
-        """What the new text brings; it is added to `content` and `calls` as well."""
-        pieces: list[Piece] = []
-        if self._parser is None:
-            pieces += [ContentPiece(text)] if text else []
-        else:
-            pieces += self._parser.push(text)
-            pieces += self._parser.finish() if is_last else []
+        """What the new text brings; it is added to `content`, `reasoning` and `calls` as well."""
+        pieces = self._reader.push(text, is_last)
         for piece in pieces:
-            self._add(piece)
+            if isinstance(piece, CallPiece):
+                self._add_call(piece)
+            elif isinstance(piece, ContentPiece):
+                self.content += piece.text
+            else:
+                self.reasoning += piece.text
         return pieces
 
     def finish_reason(self, reason: FinishReason | None) -> WireFinishReason | None:
         """Of an answer that called something and came to its end: "tool_calls"."""
         return "tool_calls" if reason is FinishReason.STOP and self.calls else reason
 
-    def _add(self, piece: Piece) -> None:
-        if isinstance(piece, ContentPiece):
-            self.content += piece.text
-            return
+    def _add_call(self, piece: CallPiece) -> None:
         if piece.name is not None:
             self.calls.append(Call(piece.name))
         self.calls[piece.index].arguments += piece.arguments

@@ -11,13 +11,13 @@ from pydantic import BaseModel
 from chairlift.api.replies.answer import (
     Answer,
     ChoiceProgress,
+    NewReader,
     ScoredPosition,
-    ToolCalling,
     prompt_logprobs,
     scored_prompt,
 )
 from chairlift.api.sse import DONE, event
-from chairlift.api.tools import ContentPiece, Piece
+from chairlift.api.tools import CallPiece, ContentPiece, Piece
 from chairlift.api.wire.base import ErrorBody, ErrorDetail
 from chairlift.api.wire.chat import (
     AssistantMessage,
@@ -96,14 +96,14 @@ class ChatReply(_ChoicesReply):
         body: ChatCompletionRequest,
         model: str,
         vocabulary: Vocabulary,
-        calling: ToolCalling | None,
+        new_reader: NewReader,
         fingerprint: str | None = None,
     ) -> None:
         super().__init__(body, model, fingerprint)
         self._has_logprobs = bool(body.logprobs)
         indices = range(body.n or 1)
         self._progress = [ChoiceProgress(vocabulary, body.top_logprobs or 0) for _ in indices]
-        self._answers = [Answer(calling) for _ in indices]
+        self._answers = [Answer(new_reader()) for _ in indices]
 
     def whole(self, outputs: list[RequestOutput]) -> BaseModel:
         """See `Reply`."""
@@ -138,7 +138,12 @@ class ChatReply(_ChoicesReply):
         ]
         return ChatChoice(
             index=choice.index,
-            message=AssistantMessage(content=answer.content or (None if calls else ""), tool_calls=calls or None),
+            message=AssistantMessage(
+                content=answer.content or (None if calls else ""),
+                reasoning=answer.reasoning or None,
+                reasoning_content=answer.reasoning or None,
+                tool_calls=calls or None,
+            ),
             logprobs=self._logprobs(news.positions if news else []),
             finish_reason=answer.finish_reason(choice.finish_reason),
             stop_reason=choice.stop_reason,
@@ -174,6 +179,8 @@ class ChatReply(_ChoicesReply):
     def _delta(self, piece: Piece, answer: Answer) -> Delta:
         if isinstance(piece, ContentPiece):
             return Delta(content=piece.text)
+        if not isinstance(piece, CallPiece):
+            return Delta(reasoning=piece.text, reasoning_content=piece.text)
         call = MessageToolCall(index=piece.index, function=FunctionCall(name=piece.name, arguments=piece.arguments))
         if piece.name is not None:
             call.id, call.type = answer.calls[piece.index].id, "function"

@@ -4,14 +4,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, cast
+from typing import Any, Literal, cast
 from uuid import uuid4
 
 from pydantic import BaseModel
 
-from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, ScoredPosition, ToolCalling
+from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader, ScoredPosition
 from chairlift.api.sse import event
-from chairlift.api.tools import ContentPiece
+from chairlift.api.tools import CallPiece, ReasoningPiece
 from chairlift.api.wire.base import ErrorDetail
 from chairlift.api.wire.chat import TokenLogprob
 from chairlift.api.wire.completions import Usage
@@ -24,7 +24,9 @@ from chairlift.api.wire.response_object import (
     OutputCall,
     OutputItem,
     OutputMessage,
+    OutputReasoning,
     OutputText,
+    ReasoningText,
     ReasoningUsed,
     ResponseError,
     ResponseObject,
@@ -35,37 +37,38 @@ from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
+_Kind = Literal["message", "reasoning", "function_call"]
+_PREFIXES: dict[_Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item that is being written: a call, or a message; `text` is what was told of its arguments or content."""
+    """An item that is being written; `text` is what was told of its content, or of a call's arguments."""
 
     index: int
+    kind: _Kind
     call: Call | None
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     id: str = ""
 
     def __post_init__(self) -> None:
-        self.id = f"{'msg' if self.call is None else 'fc'}_{uuid4().hex}"
+        self.id = f"{_PREFIXES[self.kind]}_{uuid4().hex}"
 
     def item(self, status: ItemStatus) -> OutputItem:
-        if self.call is None:
-            return OutputMessage(id=self.id, status=status, content=[self._part()])
-        return OutputCall(id=self.id, status=status, call_id=self.call.id, name=self.call.name, arguments=self.text)
+        return self._item(status, [self._part()])
 
     def opening(self) -> list[Event]:
-        if self.call is not None:
-            return [self._item_event("response.output_item.added", self.item("in_progress"))]
-        item = OutputMessage(id=self.id, status="in_progress", content=[])
-        part = self._event("response.content_part.added", part=self._part())
-        return [self._item_event("response.output_item.added", item), part]
+        added = self._item_event("response.output_item.added", self._item("in_progress", []))
+        return [added] if self.call is not None else [added, self._event("response.content_part.added", self._part())]
 
     def add(self, text: str, logprobs: list[TokenLogprob]) -> Event:
         self.text += text
         self.logprobs += logprobs
         if self.call is not None:
             return self._event("response.function_call_arguments.delta", delta=text)
+        if self.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", delta=text)
         return self._event("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def closing(self, item: OutputItem) -> list[Event]:
@@ -73,18 +76,27 @@ class _OpenItem:
         if self.call is not None:
             kind: EventType = "response.function_call_arguments.done"
             return [self._event(kind, name=self.call.name, arguments=self.text), done]
-        return [
-            self._event("response.output_text.done", text=self.text, logprobs=self.logprobs),
-            self._event("response.content_part.done", part=self._part()),
-            done,
-        ]
+        if self.kind == "reasoning":
+            text_done = self._event("response.reasoning_text.done", text=self.text)
+        else:
+            text_done = self._event("response.output_text.done", text=self.text, logprobs=self.logprobs)
+        return [text_done, self._event("response.content_part.done", self._part()), done]
 
-    def _part(self) -> OutputText:
+    def _item(self, status: ItemStatus, content: list[Any]) -> OutputItem:
+        if self.call is not None:
+            call = self.call
+            return OutputCall(id=self.id, status=status, call_id=call.id, name=call.name, arguments=self.text)
+        shape = OutputReasoning if self.kind == "reasoning" else OutputMessage
+        return shape(id=self.id, status=status, content=content)
+
+    def _part(self) -> OutputText | ReasoningText:
+        if self.kind == "reasoning":
+            return ReasoningText(text=self.text)
         return OutputText(text=self.text, logprobs=self.logprobs)
 
-    def _event(self, kind: EventType, **fields: Any) -> Event:
+    def _event(self, kind: EventType, part: OutputText | ReasoningText | None = None, **fields: Any) -> Event:
         index = 0 if self.call is None else None
-        return Event(type=kind, item_id=self.id, output_index=self.index, content_index=index, **fields)
+        return Event(type=kind, item_id=self.id, output_index=self.index, content_index=index, part=part, **fields)
 
     def _item_event(self, kind: EventType, item: OutputItem) -> Event:
         return Event(type=kind, output_index=self.index, item=item)
@@ -98,34 +110,34 @@ class _OutputItems:
         self._open: _OpenItem | None = None
 
     @property
-    def ends_with_call(self) -> bool:
-        """Whether the open item is a call."""
-        return self._open is not None and self._open.call is not None
+    def ends_with_message(self) -> bool:
+        """Whether the open item is a message, or none is open and nothing was said."""
+        return not self._closed if self._open is None else self._open.kind == "message"
 
     def so_far(self) -> list[OutputItem]:
         """All items; one that is open counts as incomplete."""
         return self._closed + ([] if self._open is None else [self._open.item("incomplete")])
 
-    def add_text(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
-        """What a message has more."""
-        events = self._begin(None) if self._open is None or self._open.call is not None else []
+    def add_text(self, kind: Literal["message", "reasoning"], text: str, logprobs: list[TokenLogprob]) -> list[Event]:
+        """What a message, or reasoning, has more."""
+        events = self._begin(kind) if self._open is None or self._open.kind != kind else []
         assert self._open is not None
         return [*events, self._open.add(text, logprobs)]
 
     def add_call(self, call: Call, is_new: bool, arguments: str) -> list[Event]:
         """A new call, or what the open one has more."""
-        events = self._begin(call) if is_new else []
+        events = self._begin("function_call", call) if is_new else []
         assert self._open is not None, "a call's pieces come in a row"
         return [*events, self._open.add(arguments, [])] if arguments else events
 
     def finish(self, status: ItemStatus) -> list[Event]:
         """The end of the answer, `status` for its last item. An answer of nothing is an empty message."""
-        events = self._begin(None) if self._open is None and not self._closed else []
+        events = self._begin("message") if self._open is None and not self._closed else []
         return events + self._close(status)
 
-    def _begin(self, call: Call | None) -> list[Event]:
+    def _begin(self, kind: _Kind, call: Call | None = None) -> list[Event]:
         events = self._close("completed")
-        self._open = _OpenItem(len(self._closed), call)
+        self._open = _OpenItem(len(self._closed), kind, call)
         return events + self._open.opening()
 
     def _close(self, status: ItemStatus) -> list[Event]:
@@ -147,12 +159,12 @@ class ResponsesReply:
         params: SamplingParams,
         model: str,
         vocabulary: Vocabulary,
-        calling: ToolCalling | None,
+        new_reader: NewReader,
     ) -> None:
         """`params`: what the body asks for over the model's defaults."""
         self.id = f"resp_{uuid4().hex}"
         self._progress = ChoiceProgress(vocabulary, body.top_logprobs or 0)
-        self._answer = Answer(calling)
+        self._answer = Answer(new_reader())
         self._items = _OutputItems()
         self._num_read = 0  # characters
         self._unplaced: list[ScoredPosition] = []  # of text that is held back until it is known what it belongs to
@@ -215,8 +227,8 @@ class ResponsesReply:
             events += self._take(news.text[begin:end])
         if news.finish_reason is not None:
             events += self._take("", is_last=True)
-            if self._unplaced and not self._items.ends_with_call:  # the end token, or what a stop string cut off
-                events += self._items.add_text("", self._take_logprobs())
+            if self._unplaced and self._items.ends_with_message:  # the end token, or what a stop string cut off
+                events += self._items.add_text("message", "", self._take_logprobs())
             events += self._items.finish("completed" if news.finish_reason is FinishReason.STOP else "incomplete")
         return events
 
@@ -224,11 +236,13 @@ class ResponsesReply:
         events: list[Event] = []
         for piece in self._answer.read(text, is_last):
             logprobs = self._take_logprobs()
-            if isinstance(piece, ContentPiece):
-                events += self._items.add_text(piece.text, logprobs)
-            else:
+            if isinstance(piece, CallPiece):
                 call = self._answer.calls[piece.index]
                 events += self._items.add_call(call, piece.name is not None, piece.arguments)
+            elif isinstance(piece, ReasoningPiece):
+                events += self._items.add_text("reasoning", piece.text, [])
+            else:
+                events += self._items.add_text("message", piece.text, logprobs)
         return events
 
     def _take_logprobs(self) -> list[TokenLogprob]:
@@ -287,6 +301,6 @@ def _response_at_its_start(
         top_p=params.top_p,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        reasoning=ReasoningUsed(effort=None if body.reasoning is None else body.reasoning.effort),
+        reasoning=ReasoningUsed(effort=body.effort),
         **body.model_dump(include=fields),
     )

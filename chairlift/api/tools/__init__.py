@@ -1,29 +1,36 @@
-"""Tool calls as text: how a model family writes them, reading them out of an answer, and grammars that force them.
+"""Thoughts and tool calls as text: how a model family writes them, reading them out of an answer, and grammars.
 
 Nothing here knows of HTTP or the engine: text and JSON schemas come in, pieces and grammars go out.
 """
 
-from chairlift.api.tools.formats import (
+from chairlift.api.tools.answers import AnswerReader, Thoughts
+from chairlift.api.tools.families import (
     FORMATS,
-    FunctionSpec,
+    THOUGHT_MARKS,
+    ReasoningFamily,
     ToolFamily,
     family_of_template,
-    forced_calls_grammar,
-    free_grammar,
-    schema_lines,
+    reasoning_of_template,
 )
-from chairlift.api.tools.parser import CallPiece, ContentPiece, Piece, ToolCallParser
+from chairlift.api.tools.grammars import FunctionSpec, MarkTokens, forced_calls_grammar, free_grammar, schema_lines
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 
 __all__ = [
     "FORMATS",
+    "THOUGHT_MARKS",
+    "AnswerReader",
     "CallPiece",
     "ContentPiece",
     "FunctionSpec",
+    "MarkTokens",
     "Piece",
-    "ToolCallParser",
+    "ReasoningFamily",
+    "ReasoningPiece",
+    "Thoughts",
     "ToolFamily",
     "family_of_template",
     "forced_calls_grammar",
     "free_grammar",
+    "reasoning_of_template",
     "schema_lines",
 ]

@@ -1,196 +1,206 @@
-"""The ways of writing a tool call that are understood, which of them a chat template teaches, and their grammars.
+"""How calls are read: what all formats have in common, and those whose calls are JSON.
 
-HERMES       `<tool_call>{"name": "f", "arguments": {...}}</tool_call>` anywhere in a text (Hermes 2, 3; Qwen 2.5, 3)
-LLAMA3_JSON  `{"name": "f", "parameters": {...}}` as the whole answer, or after `<|python_tag|>` (Llama 3.1, 3.2, 3.3)
-
-Grammars are in llguidance's dialect of Lark (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). Calls
-are written as `json.dumps(call, ensure_ascii=False)` writes them, which is what chat templates show the model; there is
-no room for endless whitespace, and characters that need no escape cannot be escaped. An object's keys come in the order
-of its schema. llguidance decides whether it can enforce a schema (`LLMatcher.validate_grammar`).
+With the name first and the arguments second, as models are taught, arguments are passed on while they are written; the
+rest of a call that breaks then goes into its arguments. Any other JSON object is held until it is complete, and is a
+call if it has what a call needs; if not, it is content with its marks. Content is passed on verbatim, but for
+whitespace before a call that needs its marks, and whitespace between calls.
 """
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
-from chairlift.errors import InvalidRequest
-from chairlift.params import find_excess
+from chairlift.api.tools.text import WHITESPACE, Pieces, Reading, Text, is_sendable, parsed
 
-# Qwen3-Coder and GLM-4.5 write something else than JSON between the marks of Hermes.
-_NOT_JSON_INSIDE = ("<function=", "<arg_key>")
+NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_ARGUMENTS_KEYS = ("arguments", "parameters")
 
-
-class ToolFamily(StrEnum):
-    HERMES = "hermes"
-    LLAMA3_JSON = "llama3_json"
+Schemas = Mapping[str, dict[str, Any]]
+"""By function: the JSON schema of its arguments."""
 
 
-@dataclass(frozen=True, slots=True)
 class CallFormat:
-    """A call is `opening`, a JSON object with the function's name and arguments, `closing`.
+    """How one family writes calls: `opening`, calls, `closing`. Whitespace may stand between these anywhere.
 
-    Whitespace may stand between these anywhere; `padding` and `separator` are what chat templates show.
+    Unless a family says otherwise, a call is a JSON object with the function's name and its arguments.
     """
 
-    opening: str
-    closing: str
-    arguments_key: str
-    padding: str  # between the marks and the object
-    separator: str  # between two calls; one without its whitespace may be left out
-    is_bare: bool  # a call needs no opening where an answer begins and after another call
+    opening: ClassVar[str]
+    closing: ClassVar[str] = ""
+    other_marks: ClassVar[tuple[str, ...]] = ()  # within calls
+    other_openings: ClassVar[tuple[str, ...]] = ()  # how a call begins whose opening was forgotten
+    brackets: ClassVar[tuple[str, str]] = ("", "")  # around all calls behind an opening, where there are any
+    between: ClassVar[str]  # two calls, as chat templates write them
+    is_bare: ClassVar[bool] = False  # a call needs no opening where an answer begins and after another call
 
     @property
     def marks(self) -> tuple[str, ...]:
         """What marks a call: often a special token of the vocabulary, which is otherwise no part of a text."""
-        return tuple(mark for mark in (self.opening, self.closing) if mark)
+        return tuple(mark for mark in (self.opening, self.closing, *self.other_marks) if mark)
+
+    def read(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[None]:
+        """Reads an answer, or the rest of one behind its thoughts. All text after the last wanted call is dropped."""
+        may_be_bare = self.is_bare
+        openings = (self.opening, *self.other_openings)
+        while not out.is_full:
+            held = "" if self.is_bare else WHITESPACE
+            if not may_be_bare and not (yield from text.pass_on_up_to(openings, out.content, held)):
+                return
+            yield from text.accept(self.opening)
+            is_call = yield from self.read_calls(text, out, schemas)
+            if is_call:
+                yield from self._read_closing(text)
+            else:
+                out.content(text.take())
+            may_be_bare = is_call and self.is_bare
+
+    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
+        """Reads what stands between the marks. False if it is no call: what was read is held then, and is content."""
+        return self.read_object(text, out)
+
+    def read_list(self, text: Text, out: Pieces, read_one: Callable[[Text, Pieces], Reading[bool]]) -> Reading[bool]:
+        """Reads calls up to the closing bracket. False if the first is none."""
+        if not (yield from read_one(text, out)):
+            return False
+        while not out.is_full and (yield from text.accept(",")):
+            if not (yield from read_one(text, out)):
+                return True
+        if (yield from text.accept("]")):
+            text.take()
+        return True
+
+    def _read_closing(self, text: Text) -> Reading[None]:
+        """Reads what closes a call, and what stands between it and the next call or the end of the answer."""
+        if self.closing and (yield from text.accept(self.closing)):
+            text.take()
+        if not self.brackets[0]:
+            yield from text.accept(self.between.strip())
+        yield from text.skip()
+        text.take_tail_of(self.closing)
+        if not self.is_bare:
+            text.back_to(0)
+
+    def read_object(self, text: Text, out: Pieces) -> Reading[bool]:
+        """Reads a call that is a JSON object. False: what was read, up to what is wrong, is held.
+
+        Without marks an object with a name, but without arguments, is no call.
+        """
+        yield from text.skip()
+        begin = text.position
+        name = yield from _read_head(text)
+        if name:
+            text.take()
+            out.begin_call(name)
+            is_value = yield from self.read_arguments(text, out)
+            out.end_call()
+            if is_value and not (yield from _read_rest(text)) and not text.is_at_end:
+                text.back_to(0)  # the arguments are complete; what is wrong after them is no part of the call
+            text.take()
+            return True
+        text.back_to(begin)
+        is_object = (yield from text.peek()) == "{" and (yield from text.value())
+        call = parsed(text.since(begin)) if is_object else None
+        if not isinstance(call, dict) or not call.get("name") or not is_sendable(call["name"]):
+            return False
+        arguments = next((call[key] for key in _ARGUMENTS_KEYS if key in call), None)
+        if arguments is None and self.is_bare:
+            return False
+        text.take()
+        out.begin_call(call["name"], _arguments_text(json.dumps(arguments, ensure_ascii=False)))
+        out.end_call()
+        return True
+
+    def read_arguments(self, text: Text, out: Pieces) -> Reading[bool]:
+        """Reads the arguments of the call that has begun. False if they are not JSON, and go up to a mark."""
+        yield from text.skip()
+        text.take()
+        if (yield from text.peek()) in ("{", "["):
+            text.tap = out.arguments
+        is_value = yield from text.value()
+        raw = text.take()
+        out.arguments(_arguments_text(raw) if is_value and text.tap is None else raw)
+        text.tap = None
+        if not is_value:
+            yield from text.pass_on_up_to([self.closing or self.opening], out.arguments)
+        return is_value
 
 
-FORMATS = {
-    ToolFamily.HERMES: CallFormat(
-        opening="<tool_call>",
-        closing="</tool_call>",
-        arguments_key="arguments",
-        padding="\n",
-        separator="\n",
-        is_bare=False,
-    ),
-    ToolFamily.LLAMA3_JSON: CallFormat(
-        opening="<|python_tag|>",
-        closing="",
-        arguments_key="parameters",
-        padding="",
-        separator="; ",
-        is_bare=True,
-    ),
-}
+class Hermes(CallFormat):
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+    between = "\n"
 
 
-def family_of_template(template: str) -> ToolFamily | None:
-    """The family whose calls this chat template (Jinja source) writes; None if it is not understood here."""
-    if FORMATS[ToolFamily.HERMES].opening in template:
-        is_json = not any(mark in template for mark in _NOT_JSON_INSIDE)
-        return ToolFamily.HERMES if is_json else None
-    # "parameters" alone would not do: other families' templates describe their tools with that key.
-    is_llama = "ipython" in template and '"parameters":' in template
-    if is_llama or FORMATS[ToolFamily.LLAMA3_JSON].opening in template:
-        return ToolFamily.LLAMA3_JSON
+class Llama3Json(CallFormat):
+    opening = "<|python_tag|>"
+    between = "; "
+    is_bare = True
+
+
+class Mistral(CallFormat):
+    opening = "[TOOL_CALLS]"
+    other_marks = ("[ARGS]", "[CALL_ID]")
+    brackets = ("[", "]")
+    between = ", "
+
+    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
+        if not (yield from text.accept("[")):
+            return (yield from self._read_named(text, out))
+        return (yield from self.read_list(text, out, self.read_object))
+
+    def _read_named(self, text: Text, out: Pieces) -> Reading[bool]:
+        name = yield from text.word(NAME)
+        if (yield from text.accept("[CALL_ID]")):
+            yield from text.word(NAME)
+        has_mark = yield from text.accept("[ARGS]")
+        if not name or not (has_mark or (yield from text.peek()) == "{"):
+            return False
+        text.take()
+        out.begin_call(name)
+        yield from self.read_arguments(text, out)
+        out.end_call()
+        return True
+
+
+def _read_head(text: Text) -> Reading[str | None]:
+    """The function's name, if an object begins with it and its arguments come next."""
+    if not (yield from text.accept("{")) or not (yield from text.accept('"name"')):
+        return None
+    if not (yield from text.accept(":")):
+        return None
+    yield from text.skip()
+    begin = text.position
+    if not (yield from text.string()):
+        return None
+    name = parsed(text.since(begin))
+    if not (yield from text.accept(",")):
+        return None
+    for key in _ARGUMENTS_KEYS:
+        if (yield from text.accept(f'"{key}"')):
+            is_head = yield from text.accept(":")
+            return name if is_head and isinstance(name, str) and is_sendable(name) else None
     return None
 
 
-_SCHEMA_RULE = re.compile(r"(?:call_(?P<index>\d+)|answer): ")
-_ANY_OBJECT = {"type": "object"}
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+def _read_rest(text: Text) -> Reading[bool]:
+    """Reads what may follow a call's arguments in its object; False if it does not end as an object does."""
+    while not (yield from text.accept("}")):
+        is_member = (yield from text.accept(",")) and (yield from text.string()) and (yield from text.accept(":"))
+        if not is_member:
+            return False
+        yield from text.skip()
+        if not (yield from text.value()):
+            return False
+    return True
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionSpec:
-    """A function that the model may call. `parameters` is a JSON schema of an object; {} lets any object pass."""
-
-    name: str
-    parameters: dict[str, Any]
-    strict: bool
-    description: str | None
-
-
-def forced_calls_grammar(family: ToolFamily, functions: Sequence[FunctionSpec], is_parallel: bool) -> str:
-    """One call of one of these functions (`is_parallel`: or several, of any of them) and nothing else.
-
-    Every function's arguments follow its schema. What llguidance does not know in the schema of a function that is not
-    strict counts for nothing. InvalidRequest for a schema that is not of an object.
-    """
-    _check_size(functions)
-    blocks = [_json(_arguments_schema(function), is_lenient=not function.strict) for function in functions]
-    return "\n".join(["start: calls", *_call_rules(family, functions, blocks, is_parallel)]) + "\n"
-
-
-def free_grammar(
-    family: ToolFamily, functions: Sequence[FunctionSpec], is_parallel: bool, answer_schema: dict[str, Any] | None
-) -> str | None:
-    """Text in which a call, once begun, is one of these functions'. With `answer_schema`: calls only, or such JSON.
-
-    The arguments of a function that is not strict are any JSON object. None where nothing has to be constrained: no
-    function is strict, and there is no schema. InvalidRequest for a strict function's schema that is not of an object.
-    """
-    if answer_schema is None and not any(function.strict for function in functions):
-        return None
-    _check_size([function for function in functions if function.strict])
-    blocks = [_json(_arguments_schema(function) if function.strict else _ANY_OBJECT) for function in functions]
-    if answer_schema is not None:
-        start = f"start: answer | calls\nanswer: {_json(answer_schema)}"
-    else:
-        start = _free_text(FORMATS[family])
-    return "\n".join([start, *_call_rules(family, functions, blocks, is_parallel)]) + "\n"
-
-
-def schema_lines(grammar: str) -> dict[int, int | None]:
-    """In which lines of such a grammar schemas stand: of which function, or None: of the answer."""
-    rules = ((number, _SCHEMA_RULE.match(line)) for number, line in enumerate(grammar.split("\n"), 1))
-    return {number: int(rule["index"]) if rule["index"] else None for number, rule in rules if rule is not None}
-
-
-def _free_text(form: CallFormat) -> str:
-    """Text up to and with the first opening mark is one lexeme, so nothing but a call can follow the mark."""
-    begins_bare = r"[ \t\n\r]*(\{|" + form.opening.replace("|", "[|]") + r")(?s:.*)"
-    return "\n".join(
-        (
-            f"start: TEXT | {'calls | ' if form.is_bare else ''}call_after_text more_calls",
-            "call_after_text: text_and_opening call",
-            f"text_and_opening[lazy]: TEXT {json.dumps(form.opening)}",
-            "TEXT: /(?s:.*)/" + (f" & ~/{begins_bare}/" if form.is_bare else ""),
-        )
-    )
-
-
-def _call_rules(
-    family: ToolFamily, functions: Sequence[FunctionSpec], arguments: Sequence[str], is_parallel: bool
-) -> list[str]:
-    """`calls`, whole; `call`, without its opening; `more_calls` after a call. `arguments` are %json blocks."""
-    assert functions
-    form = FORMATS[family]
-    opening = "" if form.is_bare else form.opening
-    more_calls = f"({_literals(form.separator, opening, then='call')})*" if is_parallel else '""'
-    rules = [
-        f"calls: {_literals(opening, then='call more_calls')}",
-        f"more_calls: {more_calls}",
-        "call: " + " | ".join(f"call_{index}" for index in range(len(functions))),
-    ]
-    for index, (function, block) in enumerate(zip(functions, arguments, strict=True)):
-        # The tokens of JSON one by one, as %json has them: the lexer takes the longest literal that fits, so one for
-        # all of this would shut out every other object that begins with `{"` (the answer's).
-        name = json.dumps(function.name, ensure_ascii=False)
-        head = _literals(form.padding, "{", '"name"', ": ", name, ", ", f'"{form.arguments_key}"', ": ")
-        rules.append(f"call_{index}: {head} {block} {_literals('}', form.padding + form.closing)}")
-    return rules
-
-
-def _literals(*texts: str, then: str = "") -> str:
-    """Lark strings in a row, then rules. Lark's escapes are those of JSON, but DEL has to be escaped as well."""
-    strings = [json.dumps(text).replace("\x7f", "\\u007f") for text in texts if text]
-    return " ".join([*strings, then]).strip()
-
-
-def _json(schema: dict[str, Any], is_lenient: bool = False) -> str:
-    """One block per schema, because `$ref`s count from a block's root. The style is ours, whatever the schema says."""
-    return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_STYLE, "lenient": is_lenient}})
-
-
-def _check_size(functions: Sequence[FunctionSpec]) -> None:
-    """Before anything is made of schemas that are too large to be enforced."""
-    for function in functions:
-        excess = find_excess(function.parameters)
-        if excess is not None:
-            message = f"tools: the schema of the parameters of function {function.name!r} {excess}; simplify it"
-            raise InvalidRequest(message, "tools")
-    if find_excess([function.parameters for function in functions]) is not None:
-        raise InvalidRequest("tools: the schemas are too large together; leave out some tools", "tools")
-
-
-def _arguments_schema(function: FunctionSpec) -> dict[str, Any]:
-    kind = function.parameters.get("type", "object")
-    if kind != "object":
-        message = f"the parameters of function {function.name!r} must be a JSON schema of type object, not {kind!r}"
-        raise InvalidRequest(message, "tools")
-    return {**function.parameters, "type": "object"}
+def _arguments_text(raw: str) -> str:
+    """As written, but for two habits of models: null for no arguments, and the object inside a string."""
+    if raw == "null":
+        return "{}"
+    if raw.startswith('"'):
+        inner = parsed(raw)
+        if isinstance(inner, str) and is_sendable(inner) and isinstance(parsed(inner), dict):
+            return inner
+    return raw

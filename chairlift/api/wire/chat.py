@@ -1,14 +1,23 @@
 """`/v1/chat/completions`."""
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, PlainSerializer, StrictBool, StrictInt, model_validator
 from typing_extensions import TypedDict
 
-from chairlift.api.wire.base import Ignored, LeftOutIfNone, let_others_run, only, only_types
+from chairlift.api.wire.base import Ignored, LeftOutIfNone, let_others_run, only_types
 from chairlift.api.wire.completions import Choice, ChoicesBody, PromptLogprobs, Usage
 from chairlift.api.wire.generation import CompletionsRequest
-from chairlift.api.wire.messages import NamedTool, Rendering, ToolChoiceMode, ToolUse
+from chairlift.api.wire.messages import (
+    Effort,
+    NamedTool,
+    Rendering,
+    ToolChoiceMode,
+    ToolUse,
+    effort_arguments,
+)
+from chairlift.engine.text.tokenizer import ChatOptions
 from chairlift.errors import InvalidRequest
 from chairlift.params import MAX_LOGPROBS, FinishReason, SamplingParams
 
@@ -29,9 +38,9 @@ class ChatCompletionRequest(
     tool_choice: Annotated[ToolChoiceMode | NamedTool | None, only_types("tool_choice", "function")] = Field(
         None, description="whether to call a tool, or which; required and named calls are enforced token by token"
     )
-    reasoning_effort: Annotated[
-        Literal["none"] | None, only("none", "set what the model's own template knows through chat_template_kwargs")
-    ] = Field(None, description='only "none"')
+    reasoning_effort: Effort | None = Field(
+        None, description="how much to think, as far as the chat template knows such a thing; none: not at all"
+    )
     prediction: Annotated[dict[str, Any] | None, Ignored("it could only make the same answer faster")] = None
     modalities: Annotated[list[Literal["text"]] | None, Ignored("this server makes text only")] = None
 
@@ -49,6 +58,20 @@ class ChatCompletionRequest(
     def field_names(self) -> dict[str, str]:
         """What checks that are shared call a field -> what the client called it, where that differs."""
         return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much to think."""
+        return self.reasoning_effort
+
+    @property
+    def effort_field(self) -> str:
+        return "reasoning_effort"
+
+    def chat_options(self, shows_tools: bool = True) -> ChatOptions:
+        options = super().chat_options(shows_tools)
+        arguments = effort_arguments(self.reasoning_effort) | options.template_arguments
+        return replace(options, template_arguments=arguments)
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """How to answer; what the answer must look like is not in it yet, since tools have a say in it."""
@@ -93,14 +116,21 @@ class MessageToolCall(BaseModel):
     function: FunctionCall
 
 
-class AssistantMessage(BaseModel):
+class Thoughts(BaseModel):
+    """What the model thought before its answer, under the two names by which clients know it."""
+
+    reasoning: Annotated[str | None, LeftOutIfNone] = None
+    reasoning_content: Annotated[str | None, LeftOutIfNone] = None
+
+
+class AssistantMessage(Thoughts):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     tool_calls: Annotated[list[MessageToolCall] | None, LeftOutIfNone] = None
 
 
-class Delta(BaseModel):
+class Delta(Thoughts):
     role: Annotated[Literal["assistant"] | None, LeftOutIfNone] = None
     content: Annotated[str | None, LeftOutIfNone] = None
     tool_calls: Annotated[list[MessageToolCall] | None, LeftOutIfNone] = None

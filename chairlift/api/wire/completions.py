@@ -74,6 +74,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """How many of the generated tokens are thoughts."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Summed over prompts; a prompt counts once, however many choices continue it."""
 
@@ -81,16 +87,20 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
     @classmethod
     def of(cls, outputs: Sequence[RequestOutput]) -> Self:
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        num_generated = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+        choices = [choice for output in outputs for choice in output.outputs]
+        num_generated = sum(len(choice.token_ids) for choice in choices)
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
         return cls(
             prompt_tokens=num_prompt,
             completion_tokens=num_generated,
             total_tokens=num_prompt + num_generated,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(each.num_cached_tokens for each in outputs)),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning),
         )
 
 

@@ -193,6 +193,14 @@ class ChosenFunction(NamedFunction):
 
 
 ToolChoiceMode = Literal["none", "auto", "required"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def effort_arguments(effort: Effort | None) -> dict[str, Any]:
+    """The variables of chat templates that say how much to think."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
 
 
 class ToolUse(Body):

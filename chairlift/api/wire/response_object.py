@@ -7,6 +7,7 @@ from pydantic import BaseModel, RootModel
 from chairlift.api.wire.base import ErrorDetail, LeftOutIfNone
 from chairlift.api.wire.chat import TokenLogprob
 from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.messages import Effort
 from chairlift.api.wire.response_items import ItemStatus
 
 
@@ -15,6 +16,21 @@ class OutputText(BaseModel):
     text: str
     annotations: list[Any] = []
     logprobs: list[TokenLogprob] = []
+
+
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    """What the model thought before what follows."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: ItemStatus
+    summary: list[Any] = []
+    content: list[ReasoningText]
 
 
 class OutputMessage(BaseModel):
@@ -38,7 +54,7 @@ class OutputCall(BaseModel):
     arguments: str
 
 
-OutputItem = OutputMessage | OutputCall
+OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(BaseModel):
@@ -47,7 +63,7 @@ class InputTokensDetails(BaseModel):
 
 
 class OutputTokensDetails(BaseModel):
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(BaseModel):
@@ -56,7 +72,7 @@ class ResponseUsage(BaseModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
     @classmethod
@@ -65,6 +81,9 @@ class ResponseUsage(BaseModel):
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
             output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(
+                reasoning_tokens=usage.completion_tokens_details.reasoning_tokens
+            ),
             total_tokens=usage.total_tokens,
         )
 
@@ -83,9 +102,9 @@ class ResponseError(BaseModel):
 
 
 class ReasoningUsed(BaseModel):
-    """What was asked for and used of it: no reasoning."""
+    """What was asked for."""
 
-    effort: Literal["none"] | None = None
+    effort: Effort | None = None
     summary: None = None
 
 
@@ -150,6 +169,8 @@ EventType = Literal[
     "response.content_part.done",
     "response.output_text.delta",
     "response.output_text.done",
+    "response.reasoning_text.delta",
+    "response.reasoning_text.done",
     "response.function_call_arguments.delta",
     "response.function_call_arguments.done",
 ]
@@ -159,9 +180,10 @@ class Event(BaseModel):
     """One event of a streamed reply; they are numbered from 0. What it has depends on its type:
 
     created, in_progress, completed, incomplete, failed: `response`, the whole reply as far as it is.
-    output_item: `item`, which begins or ends. content_part: `part` of a message, which begins or ends.
-    output_text, function_call_arguments: `delta`, what there is more; when done, all of the `text`, or the function's
-    `name` and all `arguments`.
+    output_item: `item`, which begins or ends. content_part: `part` of a message or of reasoning, which
+    begins or ends.
+    output_text, reasoning_text, function_call_arguments: `delta`, what there is more; when done, all of the
+    `text`, or the function's `name` and all `arguments`.
     """
 
     type: EventType
@@ -171,7 +193,7 @@ class Event(BaseModel):
     output_index: Annotated[int | None, LeftOutIfNone] = None
     content_index: Annotated[int | None, LeftOutIfNone] = None
     item: Annotated[OutputItem | None, LeftOutIfNone] = None
-    part: Annotated[OutputText | None, LeftOutIfNone] = None
+    part: Annotated[OutputText | ReasoningText | None, LeftOutIfNone] = None
     delta: Annotated[str | None, LeftOutIfNone] = None
     text: Annotated[str | None, LeftOutIfNone] = None
     logprobs: Annotated[list[TokenLogprob] | None, LeftOutIfNone] = None

@@ -1,6 +1,6 @@
 """`/v1/responses`, without anything that would need a memory: a reply is not stored, and nothing refers to one."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
 
@@ -13,7 +13,15 @@ from chairlift.api.wire.generation import (
     WantedStructure,
     the_only_one,
 )
-from chairlift.api.wire.messages import PARSE_SPECIAL_TOKENS, ChosenFunction, FunctionTool, ToolChoiceMode, ToolUse
+from chairlift.api.wire.messages import (
+    PARSE_SPECIAL_TOKENS,
+    ChosenFunction,
+    Effort,
+    FunctionTool,
+    ToolChoiceMode,
+    ToolUse,
+    effort_arguments,
+)
 from chairlift.api.wire.response_items import InputItem, template_messages
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
@@ -33,13 +41,13 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How to think before the answer. The models here have no such switch, so more than none cannot be obeyed."""
+    """How to think before the answer."""
 
-    effort: Annotated[
-        Literal["none"] | None, only("none", "the model does not think apart from its answer", "reasoning.effort")
-    ] = None
-    summary: Annotated[str | None, Ignored("there is no reasoning to summarize")] = None
-    generate_summary: Annotated[str | None, Ignored("there is no reasoning to summarize")] = None
+    effort: Effort | None = Field(
+        None, description="how much to think, as far as the chat template knows such a thing; none: not at all"
+    )
+    summary: Annotated[str | None, Ignored("reasoning is told as it is")] = None
+    generate_summary: Annotated[str | None, Ignored("reasoning is told as it is")] = None
     context: Annotated[str | None, Ignored("there is no earlier reasoning to keep")] = None
     mode: Annotated[Literal["standard"] | None, only("standard", "there is one mode", "reasoning.mode")] = None
 
@@ -69,7 +77,7 @@ class ResponsesRequest(
         None, ge=1, description="most new tokens; the room in the slot also bounds it"
     )
     include: list[str] | None = Field(
-        None, description=f'"{LOGPROBS}": report the log-probability of each token; "{_REASONING}": there is none here'
+        None, description=f'"{LOGPROBS}": report the log-probability of each token; "{_REASONING}": it is told as it is'
     )
     top_logprobs: StrictInt | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="and of this many likeliest ones; only with include"
@@ -81,7 +89,8 @@ class ResponsesRequest(
     tool_choice: Annotated[ToolChoiceMode | ChosenFunction | None, only_types("tool_choice", "function")] = Field(
         None, description="whether to call a tool, or which; required and named calls are enforced token by token"
     )
-    reasoning: ReasoningOptions | None = Field(None, description="models here do not think apart from their answer")
+    reasoning: ReasoningOptions | None = Field(None, description="for models that think before they answer")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
     parse_special_tokens: StrictBool | None = PARSE_SPECIAL_TOKENS
     truncation: Annotated[
         Literal["auto", "disabled"] | None, only("disabled", "leave out of input what may be forgotten")
@@ -130,8 +139,17 @@ class ResponsesRequest(
     def chat_options(self, shows_tools: bool = True) -> ChatOptions:
         return ChatOptions(
             tools=[tool.as_template_input() for tool in self.tools or []] if shows_tools else [],
+            template_arguments=effort_arguments(self.effort) | (self.chat_template_kwargs or {}),
             parse_special_tokens=bool(self.parse_special_tokens),
         )
+
+    @property
+    def effort(self) -> Effort | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def effort_field(self) -> str:
+        return "reasoning.effort"
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         return self.sampling_params(

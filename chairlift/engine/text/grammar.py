@@ -9,7 +9,9 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
 from chairlift.engine.sampling.masks import TokenGrammar, Workers
@@ -23,6 +25,15 @@ logger = logging.getLogger(__name__)
 _NUM_THREADS = 4
 _MAX_UNFINISHED = 64  # grammars that are compiled or wait for it
 _MAX_CACHE_BYTES = 2**27
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The tokens around a choice's thoughts."""
+
+    begin_id: int
+    end_id: int
+    has_begun: bool  # in the prompt; otherwise the choice may begin with `begin_id`, and does not think if it does not
 
 
 class GrammarCompiler:
@@ -40,13 +51,15 @@ class GrammarCompiler:
         if not IS_POSSIBLE:
             logger.warning("grammars are compiled without a process of their own, because this system has no fork")
 
-    def compile(self, outputs: StructuredOutputs) -> "Future[CompiledGrammar]":
+    def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[CompiledGrammar]":
         """What others may be compiling, or have compiled. Its exception may be `InvalidGrammar` or `GrammarsBusy`.
+
+        `thinking`: the grammar begins behind the thoughts, in which every token but an end token is free.
 
         The future is shared: do not cancel it. Raises `GrammarsBusy` if too many grammars are being compiled or no
         thread can be started.
         """
-        key = _as_json(outputs)
+        key = _as_json(outputs, thinking)
         with self._lock:
             known = self._cache.pop(key, None)
             if known is not None and not known.is_broken:
@@ -110,7 +123,10 @@ class GrammarCompiler:
         if verdict.error is not None:
             problem = explain(verdict.error)
             raise InvalidGrammar(problem.reason, problem.line if verdict.has_own_lines else None)
-        compiled = CompiledGrammar(tokenizer, verdict.source, verdict.num_bytes + 2 * len(verdict.source) + len(key))
+        source, thinking = verdict.source, json.loads(key)["thinking"]
+        if thinking is not None:
+            source = _after_thoughts(source, Thinking(**thinking), self._vocabulary.eos_token_ids)
+        compiled = CompiledGrammar(tokenizer, source, verdict.num_bytes + 2 * len(source) + len(key))
         if compiled.matcher.is_error():
             raise InvalidGrammar(explain(compiled.matcher.get_error()).reason)
         return compiled
@@ -120,9 +136,20 @@ class GrammarCompiler:
         return b'{"limits": %b, "tokenizer": %b}' % (json.dumps(PARSER_LIMITS).encode(), self._vocabulary.description)
 
 
-def _as_json(outputs: StructuredOutputs) -> str:
+def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[int]) -> str:
+    """llguidance's source of the same grammar behind thoughts, known by their tokens, and up to two line breaks."""
+    answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    others = ",".join(map(str, sorted({thinking.end_id, *eos_token_ids})))
+    lead = "thoughts" if thinking.has_begun else f"(<[{thinking.begin_id}]> thoughts)?"
+    thoughts = f"thoughts: <[^{others}]>* <[{thinking.end_id}]> /\\n{{0,2}}/"
+    grammars = [{"lark_grammar": f"start: {lead} @answer\n{thoughts}\n"}, {**answer, "name": "answer"}]
+    return json.dumps({"grammars": grammars})
+
+
+def _as_json(outputs: StructuredOutputs, thinking: Thinking | None = None) -> str:
     """What tells it from others, and all that is needed to compile it."""
     fields = {name: getattr(outputs, name) for name in ("json", "regex", "choice", "grammar")}
+    fields["thinking"] = None if thinking is None else asdict(thinking)
     try:
         return json.dumps(fields)
     except RecursionError as error:

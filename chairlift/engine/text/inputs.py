@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from chairlift.config import ResolvedConfig
+from chairlift.config import GenerationDefaults, ResolvedConfig
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
 from chairlift.engine.sampling.token_rules import Automaton, PatternWatch, RuleFilter, TokenRules, compile_rules
-from chairlift.engine.text.grammar import GrammarCompiler
+from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, Vocabulary, strings_in, too_long
 from chairlift.errors import CheckpointError, InvalidRequest
 from chairlift.models.checkpoint import find_directory
@@ -70,6 +70,7 @@ class TextOptions:
 
     new_watcher: Callable[[], TextWatcher] | None = None  # called once per choice
     shown_tokens: tuple[str, ...] = ()  # special tokens that are part of the text, by name
+    thinking: Thinking | None = None  # a grammar begins behind the thoughts, and their tokens are counted
 
 
 DEFAULT_TEXT = TextOptions()
@@ -107,7 +108,9 @@ class InputProcessor:
         self._eos_token_ids = frozenset(token for token in eos if 0 <= token < vocab_size)
         self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
         self.grammars = GrammarCompiler(self.vocabulary)
-        self.default_params = _default_params(generation_config, directory)
+        has_defaults = config.generation_config is GenerationDefaults.AUTO
+        self.default_params = _default_params(generation_config, directory) if has_defaults else SamplingParams()
+        self._max_new_tokens = _max_new_tokens(generation_config, directory) if has_defaults else None
         self.default_chat_params = self.default_params.model_copy(update={"max_tokens": None})
 
     def prepare(
@@ -135,7 +138,7 @@ class InputProcessor:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self.vocabulary.load()  # here, off the event loop
         if compiled is None and params.structured_outputs is not None:
-            compiled = self.grammars.compile(params.structured_outputs).result()
+            compiled = self.grammars.compile(params.structured_outputs, text_options.thinking).result()
         serial = next(self._serials)  # the engine's ids are its own: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection
@@ -268,7 +271,9 @@ class InputProcessor:
                 what = f"{name} {wanted} does not fit beside the prompt of {size} tokens, which leaves {room}."
                 advice = f"Please reduce the length of the prompt or {hints[name]}."
                 raise too_long(self.max_seq_len, f"{what} {advice}", name)
-        return room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.max_tokens is not None:
+            return min(params.max_tokens, room)
+        return room if self._max_new_tokens is None else min(max(self._max_new_tokens, params.min_tokens), room)
 
     def _check_vocabulary(self, token_ids: Collection[int], param: str) -> None:
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._vocab_size):
@@ -323,6 +328,14 @@ def _eos_token_ids(generation_config: dict[str, Any], directory: Path, tokenizer
             f" not {eos!r}"
         )
     return frozenset(listed)
+
+
+def _max_new_tokens(generation_config: dict[str, Any], directory: Path) -> int | None:
+    """How long a checkpoint's answers are if nobody says it; None: as long as there is room."""
+    most = generation_config.get("max_new_tokens")
+    if most is not None and (type(most) is not int or most < 1):
+        raise CheckpointError(f"{directory / 'generation_config.json'}: max_new_tokens: {most!r} is no positive number")
+    return most
 
 
 def _default_params(generation_config: dict[str, Any], directory: Path) -> SamplingParams:

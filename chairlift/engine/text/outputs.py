@@ -10,6 +10,7 @@ from os.path import commonprefix
 from typing import TypeVar, overload
 
 from chairlift.engine.sampling.token_rules import START
+from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.text.inputs import Generation, StopStrings
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import RequestFailed, Unserved
@@ -189,6 +190,8 @@ class _Choice:
         text_options = generation.text_options
         self._watcher = None if text_options.new_watcher is None else text_options.new_watcher()
         self._shown = {tokenizer.backend.token_to_id(name): name for name in text_options.shown_tokens}
+        self._thinking = text_options.thinking  # None once the thoughts are over
+        self._is_thinking = self._thinking is not None and self._thinking.has_begun
         self._num_decoded = 0  # characters, also those that are held back
         self._logprobs: list[TokenLogprobs] = []
         self._text_offsets: list[int] = []
@@ -201,6 +204,8 @@ class _Choice:
         num_shown = len(event.new_token_ids) - event.has_end_token
         for position, token in enumerate(event.new_token_ids):
             self.output.token_ids.append(token)
+            if self._thinking is not None:
+                self._think(token, self._thinking)
             if self.output.logprobs is not None:
                 self._logprobs.append(_name(event.logprobs[position], self._tokenizer))
                 self._text_offsets.append(self._num_decoded)
@@ -223,9 +228,18 @@ class _Choice:
             index=output.index,
             text=output.text,
             token_ids=output.token_ids.copy(),
+            num_reasoning_tokens=output.num_reasoning_tokens,
             logprobs=_Prefix(self._logprobs) if is_scored else None,
             text_offsets=_Prefix(self._text_offsets) if is_scored else None,
         )
+
+    def _think(self, token: int, thinking: Thinking) -> None:
+        """Counts it if it is one of the thoughts, which begin in the prompt or with the first token."""
+        if self._is_thinking and token != thinking.end_id:
+            self.output.num_reasoning_tokens += 1
+        else:
+            self._is_thinking = not self._is_thinking and token == thinking.begin_id
+            self._thinking = thinking if self._is_thinking else None
 
     def _text_of(self, token: int) -> str:
         """The text that this token completes."""

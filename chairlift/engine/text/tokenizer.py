@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -313,7 +313,7 @@ class Vocabulary:
         """`size`: the number of tokens that the model has; the tokenizer may know more or fewer."""
         self._tokenizer = tokenizer
         self._size = size
-        self._eos_token_ids = sorted(eos_token_ids)
+        self.eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._loaded: LLTokenizer | None = None
         self.description = b""  # once loaded: the keyword arguments of `LLTokenizer`, as JSON
@@ -327,7 +327,7 @@ class Vocabulary:
                 arguments: dict[str, Any] = {
                     "tokenizer": backend.to_str(),
                     "n_vocab": max(self._size, backend.get_vocab_size(with_added_tokens=True)),
-                    "eos_token": self._eos_token_ids or None,
+                    "eos_token": self.eos_token_ids or None,
                 }
                 self.description = json.dumps(arguments).encode()  # now, rather than between requests
                 try:
@@ -335,6 +335,12 @@ class Vocabulary:
                 except ValueError as error:
                     self.problem = error
             return self._loaded
+
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of these texts that are special tokens, which a grammar has to name by their ids."""
+        loaded = self.load()
+        ids = {text: token for text in texts if (token := self._tokenizer.backend.token_to_id(text)) is not None}
+        return {} if loaded is None else {text: token for text, token in ids.items() if loaded.is_special_token(token)}
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to a text; the name of a special token."""

@@ -41,8 +41,12 @@ _LONG_TOKENS = [
         "weather",
         ", ",
     ),
+    *("</parameter>\\n", "<parameter=", "</function>", "[TOOL_CALLS]", "[ARGS]", "city=", "="),
     *("text ", " <", '"city": "', " [", "]}", "null", "12", "true", " {}"),
 ]
+
+
+_END = "</parameter>"  # what ends a free text by itself
 
 
 class Verdict(Enum):
@@ -98,8 +102,13 @@ def generate(grammar: str, random: Random, tokenizer: LLTokenizer, begin: str = 
     matcher = _matcher(grammar, tokenizer)
     ids = tokenizer.tokenize_str(begin)
     assert matcher.consume_tokens(ids)
-    enders = set(tokenizer.eos_tokens) | {tokenizer.tokenize_str(char)[0] for char in '"}]'}
+    enders = set(tokenizer.eos_tokens) | {tokenizer.tokenize_str(text)[0] for text in '"}])>'}
+    end_of_text = tokenizer.tokenize_str(_END)
     while not matcher.is_stopped():
+        if random.random() < 0.05 and matcher.validate_tokens(end_of_text) == len(end_of_text):
+            assert matcher.consume_tokens(end_of_text)
+            ids += end_of_text
+            continue
         permitted = _permitted(matcher)
         ending = [token for token in permitted if token in enders]
         is_ended = ending and (len(ids) > budget or random.random() < 0.5)

@@ -1,5 +1,7 @@
 """Functions for grammars to be of, the text of calls of them, and what tests of grammars are run over."""
 
+import json
+
 import pytest
 from pydantic import BaseModel, ConfigDict
 
@@ -7,6 +9,7 @@ from chairlift.api.tools import FunctionSpec, ToolFamily
 from tests.api.tools.driving import byte_tokenizer, long_tokenizer
 
 FAMILIES = pytest.mark.parametrize("family", list(ToolFamily))
+JSON_FAMILIES = pytest.mark.parametrize("family", [ToolFamily.HERMES, ToolFamily.LLAMA3_JSON, ToolFamily.MISTRAL])
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_tokenizer(), long_tokenizer()], ids=["bytes", "long tokens"])
 
 
@@ -38,13 +41,36 @@ ARGUMENTS = '{"place": {"city": "Rome", "tags": ["a", "b"]}, "days": 3}'
 
 
 def call_text(family: ToolFamily, name: str, arguments: str) -> str:
-    if family is ToolFamily.HERMES:
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-    return f'{{"name": "{name}", "parameters": {arguments}}}'
+    """One call. Of Mistral's two ways: the list."""
+    return calls_text(family, (name, arguments))
 
 
-def separator(family: ToolFamily) -> str:
-    return "\n" if family is ToolFamily.HERMES else "; "
+def calls_text(family: ToolFamily, *calls: tuple[str, str]) -> str:
+    match family:
+        case ToolFamily.HERMES:
+            return "\n".join(f'<tool_call>\n{{"name": "{f}", "arguments": {a}}}\n</tool_call>' for f, a in calls)
+        case ToolFamily.LLAMA3_JSON:
+            return "; ".join(f'{{"name": "{f}", "parameters": {a}}}' for f, a in calls)
+        case ToolFamily.MISTRAL:
+            objects = [f'{{"name": "{f}", "arguments": {a}}}' for f, a in calls]
+            return f"[TOOL_CALLS][{', '.join(objects)}]"
+        case ToolFamily.QWEN3_CODER:
+            return "\n".join(f"<tool_call>\n<function={f}>\n{_elements(a)}</function>\n</tool_call>" for f, a in calls)
+        case ToolFamily.PYTHONIC:
+            return "[" + ", ".join(f"{f}({_keywords(a)})" for f, a in calls) + "]"
+
+
+def _elements(arguments: str) -> str:
+    written = ((key, value if isinstance(value, str) else _json(value)) for key, value in json.loads(arguments).items())
+    return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written)
+
+
+def _keywords(arguments: str) -> str:
+    return ", ".join(f"{key}={_json(value)}" for key, value in json.loads(arguments).items())
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 PERSON = {

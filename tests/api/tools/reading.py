@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chairlift.api.tools import CallPiece, ContentPiece, Piece, ToolCallParser, ToolFamily
+from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece, ToolFamily
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Call:
 
 def read(family: ToolFamily, texts: Iterable[str], max_calls: int | None = None) -> list[Piece]:
     """All pieces, as they came."""
-    parser = ToolCallParser(family, max_calls)
+    parser = AnswerReader(family, max_calls)
     pieces = [piece for text in texts for piece in parser.push(text)]
     return pieces + parser.finish()
 

@@ -11,9 +11,10 @@ from tests.api.tools.functions import (
     ARGUMENTS,
     FAMILIES,
     FUNCTIONS,
+    JSON_FAMILIES,
     TOKENIZERS,
     call_text,
-    separator,
+    calls_text,
 )
 from tests.api.tools.reading import Call, read_whole
 
@@ -25,9 +26,10 @@ def test_a_forced_grammar_reads_like_this() -> None:
     style = (
         '"x-guidance": {"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": ", "lenient": true}'
     )
-    assert forced_calls_grammar(LLAMA, [ANYTHING], is_parallel=True).splitlines() == [
+    assert forced_calls_grammar(LLAMA, [ANYTHING], is_parallel=True, tokens={}).splitlines() == [
         "start: calls",
-        "calls: call more_calls",
+        "calls: body",
+        "body: call more_calls",
         'more_calls: ("; " call)*',
         "call: call_0",
         r'call_0: "{" "\"name\"" ": " "\"anything\"" ", " "\"parameters\"" ": " %json {"type": "object", '
@@ -36,7 +38,7 @@ def test_a_forced_grammar_reads_like_this() -> None:
     ]
 
 
-@FAMILIES
+@JSON_FAMILIES
 @TOKENIZERS
 @pytest.mark.parametrize(
     ("name", "arguments", "verdict"),
@@ -67,7 +69,7 @@ def test_a_forced_grammar_reads_like_this() -> None:
 def test_a_forced_call_is_of_one_of_the_functions(
     family: ToolFamily, tokenizer: LLTokenizer, name: str, arguments: str, verdict: Verdict
 ) -> None:
-    grammar = forced_calls_grammar(family, FUNCTIONS, is_parallel=False)
+    grammar = forced_calls_grammar(family, FUNCTIONS, is_parallel=False, tokens={})
     text = call_text(family, name, arguments)
     assert judge(grammar, text, tokenizer) is verdict
     if verdict is COMPLETE:
@@ -76,17 +78,17 @@ def test_a_forced_call_is_of_one_of_the_functions(
 
 @FAMILIES
 def test_forced_calls_are_all_there_is(family: ToolFamily) -> None:
-    one = forced_calls_grammar(family, FUNCTIONS, is_parallel=False)
-    many = forced_calls_grammar(family, FUNCTIONS, is_parallel=True)
+    one = forced_calls_grammar(family, FUNCTIONS, is_parallel=False, tokens={})
+    many = forced_calls_grammar(family, FUNCTIONS, is_parallel=True, tokens={})
     call = call_text(family, "weather", ARGUMENTS)
-    two = call + separator(family) + call_text(family, "anything", "{}")
+    two = calls_text(family, ("weather", ARGUMENTS), ("anything", "{}"))
+    three = calls_text(family, *[("weather", ARGUMENTS)] * 3)
     verdicts = {
         "": (INCOMPLETE, INCOMPLETE),
         call[:-1]: (INCOMPLETE, INCOMPLETE),
         call: (COMPLETE, COMPLETE),
         two: (REFUSED, COMPLETE),
-        two + separator(family) + call: (REFUSED, COMPLETE),
-        call + separator(family): (REFUSED, INCOMPLETE),
+        three: (REFUSED, COMPLETE),
         call + call: (REFUSED, REFUSED),
         call + " ": (REFUSED, REFUSED),
         " " + call: (REFUSED, REFUSED),
@@ -96,16 +98,16 @@ def test_forced_calls_are_all_there_is(family: ToolFamily) -> None:
     assert {text: (judge(one, text), judge(many, text)) for text in verdicts} == verdicts
 
 
-@FAMILIES
+@JSON_FAMILIES
 def test_names_are_escaped(family: ToolFamily) -> None:
     name = 'a"b\\c\x7f</tool_call>é%json {}'
-    grammar = forced_calls_grammar(family, [FunctionSpec(name, {}, True, None)], is_parallel=False)
+    grammar = forced_calls_grammar(family, [FunctionSpec(name, {}, True, None)], is_parallel=False, tokens={})
     written = json.dumps(name, ensure_ascii=False)[1:-1]
     assert judge(grammar, call_text(family, written, "{}")) is COMPLETE
     assert read_whole(family, call_text(family, written, "{}")) == [Call(name, "{}")]
 
 
-@FAMILIES
+@JSON_FAMILIES
 def test_references_work_in_every_function_on_its_own(family: ToolFamily) -> None:
     """The same name means something else in each; the last refers to itself as a whole."""
     of_x = {"properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"]}
@@ -117,7 +119,7 @@ def test_references_work_in_every_function_on_its_own(family: ToolFamily) -> Non
         ),
         FunctionSpec("tree", {"properties": {"x": {"$ref": "#"}}, "additionalProperties": False}, True, None),
     ]
-    grammar = forced_calls_grammar(family, functions, is_parallel=False)
+    grammar = forced_calls_grammar(family, functions, is_parallel=False, tokens={})
     assert LLMatcher.validate_grammar(grammar, byte_tokenizer()) == ""
     verdicts = {
         ("number", '{"x": 1}'): COMPLETE,
@@ -132,10 +134,10 @@ def test_references_work_in_every_function_on_its_own(family: ToolFamily) -> Non
     assert {key: judge(grammar, call_text(family, *key)) for key in verdicts} == verdicts
 
 
-@FAMILIES
+@JSON_FAMILIES
 def test_what_a_schema_says_about_style_is_not_heard(family: ToolFamily) -> None:
     guided = {"x-guidance": {"item_separator": ";", "whitespace_flexible": True}}
-    grammar = forced_calls_grammar(family, [FunctionSpec("f", guided, True, None)], is_parallel=False)
+    grammar = forced_calls_grammar(family, [FunctionSpec("f", guided, True, None)], is_parallel=False, tokens={})
     assert judge(grammar, call_text(family, "f", '{"a": 1, "b": 2}')) is COMPLETE
     assert judge(grammar, call_text(family, "f", '{"a": 1;"b": 2}')) is REFUSED
 
@@ -145,18 +147,18 @@ def test_parameters_must_be_an_object(kind: object) -> None:
     functions = [ANYTHING, FunctionSpec("f", {"type": kind}, True, None)]
     complaint = "function 'f' must be a JSON schema of type object, not "
     with pytest.raises(InvalidRequest, match=complaint) as caught:
-        forced_calls_grammar(HERMES, functions, is_parallel=False)
+        forced_calls_grammar(HERMES, functions, is_parallel=False, tokens={})
     assert caught.value.param == "tools"
     with pytest.raises(InvalidRequest, match=complaint):
-        free_grammar(HERMES, functions, is_parallel=False, answer_schema=None)
+        free_grammar(HERMES, functions, is_parallel=False, answer_schema=None, tokens={})
 
 
-@FAMILIES
+@JSON_FAMILIES
 def test_what_cannot_be_enforced_is_refused_of_strict_functions_and_passed_over_in_others(family: ToolFamily) -> None:
     parameters = {"properties": {"x": {"type": "string", "format": "nonsense"}}, "required": ["x"]}
-    strict = forced_calls_grammar(family, [FunctionSpec("f", parameters, True, None)], is_parallel=False)
+    strict = forced_calls_grammar(family, [FunctionSpec("f", parameters, True, None)], is_parallel=False, tokens={})
     assert "Unknown format: nonsense" in LLMatcher.validate_grammar(strict, byte_tokenizer())
-    lax = forced_calls_grammar(family, [FunctionSpec("f", parameters, False, None)], is_parallel=False)
+    lax = forced_calls_grammar(family, [FunctionSpec("f", parameters, False, None)], is_parallel=False, tokens={})
     assert LLMatcher.validate_grammar(lax, byte_tokenizer()) == ""
     assert judge(lax, call_text(family, "f", '{"x": "y"}')) is COMPLETE
     assert judge(lax, call_text(family, "f", '{"x": 1}')) is REFUSED

@@ -4,35 +4,23 @@ from llguidance import LLTokenizer
 from chairlift.api.tools import ToolFamily, free_grammar
 from tests.api.tools.driving import Verdict, judge
 from tests.api.tools.functions import (
-    ANYTHING,
     ARGUMENTS,
     FAMILIES,
     FUNCTIONS,
     PERSON,
-    SEARCH,
     TOKENIZERS,
-    WEATHER,
     call_text,
-    separator,
+    calls_text,
 )
 
 HERMES, LLAMA = ToolFamily.HERMES, ToolFamily.LLAMA3_JSON
 COMPLETE, INCOMPLETE, REFUSED = Verdict.COMPLETE, Verdict.INCOMPLETE, Verdict.REFUSED
 
 
-@FAMILIES
-def test_nothing_is_constrained_where_nothing_is_strict(family: ToolFamily) -> None:
-    assert free_grammar(family, [SEARCH, ANYTHING], is_parallel=True, answer_schema=None) is None
-    assert free_grammar(family, [SEARCH, WEATHER], is_parallel=True, answer_schema=None) is not None
-    assert free_grammar(family, [SEARCH], is_parallel=True, answer_schema={"type": "object"}) is not None
-
-
 @TOKENIZERS
 def test_hermes_text_is_free_until_a_call_begins(tokenizer: LLTokenizer) -> None:
-    one = free_grammar(HERMES, FUNCTIONS, is_parallel=False, answer_schema=None)
-    many = free_grammar(HERMES, FUNCTIONS, is_parallel=True, answer_schema=None)
-    assert one is not None
-    assert many is not None
+    one = free_grammar(HERMES, FUNCTIONS, is_parallel=False, answer_schema=None, tokens={})
+    many = free_grammar(HERMES, FUNCTIONS, is_parallel=True, answer_schema=None, tokens={})
     call = call_text(HERMES, "weather", ARGUMENTS)
     verdicts = {
         "": (COMPLETE, COMPLETE),
@@ -57,10 +45,8 @@ def test_hermes_text_is_free_until_a_call_begins(tokenizer: LLTokenizer) -> None
 
 @TOKENIZERS
 def test_llama_text_is_free_unless_a_call_begins_it(tokenizer: LLTokenizer) -> None:
-    one = free_grammar(LLAMA, FUNCTIONS, is_parallel=False, answer_schema=None)
-    many = free_grammar(LLAMA, FUNCTIONS, is_parallel=True, answer_schema=None)
-    assert one is not None
-    assert many is not None
+    one = free_grammar(LLAMA, FUNCTIONS, is_parallel=False, answer_schema=None, tokens={})
+    many = free_grammar(LLAMA, FUNCTIONS, is_parallel=True, answer_schema=None, tokens={})
     call = call_text(LLAMA, "weather", ARGUMENTS)
     verdicts = {
         "": (COMPLETE, COMPLETE),
@@ -92,8 +78,7 @@ def test_llama_text_is_free_unless_a_call_begins_it(tokenizer: LLTokenizer) -> N
 @FAMILIES
 @TOKENIZERS
 def test_with_an_answer_schema_it_is_calls_or_that_json(family: ToolFamily, tokenizer: LLTokenizer) -> None:
-    grammar = free_grammar(family, FUNCTIONS, is_parallel=True, answer_schema=PERSON)
-    assert grammar is not None
+    grammar = free_grammar(family, FUNCTIONS, is_parallel=True, answer_schema=PERSON, tokens={})
     call = call_text(family, "weather", ARGUMENTS)
     verdicts = {
         "": INCOMPLETE,
@@ -105,18 +90,17 @@ def test_with_an_answer_schema_it_is_calls_or_that_json(family: ToolFamily, toke
         '{"name": "Bob","age": 5}': REFUSED,
         '{"age": 5, "name": "Bob"}': REFUSED,
         call: COMPLETE,
-        call + separator(family) + call: COMPLETE,
+        calls_text(family, *[("weather", ARGUMENTS)] * 2): COMPLETE,
         call_text(family, "Bob", ARGUMENTS): REFUSED,
         call_text(family, "weather", "{}"): REFUSED,
         call_text(family, "search", '{"any": 1}'): COMPLETE,
         "Text " + call: REFUSED,
-        '{"name": "Bob", "age": 5}' + separator(family) + call: REFUSED,
+        '{"name": "Bob", "age": 5}' + call: REFUSED,
     }
     assert {text: judge(grammar, text, tokenizer) for text in verdicts} == verdicts
 
 
 @pytest.mark.parametrize("text", ["{}", '{"answer": [1, 2]}', '{"nam": 1}', '{"names": 1}', '{"name": {"a": 1}}'])
 def test_the_beginning_of_a_call_does_not_shut_out_answers(text: str) -> None:
-    grammar = free_grammar(LLAMA, FUNCTIONS, is_parallel=True, answer_schema={"type": "object"})
-    assert grammar is not None
+    grammar = free_grammar(LLAMA, FUNCTIONS, is_parallel=True, answer_schema={"type": "object"}, tokens={})
     assert judge(grammar, text) is COMPLETE

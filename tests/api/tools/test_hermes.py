@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from chairlift.api.tools import CallPiece, ContentPiece, Piece, ToolCallParser, ToolFamily
+from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece, ToolFamily
 from tests.api.tools.reading import Call, read, read_whole
 
 HERMES = ToolFamily.HERMES
@@ -74,7 +74,7 @@ def test_models_may_write_a_call_in_other_ways(text: str) -> None:
         ('{"name": "f", "arguments": 5}', "5"),
         ('{"name": "f", "arguments": "not JSON"}', '"not JSON"'),
         ('{"name": "f", "arguments": "\\"\\ud800\\""}', '"\\"\\ud800\\""'),
-        ('{"arguments": {"line\nbreak": 1}, "name": "f"}', '{"line\nbreak": 1}'),
+        ('{"arguments": {"line\nbreak": 1}, "name": "f"}', '{"line\\nbreak": 1}'),
     ],
 )
 def test_arguments_are_the_raw_text_of_the_value(body: str, arguments: str) -> None:
@@ -168,7 +168,7 @@ def test_a_broken_call_counts_and_streams_to_its_end() -> None:
 
 
 def test_pieces_come_as_early_as_they_can() -> None:
-    parser = ToolCallParser(HERMES)
+    parser = AnswerReader(HERMES)
     steps: list[tuple[str, list[Piece]]] = [
         ("Hel", [ContentPiece("Hel")]),
         ("lo ", [ContentPiece("lo")]),

@@ -1,6 +1,6 @@
 import pytest
 
-from chairlift.api.tools import CallPiece, ContentPiece, Piece, ToolCallParser, ToolFamily
+from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece, ToolFamily
 from tests.api.tools.reading import Call, read, read_whole
 
 LLAMA = ToolFamily.LLAMA3_JSON
@@ -127,7 +127,7 @@ def test_everything_after_the_last_wanted_call_is_swallowed(tail: str) -> None:
 
 
 def test_pieces_come_as_early_as_they_can() -> None:
-    parser = ToolCallParser(LLAMA)
+    parser = AnswerReader(LLAMA)
     steps: list[tuple[str, list[Piece]]] = [
         (" ", []),
         ("<|python_", []),
@@ -145,7 +145,7 @@ def test_pieces_come_as_early_as_they_can() -> None:
 
 
 def test_text_streams_at_once() -> None:
-    parser = ToolCallParser(LLAMA)
+    parser = AnswerReader(LLAMA)
     steps: list[tuple[str, list[Piece]]] = [
         ("\n", []),
         ("Hel", [ContentPiece("\nHel")]),
@@ -156,10 +156,10 @@ def test_text_streams_at_once() -> None:
 
 
 def test_an_object_streams_as_content_from_where_it_cannot_be_a_call_any_more() -> None:
-    parser = ToolCallParser(LLAMA)
+    parser = AnswerReader(LLAMA)
     steps: list[tuple[str, list[Piece]]] = [
         ('{"a": ', []),
-        ("1, b", [ContentPiece('{"a": 1, b')]),
+        ("1, ?", [ContentPiece('{"a": 1, ?')]),
         (" c", [ContentPiece(" c")]),
     ]
     assert [(text, parser.push(text)) for text, _ in steps] == steps

@@ -1,6 +1,7 @@
 """Whatever is sampled under a grammar's masks, the parser reads as what the grammar stands for."""
 
 import json
+import re
 from random import Random
 from typing import Any
 
@@ -19,7 +20,13 @@ from tests.api.tools.functions import (
 )
 from tests.api.tools.reading import Call, calls_of, read_whole
 
-HERMES = ToolFamily.HERMES
+SIGNS = {  # a text that nothing but a call can follow, and a pattern that is in a text just if it holds a call
+    ToolFamily.HERMES: ("<tool_call>", "<tool_call>"),
+    ToolFamily.LLAMA3_JSON: ("{", '"parameters"'),
+    ToolFamily.MISTRAL: ("[TOOL_CALLS]", r"\[TOOL_CALLS\]"),
+    ToolFamily.QWEN3_CODER: ("<tool_call>", "<function="),
+    ToolFamily.PYTHONIC: ("[search(", r"^\[\w+\("),
+}
 
 
 @FAMILIES
@@ -29,10 +36,9 @@ HERMES = ToolFamily.HERMES
 def test_every_grammar_is_valid(
     family: ToolFamily, is_parallel: bool, answer_schema: dict[str, Any] | None, tokenizer: LLTokenizer
 ) -> None:
-    free = free_grammar(family, FUNCTIONS, is_parallel, answer_schema)
-    assert free is not None
+    free = free_grammar(family, FUNCTIONS, is_parallel, answer_schema, {})
     assert LLMatcher.validate_grammar(free, tokenizer) == ""
-    assert LLMatcher.validate_grammar(forced_calls_grammar(family, FUNCTIONS, is_parallel), tokenizer) == ""
+    assert LLMatcher.validate_grammar(forced_calls_grammar(family, FUNCTIONS, is_parallel, {}), tokenizer) == ""
 
 
 MODELS: dict[str, type[BaseModel] | None] = {
@@ -59,7 +65,7 @@ def check_calls(family: ToolFamily, text: str) -> list[str | Call]:
 def test_whatever_is_sampled_under_a_forced_grammar_is_calls(
     family: ToolFamily, tokenizer: LLTokenizer, is_parallel: bool
 ) -> None:
-    grammar = forced_calls_grammar(family, FUNCTIONS, is_parallel)
+    grammar = forced_calls_grammar(family, FUNCTIONS, is_parallel, {})
     nums_calls = set()
     for seed in range(12):
         items = check_calls(family, generate(grammar, Random(seed), tokenizer))
@@ -75,13 +81,12 @@ def test_whatever_is_sampled_under_a_forced_grammar_is_calls(
 def test_whatever_is_sampled_under_a_free_grammar_is_content_or_calls(
     family: ToolFamily, tokenizer: LLTokenizer, answer_schema: dict[str, Any] | None
 ) -> None:
-    grammar = free_grammar(family, FUNCTIONS, is_parallel=True, answer_schema=answer_schema)
-    assert grammar is not None
-    begin = "<tool_call>" if family is HERMES else "{"
+    grammar = free_grammar(family, FUNCTIONS, is_parallel=True, answer_schema=answer_schema, tokens={})
+    begin, sign = SIGNS[family]
     for seed in range(12):
         for start in ["", begin] if answer_schema is None else [""]:
             text = generate(grammar, Random(seed), tokenizer, start)
             items = check_calls(family, text)
-            assert bool(calls_of(items)) == ("<tool_call>" in text if family is HERMES else '"parameters"' in text)
+            assert bool(calls_of(items)) == (re.search(sign, text) is not None)
             if answer_schema is not None and not calls_of(items):
                 assert json.loads(text).keys() == {"name", "age"}

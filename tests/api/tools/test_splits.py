@@ -25,6 +25,19 @@ FRAGMENTS = [
     ),
     *('{"a": "b\\"}', "{}", "}", "{", '"', "\\", '\\"', ":", ",", ";", "; ", "[1, 2", "]", "null", "12", "x", "é"),
     *(" ", "\n", " \n ", "\u00a0", "text", "?", "'"),
+    *(
+        "[TOOL_CALLS]",
+        "[TOOL",
+        "[ARGS]",
+        "[",
+        "f[ARGS]{",
+        "[{",
+        "<function=f>",
+        "<parameter=a>",
+        "</parameter>",
+        "</function>",
+    ),
+    *("[f(", "a=", "b='x\\'", "g(", "(", ")", ")]", "<|python_start|>", "<|python_end|>", "<parameter", "</func"),
     *('"name": "k"', '{"name": "s", "arguments": "{\\"a\\": 1}"}', '{"arguments": {"b": [2]}, "name": "r"}'),
     *('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '{"name": "f", "parameters": {"a": {}}}; '),
 ]
@@ -79,7 +92,7 @@ def test_a_limit_of_calls_only_cuts_the_end_off(family: ToolFamily, text: str, m
         assert limited == items
 
 
-@FAMILIES
+@pytest.mark.parametrize("family", [ToolFamily.HERMES, ToolFamily.LLAMA3_JSON])
 @given(
     calls=st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), JSON_VALUES, max_size=3)), min_size=1),
     indent=st.sampled_from([None, 1]),

@@ -1,0 +1,168 @@
+"""How the served model writes calls and thoughts, and so how answers are read and what they are held to."""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+
+from pydantic import ValidationError
+
+from chairlift.api.replies.answer import CallCounter, NewReader
+from chairlift.api.tools import (
+    FORMATS,
+    THOUGHT_MARKS,
+    AnswerReader,
+    FunctionSpec,
+    ReasoningFamily,
+    Thoughts,
+    ToolFamily,
+    family_of_template,
+    forced_calls_grammar,
+    free_grammar,
+    reasoning_of_template,
+    schema_lines,
+)
+from chairlift.api.wire.generation import Part, WantedStructure
+from chairlift.api.wire.responses import Conversation
+from chairlift.engine.text.grammar import Thinking
+from chairlift.engine.text.inputs import InputProcessor, TextOptions
+from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.errors import ConfigurationError, InvalidRequest
+from chairlift.params import StructuredOutputs
+
+logger = logging.getLogger(__name__)
+
+_MAX_TAIL = 8  # tokens between the mark of thoughts that a template writes and the end of the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReading:
+    """How calls and thoughts are read out of an answer, whose marks are text, and where it ends."""
+
+    new_reader: NewReader
+    text_options: TextOptions
+
+
+class Dialect:
+    """What the chat template teaches, unless the server was told otherwise."""
+
+    def __init__(
+        self, inputs: InputProcessor, tool_family: ToolFamily | None, reasoning_family: ReasoningFamily | None
+    ) -> None:
+        """ConfigurationError if the model has no such marks."""
+        self._inputs = inputs
+        self._tool_family = tool_family or family_of_template(inputs.tokenizer.chat_template)
+        self._marks = _thought_marks(inputs.tokenizer, reasoning_family)
+        self._can_refrain = "enable_thinking" in inputs.tokenizer.chat_template
+
+    def constrain_calls(
+        self, functions: list[FunctionSpec], body: Conversation, wanted: WantedStructure | None
+    ) -> WantedStructure | None:
+        """What an answer that may call functions must look like. A call that is forced wins over a wanted structure.
+
+        InvalidRequest if the wishes exclude each other, or the model knows no calls.
+        """
+        family, is_parallel = self._tool_family, body.parallel_tool_calls is not False
+        if family is None:
+            raise InvalidRequest(
+                "this model's chat template writes no tool calls that are understood here; leave tools out, or start"
+                " the server with --tool-call-parser",
+                "tools",
+            )
+        if body.is_call_forced:
+            return _structure_of(forced_calls_grammar(family, functions, is_parallel, self._call_tokens()), functions)
+        if wanted is not None and wanted.schema is None:
+            raise InvalidRequest(
+                f'with tools, {wanted.field} can only ask for JSON; or say tool_choice "none"', wanted.field
+            )
+        if wanted is None and not any(function.strict for function in functions):
+            return None
+        schema = None if wanted is None else wanted.schema
+        grammar = free_grammar(family, functions, is_parallel, schema, self._call_tokens())
+        return _structure_of(grammar, functions, "tools" if wanted is None else wanted.field)
+
+    def check_effort(self, body: Conversation) -> None:
+        """InvalidRequest for thoughts of a model that has none, and for none of a model that always thinks."""
+        if self._marks is None and body.effort not in (None, "none"):
+            what = 'only "none" is supported: this model does not think apart from its answer'
+        elif self._marks is not None and body.effort == "none" and not self._can_refrain:
+            what = '"none" is not supported: this model\'s chat template cannot keep it from thinking'
+        else:
+            return
+        raise InvalidRequest(f"{body.effort_field}: {what}", body.effort_field)
+
+    def reading(
+        self, body: Conversation, functions: list[FunctionSpec], prompt: list[int], is_continued: bool
+    ) -> AnswerReading:
+        """Of the answer to this prompt. After the last call that counts nothing more is generated."""
+        thinking = self._thinking_after(prompt, is_continued)
+        family = self._tool_family if functions else None
+        max_calls = 1 if functions and body.parallel_tool_calls is False else None
+        shown = () if family is None else FORMATS[family].marks
+        thoughts = None
+        if thinking is not None and self._marks is not None:
+            thoughts = Thoughts(self._marks.begin, self._marks.end, thinking.has_begun)
+            shown = (*shown, self._marks.begin, self._marks.end)
+        schemas = {function.name: function.parameters for function in functions}
+        new_reader = partial(AnswerReader, family, max_calls, schemas, thoughts)
+        new_watcher = None if max_calls is None else lambda: CallCounter(new_reader())
+        return AnswerReading(new_reader, TextOptions(new_watcher, shown, thinking))
+
+    def _thinking_after(self, prompt: list[int], is_continued: bool) -> Thinking | None:
+        """What the prompt says of thoughts in the answer. None if there are none, since the template has closed them.
+
+        A template that begins or closes them does so at the end of the prompt; marks before are of earlier answers.
+        """
+        marks = self._marks
+        if marks is None:
+            return None
+        undecided = Thinking(marks.begin_id, marks.end_id, has_begun=False)
+        last = next((i for i in reversed(range(len(prompt))) if prompt[i] in (marks.begin_id, marks.end_id)), None)
+        if last is None:
+            return undecided
+        tail = prompt[last + 1 :]
+        is_at_end = len(tail) <= _MAX_TAIL and not self._inputs.tokenizer.decode(tail, False).strip()
+        if prompt[last] == marks.begin_id:
+            return replace(undecided, has_begun=is_at_end or is_continued)
+        return None if is_at_end else undecided
+
+    def _call_tokens(self) -> dict[str, int]:
+        marks = () if self._tool_family is None else FORMATS[self._tool_family].marks
+        return self._inputs.vocabulary.special_ids(marks)
+
+
+@dataclass(frozen=True, slots=True)
+class _ThoughtMarks:
+    """The marks around thoughts, each a token of the model."""
+
+    begin: str
+    end: str
+    begin_id: int
+    end_id: int
+
+
+def _thought_marks(tokenizer: Tokenizer, wanted: ReasoningFamily | None) -> _ThoughtMarks | None:
+    family = wanted or reasoning_of_template(tokenizer.chat_template)
+    if family not in THOUGHT_MARKS:
+        return None
+    begin, end = THOUGHT_MARKS[family]
+    begin_id, end_id = map(tokenizer.backend.token_to_id, (begin, end))
+    if begin_id is not None and end_id is not None:
+        return _ThoughtMarks(begin, end, begin_id, end_id)
+    problem = f"{begin} and {end} are no tokens of this model's tokenizer"
+    if wanted is not None:
+        raise ConfigurationError(f"reasoning_parser {wanted} cannot be used: {problem}; set none, or leave it out")
+    logger.warning("thoughts are not told apart from answers: %s, though the chat template has them", problem)
+    return None
+
+
+def _structure_of(grammar: str, functions: list[FunctionSpec], field: str = "tools") -> WantedStructure:
+    parts = {
+        line: Part(field, "the schema")
+        if index is None
+        else Part("tools", f"the parameters of function {functions[index].name!r}")
+        for line, index in schema_lines(grammar).items()
+    }
+    try:
+        return WantedStructure(field, StructuredOutputs(grammar=grammar), parts)
+    except ValidationError as error:
+        raise InvalidRequest(f"{field}: the schemas are too large together", field) from error

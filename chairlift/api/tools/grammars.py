@@ -1,0 +1,260 @@
+"""Grammars of calls, in llguidance's dialect of Lark.
+
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md is its description. Calls are written as chat
+templates show them to the model, JSON as `json.dumps(value, ensure_ascii=False)` writes it; there is no room for
+endless whitespace, and characters that need no escape cannot be escaped. Keys and parameters come in the order of the
+schema. llguidance decides whether it can enforce a schema (`LLMatcher.validate_grammar`).
+
+Where calls are not JSON, each parameter has a schema of its own. Text in an element of Qwen3-Coder is bound by `enum`
+alone. A mark that is a special token of the vocabulary is that token, since its characters are other tokens.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chairlift.api.tools.code_formats import is_text
+from chairlift.api.tools.families import FORMATS, ToolFamily
+from chairlift.errors import InvalidRequest
+from chairlift.params import find_excess
+
+_SCHEMA_RULE = re.compile(r"(?:call_(?P<index>\d+)(?:_\d+)?|answer): ")
+_ANY_OBJECT = {"type": "object"}
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACE = r"[ \t\n\r]*"
+_DEFINITIONS = ("$defs", "definitions")
+_SHARED_RULES = {
+    "any_argument": rf"any_argument: /[A-Za-z_][A-Za-z0-9_]*=/ %json {json.dumps({'x-guidance': _JSON_STYLE})}",
+    "any_element": r'any_element: /<parameter=[^<>\n]+>\n/ text_value "\n"',
+    "text_value": r"text_value[lazy]: /(?s:.*)<\/parameter>/",
+}
+
+MarkTokens = Mapping[str, int]
+"""The special tokens that are marks of calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSpec:
+    """A function that the model may call. `parameters` is a JSON schema of an object; {} lets any object pass."""
+
+    name: str
+    parameters: dict[str, Any]
+    strict: bool
+    description: str | None
+
+
+def forced_calls_grammar(
+    family: ToolFamily, functions: Sequence[FunctionSpec], is_parallel: bool, tokens: MarkTokens
+) -> str:
+    """One call of one of these functions (`is_parallel`: or several, of any of them) and nothing else.
+
+    Every function's arguments follow its schema. What llguidance does not know in the schema of a function that is not
+    strict counts for nothing. InvalidRequest for a schema that is not of an object.
+    """
+    _check_size(functions)
+    schemas = [_Arguments(_schema_of(function), is_lenient=not function.strict) for function in functions]
+    writing = _Writing(family, tokens)
+    return "\n".join(["start: calls", *writing.rules(functions, schemas, is_parallel)]) + "\n"
+
+
+def free_grammar(
+    family: ToolFamily,
+    functions: Sequence[FunctionSpec],
+    is_parallel: bool,
+    answer_schema: dict[str, Any] | None,
+    tokens: MarkTokens,
+) -> str:
+    """Text in which a call, once begun, is one of these functions'. With `answer_schema`: calls only, or such JSON.
+
+    The arguments of a function that is not strict are any JSON object. InvalidRequest for a strict function's schema
+    that is not of an object.
+    """
+    _check_size([function for function in functions if function.strict])
+    schemas = [_Arguments(_schema_of(function) if function.strict else _ANY_OBJECT) for function in functions]
+    writing = _Writing(family, tokens)
+    if answer_schema is not None:
+        start = f"start: answer | calls\nanswer: {_json(answer_schema)}"
+    else:
+        start = writing.free_text()
+    return "\n".join([start, *writing.rules(functions, schemas, is_parallel)]) + "\n"
+
+
+def schema_lines(grammar: str) -> dict[int, int | None]:
+    """In which lines of such a grammar schemas stand: of which function, or None: of the answer."""
+    rules = ((number, _SCHEMA_RULE.match(line)) for number, line in enumerate(grammar.split("\n"), 1))
+    return {number: int(rule["index"]) if rule["index"] else None for number, rule in rules if rule is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    name: str
+    schema: dict[str, Any]
+    is_required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """What a function may be called with."""
+
+    schema: dict[str, Any]
+    is_lenient: bool = False
+
+    def json(self) -> str:
+        return _json(self.schema, self.is_lenient)
+
+    def parameters(self) -> list[_Parameter] | None:
+        """One by one; None if there may be any."""
+        properties = self.schema.get("properties")
+        if not isinstance(properties, dict):
+            return [] if self.schema.get("additionalProperties") is False else None
+        shared = {key: self.schema[key] for key in _DEFINITIONS if key in self.schema}
+        required = self.schema.get("required")
+        return [
+            _Parameter(
+                name,
+                {**shared, **schema} if isinstance(schema, dict) else {},
+                isinstance(required, list) and name in required,
+            )
+            for name, schema in properties.items()
+        ]
+
+
+class _Writing:
+    """How a family writes calls: the opening, a bracket, calls with something between them, a bracket."""
+
+    def __init__(self, family: ToolFamily, tokens: MarkTokens) -> None:
+        self._form = form = FORMATS[family]
+        self._tokens = tokens
+        self._lead, self._between, self._tail = form.brackets[0], form.between, form.brackets[1]
+        self._call: Callable[[str, str, _Arguments], list[str]] = self._json_call
+        match family:
+            case ToolFamily.QWEN3_CODER:
+                self._call = self._element_call
+            case ToolFamily.PYTHONIC:
+                self._call = self._python_call
+            case ToolFamily.MISTRAL if "[ARGS]" in tokens:
+                self._call, self._lead, self._between, self._tail = self._named_call, "", "", ""
+        self._again = "" if form.is_bare or self._lead else form.opening  # before each further call
+
+    def rules(self, functions: Sequence[FunctionSpec], arguments: Sequence[_Arguments], is_parallel: bool) -> list[str]:
+        """`calls`, whole; `body`, without its opening; `call`, one of them."""
+        assert functions
+        more = f"({self._literals(self._between, self._again, then='call')})*" if is_parallel else '""'
+        opening = "" if self._form.is_bare else self._form.opening
+        lines = [
+            f"calls: {self._literals(opening, then='body')}",
+            f"body: {self._literals(self._lead, then='call more_calls')} {self._literals(self._tail)}".rstrip(),
+            f"more_calls: {more}",
+            "call: " + " | ".join(f"call_{index}" for index in range(len(functions))),
+        ]
+        for index, (function, each) in enumerate(zip(functions, arguments, strict=True)):
+            lines += self._call(f"call_{index}", function.name, each)
+        for name, shared in _SHARED_RULES.items():
+            if any(name in line for line in lines):
+                lines.append(shared)
+        return lines
+
+    def free_text(self) -> str:
+        """Text without an opening, up to which it is free, so that nothing but a call can follow one."""
+        form = self._form
+        token = self._tokens.get(form.opening)
+        spelled = "|".join(re.escape(mark).replace("/", r"\/") for mark in (form.opening, *form.other_openings))
+        excluded = [] if token is None else [rf"~/(?s:.*)({spelled})(?s:.*)/"]
+        if form.is_bare:
+            begins = rf"\[{_SPACE}[A-Za-z0-9_.-]" if self._lead else r"\{"
+            excluded.append(rf"~/{_SPACE}({begins}|{spelled})(?s:.*)/")
+        lexeme = f"text_and_opening[lazy]: TEXT {json.dumps(form.opening)}"
+        return "\n".join(
+            (
+                f"start: TEXT | {'calls | ' if form.is_bare else ''}text_and_opening body",
+                lexeme if token is None else f"text_and_opening: TEXT? <[{token}]>",
+                " & ".join(["TEXT: /(?s:.*)/", *excluded]),
+            )
+        )
+
+    def _json_call(self, rule: str, name: str, arguments: _Arguments) -> list[str]:
+        # The tokens of JSON one by one, as %json has them: the lexer takes the longest literal that fits, so one for
+        # all of this would shut out every other object that begins with `{"` (the answer's).
+        padding = "\n" if self._form.closing else ""
+        key = "parameters" if self._form.is_bare else "arguments"
+        head = self._literals(padding, "{", '"name"', ": ", _quoted(name), ", ", f'"{key}"', ": ")
+        return [f"{rule}: {head} {arguments.json()} {self._literals('}', padding, self._form.closing)}"]
+
+    def _named_call(self, rule: str, name: str, arguments: _Arguments) -> list[str]:
+        return [f"{rule}: {self._literals(name, '[ARGS]')} {arguments.json()}"]
+
+    def _element_call(self, rule: str, name: str, arguments: _Arguments) -> list[str]:
+        parameters = arguments.parameters()
+        if parameters is None:
+            inner, lines = "any_element*", []
+        else:
+            inner = " ".join(f"{rule}_{i}" + ("" if each.is_required else "?") for i, each in enumerate(parameters))
+            lines = [
+                f"{rule}_{i}: {self._literals(f'<parameter={each.name}>' + chr(10))} {self._element(each, arguments)}"
+                for i, each in enumerate(parameters)
+            ]
+        head = self._literals("\n", f"<function={name}>", "\n")
+        return [f"{rule}: {head} {inner} {self._literals('</function>', chr(10), self._form.closing)}", *lines]
+
+    def _element(self, parameter: _Parameter, arguments: _Arguments) -> str:
+        end = self._literals("\n</parameter>\n")
+        if not is_text(parameter.schema):
+            return f"{_json(parameter.schema, arguments.is_lenient)} {end}"
+        values = parameter.schema.get("enum")
+        return 'text_value "\\n"' if not values else f"({' | '.join(map(self._literals, map(str, values)))}) {end}"
+
+    def _python_call(self, rule: str, name: str, arguments: _Arguments) -> list[str]:
+        parameters = arguments.parameters()
+        if parameters is None:
+            more = self._literals(", ", then="any_argument")
+            return [f"{rule}: {self._literals(name, '(')} (any_argument ({more})*)? {self._literals(')')}"]
+        first_required = next((i for i, each in enumerate(parameters) if each.is_required), len(parameters))
+        starts = [f"{rule}_{i} {rule}_after_{i + 1}" for i in range(min(first_required + 1, len(parameters)))]
+        starts += ['""'] if first_required == len(parameters) else []
+        lines = [f"{rule}: {self._literals(name, '(')} ({' | '.join(starts)}) {self._literals(')')}"]
+        for i, each in enumerate(parameters):
+            value = _json(each.schema, arguments.is_lenient)
+            lines.append(f"{rule}_{i}: {self._literals(f'{each.name}=')} {value}")
+            sign = "" if each.is_required else "?"
+            more = self._literals(", ", then=f"{rule}_{i}")
+            lines += [f"{rule}_after_{i}: ({more}){sign} {rule}_after_{i + 1}"] if i else []
+        return [*lines, f'{rule}_after_{len(parameters)}: ""']
+
+    def _literals(self, *texts: str, then: str = "") -> str:
+        """Lark strings and special tokens in a row, then rules."""
+        return " ".join([*(self._literal(text) for text in texts if text), then]).strip()
+
+    def _literal(self, text: str) -> str:
+        """Lark's escapes are those of JSON, but DEL has to be escaped as well."""
+        token = self._tokens.get(text)
+        return json.dumps(text).replace("\x7f", "\\u007f") if token is None else f"<[{token}]>"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(schema: dict[str, Any], is_lenient: bool = False) -> str:
+    """One block per schema, because `$ref`s count from a block's root. The style is ours, whatever the schema says."""
+    return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_STYLE, "lenient": is_lenient}})
+
+
+def _check_size(functions: Sequence[FunctionSpec]) -> None:
+    """Before anything is made of schemas that are too large to be enforced."""
+    for function in functions:
+        excess = find_excess(function.parameters)
+        if excess is not None:
+            message = f"tools: the schema of the parameters of function {function.name!r} {excess}; simplify it"
+            raise InvalidRequest(message, "tools")
+    if find_excess([function.parameters for function in functions]) is not None:
+        raise InvalidRequest("tools: the schemas are too large together; leave out some tools", "tools")
+
+
+def _schema_of(function: FunctionSpec) -> dict[str, Any]:
+    kind = function.parameters.get("type", "object")
+    if kind != "object":
+        message = f"the parameters of function {function.name!r} must be a JSON schema of type object, not {kind!r}"
+        raise InvalidRequest(message, "tools")
+    return {**function.parameters, "type": "object"}

@@ -1,0 +1,251 @@
+"""An answer's text as it comes in pieces, and what is read out of it.
+
+Readers are generators that go through the text in order, as if all of it were there, and yield where they must wait for
+more. The work is linear in the text, and however it is cut, the pieces joined are the same.
+"""
+
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+WHITESPACE = " \t\n\r"  # what JSON calls so
+_SPACE = re.compile(r"[ \t\n\r]*")
+_SCALAR = re.compile(r"[0-9A-Za-z+.-]*")
+_BETWEEN = re.compile(r"[0-9A-Za-z+.,: \t\n\r-]*")  # between the strings and brackets of an array or object
+
+_Result = TypeVar("_Result")
+Reading = Generator[None, None, _Result]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentPiece:
+    """Text for the reader. Never empty."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """Text of the model's thoughts. Never empty."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """New characters of the JSON text of call `index`'s arguments. Its first piece, and no other, has the name."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+Piece = ContentPiece | ReasoningPiece | CallPiece
+
+
+class Pieces:
+    """What readers have found since it was last emptied."""
+
+    def __init__(self, max_calls: int | None) -> None:
+        self.max_calls = max_calls
+        self.num_calls = 0
+        self._pieces: list[Piece] = []
+
+    @property
+    def is_full(self) -> bool:
+        """True after as many calls as are wanted: nothing more comes of this answer."""
+        return self.num_calls == self.max_calls
+
+    def empty(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def content(self, text: str) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, ContentPiece):
+            self._pieces[-1] = ContentPiece(last.text + text)
+        elif text:
+            self._pieces.append(ContentPiece(text))
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self._pieces.append(ReasoningPiece(text))
+
+    def begin_call(self, name: str, arguments: str = "") -> None:
+        self._pieces.append(CallPiece(self.num_calls, name, arguments))
+
+    def arguments(self, text: str) -> None:
+        """More of the call that has begun."""
+        if text:
+            self._pieces.append(CallPiece(self.num_calls, None, text))
+
+    def end_call(self) -> None:
+        self.num_calls += 1
+
+
+class Text:
+    """The text, how far it was read, and how much of that was taken. What was read and not taken can be read again."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._start = self._at = 0  # what was read and not taken lies between
+        self._is_over = False
+        self.tap: Callable[[str], None] | None = None  # if set, is given what is read before the reader waits for more
+
+    def feed(self, more: str, is_over: bool) -> None:
+        """`is_over`: nothing follows."""
+        self._text = self._text[self._start :] + more
+        self._at -= self._start
+        self._start = 0
+        self._is_over = is_over
+
+    @property
+    def position(self) -> int:
+        """How much was read and not taken."""
+        return self._at - self._start
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._is_over and self._at == len(self._text)
+
+    def since(self, position: int) -> str:
+        return self._text[self._start + position : self._at]
+
+    def take(self) -> str:
+        """All that was read and not taken."""
+        taken = self._text[self._start : self._at]
+        self._start = self._at
+        return taken
+
+    def advance(self) -> None:
+        """Reads the character that `peek` has seen; nothing at the end of the answer."""
+        self._at = min(self._at + 1, len(self._text))
+
+    def back_to(self, position: int) -> None:
+        """What was read since then is to be read again."""
+        self._at = self._start + position
+
+    def take_tail_of(self, mark: str) -> None:
+        """Takes the end of the answer if it is the beginning of this mark, which was cut off."""
+        if self._is_over and mark.startswith(self._text[self._at :]):
+            self._at = len(self._text)
+            self.take()
+
+    def peek(self) -> Reading[str]:
+        """The next character; empty at the end of the answer."""
+        while self._at == len(self._text) and not self._is_over:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def skip(self, run: re.Pattern[str] = _SPACE) -> Reading[bool]:
+        """Reads all characters of a run, by default whitespace; whether there was any."""
+        is_any = False
+        while True:
+            match = run.match(self._text, self._at)
+            assert match is not None, "a run may be empty"
+            is_any = is_any or match.end() > self._at
+            self._at = match.end()
+            if self._at < len(self._text) or self._is_over:
+                return is_any
+            yield
+
+    def word(self, run: re.Pattern[str]) -> Reading[str]:
+        """Reads whitespace, then all characters of a run, and returns those."""
+        yield from self.skip()
+        begin = self.position
+        yield from self.skip(run)
+        return self.since(begin)
+
+    def accept(self, literal: str) -> Reading[bool]:
+        """Whether this comes next, perhaps after whitespace; reads it then, and whitespace in any case."""
+        yield from self.skip()
+        while not self._is_over and len(self._text) - self._at < len(literal):
+            if not literal.startswith(self._text[self._at :]):
+                return False
+            yield
+        if not self._text.startswith(literal, self._at):
+            return False
+        self._at += len(literal)
+        return True
+
+    def pass_on_up_to(self, marks: Sequence[str], add: Callable[[str], None], held: str = "") -> Reading[bool]:
+        """Passes text on up to the first of these marks, which comes next then; False if none comes before the end.
+
+        Characters of `held` right before the mark are read and not passed on.
+        """
+        while True:
+            found = [at for mark in marks if mark and (at := self._text.find(mark, self._at)) >= 0]
+            if not found and self._is_over:
+                self._at = len(self._text)
+                add(self.take())
+                return False
+            num_begun = max((_num_begun(self._text[self._at :], mark) for mark in marks), default=0)
+            end = min(found, default=len(self._text) - num_begun)
+            text = self._text[self._at : end].rstrip(held)
+            if text:
+                self._at += len(text)
+                add(self.take())
+            self._at = end
+            if found:
+                return True
+            yield
+
+    # --- JSON: only strings and depth are followed, the rest is for `json.loads` to judge
+
+    def value(self) -> Reading[bool]:
+        """Whether a JSON value comes next; reads it, or up to what cannot be part of it."""
+        depth = 0
+        while True:
+            char = yield from self.peek()
+            if char == '"':
+                is_good = yield from self.string()
+            elif char in ("{", "[") or (depth and char in ("}", "]")):
+                self.advance()
+                depth += 1 if char in "{[" else -1
+                is_good = True
+            else:
+                is_good = yield from self.skip(_BETWEEN if depth else _SCALAR)
+            if not is_good or not depth:
+                return is_good
+
+    def string(self, quote: str = '"') -> Reading[bool]:
+        """Whether a string comes next, perhaps after whitespace; reads it."""
+        if not (yield from self.accept(quote)):
+            return False
+        run = _IN_STRING[quote]
+        while True:
+            yield from self.skip(run)
+            char = yield from self.peek()
+            self.advance()
+            if char in (quote, ""):
+                return char == quote
+            yield from self.peek()  # what is escaped
+            self.advance()
+
+
+_IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+
+
+def _num_begun(text: str, mark: str) -> int:
+    """How many characters at the end of the text may be the beginning of the mark."""
+    lengths = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((length for length in lengths if mark.startswith(text[-length:])), 0)
+
+
+def parsed(raw: str) -> object:
+    """None for what is not JSON, and for null. Line breaks inside strings, a habit of small models, are accepted."""
+    try:
+        value: object = json.loads(raw, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def is_sendable(text: object) -> bool:
+    """Whether it is a text that UTF-8 has bytes for: not one with half a surrogate pair."""
+    try:
+        return isinstance(text, str) and bool(text.encode() or True)
+    except UnicodeEncodeError:
+        return False

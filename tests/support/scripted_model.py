@@ -1,0 +1,78 @@
+"""A real engine whose model wants to write a certain text, and checkpoints whose templates think and call."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from chairlift.engine.sampling.sampler import Sampled, Sampler, SamplingBatch
+from chairlift.scheduler import RequestState
+from tests.support.checkpoints import make_checkpoint
+
+END_TOKEN = 257
+MARKS = ["<think>", "</think>"]  # ordinary tokens, as in Qwen3
+SPECIAL_MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"]
+
+_TURNS = """{%- for message in messages -%}
+<|{{ message.role }}|>
+{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif -%}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
+<|im_end|>
+{%- endfor -%}"""
+
+# In the shape of Qwen3: the model decides, unless thoughts are closed for it.
+HYBRID = (
+    _TURNS
+    + """{%- if add_generation_prompt -%}<|assistant|>
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif -%}
+{%- endif -%}"""
+)
+# In the shape of DeepSeek-R1 and Qwen3-Thinking.
+ALWAYS = _TURNS + "{%- if add_generation_prompt -%}<|assistant|>{{ '<think>\n' }}{%- endif -%}"
+# In the shape of Mistral's.
+MISTRAL = _TURNS.replace("<tool_call>", "[TOOL_CALLS]").replace("<think>", "").replace("</think>", "") + (
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+def make_thinking_checkpoint(directory: Path, template: str) -> str:
+    """A random model with the bundled byte tokenizer and the marks above; its path."""
+    make_checkpoint(directory, eos_token_id=END_TOKEN, max_position_embeddings=512)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in MARKS])
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in SPECIAL_MARKS], special_tokens=True)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+class Script:
+    """What the model wants to write. What a grammar does not let it write is passed over."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = [END_TOKEN]
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Script:
+    """The script that every model follows during this test."""
+    script = Script()
+    prepare, sample = Sampler.prepare, Sampler.sample
+    wanted: dict[int, list[int]] = {}  # by batch: how many tokens each row has
+
+    def prepare_and_note(self: Sampler, requests: Sequence[RequestState], num_steps: int) -> SamplingBatch:
+        batch = prepare(self, requests, num_steps)
+        wanted[id(batch)] = [request.num_output_tokens for request in requests]
+        return batch
+
+    def follow(self: Sampler, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
+        for row, num_tokens in enumerate(wanted[id(batch)]):
+            logits[row, script.token_ids[min(num_tokens + step, len(script.token_ids) - 1)]] += 1e4
+        return sample(self, logits, batch, step)
+
+    monkeypatch.setattr(Sampler, "prepare", prepare_and_note)
+    monkeypatch.setattr(Sampler, "sample", follow)
+    return script

@@ -78,7 +78,13 @@ class Workers:
             if isinstance(error, RuntimeError):
                 raise ServerTooBusy("the system has no thread for this request; try again later") from error
             raise
-        result.add_done_callback(lambda _: self._end(turn))
+
+        def finish(done: asyncio.Future[_T]) -> None:
+            if not done.cancelled():
+                done.exception()  # if its client has left, nobody else asks for it, and asyncio would complain
+            self._end(turn)
+
+        result.add_done_callback(finish)
         try:
             return await asyncio.shield(result)
         finally:

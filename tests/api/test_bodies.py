@@ -105,11 +105,11 @@ async def test_a_body_that_unpacks_to_more_than_is_allowed_is_a_413() -> None:
         assert await send(server, gzip.compress(fits), gzipped) == (200, "")
         status, message = await send(server, gzip.compress(does_not), gzipped)
         assert (status, message[:25]) == (413, "the body is too large: Ma")
-        assert (await send(server, gzip.compress(bytes(2**30)), gzipped))[0] == 413
+        assert (await send(server, gzip.compress(bytes(2**26)), gzipped))[0] == 413
 
 
 def test_of_a_bomb_no_more_is_unpacked_than_is_allowed() -> None:
-    bomb = RawBody(gzip.compress(bytes(2**28)), "gzip", 2**20)
+    bomb = RawBody(gzip.compress(bytes(2**26)), "gzip", 2**20)
     tracemalloc.start()
     try:
         with pytest.raises(aiohttp.web.HTTPRequestEntityTooLarge):

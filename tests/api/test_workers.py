@@ -101,6 +101,25 @@ async def test_a_call_that_runs_counts_even_if_its_client_has_left() -> None:
         assert await asyncio.wait_for(workers.for_client("a")(str, 5), DEADLINE_S) == "5"
 
 
+async def test_a_call_that_fails_after_its_client_has_left_is_no_complaint(caplog: pytest.LogCaptureFixture) -> None:
+    has_begun, may_fail = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        has_begun.set()
+        assert may_fail.wait(DEADLINE_S)
+        raise ValueError("nobody hears this")
+
+    async with closing(Workers(1)) as workers:
+        leaving = asyncio.create_task(workers.for_client("a")(fail))
+        await wait_until(has_begun.is_set, "it began")
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        may_fail.set()
+        assert await workers.for_client("a")(str, 5) == "5"
+    gc.collect()
+    assert caplog.records == []
+
+
 async def test_what_waits_is_bounded_for_each_client_and_for_all() -> None:
     calls = Calls()
     async with closing(Workers(1, max_per_client=2, max_waiting=2)) as workers:

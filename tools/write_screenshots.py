@@ -27,7 +27,7 @@ CROWD = (
 def main() -> None:
     """Talks to the model while others do, and takes a picture in light and in dark colours."""
     model = ("smollm2", "--max-batch-size", str(SLOTS), "--max-seq-len", "2048", "--num-threads", str(os.cpu_count()))
-    with running(SERVE, *model) as server, browsing() as page:
+    with running(SERVE, *model, is_forked=False) as server, browsing() as page:
         page.open(server.url, prefers_color_scheme="light")
         page.wait_for_text("#link", "live")
         bench = [sys.executable, "-m", "chairlift", "bench", "--url", server.url, *CROWD]

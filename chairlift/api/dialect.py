@@ -97,12 +97,14 @@ class Dialect:
         thinking = self._thinking_after(prompt, is_continued)
         family = self._tool_family if functions else None
         max_calls = 1 if functions and body.parallel_tool_calls is False else None
-        shown = () if family is None else FORMATS[family].marks
+        form = None if family is None else FORMATS[family]
+        shown = () if form is None else form.marks
         thoughts = None
         if thinking is not None and self._marks is not None:
             thoughts = Thoughts(self._marks.begin, self._marks.end, thinking.has_begun)
             shown = (*shown, self._marks.begin, self._marks.end)
-        schemas = {function.name: function.parameters for function in functions}
+        needs_schemas = form is not None and not form.has_types  # otherwise they are not kept: they may be large
+        schemas = {function.name: function.parameters for function in functions} if needs_schemas else {}
         new_reader = partial(AnswerReader, family, max_calls, schemas, thoughts)
         new_watcher = None if max_calls is None else lambda: CallCounter(new_reader())
         return AnswerReading(new_reader, TextOptions(new_watcher, shown, thinking))

@@ -10,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.tools import ReasoningFamily
+from chairlift.api.tools import ReasoningFamily, ToolFamily
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import Server
@@ -233,6 +233,19 @@ async def test_marks_that_are_special_tokens_are_seen(serve: Serve) -> None:
     assert (message["content"], forced["content"]) == ("Well.", None)
     for each in (message, forced):
         assert each["tool_calls"][0]["function"] == {"name": "paint", "arguments": '{"colour": "red"}'}
+
+
+@pytest.mark.asyncio
+async def test_elements_are_read_by_the_types_of_the_functions(serve: Serve) -> None:
+    schema = {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "write", "parameters": {**schema, "required": ["text", "n"]}}}
+    elements = "<parameter=text>\n12\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
+    call = f"<tool_call>\n<function=write>\n{elements}</function>\n</tool_call>"
+    async with serve(HYBRID, call, tool_call_parser=ToolFamily.QWEN3_CODER) as server:
+        free = await message_of(server, tools=[tool])
+        forced = await message_of(server, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    for message in (free, forced):
+        assert message["tool_calls"][0]["function"] == {"name": "write", "arguments": '{"text": "12", "n": 3}'}
 
 
 @pytest.mark.asyncio

@@ -22,6 +22,7 @@ class Qwen3Coder(CallFormat):
     opening = "<tool_call>"
     closing = "</tool_call>"
     other_openings = ("<function=",)
+    has_types = False
     between = "\n"
     _ends = ("\n</parameter>", "</parameter>")
 

@@ -32,6 +32,7 @@ class CallFormat:
     other_openings: ClassVar[tuple[str, ...]] = ()  # how a call begins whose opening was forgotten
     brackets: ClassVar[tuple[str, str]] = ("", "")  # around all calls behind an opening, where there are any
     between: ClassVar[str]  # two calls, as chat templates write them
+    has_types: ClassVar[bool] = True  # what is written shows the types of values, without a look at the schemas
     is_bare: ClassVar[bool] = False  # a call needs no opening where an answer begins and after another call
 
     @property

@@ -186,9 +186,9 @@ FAMILIES = {
     "InternLM3ForCausalLM": Family(  # not every transformers has its class, and Llama's keeps fields it does not know
         "LlamaConfig",
         {
-            "has_qkv_bias": lambda config: getattr(config, "qkv_bias", False),
-            "has_output_bias": lambda config: getattr(config, "bias", False),
-            "has_mlp_bias": lambda config: getattr(config, "bias", False),
+            "has_qkv_bias": lambda config: getattr(config, "qkv_bias", config.attention_bias),
+            "has_output_bias": lambda config: getattr(config, "bias", config.mlp_bias),
+            "has_mlp_bias": lambda config: getattr(config, "bias", config.mlp_bias),
         },
     ),
 }
@@ -231,6 +231,8 @@ def _read_windows(config: Any) -> list[int | None]:
     if unknown := set(kinds) - LAYER_TYPES:
         raise CheckpointError(f"layer type {min(unknown)!r} is not supported, only {', '.join(sorted(LAYER_TYPES))}")
     window = config.sliding_window if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < 1:
+        raise CheckpointError(f"sliding_window must be at least 1, not {window}")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 

@@ -7,10 +7,12 @@ stacked into one parameter, in order) and `_ignored` (what it may hold although 
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -95,7 +97,8 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> AdaptedDe
     )
     source, report = _load_in_transformers(checkpoint, config, dtype)
     _refuse_differences(report["missing_keys"], report["unexpected_keys"])
-    model = AdaptedDecoder(source.to(device).eval().requires_grad_(False))
+    with _room_for(source, dtype, device):
+        model = AdaptedDecoder(source.to(device).eval().requires_grad_(False))
     model.check_positions()
     _log("loaded %s: %.1f MB of %s weights in %.2f s", checkpoint, model, dtype, start)
     return model
@@ -103,7 +106,7 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> AdaptedDe
 
 def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: DType) -> tuple[Any, dict[str, Any]]:
     """The model, and what its tensors and the checkpoint's do not have in common."""
-    assert checkpoint.weight_files, "an index may name no file outside"
+    _ = checkpoint.weight_files  # refuses an index that names files outside
     bars: Any = transformers_logging
     has_bar = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
@@ -141,9 +144,16 @@ def _empty_model(config: ModelShape, dtype: DType, device: str) -> Decoder:
     logger.info("%s", config.describe())
     with torch.device("meta"):
         model = Decoder(config)
+    with _room_for(model, dtype, device):
+        return model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
+
+
+@contextmanager
+def _room_for(model: nn.Module, dtype: DType, device: str) -> Iterator[None]:
+    """ConfigurationError if the device has no room for the model that is brought to it."""
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.num_bytes
     try:
-        return model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
+        yield
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"{device} ran out of memory for {num_bytes / 1e9:.1f} GB of weights; end what else uses it, or choose a"

@@ -206,6 +206,15 @@ def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Lo
     assert_near(attend_layer(LAYER, *tokens.new_parts(DECODE)), new_parts(reference(tokens), DECODE))
 
 
+def test_nor_are_they_where_there_is_a_window(loaded: Loaded) -> None:
+    config = AttentionConfig(0.125, (None, None, 7))
+    windowed, tokens = replace(loaded, config=config), loaded.tokens(DECODE)
+    (collection,) = windowed.cache(DECODE, tokens).fetch([row.slot for row in DECODE])
+    batch = replace(windowed.batch(DECODE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
+    attend_layer = windowed.backend.prepare(batch, replace(collection, max_cache_length=256))
+    assert_near(attend_layer(LAYER, *tokens.new_parts(DECODE)), new_parts(reference(tokens, config), DECODE))
+
+
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=KERNELS[name]) for name in KERNELS])
 @needs_gpu

@@ -270,6 +270,7 @@ def test_a_quantization_that_cannot_be_read_is_named(tmp_path: Path, method: str
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window must be at least 1, not 0"),
         ({"attention_chunk_size": 128}, "attention_chunk_size is not supported"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({**GEMMA3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}, "'linear_attention'"),

@@ -180,6 +180,17 @@ def test_greedy_tokens_are_those_of_transformers_with_reused_prefixes(
         assert output.outputs[0].token_ids == reference_tokens(reference, prompt, NUM_TOKENS)
 
 
+def test_batch_invariant_attention_obeys_windows_and_caps(directory: Path) -> None:
+    path, reference = checkpoint(directory, "gemma2")
+    prompts = random_prompts(9, [40, 5])
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(str(path), attention_backend="torch", batch_invariant=True, max_seq_len=SLOT_LEN) as llm:
+        outputs = llm.generate(prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        reference_tokens(reference, prompt, 12) for prompt in prompts
+    ]
+
+
 BEYOND: dict[str, dict[str, Any]] = {
     "longrope": {**FAMILIES["phi3, partial longrope"], "original_max_position_embeddings": 32},
     "dynamic": {

@@ -1,6 +1,6 @@
 """What keeps a backend from running; which flash-attn is used where; what the references of its kernels refuse."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from chairlift.models import cpu
 from chairlift.models.attention.flash import find_flash_attn, is_varlen_available
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.backends import find_obstacle, load_backend
-from chairlift.models.config import ModelConfig
+from chairlift.models.config import ModelConfig, ModelShape
 from tests.models.cpu.support import BASE
 from tests.support.flash_attn_reference import (
     flash_attn_3_with_kvcache,
@@ -116,6 +116,13 @@ def test_a_backend_says_what_keeps_it_from_running_a_model(
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
 def test_nothing_keeps_native_code_from_running_such_models(head_dim: int, dtype: DType) -> None:
     assert find_obstacle(AttentionBackend.CPU, shape(head_dim), dtype, "cpu") is None
+
+
+def test_native_code_runs_no_model_in_transformers_own_code() -> None:
+    described = {field.name: getattr(BASE, field.name) for field in fields(ModelShape)}
+    mixtral = ModelShape(**{**described, "architecture": "MixtralForCausalLM"})
+    said = "it runs the families that have a wiring of their own, and MixtralForCausalLM has none"
+    assert find_obstacle(AttentionBackend.CPU, mixtral, DType.FLOAT32, "cpu") == said
 
 
 def test_without_a_compiler_there_is_no_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
 """The kernels' layout of weights, and their rounding to 8 bits."""
 
+import math
+
 import pytest
 import torch
 
-from chairlift.models.cpu.packing import interleave, pack, quantize
+from chairlift.models.cpu.packing import arrange_heads, interleave, pack, quantize, rope_table
+from chairlift.models.rope import RopeConfig
 
 
 def values_of(panels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -139,3 +142,25 @@ def test_a_large_matrix_is_quantized_as_its_rows_are() -> None:
         row_values, row_scale = quantize(weight[row : row + 1])
         assert torch.equal(values[row : row + 1], row_values)
         assert torch.equal(scales[row : row + 1], row_scale)
+
+
+def test_the_elements_that_turn_come_first_in_both_halves_of_a_query_or_key() -> None:
+    rows = torch.arange(24)  # heads of 8, of which 4 turn: a query, a key, a value
+    query, key, value = arrange_heads(rows, num_heads=2, head_dim=8, num_rotated=4).view(3, 8).tolist()
+    assert query == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert key == [8, 9, 12, 13, 10, 11, 14, 15]
+    assert value == [16, 17, 18, 19, 20, 21, 22, 23]
+
+
+def test_a_head_that_turns_as_a_whole_stays_as_it_is() -> None:
+    rows = torch.arange(24)
+    assert arrange_heads(rows, num_heads=2, head_dim=8, num_rotated=8) is rows
+
+
+def test_what_does_not_turn_has_an_angle_of_0() -> None:
+    half = RopeConfig(10_000.0, parameters=(("partial_rotary_factor", 0.5),))
+    table = rope_table(half, head_dim=8, max_seq_len=3)
+    assert table[0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert table[2].tolist() == pytest.approx(
+        [math.cos(2), math.cos(0.02), 1, 1, math.sin(2), math.sin(0.02), 0, 0], abs=1e-6
+    )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, pack_tokens
+from chairlift.params import FinishReason
 from chairlift.scheduler.request import Contents, RequestState
 
 _MAX_LOST_TOKENS = 64  # behind a shared prefix in a warm slot: fewer are not worth a copy
@@ -99,11 +100,12 @@ class Placement:
         self._slots.scrub(request.slot, request.num_computed)
         request.contents.has_bad_surplus = False
 
-    def abandon(self) -> list[RequestState]:
-        """After a failed or interrupted step: frees and scrubs all slots in use, and returns their owners."""
-        owners = self.owners
-        for request in owners:
+    def abandon(self) -> None:
+        """After a failed or interrupted step: ends all owners, and frees and scrubs their slots."""
+        for request in self.owners:
+            request.finish_reason = request.finish_reason or FinishReason.ABORT
             request.slot = request.leader = None
+            request.num_launches = request.num_pending = 0
         for slot in self._slots.claimed - self._foreign:
             self._slots.abandon([slot])
             self._slots.scrub(slot, 0)
@@ -111,7 +113,6 @@ class Placement:
             if self._index is not None:
                 self._index.remove(slot)
         self._owners.clear()
-        return owners
 
     def forget_prefixes(self) -> None:
         """What is in a slot now is no longer found, neither by newcomers nor by those that wait for a longer prefix.

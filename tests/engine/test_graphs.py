@@ -279,10 +279,10 @@ KINDS: dict[str, tuple[DrawKind, list[dict[str, Any]]]] = {
     "greedy": (DrawKind.GREEDY, [{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}]),
     "random": (DrawKind.RANDOM, [{"temperature": 1.0}, {"temperature": 0.0, "top_p": 0.5}, {"temperature": 1e-9}]),
     "filtered": (
-        DrawKind.FILTERED,
+        DrawKind.TOP,
         [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.0}],
     ),
-    "min_p alone": (DrawKind.FILTERED, [{"min_p": 0.3}, {"temperature": 2.0}]),
+    "min_p alone": (DrawKind.MIN_P, [{"min_p": 0.3}, {"temperature": 2.0}]),
 }
 
 

@@ -1,5 +1,7 @@
 """How sequences end beside end tokens and lengths: grammars, errors, prompts that are only computed."""
 
+from dataclasses import replace
+
 import pytest
 
 from chairlift.cache.ledger import Scrub, SlotLedger
@@ -89,6 +91,19 @@ def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     broken, sound = world.step(RowResult([9]), RowResult([9]))
     assert broken == TokenEvent("a", [9], FinishReason.ABORT, error="the grammar failed: token 9 does not fit")
     assert sound == TokenEvent("b", [9], None)
+
+
+def test_a_request_whose_grammar_cannot_be_made_ends_alone_and_is_told_in_the_next_step() -> None:
+    def fail() -> Words:
+        raise RuntimeError("no memory")
+
+    world = World(replace(make("a", [7]), new_grammar=fail), make("b", [7]))
+    assert world.step(RowResult([9])) == [TokenEvent("b", [9], None)]
+    world.scheduler.abort("b")
+    assert (world.scheduler.has_work, world.slots.num_free) == (True, 4)
+    said = "the request could not be started: no memory"
+    assert world.scheduler.expire() == [TokenEvent("a", [], FinishReason.ABORT, error=said)]
+    assert (world.scheduler.expire(), world.scheduler.has_work) == ([], False)
 
 
 def test_of_a_launch_a_row_with_a_grammar_keeps_the_first_token_and_the_others_keep_all() -> None:

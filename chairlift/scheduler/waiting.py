@@ -168,7 +168,7 @@ class WaitingQueue(FairQueue):
 
         A queue that stands still counts as slower the longer it does.
         """
-        seconds_each = (now - self._starts[0]) / len(self._starts) if len(self) else 0.0
+        seconds_each = (now - self._starts[0]) / max(1, len(self._starts) - 1) if len(self) else 0.0
         return min(max(num_places * seconds_each, _MIN_WAIT_S), _MAX_WAIT_S)
 
 

@@ -162,7 +162,7 @@ def test_rare_sizes_are_recorded_when_they_are_needed_and_only_once(
 ) -> None:
     with make(recorder) as llm:
         at_start = recorder.num_recorded
-        assert at_start == 1 + 3  # one length, three kinds of sampling, the largest batch
+        assert at_start == 1 + 4  # one length, four kinds of sampling, the largest batch
         llm.generate(PROMPTS[:2], GREEDY)
         assert recorder.num_recorded == at_start + 2
         llm.generate(PROMPTS[1:3], GREEDY)
@@ -174,7 +174,7 @@ def test_rare_sizes_are_recorded_when_they_are_needed_and_only_once(
 def test_common_sizes_are_recorded_at_start(make: Callable[..., LLM], recorder: Recorder) -> None:
     with make(recorder) as llm:
         at_start = recorder.num_recorded
-        assert at_start == 4 * (1 + 3)  # 1, 2, 4 and 5 rows
+        assert at_start == 4 * (1 + 4)  # 1, 2, 4 and 5 rows
         llm.generate(PROMPTS, GREEDY)
         assert recorder.num_recorded == at_start
 

@@ -235,9 +235,9 @@ def test_a_prompt_whose_first_mask_is_late_has_its_last_token_computed_once_more
     scores = [{7: Logprob(-1.0, 1)}]
     (event,) = world.step(RowResult([9], is_late=True, prompt_logprobs=scores))
     assert (event.new_token_ids, event.prompt_logprobs, event.finish_reason) == ([], scores, None)
-    plan = world.launch()
+    plan = world.scheduler.schedule()
     assert [(row.num_new_tokens, row.request.num_computed) for row in plan.rows] == [(1, 2)]
-    assert world.land([RowResult([5])])[0].finish_reason is FinishReason.STOP
+    assert world.step(RowResult([5]))[0].finish_reason is FinishReason.STOP
     assert world.slots.num_free == 4
 
 

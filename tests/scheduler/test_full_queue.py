@@ -214,10 +214,10 @@ def test_who_is_refused_is_told_when_there_will_be_a_place_by_the_present_rate()
     engine.add("b", PROMPT)
     with pytest.raises(QueueFull) as caught:
         engine.scheduler.add(engine.ask("c", PROMPT), engine.ask("d", PROMPT))
-    assert caught.value.retry_after == pytest.approx(20.0 / 6)
+    assert caught.value.retry_after == pytest.approx(4.0)
     with pytest.raises(QueueFull) as caught:
         engine.scheduler.add(*[engine.ask(name, PROMPT) for name in "efg"])
-    assert caught.value.retry_after == pytest.approx(2 * 20.0 / 6)
+    assert caught.value.retry_after == pytest.approx(8.0)
 
 
 def test_idle_times_do_not_count_as_waiting() -> None:

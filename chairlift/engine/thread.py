@@ -144,7 +144,7 @@ class EngineThread:
             if isinstance(command, Stop):
                 return False
             self._obey(command, update)
-        self._tell(update)  # who was refused need not wait for the step
+        self._tell(update)  # a refusal need not wait for the step
         if self._can_step:
             self._tell(Update(events=self._core.step()))
         return True

@@ -1,4 +1,4 @@
-"""The policy: who runs, how many tokens of whom, for how many steps.
+"""The policy: which requests run, how many tokens of each, for how many steps.
 
 - Decode rows always go on: the token budget is at least the number of slots. The rest of it goes to prompts: first
   those begun, then waiting ones (`waiting`: which is next) that find a slot (`placement`: which one, and what of the
@@ -149,7 +149,7 @@ class Scheduler:
         self._slots.commit(valid_lengths, reservation)
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
-        """Takes each row's result once its launch is over, retires who ended. One event per row with news."""
+        """Takes each row's result once its launch is over, and retires ended requests. One event per row with news."""
         now = self._clock()
         events = []
         for row, num_expected, result in zip(plan.rows, plan.num_expected, results, strict=True):

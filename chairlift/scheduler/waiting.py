@@ -1,4 +1,4 @@
-"""The waiting queue: its places, who must leave it for a newcomer, and deadlines.
+"""The waiting queue: its places, which request must leave for a newcomer, and deadlines.
 
 Where all places are taken, a newcomer gets the place of the request that would be served last, if that is after it; and
 no tenant has more than its share of the places.
@@ -44,7 +44,7 @@ class WaitingQueue(FairQueue):
         self.num_preemptions = 0
 
     def can_take(self, requests: Sequence[Request], num_places: int) -> bool:
-        """Whether nobody would have to leave for these, if `num_places` requests can start to run at once."""
+        """Whether none would have to leave for these, if `num_places` requests can start to run at once."""
         return len(requests) <= self._num_free(num_places) and self._share_error(requests, num_places) is None
 
     def add(self, requests: Sequence[Request], num_places: int) -> list[TokenEvent]:

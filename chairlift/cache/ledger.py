@@ -2,7 +2,7 @@
 
 A slot is free, warm or claimed. A claimed slot has a committed length, and is in flight between the `reserve` that
 announces writes to it and the `commit` that says how many of them count. A warm slot has no owner, but its first tokens
-stay valid for whoever claims it with them or copies them; it is claimed like a free one when no free one is left.
+stay valid and can be claimed with it, or copied; it is claimed like a free one when no free one is left.
 
                        committed                 reserved: new_tokens + num_steps - 1
     slot  |=============================|- - - - - - - - - - - - - -|                    |

@@ -81,7 +81,7 @@ class ContinuousBatchingKVCacheCollection:
 
 
 class ContinuousBatchingKVCacheManager(SlotLedger):
-    """The ledger together with the tensors that it keeps the books of: who has it has the cache. Thread-safe.
+    """The ledger together with its tensors: one object is the whole cache. Thread-safe.
 
     The scheduler claims, commits and releases on this very object, and knows it as a `SlotLedger`; the runner fetches.
     """

@@ -210,6 +210,10 @@ class AsyncLLM:
             return
         self._is_closed = True
         self._fail_all(EngineClosed("the engine was closed"))
+        if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        self._watch = None
         if self._thread is not None:
             self._thread.send(Stop())
             timeout = 0.0 if isinstance(self.death, EngineHung) else _JOIN_TIMEOUT_S
@@ -218,10 +222,6 @@ class AsyncLLM:
             else:
                 logger.error("the engine thread did not stop; it is left behind")
         await asyncio.to_thread(self.inputs.close)
-        if self._watch is not None and self._watch.get_loop() is asyncio.get_running_loop():
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-        self._watch = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -255,20 +255,8 @@ class AsyncLLM:
         return self._thread
 
     async def _watch_over(self, thread: EngineThread) -> None:
-        """Declares the engine dead if a step does not come back or the thread is gone, so that nobody waits for it."""
-        limit = self.config.step_timeout
-        interval = min(1.0, limit / 4)
-        seen, num_looks = None, 0
-        while self.death is None:
-            # It counts looks rather than time: a stopped process or a blocked loop is not the engine's fault.
-            await asyncio.sleep(interval)
-            progress = thread.progress
-            num_looks = num_looks + 1 if progress is not None and progress == seen else 0
-            seen = progress
-            if num_looks * interval >= limit:
-                self._die(EngineHung(f"a step did not come back within {limit:g} s"))
-            elif not thread.is_alive and not self._is_closed:
-                self._die(EngineHung("the engine's thread is gone"))
+        """So that nobody waits for an engine that does nothing any more."""
+        self._die(await thread.until_hung(self.config.step_timeout))
 
     def _take(self, update: Update) -> None:
         """On the event loop: one step's news."""

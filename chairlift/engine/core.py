@@ -101,13 +101,13 @@ class EngineCore:
         return self._scheduler.has_work or bool(self._launches)
 
     def can_take(self, requests: Sequence[Request]) -> bool:
-        """Whether `add` would take them now, and nobody would have to leave for them."""
+        """Whether `add` would take them now, and no other request would have to leave for them."""
         return self._scheduler.can_take(requests)
 
     def add(self, *requests: Request) -> list[TokenEvent]:
-        """Queues requests, all or none, and returns the ends of those who lose their places in the queue to them.
+        """Queues requests, all or none, and returns the ends of those that lose their places in the queue to them.
 
-        `QueueFull` if there is no place and nobody has to leave. ValueError if one of them was added before.
+        `QueueFull` if there is no place and none has to leave. ValueError if one of them was added before.
         """
         return self._noted(self._scheduler.add(*requests))
 
@@ -118,7 +118,7 @@ class EngineCore:
         return event
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all prompts: who comes now reuses nothing that was computed so far. Who runs goes on."""
+        """Forgets all prompts: later requests reuse nothing that was computed so far. Running ones go on."""
         self._scheduler.reset_prefix_cache()
         self._journal.look_around()
 

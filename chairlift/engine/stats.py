@@ -1,7 +1,7 @@
 """What can be read of an engine: its counts since it was made, and a picture of slots, queue and launches.
 
 The engine's thread counts after each launch, in integers and lists; a reader takes a copy. A snapshot holds numbers
-only: no text, token ids or name that a client chose, so that it may be shown to everybody who may use the server.
+only: no text, token ids or name that a client chose, so that it may be shown to every client of the server.
 """
 
 import zlib
@@ -22,8 +22,8 @@ MAX_WAITING_SHOWN = 20
 class SlotState(StrEnum):
     """Who has a slot."""
 
-    FREE = "free"  # nobody, and nothing in it is of use
-    WARM = "warm"  # nobody, but the tokens in it can be reused by a prompt that begins with them
+    FREE = "free"  # no request, and nothing in it is of use
+    WARM = "warm"  # no request, but the tokens in it can be reused by a prompt that begins with them
     PREFILLING = "prefilling"  # a request whose prompt is not computed yet
     DECODING = "decoding"  # a request that generates
 
@@ -170,7 +170,7 @@ class EngineStats:
     num_waiting: int
     num_prefilling: int  # requests that have a slot, and whose prompt is not computed yet
     num_decoding: int  # all others that have a slot
-    num_warm: int  # slots that nobody has, with tokens that can be reused
+    num_warm: int  # slots of no request, with tokens that can be reused
     step_seconds: Distribution  # a launch of several steps counts as that many, each with its share of the time
     step_rows: Distribution
     step_tokens: Distribution  # whose keys and values a step computed

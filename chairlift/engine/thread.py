@@ -6,6 +6,7 @@ callback per step, which must not block (`loop.call_soon_threadsafe`). The loop 
 behind, the thread takes no step until it has caught up, so that updates do not pile up.
 """
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from chairlift.engine.core import EngineCore
-from chairlift.errors import QueueFull
+from chairlift.errors import EngineHung, QueueFull
 from chairlift.scheduler import Request, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,20 @@ class EngineThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    async def until_hung(self, limit: float) -> EngineHung:
+        """Returns when a step did not come back within `limit` seconds, or the thread is gone."""
+        interval = min(1.0, limit / 4)
+        seen, num_looks = None, 0
+        while num_looks * interval < limit:
+            # It counts looks rather than time: a stopped process or a blocked loop is not the engine's fault.
+            await asyncio.sleep(interval)
+            if not self.is_alive:
+                return EngineHung("the engine's thread is gone")
+            progress = self.progress
+            num_looks = num_looks + 1 if progress is not None and progress == seen else 0
+            seen = progress
+        return EngineHung(f"a step did not come back within {limit:g} s")
+
     def _run(self) -> None:
         try:
             while self._turn():
@@ -129,7 +144,7 @@ class EngineThread:
             if isinstance(command, Stop):
                 return False
             self._obey(command, update)
-        self._tell(update)  # who was refused need not wait for the step
+        self._tell(update)  # a refusal need not wait for the step
         if self._can_step:
             self._tell(Update(events=self._core.step()))
         return True

@@ -1,8 +1,9 @@
 """Requests, the step plan, and the policy that makes one from the other. Plain Python, no torch."""
 
 from chairlift.scheduler.plan import RowPlan, RowResult, StepPlan, TokenEvent
-from chairlift.scheduler.request import Grammar, Request, RequestState
-from chairlift.scheduler.scheduler import TIMED_OUT, Policy, Scheduler
+from chairlift.scheduler.request import TIMED_OUT, Grammar, Request, RequestState
+from chairlift.scheduler.scheduler import Scheduler
+from chairlift.scheduler.waiting import Policy
 
 __all__ = [
     "TIMED_OUT",

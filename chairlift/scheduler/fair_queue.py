@@ -1,11 +1,11 @@
 """The order in which waiting requests get slots: priorities with ageing, and within a priority tenants in turn.
 
 - A lower `priority` comes first, and waiting makes up for it: a level's urgency is `AGEING_S * priority + since`, where
-  `since` is when somebody began to wait in it or, if that was later, when it was last served. So each level gets a slot
-  every `AGEING_S` seconds per step of priority, whatever comes above it, and a long backlog below holds up nobody.
+  `since` is when its first request began to wait or, if that was later, when it was last served. So each level gets a
+  slot every `AGEING_S` seconds per step of priority, and a long backlog below delays no request above.
 - Within a level each tenant has a counter of the tokens that it was served, and the lowest counter is next: virtual
   token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024). A prompt counts when it starts,
-  generated tokens when their request ends. A tenant that comes begins where the one served last was, so that nobody
+  generated tokens when their request ends. A new tenant begins at the counter of the one served last, so that none
   saves up turns. A tenant alone is served in the order of arrival.
 
 Every operation costs at most the logarithm of the numbers of tenants and levels, however many requests wait, except for
@@ -107,7 +107,7 @@ class FairQueue:
     def peek(self) -> RequestState:
         """The next request. There must be one."""
         level = self._by_urgency.first()
-        assert level is not None, "nobody waits"
+        assert level is not None, "no request waits"
         return level.next_tenant().head
 
     def pop(self, now: float) -> RequestState:
@@ -168,7 +168,7 @@ class _Turn(NamedTuple):
     """When a request is served within its level: the earlier, the smaller."""
 
     counter: float
-    place: float  # of the tenant: between equal counters, who came first
+    place: float  # of the tenant: breaks ties: the tenant that came first
 
 
 _FIRST = _Turn(-math.inf, 0.0)
@@ -210,7 +210,7 @@ class _Level:
 
     def __init__(self, priority: int, since: float) -> None:
         self._priority = priority
-        self._since = since  # somebody has waited since then, and nobody was served
+        self._since = since  # requests have waited since then, and none was served
         self.tenants: dict[str, _Tenant] = {}  # none is without requests
         self._by_counter = LazyHeap[_Tenant](lambda tenant: tenant.counter if tenant.requests else None)
         self._places = count()

@@ -2,28 +2,29 @@
 
 A request that ends leaves its slot warm. A new one gets, in this order:
 
-1. the warm slot that shares the longest prefix with it, as it is, if little else in that slot would be lost, or if it
-   would be the next to go anyhow;
+1. the warm slot that shares the longest prefix with it, in place, if few other tokens in that slot would be lost, or if
+   that slot would be evicted next anyway;
 2. a free slot, or the least recently used warm one, into which the longest prefix is copied from the slot that holds
-   it, warm or running. A copy moves bytes that otherwise would have to be computed, layer by layer.
+   it, warm or running. A copy costs bandwidth, not compute.
 
-At least one token is left to compute, so that there are logits. If a prompt is being computed that shares even more,
-the request sits in its slot for that step, and then copies it: equal prompts are computed once.
+At least one token is left to compute, so that there are logits. If a prompt that is being prefilled shares even more,
+the request waits in its slot for that leader, and then copies the prefix: equal prompts are computed once.
 """
 
 from dataclasses import dataclass
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, pack_tokens
+from chairlift.params import FinishReason
 from chairlift.scheduler.request import Contents, RequestState
 
-_MAX_LOST_TOKENS = 64  # behind a shared prefix in a warm slot: fewer are not worth a copy
-_MIN_AWAITED_TOKENS = 16  # fewer are sooner computed than waited for
+_MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: to save fewer is not worth a copy
+_MIN_AWAITED_TOKENS = 16  # fewer are computed sooner than awaited
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """Where a request's longest prefix is, and whose prompt, being computed, will be a longer one."""
+    """The slot that holds a request's longest prefix, and the request that is computing a longer one."""
 
     slot: int | None = None
     num_tokens: int = 0
@@ -45,7 +46,7 @@ class Placement:
         return list(self._owners.values())
 
     def place(self, request: RequestState) -> None:
-        """Gives the request a slot, which there must be, with what of its tokens can be reused."""
+        """Gives the request a slot, of which there must be one, and reuses what some slot holds of its tokens."""
         tokens = pack_tokens(request.token_ids)
         finding = self._find(request, tokens)
         slot = self._choose(finding)
@@ -64,11 +65,11 @@ class Placement:
         self._follow_or_copy(request, finding)
 
     def follow(self, request: RequestState) -> None:
-        """A request that waited for a leader copies what that has computed, or waits for another one."""
+        """A request that waited for a leader copies what the leader has computed, or waits for another one."""
         self._follow_or_copy(request, self._find(request, pack_tokens(request.token_ids)))
 
     def release(self, request: RequestState) -> None:
-        """Its slot is warm as far as its contents are sound; the rest is scrubbed."""
+        """Takes its slot: the sound tokens in it stay warm, and the rest is scrubbed."""
         slot, contents = request.slot, request.contents
         assert slot is not None, f"{request.request_id} has no slot to release"
         if request.error is not None:
@@ -94,16 +95,17 @@ class Placement:
         request.num_computed -= 1
 
     def scrub_surplus(self, request: RequestState) -> None:
-        """For a row that goes on behind what it keeps: the first token of a launch of several steps."""
+        """Scrubs what a row computed beyond the tokens that it keeps, since it goes on from there."""
         assert request.slot is not None, f"{request.request_id} goes on without a slot"
         self._slots.scrub(request.slot, request.num_computed)
         request.contents.has_bad_surplus = False
 
-    def abandon(self) -> list[RequestState]:
-        """After a failed or interrupted step: frees and scrubs all slots in use, and returns their owners."""
-        owners = self.owners
-        for request in owners:
+    def abandon(self) -> None:
+        """After a failed or interrupted step: ends all owners, and frees and scrubs their slots."""
+        for request in self.owners:
+            request.finish_reason = request.finish_reason or FinishReason.ABORT
             request.slot = request.leader = None
+            request.num_launches = request.num_pending = 0
         for slot in self._slots.claimed - self._foreign:
             self._slots.abandon([slot])
             self._slots.scrub(slot, 0)
@@ -111,12 +113,11 @@ class Placement:
             if self._index is not None:
                 self._index.remove(slot)
         self._owners.clear()
-        return owners
 
     def forget_prefixes(self) -> None:
-        """What is in a slot now is no longer found, neither by newcomers nor by those that wait for a longer prefix.
+        """Makes what slots hold now unfindable, for new requests and for those that wait for a leader.
 
-        Its owner goes on in it. As the index does not know that slot, it will not be warm.
+        Owners keep their slots, which will not be warm, since the index does not know them.
         """
         if self._index is not None:
             self._index = PrefixIndex()
@@ -132,7 +133,7 @@ class Placement:
             assert set(warm) <= self._index.slots, "a warm slot is not known"
         else:
             assert not warm, "a slot is warm though nothing is reused"
-        assert self._slots.claimed - self._foreign == set(self._owners), "a slot belongs to nobody"
+        assert self._slots.claimed - self._foreign == set(self._owners), "a claimed slot has no owner"
         for slot, request in self._owners.items():
             assert request.slot == slot, f"slot {slot} has another owner"
             length = self._slots.cache_length_of(slot)
@@ -169,7 +170,7 @@ class Placement:
             self._copy(request, finding)
 
     def _choose(self, finding: _Finding) -> int | None:
-        """The warm slot that the request gets as it is; None if it gets another."""
+        """The warm slot that the request takes in place; None if it gets another."""
         warm = self._slots.warm
         if finding.slot not in warm:
             return None
@@ -181,7 +182,7 @@ class Placement:
         """Copies the prefix that was found into the request's slot, if it is longer than what is there."""
         source, target, num_tokens = finding.slot, request.slot, finding.num_tokens
         assert target is not None, "a request is placed before anything is copied for it"
-        if source is None or num_tokens <= request.num_computed:  # as it is where the slot is taken as it is
+        if source is None or num_tokens <= request.num_computed:  # so too if the slot was taken in place
             return
         owner = self._owners.get(source)
         num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
@@ -193,8 +194,8 @@ class Placement:
         """Frees the warm slots that hold what a failed row had reused: the cause may lie there.
 
         A token was sampled from every warm slot, so it holds numbers; but an infinite key may spoil one query and not
-        another. Slots that share less with the row, or have another salt, are kept: if they are bad, whoever fails for
-        them will free them.
+        another. Slots that share less with the row, or have another salt, are kept: if they are bad, the request that
+        fails because of them will free them.
         """
         if self._index is None or not request.num_reused or request.may_allow_nothing:
             return
@@ -208,6 +209,6 @@ class Placement:
 
 
 def _can_lead(owner: RequestState, request: RequestState) -> bool:
-    """Whether the request may wait for the owner, which must not wait itself: so there are no cycles."""
+    """Whether the owner may be the request's leader: one that has no leader itself, so that there are no cycles."""
     is_computing = owner.slot is not None and owner.finish_reason is None
     return is_computing and owner.leader is None and owner is not request

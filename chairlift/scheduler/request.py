@@ -21,6 +21,10 @@ REPETITION_DETECTED = "repetition_detected"
 """The stop reason of a sequence that repeats itself; vLLM's word for it."""
 
 
+TIMED_OUT = "timeout"
+"""The stop reason of a request that ran for too long."""
+
+
 class Grammar(Protocol):
     """What a sequence must look like, and how far it has come. One per sequence."""
 

@@ -1,4 +1,4 @@
-"""The policy: who runs, how many tokens of whom, for how many steps.
+"""The policy: which requests run, how many tokens of each, for how many steps.
 
 - Decode rows always go on: the token budget is at least the number of slots. The rest of it goes to prompts: first
   those begun, then waiting ones (`waiting`: which is next) that find a slot (`placement`: which one, and what of the
@@ -7,39 +7,20 @@
 - A step may be planned while the tokens of the one before are still being computed. A row whose next token needs a mask
   from the host (a grammar, bad words) sits that step out. A row that turns out to have ended has been planned once too
   often: its surplus is dropped, and its slot is free when no launch writes to it.
-
-Nothing starves: every row that decodes goes on, each ends after at most `max_tokens` of its own, prompts are computed
-in order, and waiting makes up for a lower priority.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from chairlift.cache.ledger import Reservation, SlotLedger
 from chairlift.params import FinishReason
 from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.plan import Draft, RowPlan, RowResult, StepPlan, TokenEvent
-from chairlift.scheduler.request import Request, RequestState
-from chairlift.scheduler.waiting import WaitingQueue
-
-TIMED_OUT = "timeout"
-"""The stop reason of a request that ran for too long."""
+from chairlift.scheduler.request import TIMED_OUT, Request, RequestState
+from chairlift.scheduler.waiting import DEFAULT_POLICY, Policy, WaitingQueue
 
 _MAX_EXPIRED = 256  # requests in a step: to end one takes some ten microseconds, and thousands may be due at once
 _NO_RESULT = RowResult()
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How requests are served beside each other; the settings of these names."""
-
-    enable_prefix_caching: bool = True
-    preempt_after: int | None = None  # tokens generated before a slot may be lost; None: it never is
-    queue_timeout: float | None = None  # seconds to wait for a slot
-
-
-DEFAULT_POLICY = Policy()
 
 
 class Scheduler:
@@ -62,10 +43,9 @@ class Scheduler:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_steps_per_launch = max_steps_per_launch
-        self._preempt_after = policy.preempt_after
         self._clock = clock
         self._placement = Placement(slots, policy.enable_prefix_caching)
-        self.waiting = WaitingQueue(max_queue_size, policy.queue_timeout, clock)
+        self.waiting = WaitingQueue(max_queue_size, policy, clock)
         self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
         self._unstarted: list[TokenEvent] = []  # ends of requests that could not start, not yet told
 
@@ -100,12 +80,10 @@ class Scheduler:
 
         `QueueFull` if too many would wait and none of them is served after these.
         """
-        names: set[str] = set()
-        for request in requests:
-            name = request.request_id
-            if name in names or self.find(name) is not None:
+        names = [request.request_id for request in requests]
+        for name in names:
+            if names.count(name) > 1 or self.find(name) is not None:
                 raise ValueError(f"request {name!r} is already here")
-            names.add(name)
         return self.waiting.add(requests, self._num_places)
 
     def find(self, request_id: str) -> RequestState | None:
@@ -171,7 +149,7 @@ class Scheduler:
         self._slots.commit(valid_lengths, reservation)
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
-        """Takes each row's result once its launch is over, retires who ended. One event per row with news."""
+        """Takes each row's result once its launch is over, and retires ended requests. One event per row with news."""
         now = self._clock()
         events = []
         for row, num_expected, result in zip(plan.rows, plan.num_expected, results, strict=True):
@@ -199,9 +177,7 @@ class Scheduler:
 
     def abandon(self) -> None:
         """After a failed or interrupted step all requests with a slot leave, without an event; those that wait stay."""
-        for request in self._placement.abandon():
-            request.finish_reason = request.finish_reason or FinishReason.ABORT
-            request.num_launches = request.num_pending = 0
+        self._placement.abandon()
         self._running.clear()
 
     def check(self) -> None:
@@ -240,8 +216,8 @@ class Scheduler:
 
     def _preempt_if_wanted(self) -> None:
         """Takes the slot of a running request if one of higher priority waits and there is no other."""
-        if self._preempt_after is not None and len(self.waiting) and not self._num_places:
-            victim = self.waiting.choose_victim(self.running, self._preempt_after)
+        if len(self.waiting) and not self._num_places:
+            victim = self.waiting.choose_victim(self.running)
             if victim is not None:
                 victim.is_yielding = True
                 self._release_if_idle(victim)

@@ -1,4 +1,4 @@
-"""The waiting queue: its places, who must leave it for a newcomer, and deadlines.
+"""The waiting queue: its places, which request must leave for a newcomer, and deadlines.
 
 Where all places are taken, a newcomer gets the place of the request that would be served last, if that is after it; and
 no tenant has more than its share of the places.
@@ -19,20 +19,32 @@ _NUM_STARTS = 64
 _MIN_WAIT_S, _MAX_WAIT_S = 1.0, 600.0
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How requests are served beside each other; the settings of these names."""
+
+    enable_prefix_caching: bool = True
+    preempt_after: int | None = None  # tokens generated before a slot may be lost; None: it never is
+    queue_timeout: float | None = None  # seconds to wait for a slot
+
+
+DEFAULT_POLICY = Policy()
+
+
 class WaitingQueue(FairQueue):
     """Requests without a slot. Keeps the deadlines of those that have one, too."""
 
-    def __init__(self, max_size: int, queue_timeout: float | None, clock: Callable[[], float]) -> None:
+    def __init__(self, max_size: int, policy: Policy, clock: Callable[[], float]) -> None:
         super().__init__()
         self._max_size = max_size
-        self._queue_timeout = queue_timeout
+        self._policy = policy
         self._clock = clock
         self._deadlines = LazyHeap[_Deadline](lambda deadline: deadline.time if deadline.subject is not None else None)
         self._starts: deque[float] = deque(maxlen=_NUM_STARTS)  # when the wait began, then when slots were given
         self.num_preemptions = 0
 
     def can_take(self, requests: Sequence[Request], num_places: int) -> bool:
-        """Whether nobody would have to leave for these, if `num_places` requests can start to run at once."""
+        """Whether none would have to leave for these, if `num_places` requests can start to run at once."""
         return len(requests) <= self._num_free(num_places) and self._share_error(requests, num_places) is None
 
     def add(self, requests: Sequence[Request], num_places: int) -> list[TokenEvent]:
@@ -47,8 +59,8 @@ class WaitingQueue(FairQueue):
             self._queue(state, now)
             if state.options.timeout is not None:
                 self._add_deadline(now + state.options.timeout, state)
-            if self._queue_timeout is not None:
-                self._add_deadline(now + self._queue_timeout, state, is_for_waiting=True)
+            if self._policy.queue_timeout is not None:
+                self._add_deadline(now + self._policy.queue_timeout, state, is_for_waiting=True)
         return events
 
     def put_back(self, request: RequestState) -> None:
@@ -66,12 +78,15 @@ class WaitingQueue(FairQueue):
         self._starts.append(now)
         return request
 
-    def choose_victim(self, running: Iterable[RequestState], preempt_after: int) -> RequestState | None:
-        """The request that loses its slot to the next one, if that has a higher priority.
+    def choose_victim(self, running: Iterable[RequestState]) -> RequestState | None:
+        """The request that loses its slot to the next one, if the policy has one do so for a higher priority.
 
         It is the first of the lowest priority, of those that generated `preempt_after` tokens since they got a slot.
         None also while a request yields its slot already, until its launches are over.
         """
+        preempt_after = self._policy.preempt_after
+        if preempt_after is None:
+            return None
         victim, lowest = None, self.peek().options.priority
         for request in running:
             if request.is_yielding:
@@ -153,7 +168,7 @@ class WaitingQueue(FairQueue):
 
         A queue that stands still counts as slower the longer it does.
         """
-        seconds_each = (now - self._starts[0]) / len(self._starts) if len(self) else 0.0
+        seconds_each = (now - self._starts[0]) / max(1, len(self._starts) - 1) if len(self) else 0.0
         return min(max(num_places * seconds_each, _MIN_WAIT_S), _MAX_WAIT_S)
 
 

@@ -78,6 +78,23 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
         assert_idle(llm)
 
 
+def test_a_grammar_whose_matcher_cannot_be_copied_ends_its_request_alone(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no luck")
+
+    with make_llm(tiny) as llm:
+        expected = tokens_of(llm.generate(["free"], GREEDY))
+        monkeypatch.setattr(TokenGrammar, "__init__", fail)
+        constrained, free = llm.generate(["one", "free"], [WORDS, GREEDY])
+        (output,) = constrained.outputs
+        assert (output.finish_reason, output.error) == ("abort", "the request could not be started: no luck")
+        assert tokens_of([free]) == expected
+        monkeypatch.undo()
+        assert_idle(llm)
+
+
 def test_masks_that_cannot_be_computed_end_the_requests_that_need_them_and_no_other(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,7 +167,7 @@ def test_rare_sizes_are_recorded_when_they_are_needed_and_only_once(
 ) -> None:
     with make(recorder) as llm:
         at_start = recorder.num_recorded
-        assert at_start == 1 + 3  # one length, three kinds of sampling, the largest batch
+        assert at_start == 1 + 4  # one length, four kinds of sampling, the largest batch
         llm.generate(PROMPTS[:2], GREEDY)
         assert recorder.num_recorded == at_start + 2
         llm.generate(PROMPTS[1:3], GREEDY)
@@ -179,7 +179,7 @@ def test_rare_sizes_are_recorded_when_they_are_needed_and_only_once(
 def test_common_sizes_are_recorded_at_start(make: Callable[..., LLM], recorder: Recorder) -> None:
     with make(recorder) as llm:
         at_start = recorder.num_recorded
-        assert at_start == 4 * (1 + 3)  # 1, 2, 4 and 5 rows
+        assert at_start == 4 * (1 + 4)  # 1, 2, 4 and 5 rows
         llm.generate(PROMPTS, GREEDY)
         assert recorder.num_recorded == at_start
 
@@ -284,10 +284,10 @@ KINDS: dict[str, tuple[DrawKind, list[dict[str, Any]]]] = {
     "greedy": (DrawKind.GREEDY, [{"temperature": 0.0}, {"temperature": 0.0, "top_k": 3}]),
     "random": (DrawKind.RANDOM, [{"temperature": 1.0}, {"temperature": 0.0, "top_p": 0.5}, {"temperature": 1e-9}]),
     "filtered": (
-        DrawKind.FILTERED,
+        DrawKind.TOP,
         [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.0}],
     ),
-    "min_p alone": (DrawKind.FILTERED, [{"min_p": 0.3}, {"temperature": 2.0}]),
+    "min_p alone": (DrawKind.MIN_P, [{"min_p": 0.3}, {"temperature": 2.0}]),
 }
 
 

@@ -46,12 +46,12 @@ class Journaled(FakeEngine):
         """Queues a request with a grammar."""
         self.add(name, prompt, new_grammar=Words)
 
-    def _launch(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         self._begins.append(self.now)
-        super()._launch(plan)
+        super().begin(plan)
 
     def _land(self) -> None:
-        plan, num_before = self._in_flight[0].plan, len(self.events)
+        plan, num_before = self.in_flight[0], len(self.events)
         self.now += LAUNCH_S
         super()._land()
         self.journal.note_launch(plan, self._begins.popleft())

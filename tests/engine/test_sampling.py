@@ -1,7 +1,9 @@
 """The sampler against a plain reference, row by row in float64; and what a batch must not change."""
 
+import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+import chairlift
 from chairlift import SamplingParams
 from chairlift.engine.sampling.drawing import uniforms
 from chairlift.engine.sampling.sampler import Sampler
@@ -257,3 +260,9 @@ def test_what_a_thousand_biased_tokens_cost_does_not_grow_with_the_rows_that_sha
     assert bias is not None
     assert bias.rows.shape == (128 * 1024,)
     assert bias.values.sum() == 128 * 1024
+
+
+def test_what_shapes_the_distribution_is_read_in_one_module() -> None:
+    engine = Path(chairlift.__file__).parent / "engine"
+    knobs = re.compile(r"\.(temperature|top_k|top_p|min_p)\b")
+    assert {path.name for path in engine.rglob("*.py") if knobs.search(path.read_text())} == {"drawing.py"}

@@ -5,14 +5,14 @@ tokens were computed there, kept from an earlier request or copied.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chairlift.cache.ledger import SlotCopy, SlotLedger
 from chairlift.errors import QueueFull
-from chairlift.params import FinishReason, RequestOptions, SamplingParams
-from chairlift.scheduler import Policy, Request, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
+from chairlift.scheduler import Grammar, Policy, Request, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
 
 EOS, WORD = 1, 9
 NO_REUSE = Policy(enable_prefix_caching=False)
@@ -28,13 +28,89 @@ class Plan:
     copies: list[SlotCopy] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Launch:
-    plan: StepPlan
-    results: list[RowResult]
+def written(plan: StepPlan, copies: Sequence[SlotCopy] = ()) -> Plan:
+    rows = [(row.request.request_id, row.num_new_tokens) for row in plan.rows]
+    return Plan(rows, plan.num_decode_rows, plan.num_steps, list(copies))
 
 
-class FakeEngine:
+class Driver:
+    """A scheduler with the real ledger; launches begin and land, with whatever results, when the test says so."""
+
+    def __init__(
+        self,
+        num_slots: int = 4,
+        budget: int = 16,
+        max_steps: int = 1,
+        max_seq_len: int = 64,
+        max_queue_size: int = 100,
+        policy: Policy = NO_REUSE,
+        max_num_running: int | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.slots = SlotLedger(num_slots, max_seq_len)
+        self.scheduler = Scheduler(
+            self.slots, budget, max_steps, max_queue_size, policy, lambda: self.now, max_num_running
+        )
+        self.requests: dict[str, RequestState] = {}
+        self.in_flight: deque[StepPlan] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self.in_flight)
+
+    def make(
+        self,
+        name: str,
+        prompt: int | list[int],
+        max_tokens: int = 20,
+        *,
+        grammar: Grammar | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        **params: Any,
+    ) -> Request:
+        """`prompt`: tokens, or how many; `params`: of sampling."""
+        tokens = list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
+        new_grammar = None if grammar is None else lambda: grammar
+        return Request(
+            name, tokens, SamplingParams(**params), max_tokens, 0, frozenset({EOS}), new_grammar, options=options
+        )
+
+    def add(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
+        """Queues what `make` makes of these."""
+        self.take(self.make(name, *args, **kwargs))
+        return self.requests[name]
+
+    def take(self, *requests: Request) -> list[TokenEvent]:
+        """Queues them together."""
+        events = self.scheduler.add(*requests)
+        states = [self.scheduler.find(request.request_id) for request in requests]
+        self.requests |= {state.request_id: state for state in states if state is not None}
+        self.scheduler.check()
+        return events
+
+    def launch(self) -> StepPlan:
+        """Begins the next step, if there is anything to compute."""
+        plan = self.scheduler.schedule()
+        if plan.rows:
+            slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
+            reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
+            self.begin(plan)
+            self.in_flight.append(plan)
+            self.scheduler.advance(plan, reservation)
+        self.scheduler.check()
+        return plan
+
+    def begin(self, plan: StepPlan) -> None:
+        """What is to happen while the plan's rows hold what was computed before."""
+
+    def land(self, results: Sequence[RowResult]) -> list[TokenEvent]:
+        """The oldest launch is over."""
+        events = self.scheduler.update(self.in_flight.popleft(), results)
+        self.scheduler.check()
+        return events
+
+
+class FakeEngine(Driver):
     """`say` decides what is sampled: called with a request's name, once per token."""
 
     def __init__(
@@ -49,12 +125,8 @@ class FakeEngine:
         say: Callable[[str], int] = lambda _: WORD,
         max_num_running: int | None = None,
     ) -> None:
-        self.now = 0.0
-        self.slots = SlotLedger(num_slots, max_seq_len)
-        self.scheduler = Scheduler(
-            self.slots, max(budget, num_slots), max_steps, max_queue_size, policy, lambda: self.now, max_num_running
-        )
-        self.requests: dict[str, RequestState] = {}
+        budget = max(budget, num_slots)
+        super().__init__(num_slots, budget, max_steps, max_seq_len, max_queue_size, policy, max_num_running)
         self.events: list[TokenEvent] = []  # of the latest step
         self.ends: Counter[str] = Counter()  # how often each request was said to be over
         self.rejections: dict[str, Exception] = {}  # by request
@@ -64,13 +136,10 @@ class FakeEngine:
         self._say = say
         self._contents: list[list[int]] = [[] for _ in range(num_slots)]
         self._said: dict[str, list[int]] = {}  # by request: its prompt and all that was sampled, surplus included
-        self._in_flight: deque[_Launch] = deque()
+        self._results: deque[list[RowResult]] = deque()  # of launches in flight
+        self._copies: list[SlotCopy] = []  # before the latest launch
 
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
-
-    def make(
+    def ask(
         self,
         name: str,
         prompt: list[int],
@@ -84,20 +153,18 @@ class FakeEngine:
         **more: Any,
     ) -> Request:
         options = RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, queue_share=share, timeout=timeout)
-        return Request(name, prompt, SamplingParams(), max_tokens, 0, frozenset({EOS}), options=options, **more)
+        return replace(self.make(name, prompt, max_tokens, options=options), **more)
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 20, **options: Any) -> RequestState:
-        """Queues what `make` makes of these."""
-        self.take(self.make(name, prompt, max_tokens, **options))
+    def add(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
+        """Queues what `ask` makes of these."""
+        self.displace(self.ask(name, *args, **kwargs))
         return self.requests[name]
 
-    def take(self, *requests: Request) -> list[str]:
+    def displace(self, *requests: Request) -> list[str]:
         """Queues them together, and returns whom they displaced."""
-        events = self.scheduler.add(*requests)
-        self.requests |= states_of(self.scheduler, *requests)
+        events = self.take(*requests)
         self._said |= {request.request_id: list(request.prompt_token_ids) for request in requests}
         self._note_ends(events)
-        self.scheduler.check()
         assert all(isinstance(event.rejection, QueueFull) for event in events)
         return [event.request_id for event in events]
 
@@ -105,7 +172,8 @@ class FakeEngine:
         """All launches in flight come to nothing."""
         self.ends.update({request.request_id for request in self.scheduler.running})
         self.scheduler.abandon()
-        self._in_flight.clear()
+        self.in_flight.clear()
+        self._results.clear()
         self.scheduler.check()
 
     def abort(self, name: str) -> TokenEvent | None:
@@ -118,15 +186,11 @@ class FakeEngine:
         """Expires, launches, and takes the results of the oldest launch if it is its turn."""
         self.events = self.scheduler.expire()
         self._note_ends(self.events)
-        plan = self.scheduler.schedule()
-        copies = self._settle()
-        if plan.rows:
-            self._launch(plan)
-        if self._in_flight and (not plan.rows or len(self._in_flight) > self._num_ahead):
+        plan = self.launch()
+        copies = self._copies if plan.rows else self._settle()
+        if self.in_flight and (not plan.rows or len(self.in_flight) > self._num_ahead):
             self._land()
-        self.scheduler.check()
-        rows = [(row.request.request_id, row.num_new_tokens) for row in plan.rows]
-        return Plan(rows, plan.num_decode_rows, plan.num_steps, copies)
+        return written(plan, copies)
 
     def steps(self, count: int) -> list[Plan]:
         return [self.step() for _ in range(count)]
@@ -149,9 +213,10 @@ class FakeEngine:
         assert slot is not None
         return slot
 
-    def _launch(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
+        """Computes, in slots that hold token ids."""
+        self._copies = self._settle()
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
-        reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         results = []
         for row, slot in zip(plan.rows, slots, strict=True):
             said = self._said[row.request.request_id]
@@ -165,12 +230,10 @@ class FakeEngine:
             self.num_tokens_computed += len(new)
             is_failing = row.is_sampled and row.request.request_id in self.failing
             results.append(RowResult([], error="no number") if is_failing else RowResult(sampled))
-        self._in_flight.append(_Launch(plan, results))
-        self.scheduler.advance(plan, reservation)
+        self._results.append(results)
 
     def _land(self) -> None:
-        launch = self._in_flight.popleft()
-        events = self.scheduler.update(launch.plan, launch.results)
+        events = self.land(self._results.popleft())
         self._note_ends(events)
         self.events += events
 
@@ -189,12 +252,6 @@ class FakeEngine:
             else:
                 del self._contents[job.slot][job.start :]
         return copies
-
-
-def states_of(scheduler: Scheduler, *requests: Request) -> dict[str, RequestState]:
-    """By name, how far requests have come that are here."""
-    states = [scheduler.find(request.request_id) for request in requests]
-    return {state.request_id: state for state in states if state is not None}
 
 
 def assert_nothing_is_left(scheduler: Scheduler) -> None:

@@ -1,74 +1,27 @@
 """Steps that are planned while the tokens of earlier ones are still being computed: traces with literal plans."""
 
-from collections import deque
-from dataclasses import dataclass
-
 import pytest
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Policy, Request, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
-from tests.scheduler.fake_engine import states_of
-
-NO_REUSE = Policy(enable_prefix_caching=False)
-
-EOS, WORD = 1, 9
+from chairlift.scheduler import Request, RowResult, Scheduler, TokenEvent
+from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, Driver
 
 
-@dataclass(frozen=True)
-class Flight:
-    """A plan that has begun."""
+class Tower(Driver):
+    """Plans as names and numbers of tokens, and results by name."""
 
-    plan: StepPlan
+    def begun(self) -> dict[str, int]:
+        return {row.request.request_id: row.num_new_tokens for row in self.launch().rows}
 
-    @property
-    def rows(self) -> dict[str, int]:
-        """Names and numbers of tokens."""
-        return {row.request.request_id: row.num_new_tokens for row in self.plan.rows}
-
-
-class Tower:
-    """A scheduler whose launches begin and land when the test says so."""
-
-    def __init__(self, num_slots: int = 4, budget: int = 16, max_steps: int = 1, max_seq_len: int = 64) -> None:
-        self.slots = SlotLedger(num_slots, max_seq_len)
-        self.scheduler = Scheduler(self.slots, budget, max_steps, 100, NO_REUSE)
-        self.flights: deque[Flight] = deque()
-
-    def add(
-        self,
-        name: str,
-        num_prompt_tokens: int,
-        max_tokens: int = 20,
-        grammar: "Words | None" = None,
-        min_tokens: int = 0,
-    ) -> RequestState:
-        params = SamplingParams(min_tokens=min_tokens)
-        prompt = list(range(100, 100 + num_prompt_tokens))
-        new_grammar = None if grammar is None else lambda: grammar
-        request = Request(name, prompt, params, max_tokens, 0, frozenset({EOS}), new_grammar)
-        self.scheduler.add(request)
-        return states_of(self.scheduler, request)[name]
-
-    def launch(self) -> Flight:
-        plan = self.scheduler.schedule()
-        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
-        reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
-        self.scheduler.advance(plan, reservation)
-        self.scheduler.check()
-        self.flights.append(Flight(plan))
-        return self.flights[-1]
-
-    def land(self, **answers: list[int] | RowResult) -> list[TokenEvent]:
-        """The oldest launch is over: what was sampled for whom, or WORD in every step."""
-        plan = self.flights.popleft().plan
-        results = [
-            _result(answers.get(row.request.request_id, [WORD] * plan.num_steps)) if row.is_sampled else RowResult()
-            for row in plan.rows
-        ]
-        events = self.scheduler.update(plan, results)
-        self.scheduler.check()
-        return events
+    def landed(self, **answers: list[int] | RowResult) -> list[TokenEvent]:
+        """What was sampled for whom in the oldest launch, or WORD in every step."""
+        plan = self.in_flight[0]
+        results: list[RowResult] = []
+        for row in plan.rows:
+            said = answers.get(row.request.request_id, [WORD] * plan.num_steps) if row.is_sampled else []
+            results.append(said if isinstance(said, RowResult) else RowResult(said))
+        return self.land(results)
 
 
 class Words:
@@ -84,24 +37,20 @@ class Words:
         return len(self.taken) == self.num_tokens
 
 
-def _result(answer: list[int] | RowResult) -> RowResult:
-    return answer if isinstance(answer, RowResult) else RowResult(answer)
-
-
 def test_a_row_goes_on_with_a_token_that_is_not_known_yet() -> None:
     tower = Tower()
     a = tower.add("a", 7)
-    assert [tower.launch().rows for _ in range(3)] == [{"a": 7}, {"a": 1}, {"a": 1}]
+    assert [tower.begun() for _ in range(3)] == [{"a": 7}, {"a": 1}, {"a": 1}]
     assert (a.num_computed, a.num_pending, a.num_tokens, a.token_ids[7:]) == (9, 3, 10, [])
-    assert [tower.land(a=[token]) for token in (4, 5, 6)] == [[TokenEvent("a", [token], None)] for token in (4, 5, 6)]
+    assert [tower.landed(a=[token]) for token in (4, 5, 6)] == [[TokenEvent("a", [token], None)] for token in (4, 5, 6)]
     assert (a.num_computed, a.num_pending, a.num_tokens, a.token_ids[7:]) == (9, 0, 10, [4, 5, 6])
 
 
 def test_the_chunks_of_a_prompt_follow_each_other_without_waiting() -> None:
     tower = Tower(budget=8)
     tower.add("a", 20)
-    assert [tower.launch().rows for _ in range(4)] == [{"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}]
-    assert [tower.land() for _ in range(4)] == [[], [], *([[TokenEvent("a", [WORD], None)]] * 2)]
+    assert [tower.begun() for _ in range(4)] == [{"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}]
+    assert [tower.landed() for _ in range(4)] == [[], [], *([[TokenEvent("a", [WORD], None)]] * 2)]
 
 
 def test_newcomers_join_while_others_are_in_flight() -> None:
@@ -109,9 +58,9 @@ def test_newcomers_join_while_others_are_in_flight() -> None:
     tower.add("a", 3)
     tower.launch()
     tower.add("b", 5)
-    assert tower.launch().rows == {"a": 1, "b": 5}
-    tower.land()
-    assert tower.launch().rows == {"a": 1, "b": 1}
+    assert tower.begun() == {"a": 1, "b": 5}
+    tower.landed()
+    assert tower.begun() == {"a": 1, "b": 1}
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
@@ -119,9 +68,9 @@ def test_the_end_of_a_length_is_known_ahead_and_nothing_is_planned_past_it(max_t
     tower = Tower()
     tower.add("a", 3, max_tokens=max_tokens)
     for _ in range(max_tokens):
-        assert tower.launch().rows
+        assert tower.begun()
     assert tower.scheduler.schedule().rows == ()
-    events = [event for _ in range(max_tokens) for event in tower.land()]
+    events = [event for _ in range(max_tokens) for event in tower.landed()]
     assert [event.finish_reason for event in events] == [None] * (max_tokens - 1) + [FinishReason.LENGTH]
     assert tower.slots.num_free == 4
 
@@ -131,7 +80,7 @@ def test_a_prompt_that_is_only_computed_is_planned_once() -> None:
     tower.add("a", 3, max_tokens=0)
     tower.launch()
     assert tower.scheduler.schedule().rows == ()
-    assert tower.land() == [TokenEvent("a", [], FinishReason.LENGTH)]
+    assert tower.landed() == [TokenEvent("a", [], FinishReason.LENGTH)]
     assert tower.slots.num_free == 4
 
 
@@ -141,12 +90,12 @@ def test_the_surplus_of_a_row_that_had_ended_is_dropped_and_its_slot_comes_back_
     tower.add("b", 3)
     tower.launch()
     tower.launch()
-    assert tower.land(a=[EOS]) == [TokenEvent("a", [EOS], FinishReason.STOP, has_end_token=True)]
+    assert tower.landed(a=[EOS]) == [TokenEvent("a", [EOS], FinishReason.STOP, has_end_token=True)]
     assert (tower.slots.num_free, a.slot, a.num_computed) == (0, 0, 3)
     assert tower.scheduler.schedule().rows == (), "the slot is still written to"
-    assert tower.land(a=[5]) == []
+    assert tower.landed(a=[5]) == []
     assert (tower.slots.num_free, a.slot, a.token_ids[3:]) == (1, None, [EOS])
-    assert tower.launch().rows == {"b": 3}
+    assert tower.begun() == {"b": 3}
 
 
 def test_with_two_launches_ahead_a_slot_waits_for_the_last_of_them() -> None:
@@ -156,7 +105,7 @@ def test_with_two_launches_ahead_a_slot_waits_for_the_last_of_them() -> None:
         tower.launch()
     free = []
     for token in (EOS, 5, 5):
-        tower.land(a=[token])
+        tower.landed(a=[token])
         free.append(tower.slots.num_free)
     assert free == [3, 3, 4]
 
@@ -165,23 +114,23 @@ def test_a_row_that_shows_its_tokens_to_a_grammar_sits_out_and_others_go_on() ->
     tower = Tower()
     tower.add("a", 2, grammar=Words(3))
     tower.add("b", 2)
-    assert [tower.launch().rows for _ in range(3)] == [{"a": 2, "b": 2}, {"b": 1}, {"b": 1}]
-    tower.land()
-    assert tower.launch().rows == {"a": 1, "b": 1}
+    assert [tower.begun() for _ in range(3)] == [{"a": 2, "b": 2}, {"b": 1}, {"b": 1}]
+    tower.landed()
+    assert tower.begun() == {"a": 1, "b": 1}
 
 
 def test_a_chunk_of_a_prompt_with_a_grammar_has_nothing_to_wait_for() -> None:
     tower = Tower(budget=4)
     tower.add("a", 7, grammar=Words(3))
-    assert [tower.launch().rows for _ in range(3)] == [{"a": 4}, {"a": 3}, {}]
+    assert [tower.begun() for _ in range(3)] == [{"a": 4}, {"a": 3}, {}]
 
 
 def test_steps_of_a_launch_ahead_are_bounded_by_what_is_wanted_after_those_pending() -> None:
     tower = Tower(max_steps=4)
     tower.add("a", 3, max_tokens=8)
-    assert [tower.launch().plan.num_steps for _ in range(3)] == [1, 4, 3]
+    assert [tower.launch().num_steps for _ in range(3)] == [1, 4, 3]
     assert tower.scheduler.schedule().rows == ()
-    assert [len(tower.land()[0].new_token_ids) for _ in range(3)] == [1, 4, 3]
+    assert [len(tower.landed()[0].new_token_ids) for _ in range(3)] == [1, 4, 3]
     assert tower.slots.num_free == 4
 
 
@@ -189,9 +138,9 @@ def test_steps_of_a_launch_ahead_are_bounded_by_the_room_in_the_slot() -> None:
     tower = Tower(max_steps=4, max_seq_len=9)
     tower.add("a", 3, max_tokens=6)
     tower.add("b", 4, max_tokens=1)
-    assert [tower.launch().plan.num_steps for _ in range(3)] == [1, 4, 1]
+    assert [tower.launch().num_steps for _ in range(3)] == [1, 4, 1]
     for _ in range(3):
-        tower.land()
+        tower.landed()
     assert tower.slots.num_free == 4
 
 
@@ -200,9 +149,9 @@ def test_min_tokens_count_from_the_token_that_is_looked_at() -> None:
     a = tower.add("a", 3, min_tokens=2)
     for _ in range(3):
         tower.launch()
-    assert tower.land(a=[EOS]) == [TokenEvent("a", [EOS], None)]
-    tower.land(a=[5])
-    assert tower.land(a=[EOS])[0].finish_reason is FinishReason.STOP
+    assert tower.landed(a=[EOS]) == [TokenEvent("a", [EOS], None)]
+    tower.landed(a=[5])
+    assert tower.landed(a=[EOS])[0].finish_reason is FinishReason.STOP
     assert a.token_ids[3:] == [EOS, 5, EOS]
 
 
@@ -212,9 +161,9 @@ def test_an_error_that_is_found_late_ends_its_row_and_drops_its_surplus() -> Non
     tower.add("b", 3)
     tower.launch()
     tower.launch()
-    first, second = tower.land(a=RowResult(error="no number"), b=[5])
+    first, second = tower.landed(a=RowResult(error="no number"), b=[5])
     assert (first, second) == (TokenEvent("a", [], FinishReason.ABORT, error="no number"), TokenEvent("b", [5], None))
-    assert tower.land(a=RowResult(error="no number"), b=[6]) == [TokenEvent("b", [6], None)]
+    assert tower.landed(a=RowResult(error="no number"), b=[6]) == [TokenEvent("b", [6], None)]
     assert tower.slots.num_free == 3
 
 
@@ -227,8 +176,8 @@ def test_an_abort_is_told_at_once_and_its_slot_comes_back_when_its_launches_have
     assert tower.scheduler.abort("a") is None
     tower.scheduler.check()
     assert (tower.scheduler.has_work, tower.slots.num_free) == (False, 0)
-    assert [tower.land(), tower.slots.num_free] == [[], 0]
-    assert [tower.land(), tower.slots.num_free] == [[], 1]
+    assert [tower.landed(), tower.slots.num_free] == [[], 0]
+    assert [tower.landed(), tower.slots.num_free] == [[], 1]
 
 
 def test_a_name_may_come_back_while_the_one_who_had_it_is_leaving() -> None:
@@ -237,9 +186,9 @@ def test_a_name_may_come_back_while_the_one_who_had_it_is_leaving() -> None:
     tower.launch()
     tower.scheduler.abort("a")
     tower.add("a", 5)
-    assert tower.launch().rows == {"a": 5}
-    assert tower.land() == []
-    assert tower.land(a=[4]) == [TokenEvent("a", [4], None)]
+    assert tower.begun() == {"a": 5}
+    assert tower.landed() == []
+    assert tower.landed(a=[4]) == [TokenEvent("a", [4], None)]
 
 
 def test_launches_that_are_abandoned_leave_nothing_behind() -> None:
@@ -253,7 +202,7 @@ def test_launches_that_are_abandoned_leave_nothing_behind() -> None:
     gone = [request.request_id for request in waiting if request.finish_reason is FinishReason.ABORT]
     assert gone == ["a", "b", "c"]
     assert (tower.slots.num_free, tower.scheduler.num_running, tower.scheduler.num_waiting) == (4, 0, 2)
-    assert tower.launch().rows == {"d": 6, "e": 2}
+    assert tower.begun() == {"d": 6, "e": 2}
 
 
 def test_a_plan_that_fails_before_it_begins_is_abandoned_alike() -> None:

@@ -1,12 +1,14 @@
 """How sequences end beside end tokens and lengths: grammars, errors, prompts that are only computed."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from chairlift.cache.ledger import Scrub, SlotLedger
-from chairlift.params import FinishReason, Logprob, SamplingParams
-from chairlift.scheduler import Policy, Request, RowResult, Scheduler, StepPlan, TokenEvent
-
-NO_REUSE = Policy(enable_prefix_caching=False)
+from chairlift.cache.ledger import Scrub
+from chairlift.params import FinishReason, Logprob
+from chairlift.scheduler import Request, RowResult, TokenEvent
+from tests.scheduler.fake_engine import Driver
 
 EOS = 0
 
@@ -24,30 +26,12 @@ class Words:
         return not self.left
 
 
-def make(name: str, prompt: list[int], max_tokens: int = 20, grammar: Words | None = None, **params: object) -> Request:
-    settings = SamplingParams(**params)
-    new_grammar = None if grammar is None else lambda: grammar
-    return Request(name, prompt, settings, max_tokens, 0, frozenset({EOS}), new_grammar)
-
-
-class World:
-    """A scheduler, and results said by hand."""
-
-    def __init__(self, *requests: Request, num_steps: int = 1, budget: int = 64) -> None:
-        self.slots = SlotLedger(4, 32)
-        self.scheduler = Scheduler(self.slots, budget, num_steps, 8, NO_REUSE)
-        self.scheduler.add(*requests)
+class World(Driver):
+    """Results said by hand, row by row."""
 
     def step(self, *results: RowResult) -> list[TokenEvent]:
-        return self.run(self.scheduler.schedule(), *results)
-
-    def run(self, plan: StepPlan, *results: RowResult) -> list[TokenEvent]:
-        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
-        reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
-        self.scheduler.advance(plan, reservation)
-        events = self.scheduler.update(plan, results)
-        self.scheduler.check()
-        return events
+        self.launch()
+        return self.land(results)
 
     def scrubbed(self) -> list[Scrub]:
         """What the ledger owes, which from now on it does not."""
@@ -56,47 +40,70 @@ class World:
         return [job for job in jobs if isinstance(job, Scrub)]
 
 
+def make(*args: Any, **kwargs: Any) -> Request:
+    return replace(Driver().make(*args, **kwargs), eos_token_ids=frozenset({EOS}))
+
+
+def world_of(*requests: Request, num_steps: int = 1, budget: int = 64) -> World:
+    world = World(budget=budget, max_steps=num_steps)
+    world.take(*requests)
+    return world
+
+
 def test_the_end_of_a_grammar_ends_the_text_and_its_last_token_belongs_to_it() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6)))
+    world = world_of(make("a", [7], grammar=Words(5, 6)))
     assert world.step(RowResult([5])) == [TokenEvent("a", [5], None)]
     assert world.step(RowResult([6])) == [TokenEvent("a", [6], FinishReason.STOP, has_end_token=False)]
     assert world.slots.num_free == 4
 
 
 def test_an_end_token_that_a_grammar_allows_is_no_part_of_the_text() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6, 6)))
+    world = world_of(make("a", [7], grammar=Words(5, 6, 6)))
     world.step(RowResult([5]))
     assert world.step(RowResult([EOS])) == [TokenEvent("a", [EOS], FinishReason.STOP, has_end_token=True)]
 
 
 def test_with_a_grammar_neither_min_tokens_nor_ignore_eos_put_off_the_end() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6), min_tokens=9, ignore_eos=True))
+    world = world_of(make("a", [7], grammar=Words(5, 6), min_tokens=9, ignore_eos=True))
     assert world.step(RowResult([EOS]))[0].finish_reason is FinishReason.STOP
 
 
 def test_a_grammar_that_is_complete_with_the_last_token_allowed_ends_with_stop() -> None:
-    world = World(make("a", [7], max_tokens=1, grammar=Words(5)))
+    world = world_of(make("a", [7], max_tokens=1, grammar=Words(5)))
     assert world.step(RowResult([5]))[0].finish_reason is FinishReason.STOP
 
 
 def test_a_grammar_that_does_not_get_to_its_end_in_time_ends_with_length() -> None:
-    world = World(make("a", [7], max_tokens=1, grammar=Words(5, 6)))
+    world = world_of(make("a", [7], max_tokens=1, grammar=Words(5, 6)))
     assert world.step(RowResult([5]))[0].finish_reason is FinishReason.LENGTH
 
 
 def test_a_grammar_that_fails_ends_its_request_alone() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6)), make("b", [7]))
+    world = world_of(make("a", [7], grammar=Words(5, 6)), make("b", [7]))
     broken, sound = world.step(RowResult([9]), RowResult([9]))
     assert broken == TokenEvent("a", [9], FinishReason.ABORT, error="the grammar failed: token 9 does not fit")
     assert sound == TokenEvent("b", [9], None)
 
 
+def test_a_request_whose_grammar_cannot_be_made_ends_alone_and_is_told_in_the_next_step() -> None:
+    def fail() -> Words:
+        raise RuntimeError("no memory")
+
+    world = world_of(replace(make("a", [7]), new_grammar=fail), make("b", [7]))
+    assert world.step(RowResult([9])) == [TokenEvent("b", [9], None)]
+    world.scheduler.abort("b")
+    assert (world.scheduler.has_work, world.slots.num_free) == (True, 4)
+    said = "the request could not be started: no memory"
+    assert world.scheduler.expire() == [TokenEvent("a", [], FinishReason.ABORT, error=said)]
+    assert (world.scheduler.expire(), world.scheduler.has_work) == ([], False)
+
+
 def test_of_a_launch_a_row_with_a_grammar_keeps_the_first_token_and_the_others_keep_all() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6, 7)), make("b", [7]), num_steps=4)
+    world = world_of(make("a", [7], grammar=Words(5, 6, 7)), make("b", [7]), num_steps=4)
     world.step(RowResult([5]), RowResult([1]))
-    plan = world.scheduler.schedule()
+    plan = world.launch()
     assert plan.num_steps == 4
-    assert world.run(plan, RowResult([6, 1, 1, 1]), RowResult([1, 2, 3, 4])) == [
+    assert world.land([RowResult([6, 1, 1, 1]), RowResult([1, 2, 3, 4])]) == [
         TokenEvent("a", [6], None),
         TokenEvent("b", [1, 2, 3, 4], None),
     ]
@@ -104,13 +111,13 @@ def test_of_a_launch_a_row_with_a_grammar_keeps_the_first_token_and_the_others_k
 
 
 def test_rows_that_all_have_grammars_take_one_step_at_a_time() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6, 7)), num_steps=4)
+    world = world_of(make("a", [7], grammar=Words(5, 6, 7)), num_steps=4)
     world.step(RowResult([5]))
     assert world.scheduler.schedule().num_steps == 1
 
 
 def test_an_error_ends_its_row_alone_after_the_tokens_before_it() -> None:
-    world = World(make("a", [7]), make("b", [7]), num_steps=4)
+    world = world_of(make("a", [7]), make("b", [7]), num_steps=4)
     world.step(RowResult([1]), RowResult([1]))
     assert world.step(RowResult([2, 3], error="not a number"), RowResult([2, 3, 4, 5])) == [
         TokenEvent("a", [2, 3], FinishReason.ABORT, error="not a number"),
@@ -120,7 +127,7 @@ def test_an_error_ends_its_row_alone_after_the_tokens_before_it() -> None:
 
 
 def test_an_error_in_a_rows_surplus_does_not_count() -> None:
-    world = World(make("a", [7]), make("b", [7], grammar=Words(5, 6, 7)), make("c", [7]), num_steps=4)
+    world = world_of(make("a", [7]), make("b", [7], grammar=Words(5, 6, 7)), make("c", [7]), num_steps=4)
     world.step(RowResult([1]), RowResult([5]), RowResult([1]))
     events = world.step(RowResult([EOS], error="late"), RowResult([6], error="late"), RowResult([1] * 4))
     assert [(event.finish_reason, event.error) for event in events] == [
@@ -131,7 +138,7 @@ def test_an_error_in_a_rows_surplus_does_not_count() -> None:
 
 
 def test_a_prompt_that_cannot_be_computed_ends_without_tokens() -> None:
-    world = World(make("a", [7, 8, 9]))
+    world = world_of(make("a", [7, 8, 9]))
     assert world.step(RowResult(error="not a number")) == [
         TokenEvent("a", [], FinishReason.ABORT, error="not a number")
     ]
@@ -139,27 +146,27 @@ def test_a_prompt_that_cannot_be_computed_ends_without_tokens() -> None:
 
 
 def test_with_max_tokens_0_the_prompt_is_computed_and_nothing_follows() -> None:
-    world = World(make("a", [7, 8, 9], max_tokens=0), budget=4)
+    world = world_of(make("a", [7, 8, 9], max_tokens=0), budget=4)
     assert world.step(RowResult([5])) == [TokenEvent("a", [], FinishReason.LENGTH)]
     assert world.slots.num_free == 4
 
 
 def test_a_one_token_prompt_with_max_tokens_0_is_a_launch_of_one_step() -> None:
-    world = World(make("a", [7], max_tokens=0), num_steps=4)
-    plan = world.scheduler.schedule()
+    world = world_of(make("a", [7], max_tokens=0), num_steps=4)
+    plan = world.launch()
     assert plan.num_steps == 1
-    assert world.run(plan, RowResult([5])) == [TokenEvent("a", [], FinishReason.LENGTH)]
+    assert world.land([RowResult([5])]) == [TokenEvent("a", [], FinishReason.LENGTH)]
 
 
 def test_scores_of_a_prompts_chunks_come_as_they_are_computed() -> None:
     scores = [{8: Logprob(-1.0, 1)}, {9: Logprob(-2.0, 3)}]
-    world = World(make("a", [7, 8, 9, 10, 11, 12], prompt_logprobs=0), budget=4)
+    world = world_of(replace(make("a", [7, 8, 9, 10, 11, 12]), prompt_logprobs=0), budget=4)
     assert world.step(RowResult(prompt_logprobs=scores)) == [TokenEvent("a", [], None, prompt_logprobs=scores)]
 
 
 def test_log_probabilities_of_surplus_tokens_are_dropped_with_them() -> None:
     scores = [{token: Logprob(-1.0, 1)} for token in (3, EOS, 5, 6)]
-    world = World(make("a", [7], logprobs=0), num_steps=4)
+    world = world_of(make("a", [7], logprobs=0), num_steps=4)
     world.step(RowResult([1], [{1: Logprob(-1.0, 1)}]))
     (event,) = world.step(RowResult([3, EOS, 5, 6], scores))
     assert event.new_token_ids == [3, EOS]
@@ -170,7 +177,7 @@ def test_log_probabilities_of_surplus_tokens_are_dropped_with_them() -> None:
 def test_a_slot_given_back_before_a_token_was_sampled_from_it_may_hold_no_numbers(
     num_steps: int, scrubbed: list[Scrub]
 ) -> None:
-    world = World(make("a", [7, 8, 9, 10, 11, 12]), budget=4)
+    world = world_of(make("a", [7, 8, 9, 10, 11, 12]), budget=4)
     for results in ([RowResult()], [RowResult([1])], [RowResult([1])])[:num_steps]:
         world.step(*results)
     world.scheduler.abort("a")
@@ -178,14 +185,14 @@ def test_a_slot_given_back_before_a_token_was_sampled_from_it_may_hold_no_number
 
 
 def test_a_slot_of_a_row_that_failed_may_hold_no_numbers() -> None:
-    world = World(make("a", [7]), make("b", [7]))
+    world = world_of(make("a", [7]), make("b", [7]))
     world.step(RowResult([1]), RowResult([1]))
     world.step(RowResult([], error="no"), RowResult([1]))
     assert world.scrubbed() == [Scrub(0, 0)]
 
 
 def test_surplus_that_is_no_number_is_not_left_in_the_slot() -> None:
-    world = World(make("a", [7]), num_steps=4)
+    world = world_of(make("a", [7]), num_steps=4)
     world.step(RowResult([1]))
     (event,) = world.step(RowResult([3, EOS], error="no number after that"))
     assert (event.finish_reason, event.error) == (FinishReason.STOP, None)
@@ -193,7 +200,7 @@ def test_surplus_that_is_no_number_is_not_left_in_the_slot() -> None:
 
 
 def test_a_grammar_row_goes_on_without_the_surplus_that_is_no_number() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6, 8)), num_steps=4)
+    world = world_of(make("a", [7], grammar=Words(5, 6, 8)), num_steps=4)
     world.step(RowResult([5]))
     world.step(RowResult([6, 6], error="no number after that"))
     assert world.scrubbed() == [Scrub(0, 2)]
@@ -205,7 +212,7 @@ def test_a_grammar_row_goes_on_without_the_surplus_that_is_no_number() -> None:
 
 
 def test_a_late_row_has_its_newest_token_computed_once_more_and_then_goes_on() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6)))
+    world = world_of(make("a", [7], grammar=Words(5, 6)))
     world.step(RowResult([5]))
     (row,) = world.scheduler.schedule().rows
     assert (row.num_new_tokens, row.request.num_computed) == (1, 1)
@@ -215,7 +222,7 @@ def test_a_late_row_has_its_newest_token_computed_once_more_and_then_goes_on() -
 
 
 def test_a_late_row_of_a_launch_of_several_steps_goes_back_by_one_token() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6)), make("b", [7]), num_steps=4)
+    world = world_of(make("a", [7], grammar=Words(5, 6)), make("b", [7]), num_steps=4)
     world.step(RowResult([5]), RowResult([1]))
     world.step(RowResult([9, 9, 9, 9], is_late=True), RowResult([1, 2, 3, 4]))
     by_name = {request.request_id: request for request in world.scheduler.running}
@@ -224,19 +231,19 @@ def test_a_late_row_of_a_launch_of_several_steps_goes_back_by_one_token() -> Non
 
 
 def test_a_prompt_whose_first_mask_is_late_has_its_last_token_computed_once_more() -> None:
-    world = World(make("a", [7, 7, 7], grammar=Words(5), max_tokens=1))
+    world = world_of(make("a", [7, 7, 7], grammar=Words(5), max_tokens=1))
     scores = [{7: Logprob(-1.0, 1)}]
     (event,) = world.step(RowResult([9], is_late=True, prompt_logprobs=scores))
     assert (event.new_token_ids, event.prompt_logprobs, event.finish_reason) == ([], scores, None)
     plan = world.scheduler.schedule()
     assert [(row.num_new_tokens, row.request.num_computed) for row in plan.rows] == [(1, 2)]
-    assert world.run(plan, RowResult([5]))[0].finish_reason is FinishReason.STOP
+    assert world.step(RowResult([5]))[0].finish_reason is FinishReason.STOP
     assert world.slots.num_free == 4
 
 
 def test_a_row_whose_grammar_is_not_ready_sits_out_and_can_be_ended() -> None:
     grammar = Words(5, 6)
-    world = World(make("a", [7], grammar=grammar), make("b", [7]))
+    world = world_of(make("a", [7], grammar=grammar), make("b", [7]))
     world.step(RowResult([5]), RowResult([1]))
     grammar.is_ready = False
     assert [row.request.request_id for row in world.scheduler.schedule().rows] == ["b"]
@@ -246,18 +253,16 @@ def test_a_row_whose_grammar_is_not_ready_sits_out_and_can_be_ended() -> None:
 
 
 def test_a_late_row_without_numbers_is_overwritten_from_the_token_that_is_computed_again() -> None:
-    world = World(make("a", [7, 7], grammar=Words(5, 6)))
+    world = world_of(make("a", [7, 7], grammar=Words(5, 6)))
     world.step(RowResult(error="no number", is_late=True))
     assert world.scrubbed() == [Scrub(0, 1)]
     assert world.step(RowResult([5])) == [TokenEvent("a", [5], None)]
 
 
 def test_a_request_that_ended_while_it_was_late_leaves_its_slot() -> None:
-    world = World(make("a", [7], grammar=Words(5, 6)))
-    plan = world.scheduler.schedule()
-    slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
-    world.scheduler.advance(plan, world.slots.reserve(slots, [1]))
+    world = world_of(make("a", [7], grammar=Words(5, 6)))
+    world.launch()
     world.scheduler.abort("a")
-    assert world.scheduler.update(plan, [RowResult([9], is_late=True)]) == []
+    assert world.land([RowResult([9], is_late=True)]) == []
     world.scheduler.check()
     assert world.slots.num_free == 4

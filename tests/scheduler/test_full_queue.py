@@ -31,7 +31,7 @@ def test_who_would_be_served_later_has_to_leave_and_is_told() -> None:
     engine = busy_engine()
     for name in "abc":
         engine.add(name, PROMPT, priority=1)
-    urgent = engine.make("urgent", PROMPT)
+    urgent = engine.ask("urgent", PROMPT)
     (event,) = engine.scheduler.add(urgent)
     assert end_of(event) == ("c", "abort", None)
     said = f"{FULL}, and a request that is served before this one took its place; try again later"
@@ -57,20 +57,20 @@ def test_a_flood_of_low_priority_keeps_nobody_urgent_out() -> None:
     engine = busy_engine()
     for name in "abc":
         engine.add(name, PROMPT, priority=100)
-    assert [engine.take(engine.make(name, PROMPT)) for name in "xyz"] == [["c"], ["b"], ["a"]]
+    assert [engine.displace(engine.ask(name, PROMPT)) for name in "xyz"] == [["c"], ["b"], ["a"]]
 
 
 def test_a_tenant_that_floods_the_queue_makes_room_for_others_until_all_have_the_same() -> None:
     engine = busy_engine(max_queue_size=6)
     for number in range(6):
         engine.add(f"flood{number}", PROMPT * 30, tenant="flood")
-    others = [engine.take(engine.make(f"b{n}", PROMPT * 30, tenant="b")) for n in range(3)]
+    others = [engine.displace(engine.ask(f"b{n}", PROMPT * 30, tenant="b")) for n in range(3)]
     assert others == [["flood5"], ["flood4"], ["flood3"]]
     with pytest.raises(QueueFull):
         engine.add("b3", PROMPT * 30, tenant="b")
     with pytest.raises(QueueFull):
         engine.add("flood6", PROMPT * 30, tenant="flood")
-    assert engine.take(engine.make("c", PROMPT * 30, tenant="c")) == ["b2"]
+    assert engine.displace(engine.ask("c", PROMPT * 30, tenant="c")) == ["b2"]
 
 
 def test_of_a_tenant_alone_nobody_leaves_for_another_request_of_it() -> None:
@@ -88,7 +88,7 @@ def test_who_has_waited_long_enough_to_be_served_before_the_newcomer_stays() -> 
     with pytest.raises(QueueFull):
         engine.add("newcomer", PROMPT)
     engine.now = 59.0
-    assert engine.take(engine.make("earlier", PROMPT)) == ["patient"]
+    assert engine.displace(engine.ask("earlier", PROMPT)) == ["patient"]
 
 
 def test_the_wait_of_the_next_one_does_not_make_up_for_those_behind_it() -> None:
@@ -96,9 +96,9 @@ def test_the_wait_of_the_next_one_does_not_make_up_for_those_behind_it() -> None
     engine.add("next", PROMPT, priority=2)
     engine.add("behind", PROMPT, priority=2)
     engine.now = 70.0
-    assert engine.take(engine.make("newcomer", PROMPT)) == ["behind"]
+    assert engine.displace(engine.ask("newcomer", PROMPT)) == ["behind"]
     with pytest.raises(QueueFull):
-        engine.take(engine.make("another", PROMPT, priority=1))
+        engine.displace(engine.ask("another", PROMPT, priority=1))
 
 
 def test_without_a_queue_nobody_leaves_for_anybody() -> None:
@@ -123,14 +123,14 @@ def test_who_had_a_slot_before_keeps_its_place() -> None:
 def test_those_who_came_together_leave_together() -> None:
     engine = busy_engine()
     engine.add("a", PROMPT, priority=1)
-    engine.take(*(engine.make(name, PROMPT, priority=1) for name in ("b0", "b1")))
-    assert engine.take(engine.make("urgent", PROMPT)) == ["b1", "b0"]
+    engine.displace(*(engine.ask(name, PROMPT, priority=1) for name in ("b0", "b1")))
+    assert engine.displace(engine.ask("urgent", PROMPT)) == ["b1", "b0"]
     assert waiting(engine) == ["urgent", "a"]
 
 
 def test_who_came_together_with_somebody_who_has_a_slot_stays() -> None:
     engine = FakeEngine(num_slots=1, max_queue_size=2)
-    engine.take(*(engine.make(name, PROMPT, priority=1) for name in "abc"))
+    engine.displace(*(engine.ask(name, PROMPT, priority=1) for name in "abc"))
     engine.step()
     with pytest.raises(QueueFull):
         engine.add("urgent", PROMPT)
@@ -143,9 +143,9 @@ def test_those_who_come_together_displace_as_many_as_they_are_or_nobody() -> Non
     for name in "ab":
         engine.add(name, PROMPT, priority=1)
     with pytest.raises(QueueFull):
-        engine.take(*(engine.make(name, PROMPT) for name in "xyz"))
+        engine.displace(*(engine.ask(name, PROMPT) for name in "xyz"))
     assert waiting(engine) == ["urgent", "a", "b"]
-    assert engine.take(*(engine.make(name, PROMPT) for name in "uv")) == ["b", "a"]
+    assert engine.displace(*(engine.ask(name, PROMPT) for name in "uv")) == ["b", "a"]
 
 
 def test_more_than_the_queue_holds_displace_nobody() -> None:
@@ -153,7 +153,7 @@ def test_more_than_the_queue_holds_displace_nobody() -> None:
     for name in "abc":
         engine.add(name, PROMPT, priority=1)
     with pytest.raises(QueueFull):
-        engine.take(*(engine.make(name, PROMPT) for name in "stuv"))
+        engine.displace(*(engine.ask(name, PROMPT) for name in "stuv"))
     assert waiting(engine) == ["a", "b", "c"]
 
 
@@ -176,8 +176,8 @@ def test_a_share_counts_all_priorities_and_all_that_come_together() -> None:
     engine = busy_engine(max_queue_size=10)
     engine.add("low", PROMPT, tenant="a", share=0.3, priority=3)
     with pytest.raises(QueueFull, match="share"):
-        engine.take(*(engine.make(name, PROMPT, tenant="a", share=0.3) for name in "xyz"))
-    engine.take(*(engine.make(name, PROMPT, tenant="a", share=0.3) for name in "xy"))
+        engine.displace(*(engine.ask(name, PROMPT, tenant="a", share=0.3) for name in "xyz"))
+    engine.displace(*(engine.ask(name, PROMPT, tenant="a", share=0.3) for name in "xy"))
 
 
 def test_the_smallest_share_is_one_place() -> None:
@@ -189,7 +189,7 @@ def test_the_smallest_share_is_one_place() -> None:
 
 def test_slots_that_are_free_count_beside_the_share() -> None:
     engine = FakeEngine(num_slots=2, max_queue_size=10)
-    engine.take(*(engine.make(name, PROMPT, tenant="a", share=0.2) for name in "wxyz"))
+    engine.displace(*(engine.ask(name, PROMPT, tenant="a", share=0.2) for name in "wxyz"))
     with pytest.raises(QueueFull, match="share"):
         engine.add("v", PROMPT, tenant="a", share=0.2)
 
@@ -213,11 +213,11 @@ def test_who_is_refused_is_told_when_there_will_be_a_place_by_the_present_rate()
             engine.step()
     engine.add("b", PROMPT)
     with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("c", PROMPT), engine.make("d", PROMPT))
-    assert caught.value.retry_after == pytest.approx(20.0 / 6)
+        engine.scheduler.add(engine.ask("c", PROMPT), engine.ask("d", PROMPT))
+    assert caught.value.retry_after == pytest.approx(4.0)
     with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(*[engine.make(name, PROMPT) for name in "efg"])
-    assert caught.value.retry_after == pytest.approx(2 * 20.0 / 6)
+        engine.scheduler.add(*[engine.ask(name, PROMPT) for name in "efg"])
+    assert caught.value.retry_after == pytest.approx(8.0)
 
 
 def test_idle_times_do_not_count_as_waiting() -> None:
@@ -230,7 +230,7 @@ def test_idle_times_do_not_count_as_waiting() -> None:
     engine.step()
     engine.add("waiting", PROMPT)
     with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("b", PROMPT))
+        engine.scheduler.add(engine.ask("b", PROMPT))
     assert caught.value.retry_after == 1.0
 
 
@@ -242,7 +242,7 @@ def test_a_queue_that_stands_still_is_slower_the_longer_it_does() -> None:
     engine.add("waiting", PROMPT)
     engine.now = 80.0
     with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("b", PROMPT))
+        engine.scheduler.add(engine.ask("b", PROMPT))
     assert caught.value.retry_after == 30.0
 
 
@@ -258,5 +258,5 @@ def test_nobody_is_told_to_wait_longer_than_ten_minutes() -> None:
 def test_without_anything_to_go_by_it_is_a_second() -> None:
     engine = FakeEngine(num_slots=1, max_queue_size=0)
     with pytest.raises(QueueFull) as caught:
-        engine.scheduler.add(engine.make("a", PROMPT), engine.make("b", PROMPT))
+        engine.scheduler.add(engine.ask("a", PROMPT), engine.ask("b", PROMPT))
     assert caught.value.retry_after == 1.0

@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Policy, Request, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
-from tests.scheduler.fake_engine import states_of
-
-NO_REUSE = Policy(enable_prefix_caching=False)
+from chairlift.scheduler import Request, RequestState, RowResult, StepPlan, TokenEvent
+from tests.scheduler.fake_engine import Driver
 
 EOS, STOP, NUM_TOKENS = 0, 1, 6  # token ids are drawn from [0, NUM_TOKENS)
 
@@ -63,30 +60,27 @@ def worlds(draw: st.DrawFn) -> World:
     )
 
 
-class Run:
+class Run(Driver):
     """Plays a world to its end and notes when and how each request ended."""
 
     def __init__(self, world: World) -> None:
+        super().__init__(world.num_slots, world.budget, world.max_steps, world.max_seq_len)
         self.world = world
-        self.slots = SlotLedger(world.num_slots, world.max_seq_len)
-        self.scheduler = Scheduler(self.slots, world.budget, world.max_steps, 100, NO_REUSE)
-        self.requests = [self._request(index, arrival) for index, arrival in enumerate(world.arrivals)]
-        self.states: dict[str, RequestState] = {}
+        self.asked = [self._request(index, arrival) for index, arrival in enumerate(world.arrivals)]
         self.plans: list[StepPlan] = []
-        self.in_flight: deque[tuple[StepPlan, list[RowResult]]] = deque()
-        self.heard: dict[str, list[int]] = {request.request_id: [] for request in self.requests}
-        self.ends: dict[str, list[int]] = {request.request_id: [] for request in self.requests}  # steps, hopefully one
+        self.results: deque[list[RowResult]] = deque()  # of launches in flight
+        self.heard: dict[str, list[int]] = {request.request_id: [] for request in self.asked}
+        self.ends: dict[str, list[int]] = {request.request_id: [] for request in self.asked}  # steps, hopefully one
         self._num_said = 0
 
     def play(self) -> None:
         last_arrival = max(arrival.step for arrival in self.world.arrivals)
         step = 0
         while step <= last_arrival or self.has_work:
-            for arrival, request in zip(self.world.arrivals, self.requests, strict=True):
+            for arrival, request in zip(self.world.arrivals, self.asked, strict=True):
                 if arrival.step == step:
-                    self.scheduler.add(request)
-                    self.states |= states_of(self.scheduler, request)
-            for arrival, request in zip(self.world.arrivals, self.requests, strict=True):
+                    self.take(request)
+            for arrival, request in zip(self.world.arrivals, self.asked, strict=True):
                 if arrival.abort_step == step:
                     self._note(step, self.scheduler.abort(request.request_id))
             self.scheduler.check()
@@ -95,37 +89,22 @@ class Run:
             step += 1
             assert step < 2000, "it goes on for ever"
 
-    @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self.in_flight)
-
     def _step(self, step: int) -> None:
-        if self._launch() and len(self.in_flight) <= self.world.num_ahead:
+        if self.launch().rows and len(self.in_flight) <= self.world.num_ahead:
             return
-        plan, results = self.in_flight.popleft()
-        for event in self.scheduler.update(plan, results):
+        for event in self.land(self.results.popleft()):
             self._note(step, event)
-        self.scheduler.check()
 
-    def _launch(self) -> bool:
-        plan = self.scheduler.schedule()
-        if not plan.rows:
-            return False
+    def begin(self, plan: StepPlan) -> None:
         assert all(row.request.num_remaining > 0 for row in plan.rows), "a length's end is known ahead"
-        self.plans.append(plan)
-        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         owners = {(row.request.slot, row.request) for row in plan.rows}
         assert all(slot != s or owner is o for slot, owner in owners for s, o in self._writers()), "two write to a slot"
-        reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
-        sampled = [self._say(plan.num_steps) if row.is_sampled else [] for row in plan.rows]
-        self.in_flight.append((plan, [RowResult(tokens) for tokens in sampled]))
-        self.scheduler.advance(plan, reservation)
-        self.scheduler.check()
-        return True
+        self.plans.append(plan)
+        self.results.append([RowResult(self._say(plan.num_steps) if row.is_sampled else []) for row in plan.rows])
 
     def _writers(self) -> set[tuple[int | None, RequestState]]:
         """Who writes to which slot in launches in flight."""
-        return {(row.request.slot, row.request) for plan, _ in self.in_flight for row in plan.rows}
+        return {(row.request.slot, row.request) for plan in self.in_flight for row in plan.rows}
 
     def _say(self, count: int) -> list[int]:
         start = self._num_said
@@ -177,8 +156,8 @@ def test_nothing_starves(world: World) -> None:
 @given(worlds())
 def test_answers_are_whole_and_end_for_the_reason_given(world: World) -> None:
     run = played(world)
-    for asked, arrival in zip(run.requests, world.arrivals, strict=True):
-        answer, request = run.heard[asked.request_id], run.states[asked.request_id]
+    for asked, arrival in zip(run.asked, world.arrivals, strict=True):
+        answer, request = run.heard[asked.request_id], run.requests[asked.request_id]
         assert request.token_ids == [*asked.prompt_token_ids, *answer]
         may_end = [i >= arrival.min_tokens and token in (EOS, STOP) for i, token in enumerate(answer)]
         assert not any(may_end[:-1])

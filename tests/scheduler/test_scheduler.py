@@ -3,66 +3,39 @@
 An executor that knows no model answers each plan: it reserves in the real ledger and says what the test lets it say.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
-from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Policy, Request, RequestState, RowResult, Scheduler, TokenEvent
-from tests.scheduler.fake_engine import states_of
+from chairlift.params import FinishReason
+from chairlift.scheduler import Request, RowResult, TokenEvent
+from tests.scheduler.fake_engine import EOS, WORD, Driver, Plan, written
 
-NO_REUSE = Policy(enable_prefix_caching=False)
-
-EOS, STOP, WORD = 1, 3, 9
+STOP = 3
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A step plan as a test writes it: names and numbers of tokens, decode rows first."""
+class Trace(Driver):
+    """`answers` holds what is sampled for whom, or WORD for ever."""
 
-    rows: list[tuple[str, int]]
-    decode: int = 0
-    steps: int = 1
-
-
-class Trace:
-    """A scheduler and the executor of its plans. `answers` holds what is sampled for whom, or WORD for ever."""
-
-    def __init__(
-        self, num_slots: int = 4, budget: int = 16, max_steps: int = 1, max_seq_len: int = 64, max_queue_size: int = 100
-    ) -> None:
-        self.slots = SlotLedger(num_slots, max_seq_len)
-        self.scheduler = Scheduler(self.slots, budget, max_steps, max_queue_size, NO_REUSE)
-        self.requests: dict[str, RequestState] = {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.answers: dict[str, list[int]] = {}
         self.events: list[TokenEvent] = []  # of the latest step
 
-    def make(
-        self, name: str, num_prompt_tokens: int, max_tokens: int = 20, answer: list[int] | None = None, **params: Any
-    ) -> Request:
-        prompt = list(range(100, 100 + num_prompt_tokens))
+    def make(self, name: str, *args: Any, answer: list[int] | None = None, **kwargs: Any) -> Request:
         self.answers[name] = list(answer or [])
-        return Request(name, prompt, SamplingParams(**params), max_tokens, 0, frozenset({EOS}))
-
-    def add(self, name: str, num_prompt_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Queues what `make` makes of these."""
-        request = self.make(name, num_prompt_tokens, *args, **kwargs)
-        self.scheduler.add(request)
-        self.requests |= states_of(self.scheduler, request)
+        return super().make(name, *args, **kwargs)
 
     def step(self) -> Plan:
-        plan = self.scheduler.schedule()
-        slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
-        reservation = self.slots.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
-        sampled = [self._say(row.request.request_id, plan.num_steps) if row.is_sampled else [] for row in plan.rows]
-        self.scheduler.advance(plan, reservation)
-        self.events = self.scheduler.update(plan, [RowResult(tokens) for tokens in sampled])
-        self.scheduler.check()
-        rows = [(row.request.request_id, row.num_new_tokens) for row in plan.rows]
-        return Plan(rows, plan.num_decode_rows, plan.num_steps)
+        plan = self.launch()
+        self.events = self.land(
+            [
+                RowResult(self._say(row.request.request_id, plan.num_steps) if row.is_sampled else [])
+                for row in plan.rows
+            ]
+        )
+        return written(plan)
 
     def steps(self, count: int) -> list[Plan]:
         return [self.step() for _ in range(count)]

@@ -96,7 +96,7 @@ class Traffic(RuleBasedStateMachine):
         timeout: float | None,
     ) -> None:
         requests = [
-            self.engine.make(
+            self.engine.ask(
                 f"r{next(self.names)}",
                 prompt,
                 min(max_tokens, MAX_SEQ_LEN - len(prompt)),
@@ -111,7 +111,7 @@ class Traffic(RuleBasedStateMachine):
         started = {each.request_id for each in self.engine.requests.values() if each.admission_time is not None}
         can_take = self.engine.scheduler.can_take(requests)
         try:
-            displaced = self.engine.take(*requests)
+            displaced = self.engine.displace(*requests)
             assert not displaced or not can_take, "somebody left though there was a place"
             assert not started.intersection(displaced), "who had a slot was displaced"
         except QueueFull:

@@ -7,13 +7,15 @@ temperature, min-p, top-k and top-p, then per step of the launch the number to d
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from chairlift.engine.sampling.penalties import has_penalty
+from chairlift.engine.sampling.transfers import send, to_device
 from chairlift.params import SamplingParams
 from chairlift.scheduler import RequestState
 
@@ -23,6 +25,46 @@ _NUM_KNOBS = 5
 _ALL = 2**24  # a top_k that keeps everything; the largest number below which float32 has all integers
 _HOTTEST = 1e6  # uniform in float32 already; more could become inf
 _COLDEST = 1e-6  # a smaller temperature could round to zero in float32
+
+
+class DrawKind(IntEnum):
+    """What a row needs to be sampled; a launch needs what any of its rows does, which the others do not notice."""
+
+    GREEDY = 0
+    RANDOM = 1  # a temperature
+    MIN_P = 2  # besides
+    TOP = 3  # top-k or top-p besides, which sort the vocabulary
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Self:
+        if params.is_greedy:
+            return cls(cls.GREEDY)
+        if params.top_k > 0 or params.top_p < 1.0:
+            return cls(cls.TOP)
+        return cls(cls.MIN_P if params.min_p else cls.RANDOM)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawBatch:
+    """The rows of a launch that draw."""
+
+    kind: DrawKind
+    rows: torch.Tensor  # int64 [R]
+    table: torch.Tensor  # float64 [5 + num_steps, R]
+
+    @classmethod
+    def of(cls, requests: Sequence[RequestState], num_steps: int, device: torch.device) -> Self | None:
+        """None if no row draws."""
+        rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
+        if not rows:
+            return None
+        drawing = [requests[row] for row in rows]
+        kind = max(DrawKind.of(request.params) for request in drawing)
+        return cls(kind, to_device(rows, torch.int64, device), send(draw_table(drawing, num_steps), device))
+
+    def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        """float32 `[N, vocab]` -> int64 `[R]`: the tokens of these rows, for that step of the launch."""
+        return draw(logits[self.rows], self.kind, self.table, self.table[_NUM_KNOBS + step])
 
 
 def draw_table(requests: Sequence[RequestState], num_steps: int) -> torch.Tensor:
@@ -49,23 +91,13 @@ def _knobs_of(params: SamplingParams) -> list[float]:
     ]
 
 
-def is_filtered(params: SamplingParams) -> bool:
-    """True if top-k or top-p may leave something out."""
-    return params.top_k > 0 or params.top_p < 1.0
-
-
-def draw(
-    logits: torch.Tensor, table: torch.Tensor, uniforms: torch.Tensor, *, has_min_p: bool, has_filters: bool
-) -> torch.Tensor:
-    """float32 `[R, vocab]`, and of the table the step's numbers, float64 `[R]` -> int64 `[R]`.
-
-    `has_min_p`, `has_filters`: whether any row has a min-p, or a top-k or top-p.
-    """
+def draw(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """float32 `[R, vocab]`, and of the table the step's numbers, float64 `[R]` -> int64 `[R]`."""
     _, temperature, min_p, top_k, top_p = table[:_NUM_KNOBS].unsqueeze(2)  # [R, 1] each
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.float()  # the likeliest token is at 0
-    if has_min_p:
+    if kind >= DrawKind.MIN_P:
         scaled = scaled.masked_fill(scaled < min_p.float().log(), -torch.inf)
-    if has_filters:
+    if kind is DrawKind.TOP:
         scaled = scaled.masked_fill(scaled < _cutoff(scaled, top_k.long(), top_p.float()), -torch.inf)
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = uniforms.unsqueeze(1) * cumulative[:, -1:]
@@ -105,14 +137,6 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 # What a CUDA graph can record: sampling in tensors of fixed size and place, for rows that want nothing but the above.
 
 
-class DrawKind(Enum):
-    """What the rows of a launch need at most."""
-
-    GREEDY = auto()
-    RANDOM = auto()  # a temperature
-    FILTERED = auto()  # min-p, top-k or top-p besides
-
-
 @dataclass(frozen=True, slots=True)
 class GraphSampling:
     """How a sampling graph samples the rows of a launch."""
@@ -125,12 +149,8 @@ def prepare_graph_sampling(requests: Sequence[RequestState], num_steps: int) -> 
     """None if one of the rows wants more than a graph offers."""
     if not all(map(_is_graph_enough, requests)):
         return None
-    drawing = [request.params for request in requests if not request.params.is_greedy]
-    if not drawing:
-        return GraphSampling(DrawKind.GREEDY, None)
-    has_filters = any(is_filtered(params) or params.min_p for params in drawing)
-    kind = DrawKind.FILTERED if has_filters else DrawKind.RANDOM
-    return GraphSampling(kind, draw_table(requests, num_steps))
+    kind = max((DrawKind.of(request.params) for request in requests), default=DrawKind.GREEDY)
+    return GraphSampling(kind, None if kind is DrawKind.GREEDY else draw_table(requests, num_steps))
 
 
 def sample_in_graph(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
@@ -141,9 +161,7 @@ def sample_in_graph(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, s
     """
     best, tokens = logits.max(dim=-1)  # of NaN and anything, NaN is the greatest
     if kind is not DrawKind.GREEDY:
-        has_filters = kind is DrawKind.FILTERED
-        numbers = table[_NUM_KNOBS:].index_select(0, step).squeeze(0)
-        drawn = draw(logits, table, numbers, has_min_p=has_filters, has_filters=has_filters)
+        drawn = draw(logits, kind, table, table[_NUM_KNOBS:].index_select(0, step).squeeze(0))
         tokens = torch.where(table[0] > 0, drawn, tokens)
     return tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN)
 

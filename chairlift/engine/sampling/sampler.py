@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.engine.sampling.drawing import INVALID_TOKEN, draw, draw_table, is_filtered
+from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
@@ -117,17 +117,6 @@ class _Constants:
 
 
 @dataclass(frozen=True, slots=True)
-class _RandomRows:
-    """The rows that draw."""
-
-    rows: torch.Tensor  # int64 [R]
-    table: torch.Tensor  # see `drawing`
-    uniforms: torch.Tensor  # float64 [num_steps, R]
-    has_min_p: bool
-    has_filters: bool
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """What the rows of one launch asked for; a part that no row asked for is None."""
 
@@ -135,7 +124,7 @@ class SamplingBatch:
     refused: dict[int, torch.Tensor]  # by row that may only draw some tokens: all others, bool [vocab]
     masks: PendingMasks | None  # of the launch's first step; rows with a grammar keep no more
     penalties: PenaltyBatch | None
-    random: _RandomRows | None
+    draws: DrawBatch | None
     logprob_rows: torch.Tensor | None  # int64 [L]: rows that want log-probabilities
     num_top_logprobs: list[int]  # how many likeliest tokens each of them wants
 
@@ -166,7 +155,7 @@ class Sampler:
             additions=self._additions(requests, num_steps),
             refused=self._refused(requests),
             penalties=self._penalties.prepare(requests),
-            random=self._random_rows(requests, num_steps),
+            draws=DrawBatch.of(requests, num_steps, self._device),
         )
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
@@ -182,14 +171,8 @@ class Sampler:
         if batch.penalties is not None:
             self._penalties.apply(batch.penalties, logits)
         best, tokens = logits.max(dim=-1)  # of NaN and anything, NaN is the greatest
-        if (random := batch.random) is not None:
-            tokens[random.rows] = draw(
-                logits[random.rows],
-                random.table,
-                random.uniforms[step],
-                has_min_p=random.has_min_p,
-                has_filters=random.has_filters,
-            )
+        if batch.draws is not None:
+            tokens[batch.draws.rows] = batch.draws.draw(logits, step)
         if batch.penalties is not None:
             self._penalties.count(batch.penalties, tokens)
         logprobs = None
@@ -237,20 +220,6 @@ class Sampler:
             if isinstance(request.token_filter, RuleFilter)
             and (refused := request.token_filter.rules.refused_on(self._device)) is not None
         }
-
-    def _random_rows(self, requests: Sequence[RequestState], num_steps: int) -> _RandomRows | None:
-        rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
-        if not rows:
-            return None
-        drawing = [requests[row] for row in rows]
-        table = send(draw_table(drawing, num_steps), self._device)
-        return _RandomRows(
-            rows=to_device(rows, torch.int64, self._device),
-            table=table,
-            uniforms=table[-num_steps:],
-            has_min_p=any(request.params.min_p for request in drawing),
-            has_filters=any(is_filtered(request.params) for request in drawing),
-        )
 
 
 def _may_not_end(request: RequestState, step: int) -> bool:

@@ -138,6 +138,9 @@ class EngineConfig(BaseModel):
         description="tokens that a request generates, each time, before one of higher priority may take its slot;"
         " unset: no request loses its slot",
     )
+    preempt_levels: Count = Field(
+        1, description="levels of priority that a request must be above the one whose slot it takes"
+    )
 
 
 class ResolvedConfig(EngineConfig):

@@ -22,14 +22,12 @@ async def run(example: str, *arguments: str, url: str) -> str:
     return output.decode()
 
 
-@pytest.mark.asyncio
 async def test_a_chat_is_streamed() -> None:
     async with serving() as server:
         printed = await run("stream_chat.py", "What is 17 + 25?", url=server.url)
     assert printed == "17 + 25 = 42.\n"
 
 
-@pytest.mark.asyncio
 async def test_a_tool_is_called_and_its_result_goes_into_the_answer() -> None:
     async with serving() as server:
         weather = await run("tool_call.py", url=server.url)
@@ -45,14 +43,12 @@ async def test_a_tool_is_called_and_its_result_goes_into_the_answer() -> None:
     assert len(neither.splitlines()) == 1
 
 
-@pytest.mark.asyncio
 async def test_data_is_taken_out_of_a_sentence() -> None:
     async with serving() as server:
         assert await run("json_answer.py", url=server.url) == '{"name":"Maria","age":34}\n'
         assert await run("json_answer.py", "Tom is 7 years old.", url=server.url) == '{"name":"Tom","age":7}\n'
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 async def test_every_example_explains_itself_and_is_short(example: str) -> None:
     process = await asyncio.create_subprocess_exec(

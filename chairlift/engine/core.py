@@ -81,7 +81,12 @@ class EngineCore:
             self.config.max_num_batched_tokens,
             self.config.max_steps_per_launch,
             self.config.max_queue_size,
-            Policy(self.config.enable_prefix_caching, self.config.preempt_after, self.config.queue_timeout),
+            Policy(
+                self.config.enable_prefix_caching,
+                self.config.preempt_after,
+                self.config.preempt_levels,
+                self.config.queue_timeout,
+            ),
             max_num_running=self.config.max_batch_size,
         )
         self._journal = Journal(self._scheduler)

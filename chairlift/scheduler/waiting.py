@@ -25,6 +25,7 @@ class Policy:
 
     enable_prefix_caching: bool = True
     preempt_after: int | None = None  # tokens generated before a slot may be lost; None: it never is
+    preempt_levels: int = 1  # of priority by which the one that takes a slot must be above the one that loses it
     queue_timeout: float | None = None  # seconds to wait for a slot
 
 
@@ -81,13 +82,14 @@ class WaitingQueue(FairQueue):
     def choose_victim(self, running: Iterable[RequestState]) -> RequestState | None:
         """The request that loses its slot to the next one, if the policy has one do so for a higher priority.
 
-        It is the first of the lowest priority, of those that generated `preempt_after` tokens since they got a slot.
+        It is the first of the lowest priority, at least `preempt_levels` below the next one's, of those that generated
+        `preempt_after` tokens since they got a slot.
         None also while a request yields its slot already, until its launches are over.
         """
         preempt_after = self._policy.preempt_after
         if preempt_after is None:
             return None
-        victim, lowest = None, self.peek().options.priority
+        victim, lowest = None, self.peek().options.priority + self._policy.preempt_levels - 1
         for request in running:
             if request.is_yielding:
                 return None

@@ -73,7 +73,6 @@ async def message_of(server: Server, **fields: Any) -> dict[str, Any]:
     return message
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("template", "text"),
     [
@@ -103,7 +102,6 @@ async def test_thoughts_are_told_apart_under_both_names_and_counted(serve: Serve
     assert order == sorted(order, reverse=True)
 
 
-@pytest.mark.asyncio
 async def test_the_clients_own_stream_adds_up_to_the_whole_answer(serve: Serve) -> None:
     call = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
     fields: Any = {"model": "bundled", "messages": QUESTION, "temperature": 0, "tools": [PAINT], "n": 2}
@@ -123,7 +121,6 @@ async def test_the_clients_own_stream_adds_up_to_the_whole_answer(serve: Serve) 
     assert whole.usage.completion_tokens_details.reasoning_tokens == 2 * (len(THOUGHTS) + 2)
 
 
-@pytest.mark.asyncio
 async def test_thoughts_are_scored_like_any_other_tokens(serve: Serve) -> None:
     async with serve(HYBRID, "<think>Hm.</think>Four.") as server:
         reply = await ask(server, logprobs=True)
@@ -139,7 +136,6 @@ async def test_thoughts_are_scored_like_any_other_tokens(serve: Serve) -> None:
     ]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("text", ["Four.", "<thin Four."])
 async def test_a_model_that_may_think_need_not(serve: Serve, text: str) -> None:
     async with serve(HYBRID, text) as server:
@@ -148,7 +144,6 @@ async def test_a_model_that_may_think_need_not(serve: Serve, text: str) -> None:
     assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
 async def test_thoughts_that_the_prompt_has_closed_do_not_begin_again(serve: Serve, fields: dict[str, Any]) -> None:
     async with serve(HYBRID, "<think>Four.") as server:
@@ -158,7 +153,6 @@ async def test_thoughts_that_the_prompt_has_closed_do_not_begin_again(serve: Ser
     assert formed["content"] == '{"a": 1}'
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("template", "text"),
     [
@@ -177,14 +171,12 @@ async def test_structure_begins_behind_the_thoughts(serve: Serve, template: str,
         assert message["reasoning"] == THOUGHTS
 
 
-@pytest.mark.asyncio
 async def test_structure_begins_at_once_if_the_model_does_not_think(serve: Serve) -> None:
     async with serve(HYBRID, '{"b": Four.') as server:
         message = await message_of(server, response_format=FORM)
     assert message == {"role": "assistant", "content": '{"a": 1}', "refusal": None}
 
 
-@pytest.mark.asyncio
 async def test_a_structure_is_reached_though_the_model_would_end_while_it_thinks(serve: Serve, script: Script) -> None:
     async with serve(ALWAYS, "Hm.") as server:
         script.token_ids = [*script.token_ids, *server.llm.inputs.tokenizer.encode("</think>")]
@@ -192,7 +184,6 @@ async def test_a_structure_is_reached_though_the_model_would_end_while_it_thinks
     assert message["content"] == '{"a": 1}'
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"response_format": FORM}])
 async def test_calls_come_behind_the_thoughts(serve: Serve, fields: dict[str, Any]) -> None:
     call = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
@@ -206,7 +197,6 @@ async def test_calls_come_behind_the_thoughts(serve: Serve, fields: dict[str, An
     ]
 
 
-@pytest.mark.asyncio
 async def test_a_forced_call_begins_with_the_vocabularys_own_token(serve: Serve) -> None:
     async with serve(HYBRID, "Four.") as server:
         forced: Any = {"tools": [PAINT], "tool_choice": "required", "parallel_tool_calls": False}
@@ -216,7 +206,6 @@ async def test_a_forced_call_begins_with_the_vocabularys_own_token(serve: Serve)
     assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "paint"
 
 
-@pytest.mark.asyncio
 async def test_a_strict_functions_call_is_enforced_behind_thoughts_and_text(serve: Serve) -> None:
     strict = {"type": "function", "function": {**PAINT["function"], "strict": True}}  # type: ignore[dict-item]
     async with serve(HYBRID, "<think>Hm.</think>Well.\n<tool_call>oops") as server:
@@ -225,7 +214,6 @@ async def test_a_strict_functions_call_is_enforced_behind_thoughts_and_text(serv
     assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"colour": "red"}']
 
 
-@pytest.mark.asyncio
 async def test_marks_that_are_special_tokens_are_seen(serve: Serve) -> None:
     async with serve(MISTRAL, 'Well. [TOOL_CALLS]paint[ARGS]{"colour": "red"}') as server:
         message = await message_of(server, tools=[PAINT])
@@ -235,7 +223,6 @@ async def test_marks_that_are_special_tokens_are_seen(serve: Serve) -> None:
         assert each["tool_calls"][0]["function"] == {"name": "paint", "arguments": '{"colour": "red"}'}
 
 
-@pytest.mark.asyncio
 async def test_elements_are_read_by_the_types_of_the_functions(serve: Serve) -> None:
     schema = {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "write", "parameters": {**schema, "required": ["text", "n"]}}}
@@ -248,7 +235,6 @@ async def test_elements_are_read_by_the_types_of_the_functions(serve: Serve) -> 
         assert message["tool_calls"][0]["function"] == {"name": "write", "arguments": '{"text": "12", "n": 3}'}
 
 
-@pytest.mark.asyncio
 async def test_thoughts_that_are_cut_off_are_all_there_is(serve: Serve) -> None:
     """By the limit, or by a stop string, which ends a text wherever it stands, as in vLLM."""
     async with serve(ALWAYS, f"{THOUGHTS}</think>Four.") as server:
@@ -266,7 +252,6 @@ async def test_thoughts_that_are_cut_off_are_all_there_is(serve: Serve) -> None:
     assert (cut["choices"][0]["finish_reason"], stopped["choices"][0]["finish_reason"]) == ("length", "stop")
 
 
-@pytest.mark.asyncio
 async def test_without_a_parser_thoughts_are_text(serve: Serve) -> None:
     async with serve(HYBRID, "<think>Hm.</think>Four.", reasoning_parser=ReasoningFamily.NONE) as server:
         reply = await ask(server)
@@ -276,7 +261,6 @@ async def test_without_a_parser_thoughts_are_text(serve: Serve) -> None:
     assert error["message"].startswith('reasoning_effort: only "none" is supported: ')
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_always_thinks_cannot_be_told_not_to(serve: Serve) -> None:
     async with serve(ALWAYS, "Hm.</think>Four.") as server:
         error = await error_of(server, CHAT, {"messages": QUESTION, "reasoning_effort": "none"})
@@ -287,14 +271,12 @@ async def test_a_model_that_always_thinks_cannot_be_told_not_to(serve: Serve) ->
     assert message["content"] == "Four."
 
 
-@pytest.mark.asyncio
 async def test_marks_that_are_no_tokens_of_the_model_are_refused_at_the_start() -> None:
     with pytest.raises(ConfigurationError, match="reasoning_parser think cannot be used: <think> and </think> are no"):
         async with serving(ServerConfig(reasoning_parser=ReasoningFamily.THINK)):
             raise AssertionError("it started")
 
 
-@pytest.mark.asyncio
 async def test_a_message_that_is_continued_goes_on_in_its_thoughts(serve: Serve) -> None:
     turns = [*QUESTION, {"role": "assistant", "content": "<think>It is a sum"}]
     async with serve(HYBRID.replace("<|im_end|>", ""), ", so.</think>Four.") as server:
@@ -302,7 +284,6 @@ async def test_a_message_that_is_continued_goes_on_in_its_thoughts(serve: Serve)
     assert (message["reasoning"], message["content"]) == (", so.", "Four.")
 
 
-@pytest.mark.asyncio
 async def test_a_mark_in_what_a_user_says_begins_nothing(serve: Serve) -> None:
     async with serve(HYBRID, "Four.") as server:
         message = await message_of(server, messages=user("What does <think>"))
@@ -312,7 +293,6 @@ async def test_a_mark_in_what_a_user_says_begins_nothing(serve: Serve) -> None:
 # --- responses
 
 
-@pytest.mark.asyncio
 async def test_a_response_has_its_reasoning_in_an_item_of_its_own(serve: Serve) -> None:
     call = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
     async with serve(HYBRID, f"<think>\n{THOUGHTS}\n</think>\n\nFour.\n{call}") as server, client_of(server) as client:
@@ -350,7 +330,6 @@ def _output_of(call: Any) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
 
 
-@pytest.mark.asyncio
 async def test_reasoning_that_is_cut_off_is_an_incomplete_item(serve: Serve) -> None:
     async with serve(ALWAYS, f"{THOUGHTS}</think>Four.") as server, client_of(server) as client:
         reply = await client.responses.create(model="bundled", input=QUESTION, temperature=0, max_output_tokens=5)

@@ -26,7 +26,6 @@ from tests.engine.async_support import (
 from tests.engine.support import GREEDY, PROMPTS, make_llm, tokens_of
 
 
-@pytest.mark.asyncio
 async def test_who_comes_when_the_queue_is_full_is_refused_and_the_others_are_served(tiny: str) -> None:
     with make_llm(tiny) as llm:
         expected = llm.generate(PROMPTS[:3], GREEDY)
@@ -50,7 +49,6 @@ async def test_who_comes_when_the_queue_is_full_is_refused_and_the_others_are_se
     assert again.finished
 
 
-@pytest.mark.asyncio
 async def test_who_loses_its_place_in_the_queue_ends_with_all_of_its_choices_and_the_others_go_on(tiny: str) -> None:
     two = GREEDY.model_copy(update={"n": 2})
     async with make_async_llm(tiny, max_batch_size=1, max_queue_size=2) as engine:
@@ -78,7 +76,6 @@ async def test_who_loses_its_place_in_the_queue_ends_with_all_of_its_choices_and
         assert (engine._mailboxes, engine._outputs._routes) == ({}, {})
 
 
-@pytest.mark.asyncio
 async def test_what_the_scheduler_refuses_as_a_mistake_ends_alone(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         generation = await engine.prepare("hi", LONG)
@@ -92,7 +89,6 @@ async def test_what_the_scheduler_refuses_as_a_mistake_ends_alone(tiny: str) -> 
         assert (engine._mailboxes, engine._outputs._routes) == ({}, {})
 
 
-@pytest.mark.asyncio
 async def test_a_generation_can_be_run_again_once_it_has_ended(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         generation = await engine.prepare("hi", GREEDY)
@@ -100,7 +96,6 @@ async def test_a_generation_can_be_run_again_once_it_has_ended(tiny: str) -> Non
         assert first.outputs == second.outputs
 
 
-@pytest.mark.asyncio
 async def test_choices_are_queued_all_or_none(tiny: str) -> None:
     async with make_async_llm(tiny, max_queue_size=1) as engine:
         running = asyncio.create_task(last(engine.generate("hi", LONG)))
@@ -120,7 +115,6 @@ async def assert_dead(engine: AsyncLLM) -> None:
         await last(engine.generate("hi", GREEDY))
 
 
-@pytest.mark.asyncio
 async def test_when_a_step_fails_all_that_run_and_wait_end_with_it_and_nothing_new_is_taken(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -137,7 +131,6 @@ async def test_when_a_step_fails_all_that_run_and_wait_end_with_it_and_nothing_n
             assert engine.num_unfinished == 0
 
 
-@pytest.mark.asyncio
 async def test_a_reader_who_was_busy_when_the_engine_died_learns_of_it(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -150,7 +143,6 @@ async def test_a_reader_who_was_busy_when_the_engine_died_learns_of_it(tiny: str
                     await anext(outputs)
 
 
-@pytest.mark.asyncio
 async def test_a_dead_engine_can_be_closed_and_leaves_no_thread(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -161,7 +153,6 @@ async def test_a_dead_engine_can_be_closed_and_leaves_no_thread(tiny: str) -> No
     await assert_dead(engine)
 
 
-@pytest.mark.asyncio
 async def test_closing_ends_running_and_waiting_generations_with_that_error(tiny: str) -> None:
     engine = make_async_llm(tiny)
     with hold_back(engine) as gate:
@@ -180,7 +171,6 @@ async def test_closing_ends_running_and_waiting_generations_with_that_error(tiny
     assert not engine.died.is_set()
 
 
-@pytest.mark.asyncio
 async def test_two_engines_in_one_process_do_not_disturb_each_other(tiny: str) -> None:
     with make_llm(tiny) as llm:
         expected = llm.generate(PROMPTS[:3], GREEDY)
@@ -212,7 +202,6 @@ def test_an_event_loop_that_is_closed_during_a_step_does_not_kill_the_engine_thr
     assert [thread.name for thread in engine_threads()] == []
 
 
-@pytest.mark.asyncio
 async def test_a_failure_on_the_text_side_ends_the_waiting_too(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("no luck")
@@ -224,7 +213,6 @@ async def test_a_failure_on_the_text_side_ends_the_waiting_too(tiny: str, monkey
         await assert_dead(engine)
 
 
-@pytest.mark.asyncio
 async def test_a_text_that_cannot_be_made_ends_its_generation_and_no_other(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +234,6 @@ async def test_a_text_that_cannot_be_made_ends_its_generation_and_no_other(
         await wait_until_idle(engine)
 
 
-@pytest.mark.asyncio
 async def test_a_rejected_generation_leaves_no_trace(tiny: str) -> None:
     async with make_async_llm(tiny, max_queue_size=0) as engine:
         with hold_back(engine) as gate:
@@ -263,7 +250,6 @@ async def test_a_rejected_generation_leaves_no_trace(tiny: str) -> None:
         assert engine._outputs._routes == {}
 
 
-@pytest.mark.asyncio
 async def test_a_grammar_that_fails_after_its_client_has_left_is_nobodys_unseen_exception(tiny: str) -> None:
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))

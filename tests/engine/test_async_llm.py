@@ -20,7 +20,6 @@ from tests.engine.async_support import (
 from tests.engine.support import GREEDY, PROMPTS, make_llm, tokens_of
 
 
-@pytest.mark.asyncio
 async def test_outputs_are_cumulative_and_the_last_one_is_finished(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         outputs = [output async for output in engine.generate("hi", GREEDY, "mine")]
@@ -33,7 +32,6 @@ async def test_outputs_are_cumulative_and_the_last_one_is_finished(tiny: str) ->
     assert (choices[-1].finish_reason, len(choices[-1].token_ids)) == ("length", 12)
 
 
-@pytest.mark.asyncio
 async def test_every_step_is_seen_by_a_reader_who_keeps_up(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -45,7 +43,6 @@ async def test_every_step_is_seen_by_a_reader_who_keeps_up(tiny: str) -> None:
     assert lengths == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=4, n=2, max_tokens=12, top_p=0.9, stop=["a", "zz"])])
 async def test_concurrent_generations_equal_those_of_the_python_call(tiny: str, params: SamplingParams) -> None:
     with make_llm(tiny) as llm:
@@ -56,7 +53,6 @@ async def test_concurrent_generations_equal_those_of_the_python_call(tiny: str, 
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
 
 
-@pytest.mark.asyncio
 async def test_a_conversation_is_answered_through_the_template(tiny: str) -> None:
     messages = [{"role": "user", "content": "hi"}]
     with make_llm(tiny) as llm:
@@ -65,7 +61,6 @@ async def test_a_conversation_is_answered_through_the_template(tiny: str) -> Non
         assert tokens_of([await last(engine.chat(messages, GREEDY))]) == tokens_of(expected)
 
 
-@pytest.mark.asyncio
 async def test_a_bad_request_is_refused_and_leaves_nothing(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with pytest.raises(InvalidRequest, match="the prompt is empty"):
@@ -75,7 +70,6 @@ async def test_a_bad_request_is_refused_and_leaves_nothing(tiny: str) -> None:
         await wait_until_idle(engine)
 
 
-@pytest.mark.asyncio
 async def test_a_slow_reader_finds_the_newest_state_and_no_backlog(tiny: str) -> None:
     async with make_async_llm(tiny) as engine, aclosing(engine.generate("slow", LONG)) as slow:
         first = await anext(slow)
@@ -86,7 +80,6 @@ async def test_a_slow_reader_finds_the_newest_state_and_no_backlog(tiny: str) ->
     assert rest[0].finished
 
 
-@pytest.mark.asyncio
 async def test_leaving_the_iterator_frees_the_slot_before_the_next_step(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -102,7 +95,6 @@ async def test_leaving_the_iterator_frees_the_slot_before_the_next_step(tiny: st
             assert engine.is_healthy
 
 
-@pytest.mark.asyncio
 async def test_an_iterator_that_is_dropped_unclosed_is_left_all_the_same(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         async for _ in engine.generate("hi", LONG):
@@ -110,7 +102,6 @@ async def test_an_iterator_that_is_dropped_unclosed_is_left_all_the_same(tiny: s
         await wait_until_idle(engine)
 
 
-@pytest.mark.asyncio
 async def test_cancelling_the_reader_frees_the_slot(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         task = asyncio.create_task(last(engine.generate("hi", LONG)))
@@ -121,7 +112,6 @@ async def test_cancelling_the_reader_frees_the_slot(tiny: str) -> None:
         await wait_until_idle(engine)
 
 
-@pytest.mark.asyncio
 async def test_cancelling_before_the_first_token_frees_the_slot_or_the_place_in_the_queue(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -138,7 +128,6 @@ async def test_cancelling_before_the_first_token_frees_the_slot_or_the_place_in_
             assert (await last(engine.generate("hi", GREEDY))).finished
 
 
-@pytest.mark.asyncio
 async def test_an_aborted_generation_ends_with_what_there_is(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -154,7 +143,6 @@ async def test_an_aborted_generation_ends_with_what_there_is(tiny: str) -> None:
     assert len(first.outputs[0].token_ids) <= len(end.token_ids) <= 2
 
 
-@pytest.mark.asyncio
 async def test_aborting_all_ends_running_and_waiting_ones(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine):
@@ -166,7 +154,6 @@ async def test_aborting_all_ends_running_and_waiting_ones(tiny: str) -> None:
         await wait_until_idle(engine)
 
 
-@pytest.mark.asyncio
 async def test_a_stop_string_ends_the_generation_and_its_computing(tiny: str) -> None:
     params = LONG.model_copy(update={"stop": ["bb"], "logit_bias": {ord("b"): 100.0}})
     async with make_async_llm(tiny) as engine:
@@ -179,7 +166,6 @@ async def test_a_stop_string_ends_the_generation_and_its_computing(tiny: str) ->
             await wait_until_idle(engine)
 
 
-@pytest.mark.asyncio
 async def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(tiny: str) -> None:
     with make_llm(tiny) as llm:
         expected = llm.generate("hi", LONG)
@@ -190,7 +176,6 @@ async def test_a_second_request_of_the_same_id_is_refused_and_the_first_goes_on(
         assert tokens_of([await last(outputs)]) == tokens_of(expected)
 
 
-@pytest.mark.asyncio
 async def test_an_id_whose_generation_was_left_can_be_used_again_at_once(tiny: str) -> None:
     with make_llm(tiny) as llm:
         expected = llm.generate("second", GREEDY)
@@ -207,7 +192,6 @@ async def test_an_id_whose_generation_was_left_can_be_used_again_at_once(tiny: s
     assert output.outputs == expected[0].outputs
 
 
-@pytest.mark.asyncio
 async def test_after_closing_no_thread_is_left_and_everything_is_refused(tiny: str) -> None:
     engine = make_async_llm(tiny)
     await last(engine.generate("hi", GREEDY))
@@ -221,7 +205,6 @@ async def test_after_closing_no_thread_is_left_and_everything_is_refused(tiny: s
         await last(engine.chat([{"role": "user", "content": "hi"}], GREEDY))
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_never_ran_starts_no_thread_and_can_be_closed(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         assert [thread.name for thread in engine_threads()] == []

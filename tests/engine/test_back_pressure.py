@@ -4,8 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import pytest
-
 from chairlift import AsyncLLM, SamplingParams
 from chairlift.engine.thread import MAX_UPDATES_AHEAD, Abort, EngineThread, Stop, Update
 from chairlift.params import RequestOutput
@@ -33,7 +31,6 @@ def block_until_behind(engine: AsyncLLM) -> None:
     block_until(lambda: thread.progress is None and thread._num_untaken >= MAX_UPDATES_AHEAD, "the engine waits")
 
 
-@pytest.mark.asyncio
 async def test_a_blocked_loop_finds_few_updates_of_many_sequences_and_then_all_their_tokens(tiny: str) -> None:
     with make_llm(tiny, max_batch_size=128) as llm:
         expected = tokens_of(llm.generate("hi", MANY))
@@ -50,7 +47,6 @@ async def test_a_blocked_loop_finds_few_updates_of_many_sequences_and_then_all_t
         await wait_until(lambda: thread_of(engine)._num_untaken == 0, "all is taken")
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_waits_for_its_loop_obeys_all_the_same(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         task = asyncio.create_task(last(engine.generate("hi", LONG)))
@@ -64,7 +60,6 @@ async def test_an_engine_that_waits_for_its_loop_obeys_all_the_same(tiny: str) -
         assert (await last(engine.generate("hi", GREEDY))).finished
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_waits_for_its_loop_can_be_stopped(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         task = asyncio.create_task(last(engine.generate("hi", LONG)))
@@ -75,7 +70,6 @@ async def test_an_engine_that_waits_for_its_loop_can_be_stopped(tiny: str) -> No
         task.cancel()
 
 
-@pytest.mark.asyncio
 async def test_to_wait_for_the_loop_is_not_to_hang(tiny: str) -> None:
     untaken: list[Update] = []
     async with make_async_llm(tiny, step_timeout=0.3) as engine:

@@ -112,7 +112,6 @@ def test_masks_that_cannot_be_computed_end_the_requests_that_need_them_and_no_ot
         assert_idle(llm)
 
 
-@pytest.mark.asyncio
 async def test_leaving_while_the_mask_is_computed_frees_the_slot_and_the_next_grammar_is_right(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +128,6 @@ async def test_leaving_while_the_mask_is_computed_frees_the_slot_and_the_next_gr
         assert tokens_of([await last(engine.generate("hi", WORDS))]) == expected
 
 
-@pytest.mark.asyncio
 async def test_others_go_on_while_a_mask_never_comes_and_a_deadline_ends_its_request(
     tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,6 @@ async def visit(engine: AsyncLLM, drawn: Random, seen: set[str]) -> str:
     return "served"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("num_ahead", [0, 1])
 async def test_after_churn_every_table_is_empty(tiny: str, monkeypatch: pytest.MonkeyPatch, num_ahead: int) -> None:
     drawn = Random(num_ahead)

@@ -294,7 +294,6 @@ def test_a_call_that_was_interrupted_between_steps_does_not_disturb_the_next(
 # --- behind an event loop
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("one_ahead")
 async def test_streams_say_what_a_call_says(tiny: str) -> None:
     with make_llm(tiny) as llm:
@@ -305,7 +304,6 @@ async def test_streams_say_what_a_call_says(tiny: str) -> None:
         await wait_until_idle(engine)
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("one_ahead")
 async def test_who_leaves_in_the_middle_gives_the_slot_back(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
@@ -316,7 +314,6 @@ async def test_who_leaves_in_the_middle_gives_the_slot_back(tiny: str) -> None:
         assert (await last(engine.generate("hi", GREEDY))).finished
 
 
-@pytest.mark.asyncio
 @pytest.mark.usefixtures("one_ahead")
 async def test_a_launch_that_fails_is_told_to_everybody(
     tiny: str, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None]

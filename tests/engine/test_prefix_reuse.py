@@ -161,7 +161,6 @@ def test_a_reset_forgets_what_was_computed_and_reuse_begins_anew(tiny: str) -> N
         llm.reset_prefix_cache()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("num_ahead", [0, 1])
 async def test_a_reset_while_launches_are_in_flight_costs_nobody_a_token(
     native: str, monkeypatch: pytest.MonkeyPatch, num_ahead: int
@@ -241,7 +240,6 @@ def _alone(model: str) -> list[list[int]]:
 # Deadlines
 
 
-@pytest.mark.asyncio
 async def test_who_waits_too_long_is_told_so_and_the_others_go_on(tiny: str) -> None:
     async with make_async_llm(tiny, max_batch_size=1, queue_timeout=0.05) as engine:
         running = asyncio.create_task(last(engine.generate(SHORT, LONG)))
@@ -254,7 +252,6 @@ async def test_who_waits_too_long_is_told_so_and_the_others_go_on(tiny: str) -> 
         await asyncio.gather(running, return_exceptions=True)
 
 
-@pytest.mark.asyncio
 async def test_a_request_that_runs_out_of_time_keeps_what_it_has(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:

@@ -33,7 +33,6 @@ async def look_in_two_steps(engine: AsyncLLM, gate: StepGate) -> Snapshot:
     return seen
 
 
-@pytest.mark.asyncio
 async def test_an_idle_engine_is_seen_as_it_is(tiny: str) -> None:
     async with make_async_llm(tiny, max_seq_len=64) as engine:
         first, second = await engine.take_snapshot(), await engine.take_snapshot()
@@ -44,7 +43,6 @@ async def test_an_idle_engine_is_seen_as_it_is(tiny: str) -> None:
     assert 0.0 < first.time < second.time
 
 
-@pytest.mark.asyncio
 async def test_slots_queue_launches_and_totals_are_those_between_two_launches(tiny: str) -> None:
     async with make_async_llm(tiny, max_num_batched_tokens=8) as engine:
         with hold_back(engine) as gate:
@@ -73,7 +71,6 @@ async def test_slots_queue_launches_and_totals_are_those_between_two_launches(ti
     assert seen.totals.seconds_to_first_token > 0.0
 
 
-@pytest.mark.asyncio
 async def test_totals_count_what_ended_however_it_did(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         output = await last(engine.generate(PROMPT, GREEDY, "whole"))
@@ -87,7 +84,6 @@ async def test_totals_count_what_ended_however_it_did(tiny: str) -> None:
     assert [slot.state for slot in seen.slots if slot.request_id] == []
 
 
-@pytest.mark.asyncio
 async def test_tokens_kept_in_a_slot_are_seen_before_and_while_a_request_reuses_them(tiny: str) -> None:
     prompt = list(range(40))
     async with make_async_llm(tiny) as engine:
@@ -105,7 +101,6 @@ async def test_tokens_kept_in_a_slot_are_seen_before_and_while_a_request_reuses_
     assert (seen.totals.num_prompt_tokens, seen.totals.num_cached_tokens) == (40 + 42, 40)
 
 
-@pytest.mark.asyncio
 async def test_several_steps_of_a_launch_are_told(tiny: str) -> None:
     async with make_async_llm(tiny, max_steps_per_launch=4) as engine:
         await last(engine.generate(PROMPT, GREEDY))
@@ -113,7 +108,6 @@ async def test_several_steps_of_a_launch_are_told(tiny: str) -> None:
     assert launches_of(seen) == [(4, 0, 1), (0, 1, 4), (0, 1, 4), (0, 1, 3)]
 
 
-@pytest.mark.asyncio
 async def test_a_request_is_found_by_the_id_of_its_generation(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -130,7 +124,6 @@ async def test_a_request_is_found_by_the_id_of_its_generation(tiny: str) -> None
     assert short_id("mine-0-0") in {slot.request_id for slot in seen.slots}
 
 
-@pytest.mark.asyncio
 async def test_who_asked_and_left_disturbs_nobody(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         looks = [asyncio.create_task(engine.take_snapshot()) for _ in range(10)]
@@ -141,7 +134,6 @@ async def test_who_asked_and_left_disturbs_nobody(tiny: str) -> None:
         assert len((await last(engine.generate(PROMPT, GREEDY))).outputs[0].token_ids) == 12
 
 
-@pytest.mark.asyncio
 async def test_an_engine_that_dies_or_is_closed_tells_who_waits_and_who_comes_later(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -161,7 +153,6 @@ async def test_an_engine_that_dies_or_is_closed_tells_who_waits_and_who_comes_la
         await engine.take_snapshot()
 
 
-@pytest.mark.asyncio
 async def test_statistics_do_not_wait_for_a_step_and_outlive_the_engine(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
@@ -179,7 +170,6 @@ async def test_statistics_do_not_wait_for_a_step_and_outlive_the_engine(tiny: st
     assert after.step_seconds == held.step_seconds
 
 
-@pytest.mark.asyncio
 async def test_the_time_of_a_launch_holds_its_forward_pass(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_async_llm(tiny) as engine:
         forward = engine._core._runner._forward

@@ -7,7 +7,6 @@ from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-import pytest
 import torch
 from pydantic import BaseModel
 
@@ -56,7 +55,6 @@ def is_frozen(each: object) -> bool:
     return parameters is not None and parameters.frozen
 
 
-@pytest.mark.asyncio
 async def test_nothing_that_changes_is_reached_from_both_threads(tiny: str) -> None:
     structured = StructuredOutputs(regex="[a-z]{30}")
     cases: list[dict[str, Any]] = [

@@ -30,7 +30,6 @@ def engine_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "chairlift-engine"]
 
 
-@pytest.mark.asyncio
 async def test_a_step_that_hangs_ends_what_runs_and_waits_and_nothing_new_is_taken(tiny: str) -> None:
     said = "a step did not come back within 0.3 s"
     async with watched(tiny) as engine:
@@ -50,7 +49,6 @@ async def test_a_step_that_hangs_ends_what_runs_and_waits_and_nothing_new_is_tak
             assert time.monotonic() - start < 1.0
 
 
-@pytest.mark.asyncio
 async def test_a_hung_step_that_comes_back_later_does_no_harm(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
     async with watched(tiny) as engine:
         with hold_back(engine) as gate:
@@ -67,7 +65,6 @@ async def test_a_hung_step_that_comes_back_later_does_no_harm(tiny: str, caplog:
     assert engine.num_unfinished == 0
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError(), GeneratorExit()])
 async def test_whatever_ends_the_thread_in_a_step_is_told_at_once(tiny: str, error: BaseException) -> None:
     def fail() -> list[TokenEvent]:
@@ -86,7 +83,6 @@ async def test_whatever_ends_the_thread_in_a_step_is_told_at_once(tiny: str, err
         await wait_until(lambda: not engine_threads(), "the thread has ended")
 
 
-@pytest.mark.asyncio
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_thread_that_is_gone_without_a_word_is_missed(tiny: str) -> None:
     def vanish(_: object) -> None:
@@ -104,7 +100,6 @@ async def test_a_thread_that_is_gone_without_a_word_is_missed(tiny: str) -> None
         assert not engine.is_healthy
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("limit_s", [0.3, 1.5])
 async def test_an_idle_engine_is_alive_however_short_the_limit(tiny: str, limit_s: float) -> None:
     async with watched(tiny, limit_s) as engine:
@@ -116,7 +111,6 @@ async def test_an_idle_engine_is_alive_however_short_the_limit(tiny: str, limit_
         assert (await last(engine.generate("hi", GREEDY))).finished
 
 
-@pytest.mark.asyncio
 async def test_a_step_may_take_most_of_its_limit_also_when_it_ends_a_long_idle_time(tiny: str) -> None:
     limit_s = 1.2
     async with watched(tiny, limit_s) as engine:
@@ -130,7 +124,6 @@ async def test_a_step_may_take_most_of_its_limit_also_when_it_ends_a_long_idle_t
         assert engine.is_healthy
 
 
-@pytest.mark.asyncio
 async def test_many_steps_below_the_limit_may_take_longer_than_it_together(tiny: str) -> None:
     async with watched(tiny) as engine:
         with hold_back(engine) as gate:
@@ -144,7 +137,6 @@ async def test_many_steps_below_the_limit_may_take_longer_than_it_together(tiny:
             assert (await slow).finished
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("is_busy", [False, True])
 async def test_an_event_loop_that_was_blocked_does_not_blame_the_engine(tiny: str, is_busy: bool) -> None:
     with make_llm(tiny) as llm:
@@ -160,7 +152,6 @@ async def test_an_event_loop_that_was_blocked_does_not_blame_the_engine(tiny: st
             assert tokens_of([await slow]) == expected
 
 
-@pytest.mark.asyncio
 async def test_the_limit_does_not_run_before_the_thread_does(tiny: str) -> None:
     async with make_async_llm(tiny, step_timeout=LIMIT_S) as engine:
         await asyncio.sleep(1.5 * LIMIT_S)
@@ -169,7 +160,6 @@ async def test_the_limit_does_not_run_before_the_thread_does(tiny: str) -> None:
         assert engine.death is None
 
 
-@pytest.mark.asyncio
 async def test_a_death_is_logged_once(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
     async with watched(tiny) as engine:
         with hold_back(engine) as gate, caplog.at_level(logging.CRITICAL):

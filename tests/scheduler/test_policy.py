@@ -298,6 +298,19 @@ def test_who_lost_its_slot_begins_to_wait_anew() -> None:
     assert low.slot is None
 
 
+def test_a_slot_is_taken_only_from_somebody_so_many_levels_below() -> None:
+    engine = FakeEngine(num_slots=2, policy=Policy(preempt_after=1, preempt_levels=3))
+    engine.add("near", [2, 2], 20, priority=2)
+    far = engine.add("far", [3, 3], 20, priority=3)
+    engine.steps(2)
+    engine.add("newcomer", [4, 4], 1, priority=1)
+    engine.steps(2)
+    assert engine.scheduler.waiting.num_preemptions == 0
+    engine.add("urgent", [5, 5], 1)
+    engine.steps(2)
+    assert (engine.scheduler.waiting.num_preemptions, far.num_preemptions) == (1, 1)
+
+
 # Times
 
 

@@ -21,6 +21,7 @@ policies = st.builds(
     Policy,
     enable_prefix_caching=st.booleans(),
     preempt_after=st.none() | st.integers(1, 4),
+    preempt_levels=st.integers(1, 2),
     queue_timeout=st.none() | st.sampled_from([2.0, 20.0]),
 )
 prompts = st.builds(

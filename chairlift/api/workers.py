@@ -110,7 +110,8 @@ class Workers:
                 self._waiting[client] = turns
             turn.begin = time.monotonic()
             self._running.add(turn)
-            turn.has_come.set_result(None)
+            if not turn.has_come.cancelled():  # otherwise its client has just left, and `_run` is about to end the turn
+                turn.has_come.set_result(None)
 
     def _end(self, turn: _Turn) -> None:
         """Its call is over, or will not be made."""

@@ -87,6 +87,22 @@ async def test_the_call_of_a_client_that_left_before_its_turn_is_not_made() -> N
         assert calls.begun == ["first", "last"]
 
 
+async def test_turns_of_clients_that_leave_at_once_are_given_to_the_next() -> None:
+    calls = Calls()
+    async with closing(Workers(1)) as workers:
+        first, second, third = (begin(workers, name, calls, name) for name in "abc")
+        await wait_until(lambda: calls.begun == ["a"], "the first began")
+        calls.end(2)
+        while "b" in workers._waiting:
+            await asyncio.sleep(0)
+        second.cancel()  # its turn has come just now, and the third's comes when it gives it up
+        third.cancel()
+        endings = await asyncio.gather(first, second, third, return_exceptions=True)
+        assert [type(ending) for ending in endings] == [str, asyncio.CancelledError, asyncio.CancelledError]
+        assert await asyncio.wait_for(begin(workers, "d", calls, "d"), DEADLINE_S) == "d"
+        assert calls.begun == ["a", "d"]
+
+
 async def test_a_call_that_runs_counts_even_if_its_client_has_left() -> None:
     calls = Calls()
     async with closing(Workers(1, max_per_client=1)) as workers:

@@ -16,7 +16,7 @@ from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader
 from chairlift.api.http.connections import meet_expectation
 from chairlift.api.jobs import Drafter
-from chairlift.api.reference.description import docs_page, openapi_document
+from chairlift.api.reference.description import docs_page, openapi_reply
 from chairlift.api.reference.page import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes
 from chairlift.api.routes import ROUTES
 from chairlift.api.telemetry.log import log_request
@@ -43,6 +43,7 @@ _Made = TypeVar("_Made")
 
 _OPEN_PATHS = PAGE_PATHS | {route.path for route in ROUTES if route.is_open}
 _TOLD_PATHS = {route.path for route in ROUTES} | {"/", WATCH_PATH}  # in metrics and the log
+_READERS = "readers of the reference"  # as one client of the workers
 
 
 class Api:
@@ -140,10 +141,10 @@ class Api:
         return _json(Version(version=chairlift.__version__))
 
     async def openapi(self, _: web.Request) -> web.Response:
-        return web.json_response(openapi_document())
+        return await self._quick_workers.for_client(_READERS)(openapi_reply)
 
     async def docs(self, _: web.Request) -> web.Response:
-        return docs_page()
+        return await self._quick_workers.for_client(_READERS)(docs_page)
 
     async def _generate(self, request: web.Request, body_type: type[BaseModel]) -> web.StreamResponse:
         """Two coroutines, so that nothing keeps the body or what was read out of it while the request runs."""

@@ -2,6 +2,7 @@
 for people (one page, without scripts or outside resources), and the tables of docs/api.md.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -98,6 +99,16 @@ def openapi_document() -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def openapi_reply() -> web.Response:
+    """`/openapi.json` as a reply. The first takes a tenth of a second to make, as that of `/docs`."""
+    return web.Response(text=_openapi_text(), content_type=_JSON)
+
+
+@cache
+def _openapi_text() -> str:
+    return json.dumps(openapi_document())
 
 
 def docs_page() -> web.Response:

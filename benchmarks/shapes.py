@@ -52,7 +52,7 @@ def make_checkpoint(shape: str, directory: Path, dtype: str = "bfloat16") -> Pat
     if (directory / "model.safetensors").is_file():
         return directory
     torch.manual_seed(0)
-    fields = {"model_type": "llama", **SHAPES[shape]}
+    fields = {"model_type": "llama", "eos_token_id": 2, **SHAPES[shape]}  # OpenVINO GenAI does not run without one
     config = AutoConfig.for_model(**fields, max_position_embeddings=_MAX_POSITIONS, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)

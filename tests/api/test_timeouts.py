@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
+from chairlift.api.http import connections
 from chairlift.api.http.bodies import BodyReader
 from tests.api.conftest import serving_app
 from tests.api.fault_support import connect
@@ -115,6 +116,20 @@ async def test_pipelined_requests_are_answered_in_order(impatient: str) -> None:
         client.send(b"GET /slow HTTP/1.1\r\nHost: here\r\n\r\n" + POST % 3 + b"one" + POST % 3 + b"two" + HEADERS)
         client.send(b"\r\n")
         assert [(await client.answer())[1] for _ in range(4)] == ["slow", "one", "two", ""]
+
+
+async def test_a_long_pipeline_is_served_with_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_REST_S", 3600.0)
+    async with listening() as url, await connect(url) as client, await connect(url) as other:
+        client.send(GET * 17)
+        for _ in range(16):
+            await client.answer()
+        other.send(GET)
+        assert (await other.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.answer(), SHORT)
 
 
 async def test_silence_between_two_requests_ends_with_the_idle_time() -> None:

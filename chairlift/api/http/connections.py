@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _ALARM_INTERVAL_S = 10.0
 _RESERVED_FILES = 4  # within so many of the limit it counts as reached
+_NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it rests
+_REST_S = 0.001
 _READ_BUFFER_BYTES = 2**16  # of a body that nobody reads yet; aiohttp takes up to twice as many
 
 
@@ -30,10 +32,11 @@ class Connection(web.RequestHandler):
 
     The header timer runs from the connection's start, and from the first byte that arrives between two requests. Of
     pipelined requests the later ones' headers come while an earlier one is worked on; if the last of them stays
-    incomplete, the idle timer ends the connection.
+    incomplete, the idle timer ends the connection. Pipelined requests are served with rests in between, in which the
+    engine and other connections get the interpreter.
     """
 
-    __slots__ = ("_body", "_config", "_header_timer", "_is_last", "_is_working", "_write_timer")
+    __slots__ = ("_body", "_config", "_header_timer", "_is_last", "_is_working", "_num_in_a_row", "_write_timer")
 
     _last_alarm: ClassVar[float] = -_ALARM_INTERVAL_S
 
@@ -52,6 +55,7 @@ class Connection(web.RequestHandler):
         self._body: StreamReader | None = None  # of the newest request
         self._is_working = False  # on a request
         self._is_last = False
+        self._num_in_a_row = 0  # requests answered since bytes came
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -62,6 +66,7 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         is_idle = not self._is_working and (self._body is None or self._body.is_eof())
+        self._num_in_a_row = 0
         super().data_received(data)
         if data and is_idle and self._header_timer is None:
             self._expect_headers()
@@ -79,9 +84,13 @@ class Connection(web.RequestHandler):
         if self._is_last:
             resp.force_close()
         try:
-            return await super().finish_response(request, resp, start_time)
+            finished = await super().finish_response(request, resp, start_time)
         finally:
             self._is_working = False
+        self._num_in_a_row += 1
+        if self._num_in_a_row % _NUM_IN_A_ROW == 0:
+            await asyncio.sleep(_REST_S)
+        return finished
 
     def pause_writing(self) -> None:
         """The transport's buffer is full: from here on the client is awaited."""

@@ -1,5 +1,6 @@
 """The application: its middlewares and endpoints, and the handlers of those that generate nothing."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -63,6 +64,7 @@ class Api:
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
         self._reply_workers = Workers(1)
         self._metrics = Metrics(llm, self._model_name)
+        self._scraping = asyncio.Lock()
         self.is_draining = False
         self.num_active = 0  # requests from their headers to the last byte of their replies
 
@@ -134,7 +136,8 @@ class Api:
         return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
-        body, content_type = self._metrics.render(request.headers.get("Accept", ""))
+        async with self._scraping:  # one in a turn of the event loop, since each takes it milliseconds
+            body, content_type = self._metrics.render(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def version(self, _: web.Request) -> web.Response:

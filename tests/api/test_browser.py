@@ -216,6 +216,24 @@ def test_stop_leaves_the_stream_and_keeps_what_came(page: Page, site: FakeSite, 
     assert not page.is_visible("#stop")
 
 
+def test_thoughts_stand_above_the_answer_and_fold_when_it_begins(page: Page, site: FakeSite) -> None:
+    site.thoughts, site.pieces, site.is_held = ["<b>Someone", " greets."], [], True
+    open_live(page, site)
+    page.type("#message", "Hi!" + Keys.ENTER)
+    page.wait_for_text("article .thoughts[open] .text", "<b>Someone greets.")
+    assert page.text("article .thoughts summary") == "Thinking"
+    page.click("#stop")
+
+    site.pieces, site.is_held = ["Hello."], False
+    page.type("#message", Keys.ENTER)
+    page.wait_for_text("article:last-child .spent", "5 tokens")
+    assert page.text("article:last-child .thoughts:not([open]) summary").startswith("Thought for ")
+    assert page.text("article:last-child > .text") == "Hello."
+    page.type("#message", "And?" + Keys.ENTER)
+    page.wait_for("document.querySelectorAll('article.assistant').length === 3")
+    assert [message["content"] for message in site.requests[2]["messages"]] == ["Hi!", "Hello.", "And?"]
+
+
 def test_text_is_never_read_as_markup(page: Page, site: FakeSite) -> None:
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     site.pieces = [evil[:9], evil[9:]]

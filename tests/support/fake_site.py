@@ -23,6 +23,7 @@ class FakeSite:
 
     batch: FakeBatch
     pieces: list[str] = field(default_factory=lambda: ["Hello", " there."])
+    thoughts: list[str] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
     is_held: bool = False  # answers do not end
     error: str | None = None
@@ -82,8 +83,9 @@ class FakeSite:
             raise web.HTTPBadRequest(text=self.error)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for piece in self.pieces:
-            await response.write(_chunk([{"index": 0, "delta": {"content": piece}, "finish_reason": None}]))
+        deltas = [{"reasoning_content": thought} for thought in self.thoughts]
+        for delta in [*deltas, *({"content": piece} for piece in self.pieces)]:
+            await response.write(_chunk([{"index": 0, "delta": delta, "finish_reason": None}]))
         try:
             if self.is_held:
                 await asyncio.Event().wait()

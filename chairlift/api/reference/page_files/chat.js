@@ -117,6 +117,28 @@ class Entry {
     this.body.append(text);
   }
 
+  // What a model thinks stands above its answer, and is folded when that begins.
+  think(text) {
+    if (this.thoughts === undefined) {
+      this.thoughts = document.createElement("details");
+      this.thoughts.className = "thoughts";
+      this.thoughts.open = true;
+      const summary = document.createElement("summary");
+      summary.textContent = "Thinking";
+      const thinking = document.createElement("p");
+      thinking.className = "text";
+      this.thoughts.append(summary, thinking);
+      this.body.before(this.thoughts);
+    }
+    this.thoughts.lastChild.append(text);
+  }
+
+  stopThinking(seconds) {
+    if (this.thoughts === undefined) return;
+    this.thoughts.open = false;
+    this.thoughts.firstChild.textContent = `Thought for ${duration(seconds)}`;
+  }
+
   note(text, className) {
     const note = this.element.querySelector(`.${className}`) ?? this.element.appendChild(document.createElement("p"));
     note.className = className;
@@ -141,13 +163,17 @@ class Answer {
     this.usage = chunk.usage ?? this.usage;
     const [choice] = chunk.choices;
     this.finish = choice?.finish_reason ?? this.finish;
-    const piece = choice?.delta.content;
-    if (!piece) return;
+    const { reasoning_content: thought, content: piece } = choice?.delta ?? {};
+    if (!thought && !piece) return;
     this.last = performance.now();
     this.first ??= this.last;
     this.numPieces += 1;
-    this.text += piece;
-    this.entry.write(piece);
+    if (thought) this.entry.think(thought);
+    if (piece) {
+      if (this.text === "") this.entry.stopThinking((this.last - this.first) / 1000);
+      this.text += piece;
+      this.entry.write(piece);
+    }
     // A piece may hold several tokens, so until the usage comes this is only about right.
     if (this.numPieces > 1) this.#figures(`about ${rate(this.#rateOf(this.numPieces))} tokens/s`);
   }
@@ -204,7 +230,7 @@ function keepingEndInSight(change, always = false) {
   if (always || isNear) log.scrollTop = log.scrollHeight;
 }
 
-// `short_id` of chairlift/engine/snapshot.py: the CRC-32 of a text in ASCII, as eight hexadecimal digits.
+// `short_id` of chairlift/engine/stats.py: the CRC-32 of a text in ASCII, as eight hexadecimal digits.
 function shortId(text) {
   let crc = -1;
   for (let index = 0; index < text.length; index += 1) {

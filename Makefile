@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks browser lint bench gpu clean
+.PHONY: help setup serve test test-all attacks browser lint bench wheel gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ lint: setup ## ruff, mypy strict, import-linter
 
 bench: setup ## offline throughput of a random 135 M model beside transformers (ARGS="--workloads 8x128+128 ...")
 	$(BIN)/python benchmarks/compare.py --peer transformers --workloads 1x128+128 8x128+128 32x128+128 $(ARGS)
+
+wheel: setup ## a wheel in dist/ with the kernels of every instruction set, so that installing it takes no compiler
+	CHAIRLIFT_WHEEL_KERNELS=all $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # Where a GPU is there may be no network: then the environment is the one of $(PYTHON), as it is.
 gpu: ## on a CUDA GPU: every GPU test, and the benchmark beside the device's ceilings (ARGS="--parts large ...")

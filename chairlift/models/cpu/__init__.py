@@ -1,12 +1,13 @@
 """The whole forward pass in native code, for CPUs: what `models/decoder.py` says in torch, at the speed of memory.
 
-`csrc/` is compiled once per machine (`build`), weights are brought into its layout once (`packing`), and `CpuDecoder`
-runs it. The torch model is the reference that tests hold it to.
+`csrc/` is compiled once per machine (`compiler`, `build`), weights are brought into its layout once (`packing`), and
+`CpuDecoder` runs it. The torch model is the reference that tests hold it to.
 """
 
 from chairlift.config import DType
 from chairlift.models.config import ModelConfig, ModelShape
-from chairlift.models.cpu.build import CpuKernelsUnavailable, are_kernels_fast, load_library
+from chairlift.models.cpu.build import are_kernels_fast, load_library
+from chairlift.models.cpu.compiler import CpuKernelsUnavailable
 from chairlift.models.cpu.decoder import HEAD_DIM_ALIGNMENT, MAX_HEAD_DIM, CpuDecoder, takes_heads_of
 
 __all__ = ["CpuDecoder", "CpuKernelsUnavailable", "are_kernels_fast", "find_obstacle", "load_library"]

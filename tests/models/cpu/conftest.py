@@ -3,7 +3,8 @@
 import pytest
 
 from chairlift.models.cpu import CpuKernelsUnavailable, load_library
-from chairlift.models.cpu.build import INSTRUCTION_SETS, usable_instruction_sets
+from chairlift.models.cpu.build import usable_instruction_sets
+from chairlift.models.cpu.compiler import INSTRUCTION_SETS
 from tests.models.cpu.support import FORMATS, Format
 
 _USED_HERE = next(iter(usable_instruction_sets()), "plain")  # the default of this machine; the others are slow tests

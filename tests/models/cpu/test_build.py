@@ -13,7 +13,7 @@ import pytest
 
 from chairlift import LLM
 from chairlift.models import cpu, user_cache
-from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library
+from chairlift.models.cpu import CpuKernelsUnavailable, build, compiler, load_library
 from chairlift.models.cpu.build import usable_instruction_sets
 from tests.support.kernels import needs_kernels
 
@@ -31,7 +31,7 @@ def library() -> str:
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     load_library()
-    (best, *_) = (each for each in build.INSTRUCTION_SETS if each.name in usable_instruction_sets())
+    (best, *_) = (each for each in compiler.INSTRUCTION_SETS if each.name in usable_instruction_sets())
     return str(build._library_path(best))
 
 
@@ -108,8 +108,8 @@ def test_other_sources_make_another_library(
     load()
     (before,) = names(cache)
     sources = tmp_path / "csrc"
-    shutil.copytree(build._SOURCES, sources)
-    monkeypatch.setattr(build, "_SOURCES", sources)
+    shutil.copytree(compiler._SOURCES, sources)
+    monkeypatch.setattr(compiler, "_SOURCES", sources)
     load()
     assert names(cache) == [before]
     with (sources / "team.h").open("a") as header:
@@ -122,7 +122,7 @@ def test_other_sources_make_another_library(
 
 def test_other_flags_make_another_library(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load()
-    monkeypatch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
+    monkeypatch.setattr(compiler, "_COMPILE_FLAGS", (*compiler._COMPILE_FLAGS, "-DX"))
     load()
     assert len(names(cache)) == 2
     assert copying.read_text().count("-DX") == 1
@@ -168,7 +168,7 @@ def test_a_compiler_that_cannot_be_run_is_an_error_of_ours(
 
 def test_a_compiler_that_hangs_is_given_up(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_compiler(tmp_path / "compiler", "#!/bin/sh\nexec sleep 60\n", monkeypatch)
-    monkeypatch.setattr(build, "_COMPILE_TIMEOUT", 0.1)
+    monkeypatch.setattr(compiler, "_COMPILE_TIMEOUT", 0.1)
     assert refusal() == "compiling CPU kernels took more than 0 s"
     assert names(cache) == []
 
@@ -298,7 +298,7 @@ def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is
         path.touch()
     for path in (old, other):
         os.utime(path, (month_ago, month_ago))
-    monkeypatch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
+    monkeypatch.setattr(compiler, "_COMPILE_FLAGS", (*compiler._COMPILE_FLAGS, "-DX"))
     load()
     assert not old.exists()
     assert used.exists()

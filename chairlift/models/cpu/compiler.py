@@ -1,0 +1,96 @@
+"""How `csrc/` is compiled: by instruction set, with g++ or what $CXX names.
+
+It imports nothing but the standard library, since building a wheel takes it as well, where torch is not installed.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPILER_VARIABLE = "CXX"
+
+_SOURCES = Path(__file__).parent / "csrc"
+_COMPILE_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-exceptions", "-Wno-psabi"),
+    *("-fno-math-errno", "-ffp-contract=off"),
+)
+# Linked to the C library alone: a process should have one OpenMP runtime, which `build` loads first, and the compiler's
+# own libraries may be newer than those of the machine where the kernels run.
+_LINK_FLAGS = ("-shared", "-nodefaultlibs")
+_COMPILE_TIMEOUT = 300.0
+
+
+class CpuKernelsUnavailable(Exception):
+    """The kernels do not work on this machine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """A way to compile: the processor features it takes, as torch names them, and the compiler's flags."""
+
+    name: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
+_AMX = ("amx_tile", "amx_bf16", "amx_int8")
+_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+
+INSTRUCTION_SETS = (  # the best first
+    InstructionSet("amx", (*_AVX512, *_AMX), (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    InstructionSet("avx512_bf16", _AVX512, _AVX512_FLAGS),
+    InstructionSet("avx512", _AVX512[:4], ("-march=x86-64-v4",)),
+    InstructionSet("avx2", ("avx2", "fma3", "f16c"), ("-march=x86-64-v3",)),
+    InstructionSet("plain", (), ()),
+)
+
+
+def file_name(instruction_set: InstructionSet) -> str:
+    """Of the library. It tells all that the library depends on but the compiler, so other sources have another name."""
+    flags = (instruction_set, _COMPILE_FLAGS, _LINK_FLAGS, platform.machine())
+    digest = hashlib.sha256(repr(flags).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return f"kernels-{instruction_set.name}-{digest.hexdigest()[:16]}.so"
+
+
+def find_compiler() -> list[str]:
+    """The command, as a list. CpuKernelsUnavailable if it is not there."""
+    try:
+        command = shlex.split(os.environ.get(COMPILER_VARIABLE, "g++"))
+    except ValueError as error:
+        raise CpuKernelsUnavailable(f"${COMPILER_VARIABLE} is not a command: {error}") from error
+    if not command or shutil.which(command[0]) is None:
+        raise CpuKernelsUnavailable(
+            f"there is no C++ compiler {' '.join(command)!r}; install g++, or name one in ${COMPILER_VARIABLE}"
+        )
+    return command
+
+
+def compile_library(compiler: list[str], instruction_set: InstructionSet, path: Path) -> None:
+    """Writes the library. CpuKernelsUnavailable if that fails. `compiler`: see `find_compiler`."""
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            objects = str(Path(scratch) / "decoder.o")
+            source = str(_SOURCES / "decoder.cpp")
+            _run([*compiler, *_COMPILE_FLAGS, *instruction_set.flags, "-c", source, "-o", objects])
+            _run([*compiler, *_LINK_FLAGS, objects, "-lc", "-o", str(path)])
+    except OSError as error:
+        raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {error}") from error
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise CpuKernelsUnavailable(f"compiling CPU kernels took more than {_COMPILE_TIMEOUT:.0f} s") from error
+    if done.returncode:
+        complaint = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()
+        raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {' / '.join(complaint[:3])}")

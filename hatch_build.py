@@ -1,0 +1,48 @@
+"""Puts compiled kernels into a wheel, where CHAIRLIFT_WHEEL_KERNELS says which: "all", or names of instruction sets.
+
+Without it, as when pip installs from the sources, a wheel has none, and they are compiled at their first use.
+"""
+
+import importlib.util
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+VARIABLE = "CHAIRLIFT_WHEEL_KERNELS"
+ROOM = Path("chairlift/models/cpu")
+
+
+class KernelsHook(BuildHookInterface[Any]):
+    """Makes a wheel for one platform of a package that is otherwise plain Python."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - as hatchling calls it
+        """Before the wheel is put together."""
+        wanted = os.environ.get(VARIABLE, "").split()
+        if not wanted:
+            return
+        compiler = self._load_compiler()
+        names = {each.name for each in compiler.INSTRUCTION_SETS}
+        if wanted != ["all"] and (unknown := set(wanted) - names):
+            raise ValueError(f"${VARIABLE} names {min(unknown)!r}; it takes all, or any of {', '.join(sorted(names))}")
+        command, libraries = compiler.find_compiler(), Path(self.directory) / "libraries"
+        libraries.mkdir(parents=True, exist_ok=True)
+        for instruction_set in compiler.INSTRUCTION_SETS:
+            if wanted == ["all"] or instruction_set.name in wanted:
+                library = libraries / compiler.file_name(instruction_set)
+                compiler.compile_library(command, instruction_set, library)
+                build_data["force_include"][str(library)] = str(ROOM / "libraries" / library.name)
+        build_data["pure_python"] = False
+        # The kernels ask for nothing newer of the C library (https://peps.python.org/pep-0600/).
+        build_data["tag"] = f"py3-none-manylinux_2_17_{platform.machine()}"
+
+    def _load_compiler(self) -> Any:
+        """By its path: the package itself would import torch, which is not there."""
+        spec = importlib.util.spec_from_file_location("compiler", Path(self.root) / ROOM / "compiler.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module

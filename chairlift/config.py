@@ -33,9 +33,10 @@ class AttentionBackend(StrEnum):
 
 
 class Quantization(StrEnum):
-    """Coarser number formats for weights."""
+    """Coarser number formats for weights: integers in groups, with a scale each."""
 
     INT8 = "int8"
+    INT4 = "int4"
 
 
 class GenerationDefaults(StrEnum):
@@ -84,7 +85,9 @@ class EngineConfig(BaseModel):
         " compiler, else torch",
     )
     quantization: Quantization | None = Field(
-        None, description="int8: weights and products in 8 bits, faster and a little less exact; cpu backend only"
+        None,
+        description="int8: weights and products in 8 bits, faster and nearly as exact; int4: weights in 4 bits, but for"
+        " the head's 8, to read fewer bytes at some loss; cpu backend only",
     )
     batch_invariant: bool = Field(
         False,

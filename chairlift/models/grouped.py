@@ -5,6 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
+from torch.nn.functional import pad
+
+_ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of so many stay in a processor's cache from one operator to the next
+_GROUP_SIZES = {8: 32, 4: 32}
+_STEPS_OF_4_BITS = (-8.0, -7.6, -7.2, -8.4, -8.8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,62 @@ class GroupedWeight:
         if self.num_bits == 8:
             return self.values.float()
         return torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1).float()
+
+
+def quantize(weight: torch.Tensor, num_bits: int) -> GroupedWeight:
+    """`[out, in]` of any floating dtype -> the nearest integers, with inputs padded with zeros to whole groups.
+
+    Scales have 11 significant bits, as float16 has. What is no number makes its group's scale none.
+    """
+    group_size = _GROUP_SIZES[num_bits]
+    padded = pad(weight, (0, -weight.shape[1] % group_size)) if weight.shape[1] % group_size else weight
+    groups = padded.reshape(-1, group_size)
+    rounded = _round_to_8_bits if num_bits == 8 else _round_to_4_bits
+    parts = [rounded(part.float()) for part in groups.split(_ELEMENTS_AT_ONCE // group_size)]
+    scales = torch.cat([part[1] for part in parts]).view(len(weight), -1)
+    values = torch.cat([part[0] for part in parts]).view(len(weight), -1)
+    return GroupedWeight(num_bits, values, scales, -8 * scales if num_bits == 4 else None)
+
+
+def _round_to_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 `[n, group_size]` -> int8 values and float32 scales `[n]`: the largest magnitude is about 127."""
+    scales = _with_11_bits(groups.abs().amax(dim=1) / 127)
+    values = groups.mul(_inverse(scales)[:, None]).round_().clamp_(-127, 127)
+    return values.to(torch.int8), scales
+
+
+def _round_to_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 `[n, group_size]` -> uint8 values `[n, group_size / 2]`, of which 8 means 0, and float32 scales `[n]`.
+
+    Several scales are tried, which bring the largest magnitude near the end of the integers' range. Each rounding has
+    a scale of the least squares, sum(x v) / sum(v^2), of which the best of all is taken.
+    """
+    low, high = groups.aminmax(dim=1)
+    largest = torch.where(-low > high, low, high)
+    best_gain = torch.full_like(largest, -1.0)
+    best_values, best_scales = torch.zeros_like(groups), largest.clone()
+    for step in _STEPS_OF_4_BITS:
+        values = groups.mul(_inverse(largest / step)[:, None]).round_().clamp_(-8, 7)
+        products, squares = (groups * values).sum(dim=1), values.square().sum(dim=1)
+        scales = products * _inverse(squares)
+        gain = products * scales  # by so much the squares of what is lost are fewer than with nothing but zeros
+        is_better = gain > best_gain
+        best_gain = torch.where(is_better, gain, best_gain)
+        best_scales = torch.where(is_better, scales, best_scales)
+        best_values = torch.where(is_better[:, None], values, best_values)
+    integers = best_values.add_(8).to(torch.uint8)
+    return integers[:, ::2] | (integers[:, 1::2] << 4), _with_11_bits(best_scales)
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    """1 / x, and 0 of 0."""
+    return torch.where(scales == 0, 0.0, 1 / scales)
+
+
+def _with_11_bits(numbers: torch.Tensor) -> torch.Tensor:
+    """float32 rounded to the precision of float16, whatever the exponent."""
+    bits = numbers.view(torch.int32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
 
 
 def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:

@@ -84,7 +84,9 @@ def truth(shape: str, dtype: torch.dtype) -> torch.Tensor:
 def torch_error(shape: str, number_format: Format) -> float:
     """How far from that torch is in the format; for int8, the same with factors of 8 bits and all else in float32."""
     model = make_model(SHAPES[shape], number_format.dtype)
-    logits = ragged_logits(torch_bench(quantized(in_float32(model)) if number_format.is_quantized else model))
+    logits = ragged_logits(
+        torch_bench(quantized(in_float32(model), number_format.quantization) if number_format.quantization else model)
+    )
     return typical_error(logits, truth(shape, number_format.dtype))
 
 
@@ -122,8 +124,8 @@ def test_bfloat16_with_int8_products_is_as_near_the_truth_as_8_bits_allow(shape:
 
 def test_any_number_of_rows_of_the_head_is_multiplied(number_format: Format, isa: str) -> None:
     reference = in_float32(make_model(UNTIED, number_format.dtype))
-    if number_format.is_quantized:
-        reference = quantized(reference)
+    if number_format.quantization:
+        reference = quantized(reference, number_format.quantization)
     forward = cpu_forward(UNTIED, number_format, isa)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(100, UNTIED.hidden_size, generator=generator).to(number_format.dtype)
@@ -214,7 +216,7 @@ def test_a_cached_value_that_is_no_number_spoils_its_own_row_only(
 def test_an_embedding_that_is_no_number_spoils_its_own_row_only(value: float, isa: str, number_format: Format) -> None:
     model = make_model(UNTIED, number_format.dtype)
     model.model.embed_tokens.weight[7, 3] = value
-    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
     rows = [Row(1, [5]), Row(2, [7]), Row(0, [1, 2, 7, 3]), Row(3, [4, 6, 8])]
     sound = cpu_bench(UNTIED, number_format, isa).run(rows)
     found = Bench(model.config, model.dtype, forward).run(rows)
@@ -232,7 +234,7 @@ def test_a_weight_that_is_no_number_shows_in_the_logits(name: str, isa: str, num
     model = make_model(UNTIED, number_format.dtype)
     linear = {**dict(model.layers[0].self_attn.named_children()), **dict(model.layers[0].mlp.named_children())}[name]
     linear.weight[-1, 9] = torch.nan  # type: ignore[operator]
-    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
     for logits in Bench(model.config, model.dtype, forward).run([Row(1, [5]), Row(0, [1, 2])]):
         assert logits.isnan().all()
 
@@ -253,7 +255,7 @@ def test_the_torch_models_matrices_are_let_go_of(shape: str, number_format: Form
     config = SHAPES[shape]
     model = make_model(config, number_format.dtype)
     before = storages(model)
-    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized)
+    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization)
     gc.collect()
     alive = {name for name, storage in before.items() if not storage.expired()}  # type: ignore[no-untyped-call]
     matrices = {name for name in before if "_proj.weight" in name or "embed" in name or "lm_head" in name}
@@ -279,7 +281,7 @@ def test_weights_take_the_parameters_bytes_and_a_tied_head_counts_once(is_tied: 
         BASE, vocab_size=128, hidden_size=64, intermediate_size=192, num_heads=2, num_kv_heads=2, is_tied=is_tied
     )
     model = make_model(config, number_format.dtype)
-    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized)
+    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization)
     assert forward.weight_bytes == expected_bytes(is_tied, number_format)
 
 
@@ -288,7 +290,7 @@ def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
     for number_format in FORMATS:
         expected = cpu_bench(UNTIED, number_format).run([Row(0, [1, 2, 3])])
         model = make_model(UNTIED, number_format.dtype)
-        bench = Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized))
+        bench = Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization))
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
         del model

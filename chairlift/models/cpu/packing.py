@@ -1,11 +1,11 @@
 """Weights in the layout that the kernels read.
 
-A matrix `[out, in]` becomes panels of 16 outputs. Within a panel, 32-bit words (one float32, two bfloat16, or four bytes
+A matrix `[out, in]` becomes panels of 16 outputs. Within a panel, 32-bit words (one float32, two bfloat16 or four bytes
 of one output) are transposed: word k of all 16 outputs, then word k + 1. So a processor's dot-product instructions take
-what a sequential read brings. Outputs are padded to 16 with zeros, and inputs to 64 where they are no integers in groups.
+what a sequential read brings. Outputs are padded to 16 with zeros, and so are the inputs of floating dtypes to 64.
 
-Integers become bytes as `csrc/grouped.h` has it: 8 bits with 128 added; of 4 bits, words 2 k and 2 k + 1 lie in the low
-and high halves of one. Their scales and offsets are transposed likewise.
+Integers in groups become bytes as `csrc/grouped.h` has it: 8 bits with 128 added; of 4 bits, words 2 k and 2 k + 1 lie
+in the low and high halves of one. Their scales and offsets are transposed likewise.
 
 Queries and keys are rotated as whole heads, each half with the other. Where only some elements of a head turn, they
 come first in both halves, and the angle of the others is 0.

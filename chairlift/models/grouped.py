@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import pad
 
 _ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of so many stay in a processor's cache from one operator to the next
-_GROUP_SIZES = {8: 32, 4: 32}
-_STEPS_OF_4_BITS = (-8.0, -7.6, -7.2, -8.4, -8.8)
+_QUANTIZED_GROUP = 32
+_SHARES_OF_RANGE = (1.0, 0.94, 0.88)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,48 +74,52 @@ class GroupedWeight:
 
 
 def quantize(weight: torch.Tensor, num_bits: int) -> GroupedWeight:
-    """`[out, in]` of any floating dtype -> the nearest integers, with inputs padded with zeros to whole groups.
+    """`[out, in]` of any floating dtype -> integers in groups of 32, with inputs padded with zeros to whole groups.
 
-    Scales have 11 significant bits, as float16 has. What is no number makes its group's scale none.
+    8 bits are symmetric, 4 bits have offsets. Scales and offsets have 11 significant bits, as float16 has. What is no
+    number makes its group's scale none.
     """
-    group_size = _GROUP_SIZES[num_bits]
-    padded = pad(weight, (0, -weight.shape[1] % group_size)) if weight.shape[1] % group_size else weight
-    groups = padded.reshape(-1, group_size)
+    padded = pad(weight, (0, missing)) if (missing := -weight.shape[1] % _QUANTIZED_GROUP) else weight
+    groups = padded.reshape(-1, _QUANTIZED_GROUP)
     rounded = _round_to_8_bits if num_bits == 8 else _round_to_4_bits
-    parts = [rounded(part.float()) for part in groups.split(_ELEMENTS_AT_ONCE // group_size)]
-    scales = torch.cat([part[1] for part in parts]).view(len(weight), -1)
-    values = torch.cat([part[0] for part in parts]).view(len(weight), -1)
-    return GroupedWeight(num_bits, values, scales, -8 * scales if num_bits == 4 else None)
+    parts = [rounded(part.float()) for part in groups.split(_ELEMENTS_AT_ONCE // _QUANTIZED_GROUP)]
+    values, scales, *offsets = (torch.cat(part).view(len(weight), -1) for part in zip(*parts, strict=True))
+    return GroupedWeight(num_bits, values, scales, *offsets)
 
 
-def _round_to_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_to_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """float32 `[n, group_size]` -> int8 values and float32 scales `[n]`: the largest magnitude is about 127."""
     scales = _with_11_bits(groups.abs().amax(dim=1) / 127)
     values = groups.mul(_inverse(scales)[:, None]).round_().clamp_(-127, 127)
     return values.to(torch.int8), scales
 
 
-def _round_to_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 `[n, group_size]` -> uint8 values `[n, group_size / 2]`, of which 8 means 0, and float32 scales `[n]`.
+def _round_to_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """float32 `[n, group_size]` -> uint8 values `[n, group_size / 2]`, float32 scales and offsets `[n]`.
 
-    Several scales are tried, which bring the largest magnitude near the end of the integers' range. Each rounding has
-    a scale of the least squares, sum(x v) / sum(v^2), of which the best of all is taken.
+    The integers are tried on all of the range that a group has, and on shares of it with what is beyond at its ends.
+    Each time least squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v); what explains
+    most of the variance is taken.
     """
     low, high = groups.aminmax(dim=1)
-    largest = torch.where(-low > high, low, high)
-    best_gain = torch.full_like(largest, -1.0)
-    best_values, best_scales = torch.zeros_like(groups), largest.clone()
-    for step in _STEPS_OF_4_BITS:
-        values = groups.mul(_inverse(largest / step)[:, None]).round_().clamp_(-8, 7)
-        products, squares = (groups * values).sum(dim=1), values.square().sum(dim=1)
-        scales = products * _inverse(squares)
-        gain = products * scales  # by so much the squares of what is lost are fewer than with nothing but zeros
-        is_better = gain > best_gain
-        best_gain = torch.where(is_better, gain, best_gain)
+    mean = groups.mean(dim=1)
+    best_explained, best_scales, best_offsets = torch.full_like(low, -1.0), high - low, low
+    best_values = torch.zeros_like(groups)
+    for share in _SHARES_OF_RANGE:
+        cut = (high - low) * ((1 - share) / 2)
+        values = groups.sub((low + cut)[:, None]).mul_(_inverse((high - low) * (share / 15))[:, None])
+        values.round_().clamp_(0, 15)
+        mean_value = values.mean(dim=1)
+        covariance = torch.linalg.vecdot(groups, values) - groups.shape[1] * mean * mean_value
+        variance = values.square().sum(dim=1) - groups.shape[1] * mean_value.square()
+        scales = covariance * _inverse(variance)
+        is_better = covariance * scales > best_explained
+        best_explained = torch.where(is_better, covariance * scales, best_explained)
         best_scales = torch.where(is_better, scales, best_scales)
+        best_offsets = torch.where(is_better, mean - scales * mean_value, best_offsets)
         best_values = torch.where(is_better[:, None], values, best_values)
-    integers = best_values.add_(8).to(torch.uint8)
-    return integers[:, ::2] | (integers[:, 1::2] << 4), _with_11_bits(best_scales)
+    integers = best_values.to(torch.uint8)
+    return integers[:, ::2] | (integers[:, 1::2] << 4), _with_11_bits(best_scales), _with_11_bits(best_offsets)
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:

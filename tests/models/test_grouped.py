@@ -84,11 +84,11 @@ def test_what_makes_no_matrix_is_refused() -> None:
 def test_multiples_of_a_scale_are_found_again(num_bits: int) -> None:
     most = 2 ** (num_bits - 1) - 1
     integers = torch.arange(2 * 64).view(2, 64).remainder(2 * most + 1) - most
-    integers[:, ::32] = -most if num_bits == 8 else -most - 1  # of each group
+    integers[:, ::32] = -most if num_bits == 8 else -most - 1  # the least of each group
     weight = integers * torch.tensor([[0.5], [3.0]])
     grouped = quantize(weight, num_bits)
     assert (grouped.num_bits, grouped.group_size) == (num_bits, 32)
-    assert torch.equal(grouped.dequantize(), weight)
+    torch.testing.assert_close(grouped.dequantize(), weight, rtol=0, atol=2e-6)
 
 
 def test_8_bits_are_off_by_half_a_step_at_most() -> None:
@@ -101,19 +101,27 @@ def test_8_bits_are_off_by_half_a_step_at_most() -> None:
     assert lost(random_weight(50, 320), quantize(random_weight(50, 320), 8)) < 3e-5
 
 
-def test_4_bits_lose_less_than_ggufs_q4_0_does() -> None:
+def test_4_bits_with_an_offset_keep_what_a_file_of_such_weights_had() -> None:
+    values = torch.randint(0, 256, (16, 64), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    values[:, ::16], values[:, 1::16] = 0x40, 0x2F  # 0 and 15, the ends of the range, are in each group
+    scales, offsets = random_weight(16, 4).exp(), random_weight(16, 4)
+    weight = GroupedWeight(4, values, scales, offsets).dequantize()
+    assert lost(weight, quantize(weight, 4)) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "share"), [("Q4_0", 0.75), ("Q4_1", 0.92)])
+def test_4_bits_lose_less_than_ggufs_own(name: str, share: float) -> None:
     gguf = pytest.importorskip("gguf")
     weight = random_weight(64, 2048)
-    q4_0 = gguf.GGMLQuantizationType.Q4_0
-    theirs = torch.from_numpy(gguf.dequantize(gguf.quants.quantize(weight.numpy(), q4_0), q4_0))
+    kind = gguf.GGMLQuantizationType[name]
+    theirs = torch.from_numpy(gguf.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
     theirs_lost = float((theirs - weight).square().sum() / weight.square().sum())
-    assert lost(weight, quantize(weight, 4)) < 0.93 * theirs_lost
+    assert lost(weight, quantize(weight, 4)) < share * theirs_lost
 
 
-@pytest.mark.parametrize("num_bits", [4, 8])
-def test_a_sign_makes_no_difference_to_what_is_lost(num_bits: int) -> None:
+def test_a_sign_makes_no_difference_to_8_bits() -> None:
     weight = random_weight(8, 256)
-    assert torch.equal(quantize(-weight, num_bits).dequantize(), -quantize(weight, num_bits).dequantize())
+    assert torch.equal(quantize(-weight, 8).dequantize(), -quantize(weight, 8).dequantize())
 
 
 @pytest.mark.parametrize("num_bits", [4, 8])
@@ -122,7 +130,6 @@ def test_inputs_are_padded_with_zeros_to_whole_groups(num_bits: int) -> None:
     grouped = quantize(weight, num_bits)
     assert grouped.num_inputs == 64
     padded = grouped.dequantize()
-    assert padded[:, 50:].eq(0).all()
     assert torch.equal(padded, quantize(torch.nn.functional.pad(weight, (0, 14)), num_bits).dequantize())
 
 

@@ -61,9 +61,8 @@ def test_scales_and_offsets_are_multiples_of_a_power_of_two_in_the_order_of_read
     assert packed.scales.dtype == packed.offsets.dtype == torch.float16
     assert packed.scales.shape == packed.offsets.shape == (2, 2, 16)
     assert packed.unit == 2.0**-31  # the largest is 1.08e-5, which is 23193 of these
-    assert (packed.scales[1, :, :2].float() * packed.unit).tolist() == pytest.approx(
-        [[33e-7, 35e-7], [34e-7, 36e-7]], rel=2**-11
-    )
+    found = packed.scales[1, :, :2].float() * packed.unit
+    torch.testing.assert_close(found, torch.tensor([[33e-7, 35e-7], [34e-7, 36e-7]]), rtol=2**-11, atol=0)
     assert packed.scales[1, :, 2:].eq(0).all()
     torch.testing.assert_close(packed.offsets, -3 * packed.scales, rtol=2**-10, atol=0)
 

@@ -27,7 +27,7 @@ template <class W> struct Rows {
     Rows(Arena& arena, int64_t count, int64_t width)
         : values(arena.take<W>(count * pad(width, 64))), stride(pad(width, 64)) {}
 
-    void put(int64_t row, int64_t k, f32x16 first, f32x16 second) const {
+    void put(int64_t row, int64_t k, f32x16 first, f32x16 second, float) const {
         store32(values + row * stride + k, first, second);
     }
 
@@ -45,17 +45,23 @@ template <class W> struct Rows {
 };
 
 // By depth first: a product goes through all rows of a group before it takes the next, and so reads what it is to.
+// Behind them are as many groups for what rounding takes.
 template <> struct Rows<Group> {
     static constexpr bool IS_QUANTIZED = true;
-    static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, to be exact
-    Group* groups;  // [stride / GROUP][count]
+    static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, and what rounding took
+    Group* groups;  // [2][stride / GROUP][count]
     int64_t count, stride;
 
     Rows(Arena& arena, int64_t n, int64_t width)
-        : groups(arena.take<Group>(n * pad(width, 64) / GROUP)), count(n), stride(pad(width, 64)) {}
+        : groups(arena.take<Group>(2 * n * pad(width, 64) / GROUP)), count(n), stride(pad(width, 64)) {}
 
-    void put(int64_t row, int64_t k, f32x16 first, f32x16 second) const {
-        quantize(first, second, groups[k / GROUP * count + row]);
+    // A group with a magnitude above the limit is stored with what rounding takes of it.
+    void put(int64_t row, int64_t k, f32x16 first, f32x16 second, float limit) const {
+        Group& group = groups[k / GROUP * count + row];
+        if (quantize(first, second, group) <= limit) return;
+        const int64_t rest = count * stride / GROUP;
+        quantize(first, second, (&group)[rest]);
+        group.rest = int32_t(rest);
     }
 
     void clear_padding(int64_t row, int64_t width) const {
@@ -70,8 +76,14 @@ template <> struct Rows<Group> {
 
 // Row `row`: x(k) is elements k to k + 15 for a k below `width`; the rest is zeros.
 template <class W, class X> INLINE void put_row(const Rows<W>& rows, int64_t row, int64_t width, X x) {
+    float limit = 0;
+    if (Rows<W>::IS_QUANTIZED) {
+        f32x16 squares{};
+        for (int64_t k = 0; k < width; k += LANES) squares += x(k) * x(k);
+        limit = DWARFING * __builtin_sqrtf(sum16(squares) / width);
+    }
     int64_t k = 0;
-    for (; k < width; k += 2 * LANES) rows.put(row, k, x(k), k + LANES < width ? x(k + LANES) : f32x16{});
+    for (; k < width; k += 2 * LANES) rows.put(row, k, x(k), k + LANES < width ? x(k + LANES) : f32x16{}, limit);
     rows.clear_padding(row, k);
 }
 

@@ -139,14 +139,12 @@ INLINE float sum16(f32x16 x) {
     return v[0];
 }
 
-INLINE float max_of16(f32x16 x) {
+INLINE int32_t max_of16(i32x16 x) {
 #if defined(__AVX512F__)
-    return _mm512_reduce_max_ps(bit_cast<__m512>(x));
+    return _mm512_reduce_max_epi32(bit_cast<__m512i>(x));
 #else
-    float v[LANES], best;
-    store_raw(v, x);
-    best = v[0];
-    for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+    int32_t best = x[0];
+    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
     return best;
 #endif
 }

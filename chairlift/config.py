@@ -33,9 +33,15 @@ class AttentionBackend(StrEnum):
 
 
 class Quantization(StrEnum):
-    """Coarser number formats for weights."""
+    """Coarser number formats for weights: integers in groups, with a scale each."""
 
     INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def num_bytes(self) -> float:
+        """Of a weight, with its share of a group's scale and offset. (A head has int8's with int4, too.)"""
+        return 8.5 / 8 if self is Quantization.INT8 else 5 / 8
 
 
 class GenerationDefaults(StrEnum):
@@ -84,7 +90,9 @@ class EngineConfig(BaseModel):
         " compiler, else torch",
     )
     quantization: Quantization | None = Field(
-        None, description="int8: weights and products in 8 bits, faster and a little less exact; cpu backend only"
+        None,
+        description="int8: weights and products in 8 bits, faster and nearly as exact; int4: weights in 4 bits, but for"
+        " the head's 8, to read fewer bytes at some loss; cpu backend only",
     )
     batch_invariant: bool = Field(
         False,

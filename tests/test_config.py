@@ -22,7 +22,7 @@ def test_importing_it_loads_nothing_slow() -> None:
     [
         ("dtype", "float8"),
         ("attention_backend", "paged"),
-        ("quantization", "int4"),
+        ("quantization", "int3"),
         ("quantization", "auto"),
         ("load_format", "pickle"),
         ("max_batch_size", 0),

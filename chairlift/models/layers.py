@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from chairlift.models.config import Activation
+from chairlift.models.grouped import GroupedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,15 @@ def _find_compile_obstacle() -> str | None:
 class Linear(nn.Linear):
     """`x W^T + b`. On a CPU in bfloat16 the weight can be packed once, which oneDNN otherwise does in every call."""
 
+    grouped: GroupedWeight | None = None
+    """The weight where it is small integers that the kernels multiply; then there is no `weight`."""
+
     _packed: torch.Tensor | None = None
+
+    def take_grouped(self, weight: GroupedWeight) -> None:
+        """In the place of `weight`."""
+        self.grouped = weight
+        del self.weight
 
     def pack(self) -> None:
         """Brings the weight into oneDNN's blocked layout, which is opaque, and frees the plain one."""

@@ -109,7 +109,7 @@ BACKENDS = [pytest.param("cpu", marks=needs_kernels), "torch"]
         {"dtype": "bfloat16"},
         native(dtype="float32"),
         native(dtype="bfloat16"),
-        native(dtype="float32", quantization="int8"),
+        native(dtype="float32", quantization="int4"),
         native(dtype="bfloat16", quantization="int8"),
         native(dtype="bfloat16", batch_invariant=False),
     ],

@@ -165,10 +165,11 @@ def test_wider_numbers_leave_room_for_fewer_slots() -> None:
     assert resolved(machine, memory_fraction=1.0, dtype="float32").max_batch_size == 2
 
 
-def test_weights_in_8_bits_leave_room_for_more_slots() -> None:
-    # 2 GiB free: 6 slots of 0.25 GiB beside 0.5 GiB of weights; with 0.25 GiB of weights one more
+def test_quantized_weights_leave_room_for_more_slots() -> None:
+    # 2 GiB free, 0.25 Gi weights: 1 GiB in float32, 0.27 in int8 (8.5 bits each), 0.16 in int4 (5 bits)
     machine = room_for(6)
-    assert resolved(machine, memory_fraction=1.0, quantization="int8").max_batch_size == 7
+    assert resolved(machine, memory_fraction=1.0, dtype="float32", quantization="int8").max_batch_size == 3
+    assert resolved(machine, memory_fraction=1.0, dtype="bfloat16", quantization="int4").max_batch_size == 7
 
 
 def test_the_token_budget_is_at_least_the_number_of_slots() -> None:

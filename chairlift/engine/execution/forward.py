@@ -56,7 +56,7 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
     else:
         model = load_model(checkpoint, config.dtype, config.device, *lengths)
     if config.attention_backend is AttentionBackend.CPU:
-        return CpuDecoder(model, config.slot_len, is_quantized=config.quantization is not None)
+        return CpuDecoder(model, config.slot_len, quantization=config.quantization)
     model.pack()
     if config.batch_invariant:
         return InvariantForward(model)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, Quantization, ResolvedConfig
+from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, ResolvedConfig
 from chairlift.errors import ConfigurationError
 from chairlift.models.backends import find_obstacle, page_size_of
 from chairlift.models.config import ModelShape
@@ -52,7 +52,7 @@ def resolve(
     if dtype == "auto":
         dtype = model.dtype if model.dtype in machine.fast_dtypes else DType.FLOAT32
     backend = _resolve_backend(config, machine, lambda name: find_obstacle(name, model, dtype, machine.device))
-    weight_bytes = num_parameters * (1 if config.quantization is Quantization.INT8 else dtype.num_bytes)
+    weight_bytes = int(num_parameters * (config.quantization or dtype).num_bytes)
     if weight_bytes >= machine.free_bytes:
         raise ConfigurationError(
             f"the weights do not fit: they need {_gib(weight_bytes)} as {dtype},"

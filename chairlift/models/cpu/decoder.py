@@ -9,11 +9,21 @@ import torch
 from torch import nn
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.config import Quantization
 from chairlift.models.attention.batch import BatchMetadata
 from chairlift.models.config import Activation, QKNorm
 from chairlift.models.cpu.build import load_library
-from chairlift.models.cpu.packing import LANES, PackedMatrix, arrange_heads, interleave, pack, rope_table
+from chairlift.models.cpu.packing import (
+    LANES,
+    PackedMatrix,
+    arrange_heads,
+    interleave,
+    pack,
+    pack_grouped,
+    rope_table,
+)
 from chairlift.models.decoder import Decoder, DecoderLayer
+from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear, RMSNorm
 from chairlift.models.rope import RopeConfig
 
@@ -21,7 +31,7 @@ HEAD_DIM_ALIGNMENT = 32
 MAX_HEAD_DIM = 256
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
-_INT8_FORMATS = 2  # added to the above
+_GROUPED_FORMATS = 2  # added to the above
 _ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus it are 32-bit numbers
 
 
@@ -30,14 +40,26 @@ _ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus
 
 class _Matrix(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("panels", "bias", "scales", "sums")),
+        *((name, c_void_p) for name in ("panels", "bias")),
         *((name, c_int64) for name in ("columns", "depth")),
+        *((name, c_void_p) for name in ("scales", "offsets")),
+        *((name, c_int64) for name in ("num_bits", "group_size")),
+        ("unit", c_double),
     ]
 
     @classmethod
     def of(cls, matrix: PackedMatrix) -> "_Matrix":
-        pointers = (_address(tensor) for tensor in (matrix.panels, matrix.bias, matrix.scales, matrix.sums))
-        return cls(*pointers, matrix.num_outputs, matrix.depth)
+        return cls(
+            panels=_address(matrix.panels),
+            bias=_address(matrix.bias),
+            columns=matrix.num_outputs,
+            depth=matrix.depth,
+            scales=_address(matrix.scales),
+            offsets=_address(matrix.offsets),
+            num_bits=matrix.num_bits,
+            group_size=matrix.group_size,
+            unit=matrix.unit,
+        )
 
 
 class _Layer(ctypes.Structure):
@@ -79,11 +101,14 @@ class CpuDecoder:
     """A forward pass (`engine.execution.forward.Forward`) whose results are the same, bit for bit, whatever else is in
     the batch.
 
-    Takes the weights of `model`, which is of no use afterwards: so there is never more than one matrix twice.
-    ValueError for heads that the kernels do not take.
+    Takes the weights of `model`, which is of no use afterwards: so there is never more than one matrix twice. Matrices
+    that are integers in groups are multiplied as they are. Others are quantized if asked for, or if some are such
+    integers, to 8 bits: one pass has rows of one format. ValueError for heads that the kernels do not take.
     """
 
-    def __init__(self, model: Decoder, max_seq_len: int, *, is_quantized: bool = False, isa: str | None = None) -> None:
+    def __init__(
+        self, model: Decoder, max_seq_len: int, *, quantization: Quantization | None = None, isa: str | None = None
+    ) -> None:
         if not takes_heads_of(model.config.head_dim):
             raise ValueError(f"the kernels take no head_dim of {model.config.head_dim}")
         library = load_library(isa)
@@ -92,9 +117,11 @@ class CpuDecoder:
         self._logits.argtypes = [POINTER(_Model), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]
         self._forward.restype = self._logits.restype = c_int64
         self._config = model.config
-        self._dtype = model.model.embed_tokens.weight.dtype
-        self._format = _FORMATS[self._dtype] + (_INT8_FORMATS if is_quantized else 0)
-        self._weights = _Weights(is_quantized)
+        self._dtype = model.dtype
+        if any(linear.grouped is not None for linear in model.modules() if isinstance(linear, Linear)):
+            quantization = quantization or Quantization.INT8
+        self._format = _FORMATS[self._dtype] + (_GROUPED_FORMATS if quantization else 0)
+        self._weights = _Weights(quantization)
         self._model = self._weights.take(model, max_seq_len)
         self._workspace = torch.empty(0, dtype=torch.uint8)
 
@@ -166,8 +193,8 @@ def _as_they_are(rows: torch.Tensor) -> torch.Tensor:
 class _Weights:
     """Packs a model's weights, and keeps all that the kernels hold pointers to."""
 
-    def __init__(self, is_quantized: bool) -> None:
-        self._is_quantized = is_quantized
+    def __init__(self, quantization: Quantization | None) -> None:
+        self._quantization = quantization
         self._kept: list[object] = []
         self.num_bytes = 0
 
@@ -181,8 +208,8 @@ class _Weights:
         for index, (layer, each) in enumerate(zip(model.layers, config.layers, strict=True)):
             layers[index] = self._layer(layer, ropes[each.rope], each.window)
         embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
-        head = self._matrix(model.lm_head)
-        del model.model.embed_tokens.weight  # the last reference to a tied head, which is packed now
+        head = self._matrix(model.lm_head, is_head=True)
+        del model.model.embed_tokens  # the last reference to a tied head, which is packed now
         return _Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -228,12 +255,16 @@ class _Weights:
             window=window or _ALL_KEYS,
         )
 
-    def _matrix(self, linear: Linear, arrange: _Arrange = _as_they_are) -> _Matrix:
-        weight: torch.Tensor = linear.weight.detach()
-        bias: torch.Tensor | None = linear.bias
-        del linear.weight
-        weight, bias = arrange(weight), None if bias is None else arrange(bias)
-        packed = pack(weight, bias, is_quantized=self._is_quantized)
+    def _matrix(self, linear: Linear, arrange: _Arrange = _as_they_are, *, is_head: bool = False) -> _Matrix:
+        bias = None if linear.bias is None else arrange(linear.bias)
+        weight = _let_go(linear)
+        if self._quantization is not None and isinstance(weight, torch.Tensor):
+            num_bits = 4 if self._quantization is Quantization.INT4 and not is_head else 8
+            weight = quantize(weight, num_bits)
+        if isinstance(weight, GroupedWeight):
+            packed = pack_grouped(weight.map_rows(arrange), bias)
+        else:
+            packed = pack(arrange(weight), bias)
         self._kept.append(packed)
         self.num_bytes += packed.num_bytes
         return _Matrix.of(packed)
@@ -249,6 +280,16 @@ class _Weights:
         self._kept.append(tensor)
         self.num_bytes += tensor.nbytes
         return _address(tensor)
+
+
+def _let_go(linear: Linear) -> torch.Tensor | GroupedWeight:
+    """The layer's weight, which it has no longer."""
+    if linear.grouped is None:
+        weight = linear.weight.detach()
+        del linear.weight
+        return weight
+    grouped, linear.grouped = linear.grouped, None
+    return grouped
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -1,56 +1,86 @@
 """Weights in the layout that the kernels read.
 
-A matrix `[out, in]` becomes panels of 16 outputs. Within a panel, 32-bit words (one float32, two bfloat16 or four int8
-values of one output) are transposed: word k of all 16 outputs, then word k + 1. So a processor's dot-product
-instructions take what a sequential read brings. Inputs are padded to 64 and outputs to 16 with zeros.
+A matrix `[out, in]` becomes panels of 16 outputs. Within a panel, 32-bit words (one float32, two bfloat16 or four bytes
+of one output) are transposed: word k of all 16 outputs, then word k + 1. So a processor's dot-product instructions take
+what a sequential read brings. Outputs are padded to 16 with zeros, and so are the inputs of floating dtypes to 64.
+
+Integers in groups become bytes as `csrc/grouped.h` has it: 8 bits with 128 added; of 4 bits, words 2 k and 2 k + 1 lie
+in the low and high halves of one. Their scales and offsets are transposed likewise.
 
 Queries and keys are rotated as whole heads, each half with the other. Where only some elements of a head turn, they
 come first in both halves, and the angle of the others is 0.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
+from chairlift.models.grouped import GroupedWeight
 from chairlift.models.rope import RopeConfig, rope_tables
 
 LANES = 16
 DEPTH_ALIGNMENT = 64
-_ROWS_AT_ONCE = 1024  # in float32 a large head would take several times what it takes itself
+GROUP_ALIGNMENT = 32  # of rows that the kernels quantize: groups of weights are a whole number of these
+_ZERO_OF_4_BITS = 8  # what stands for 0 in a matrix without offsets
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`[out, in]` in panels, with one scale and one sum of values per output if it is int8."""
+    """`[out, in]` in panels; for integers in groups also their scales, and offsets but where they are all zero."""
 
-    panels: torch.Tensor  # int32 words [padded out / 16, padded in * itemsize / 4, 16]
+    panels: torch.Tensor  # int32 words [padded out / 16, padded in * bits / 32, 16]
     num_outputs: int  # as the kernels count: without the last panel's padding
     depth: int
     bias: torch.Tensor | None  # float32 [padded out]
-    scales: torch.Tensor | None  # float32 [padded out]
-    sums: torch.Tensor | None  # int32 [padded out]
+    num_bits: int
+    group_size: int = 0
+    scales: torch.Tensor | None = None  # float16 [padded out / 16, depth / group_size, 16], in units
+    offsets: torch.Tensor | None = None  # likewise
+    unit: float = 1.0  # a power of two
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.panels, self.bias, self.scales, self.sums)
+        tensors = (self.panels, self.bias, self.scales, self.offsets)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_quantized: bool = False) -> PackedMatrix:
-    """`[out, in]` (and `[out]`) -> panels, quantized to int8 if asked for."""
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedMatrix:
+    """`[out, in]` (and `[out]`) -> panels."""
     num_outputs, num_inputs = weight.shape
-    scales = sums = None
-    if is_quantized:
-        weight, scales = quantize(weight)
-        sums = _pad_outputs(weight.sum(dim=1, dtype=torch.int32))
-        scales = _pad_outputs(scales)
-    missing = (0, -num_inputs % DEPTH_ALIGNMENT, 0, -num_outputs % LANES)
+    missing = (0, -num_inputs % DEPTH_ALIGNMENT)
     padded = pad(weight, missing) if any(missing) else weight  # it would copy, and a head is large
-    words = padded.contiguous().view(torch.int32)
-    panels = words.view(len(words) // LANES, LANES, -1).transpose(1, 2).contiguous()
-    padded_bias = None if bias is None else _pad_outputs(bias.float())
-    return PackedMatrix(panels, num_outputs, padded.shape[1], padded_bias, scales, sums)
+    return PackedMatrix(_panels(padded), num_outputs, padded.shape[1], _bias(bias), 8 * weight.itemsize)
+
+
+def pack_grouped(weight: GroupedWeight, bias: torch.Tensor | None = None) -> PackedMatrix:
+    """The same integers. Scales and offsets have the precision of float16, and more than its range.
+
+    ValueError for groups that are no multiple of 32.
+    """
+    if weight.group_size % GROUP_ALIGNMENT:
+        raise ValueError(f"the kernels multiply groups of 32, 64, 96, ... weights, not of {weight.group_size}")
+    scales = weight.scales.float()
+    offsets = None if weight.offsets is None else weight.offsets.float()
+    if weight.num_bits == 4:
+        if offsets is not None and torch.equal(offsets, -_ZERO_OF_4_BITS * scales):
+            offsets = None
+        elif offsets is None:
+            offsets = torch.zeros_like(scales)
+        scales = scales / 16  # the kernels see 16 times the value
+    unit = _unit(scales, offsets)
+    return PackedMatrix(
+        _panels(_bytes_of(weight)),
+        weight.num_outputs,
+        weight.num_inputs,
+        _bias(bias),
+        weight.num_bits,
+        weight.group_size,
+        _by_panel(scales / unit).half(),
+        None if offsets is None else _by_panel(offsets / unit).half(),
+        unit,
+    )
 
 
 def interleave(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,17 +112,37 @@ def rope_table(rope: RopeConfig, head_dim: int, max_seq_len: int) -> torch.Tenso
     return torch.cat((pad(cosines[:, :num_turning], still, value=1.0), pad(sines[:, :num_turning], still)), dim=-1)
 
 
-def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[out, in]` -> int8 values and float32 scales `[out]`: symmetric, the largest magnitude of each row is 127."""
-    values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
-    for start in range(0, len(weight), _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
-        exact = weight[rows].float()
-        scales[rows] = exact.abs().amax(dim=1) / 127
-        values[rows] = (exact / scales[rows].clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-    return values, scales
+def _bytes_of(weight: GroupedWeight) -> torch.Tensor:
+    """uint8 `[out, in * bits / 8]`"""
+    if weight.num_bits == 8:
+        return weight.values.view(torch.uint8) ^ 128
+    pairs = weight.values.unflatten(1, (-1, 2, 2))  # of eight neighbours 0 1, 2 3 and 4 5, 6 7
+    first, second = pairs[:, :, 0], pairs[:, :, 1]
+    return torch.stack(((first & 15) | (second << 4), (first >> 4) | (second & 240)), dim=-1).flatten(1)
+
+
+def _unit(*tensors: torch.Tensor | None) -> float:
+    """The power of two that brings the largest of all numbers below 2^15, where float16 is as fine as it gets."""
+    magnitudes = (tensor.abs().nan_to_num(0.0, 0.0).max().item() for tensor in tensors if tensor is not None)
+    largest = max(magnitudes)
+    return math.ldexp(1.0, math.frexp(largest)[1] - 15) if largest else 1.0
+
+
+def _panels(rows: torch.Tensor) -> torch.Tensor:
+    """`[out, in]` -> int32 words `[padded out / 16, words of a row, 16]`"""
+    return _by_panel(rows.contiguous().view(torch.int32))
+
+
+def _by_panel(rows: torch.Tensor) -> torch.Tensor:
+    """`[out, n]` -> `[padded out / 16, n, 16]`"""
+    return _pad_outputs(rows).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+
+
+def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else _pad_outputs(bias.float())
 
 
 def _pad_outputs(tensor: torch.Tensor) -> torch.Tensor:
     """The first dimension to a multiple of 16."""
-    return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, -len(tensor) % LANES)).contiguous()
+    missing = -len(tensor) % LANES
+    return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)).contiguous() if missing else tensor.contiguous()

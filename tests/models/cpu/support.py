@@ -1,4 +1,4 @@
-"""Random models of odd shapes, the same in torch, and what int8 makes of them."""
+"""Random models of odd shapes, the same in torch, and what quantization makes of them."""
 
 import copy
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from chairlift.config import AttentionBackend, DType
+from chairlift.config import AttentionBackend, DType, Quantization
 from chairlift.engine.execution.forward import TorchForward
 from chairlift.models.backends import load_backend
 from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm
 from chairlift.models.cpu import CpuDecoder
-from chairlift.models.cpu.packing import quantize
 from chairlift.models.decoder import Decoder
+from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear
 from chairlift.models.rope import RopeConfig
 from tests.support.forward_bench import SLOT_LEN, Bench
@@ -38,18 +38,19 @@ _LLAMA3 = LayerConfig(
 
 @dataclass(frozen=True)
 class Format:
-    """What a model computes in, and whether its weights are int8."""
+    """What a model computes in, and what its weights are quantized to."""
 
     dtype: torch.dtype
-    is_quantized: bool
+    quantization: Quantization | None = None
 
     def __str__(self) -> str:
-        return str(self.dtype).removeprefix("torch.") + ("-int8" if self.is_quantized else "")
+        return str(self.dtype).removeprefix("torch.") + (f"-{self.quantization}" if self.quantization else "")
 
 
-FLOAT32, BFLOAT16 = Format(torch.float32, False), Format(torch.bfloat16, False)
-FLOAT32_INT8, BFLOAT16_INT8 = Format(torch.float32, True), Format(torch.bfloat16, True)
-FORMATS = (FLOAT32, BFLOAT16, FLOAT32_INT8, BFLOAT16_INT8)
+FLOAT32, BFLOAT16 = Format(torch.float32), Format(torch.bfloat16)
+FLOAT32_INT8, FLOAT32_INT4 = (Format(torch.float32, quantization) for quantization in Quantization)
+BFLOAT16_INT8, BFLOAT16_INT4 = (Format(torch.bfloat16, quantization) for quantization in Quantization)
+FORMATS = (FLOAT32, BFLOAT16, FLOAT32_INT8, BFLOAT16_INT8, BFLOAT16_INT4)
 
 BASE = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -179,13 +180,13 @@ def cpu_bench(config: ModelConfig, number_format: Format, isa: str | None = None
     """The model in the kernels."""
     model = make_model(config, number_format.dtype)
     return Bench(
-        model.config, model.dtype, CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+        model.config, model.dtype, CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
     )
 
 
 def cpu_forward(config: ModelConfig, number_format: Format, isa: str | None = None) -> CpuDecoder:
     return CpuDecoder(
-        make_model(config, number_format.dtype), SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa
+        make_model(config, number_format.dtype), SLOT_LEN, quantization=number_format.quantization, isa=isa
     )
 
 
@@ -202,34 +203,35 @@ def in_float32(model: Decoder) -> Decoder:
     return wide
 
 
-class QuantizedLinear(nn.Module):
-    """What an int8 product is to give: weights and inputs to 8 bits by row, an exact sum, scales, bias."""
+class GroupedLinear(nn.Module):
+    """What a product with integers in groups is to give: rows in groups of 32, too, and an exact sum."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.values, self.scales = quantize(linear.weight)
-        self.bias = linear.bias
+        self.weight = weight.dequantize(torch.float64)
+        self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in] -> [T, out]`"""
-        largest = x.abs().amax(dim=-1, keepdim=True)
-        rounded = (x.double() * 127 / largest).round()
-        product = (rounded @ self.values.double().T).float() * (largest / 127 * self.scales)
+        groups = nn.functional.pad(x, (0, self.weight.shape[1] - x.shape[1])).double().unflatten(1, (-1, 32))
+        scales = groups.abs().amax(dim=-1, keepdim=True) / 127
+        rounded = (groups / scales).nan_to_num().round() * scales
+        product = (rounded.flatten(1) @ self.weight.T).float()
         return product if self.bias is None else product + self.bias
 
 
-def quantized(model: Decoder) -> Decoder:
-    """That model with int8 products."""
-    embedding = model.model.embed_tokens.weight
+def quantized(model: Decoder, quantization: Quantization) -> Decoder:
+    """That model with products of integers in groups."""
+    num_bits = 8 if quantization is Quantization.INT8 else 4
     if model.config.is_tied:
-        values, scales = quantize(embedding)
-        dequantized = nn.Parameter(values * scales[:, None], requires_grad=False)
+        embedding = quantize(model.model.embed_tokens.weight, 8).dequantize()[:, : model.config.hidden_size]
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                setattr(parent, name, QuantizedLinear(child))
+                weight = quantize(child.weight, 8 if name == "lm_head" else num_bits)
+                setattr(parent, name, GroupedLinear(weight, child.bias))
     if model.config.is_tied:
-        model.model.embed_tokens.weight = dequantized
+        model.model.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
     return model
 
 

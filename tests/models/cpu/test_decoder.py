@@ -19,8 +19,10 @@ from chairlift.models.decoder import Decoder
 from tests.models.cpu.support import (
     BASE,
     BFLOAT16,
+    BFLOAT16_INT4,
     BFLOAT16_INT8,
     FLOAT32,
+    FLOAT32_INT4,
     FLOAT32_INT8,
     FORMATS,
     SHAPES,
@@ -82,9 +84,11 @@ def truth(shape: str, dtype: torch.dtype) -> torch.Tensor:
 
 @functools.cache
 def torch_error(shape: str, number_format: Format) -> float:
-    """How far from that torch is in the format; for int8, the same with factors of 8 bits and all else in float32."""
+    """How far from that torch is in the format; if quantized, with factors that are and all else in float32."""
     model = make_model(SHAPES[shape], number_format.dtype)
-    logits = ragged_logits(torch_bench(quantized(in_float32(model)) if number_format.is_quantized else model))
+    logits = ragged_logits(
+        torch_bench(quantized(in_float32(model), number_format.quantization) if number_format.quantization else model)
+    )
     return typical_error(logits, truth(shape, number_format.dtype))
 
 
@@ -105,8 +109,11 @@ def test_bfloat16_is_no_further_from_the_truth_than_torch_in_bfloat16(shape: str
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_int8_products_are_exact_sums_of_rounded_factors(shape: str, isa: str) -> None:
-    ours, theirs = cpu_bench(SHAPES[shape], FLOAT32_INT8, isa), torch_bench(quantized(make_model(SHAPES[shape])))
+@pytest.mark.parametrize("number_format", [FLOAT32_INT8, FLOAT32_INT4], ids=str)
+def test_products_of_integers_are_exact_sums_of_rounded_factors(shape: str, number_format: Format, isa: str) -> None:
+    assert number_format.quantization
+    ours = cpu_bench(SHAPES[shape], number_format, isa)
+    theirs = torch_bench(quantized(make_model(SHAPES[shape]), number_format.quantization))
     rng = random.Random(0)
     for count in (5, 1, 3):
         rows = [Row(slot, random_tokens(rng, count)) for slot in range(NUM_SLOTS)]
@@ -114,16 +121,18 @@ def test_int8_products_are_exact_sums_of_rounded_factors(shape: str, isa: str) -
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bfloat16_with_int8_products_is_as_near_the_truth_as_8_bits_allow(shape: str, isa: str) -> None:
-    ours, exact = ragged_logits(cpu_bench(SHAPES[shape], BFLOAT16_INT8, isa)), truth(shape, torch.bfloat16)
-    assert typical_error(ours, exact) < 1.1 * torch_error(shape, BFLOAT16_INT8)
-    assert largest_error(ours, exact) < 0.25
+@pytest.mark.parametrize("number_format", [BFLOAT16_INT8, BFLOAT16_INT4], ids=str)
+def test_bfloat16_with_products_of_integers_is_as_near_the_truth_as_their_bits_allow(
+    shape: str, number_format: Format, isa: str
+) -> None:
+    ours, exact = ragged_logits(cpu_bench(SHAPES[shape], number_format, isa)), truth(shape, torch.bfloat16)
+    assert typical_error(ours, exact) < 1.1 * torch_error(shape, number_format)
 
 
 def test_any_number_of_rows_of_the_head_is_multiplied(number_format: Format, isa: str) -> None:
     reference = in_float32(make_model(UNTIED, number_format.dtype))
-    if number_format.is_quantized:
-        reference = quantized(reference)
+    if number_format.quantization:
+        reference = quantized(reference, number_format.quantization)
     forward = cpu_forward(UNTIED, number_format, isa)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(100, UNTIED.hidden_size, generator=generator).to(number_format.dtype)
@@ -214,7 +223,7 @@ def test_a_cached_value_that_is_no_number_spoils_its_own_row_only(
 def test_an_embedding_that_is_no_number_spoils_its_own_row_only(value: float, isa: str, number_format: Format) -> None:
     model = make_model(UNTIED, number_format.dtype)
     model.model.embed_tokens.weight[7, 3] = value
-    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
     rows = [Row(1, [5]), Row(2, [7]), Row(0, [1, 2, 7, 3]), Row(3, [4, 6, 8])]
     sound = cpu_bench(UNTIED, number_format, isa).run(rows)
     found = Bench(model.config, model.dtype, forward).run(rows)
@@ -232,7 +241,7 @@ def test_a_weight_that_is_no_number_shows_in_the_logits(name: str, isa: str, num
     model = make_model(UNTIED, number_format.dtype)
     linear = {**dict(model.layers[0].self_attn.named_children()), **dict(model.layers[0].mlp.named_children())}[name]
     linear.weight[-1, 9] = torch.nan  # type: ignore[operator]
-    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized, isa=isa)
+    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
     for logits in Bench(model.config, model.dtype, forward).run([Row(1, [5]), Row(0, [1, 2])]):
         assert logits.isnan().all()
 
@@ -253,7 +262,7 @@ def test_the_torch_models_matrices_are_let_go_of(shape: str, number_format: Form
     config = SHAPES[shape]
     model = make_model(config, number_format.dtype)
     before = storages(model)
-    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized)
+    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization)
     gc.collect()
     alive = {name for name, storage in before.items() if not storage.expired()}  # type: ignore[no-untyped-call]
     matrices = {name for name in before if "_proj.weight" in name or "embed" in name or "lm_head" in name}
@@ -264,10 +273,10 @@ def test_the_torch_models_matrices_are_let_go_of(shape: str, number_format: Form
 
 def expected_bytes(is_tied: bool, number_format: Format) -> int:
     """Of a model without padding: vocab 128, hidden 64, intermediate 192, two layers, 2 heads of 32, both with keys."""
-    matrices = [(192, 64), (64, 64), (384, 64), (64, 192)] * 2 + [(128, 64)]
-    size = 1 if number_format.is_quantized else number_format.dtype.itemsize
-    scales_and_sums = 8 if number_format.is_quantized else 0
-    num_bytes = sum(outputs * (inputs * size + scales_and_sums) for outputs, inputs in matrices)
+    num_weights = 2 * 64 * (192 + 64 + 384 + 192)
+    bits = {None: (8 * number_format.dtype.itemsize,) * 2, "int8": (8.5, 8.5), "int4": (5, 8.5)}
+    in_layers, in_head = bits[number_format.quantization]
+    num_bytes = int(num_weights * in_layers + 128 * 64 * in_head) // 8
     num_bytes += (2 * 2 + 1) * 64 * 4  # norms, in float32
     num_bytes += SLOT_LEN * 32 * 4  # rotary tables
     return num_bytes + (0 if is_tied else 128 * 64 * number_format.dtype.itemsize)
@@ -279,7 +288,7 @@ def test_weights_take_the_parameters_bytes_and_a_tied_head_counts_once(is_tied: 
         BASE, vocab_size=128, hidden_size=64, intermediate_size=192, num_heads=2, num_kv_heads=2, is_tied=is_tied
     )
     model = make_model(config, number_format.dtype)
-    forward = CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized)
+    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization)
     assert forward.weight_bytes == expected_bytes(is_tied, number_format)
 
 
@@ -288,7 +297,7 @@ def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
     for number_format in FORMATS:
         expected = cpu_bench(UNTIED, number_format).run([Row(0, [1, 2, 3])])
         model = make_model(UNTIED, number_format.dtype)
-        bench = Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN, is_quantized=number_format.is_quantized))
+        bench = Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization))
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
         del model

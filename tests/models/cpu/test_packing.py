@@ -1,11 +1,12 @@
-"""The kernels' layout of weights, and their rounding to 8 bits."""
+"""The kernels' layout of weights."""
 
 import math
 
 import pytest
 import torch
 
-from chairlift.models.cpu.packing import arrange_heads, interleave, pack, quantize, rope_table
+from chairlift.models.cpu.packing import arrange_heads, interleave, pack, pack_grouped, rope_table
+from chairlift.models.grouped import GroupedWeight
 from chairlift.models.rope import RopeConfig
 
 
@@ -34,47 +35,80 @@ def test_a_word_holds_two_bfloat16_values_of_an_output() -> None:
     assert values_of(packed.panels, torch.bfloat16)[0, :3, 3].tolist() == [[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]
 
 
-def test_a_word_holds_four_int8_values_of_an_output() -> None:
-    weight = torch.zeros(16, 64)
-    weight[5, :6] = torch.tensor([127.0, -1.0, 2.0, 3.0, 4.0, 5.0])
-    packed = pack(weight, is_quantized=True)
-    assert packed.panels.shape == (1, 16, 16)
-    assert values_of(packed.panels, torch.int8)[0, :2, 5].tolist() == [[127, -1, 2, 3], [4, 5, 0, 0]]
+def test_a_word_holds_four_values_of_8_bits_with_128_added() -> None:
+    values = torch.zeros(16, 32, dtype=torch.int8)
+    values[5, :6] = torch.tensor([127, -128, 2, 3, -1, 5])
+    packed = pack_grouped(GroupedWeight(8, values, torch.ones(16, 1)))
+    assert (packed.num_bits, packed.group_size, packed.depth) == (8, 32, 32)
+    assert packed.panels.shape == (1, 8, 16)
+    assert values_of(packed.panels, torch.uint8)[0, :2, 5].tolist() == [[255, 0, 130, 131], [127, 133, 128, 128]]
+
+
+def test_values_of_4_bits_lie_in_halves_of_bytes_a_word_in_each() -> None:
+    values = torch.zeros(16, 16, dtype=torch.uint8)  # of 32 inputs
+    values[5, :4] = torch.tensor([0x21, 0x43, 0x65, 0x87])  # 1, 2, 3, ... 8
+    packed = pack_grouped(GroupedWeight(4, values, torch.ones(16, 1)))
+    assert (packed.num_bits, packed.group_size, packed.depth) == (4, 32, 32)
+    assert packed.panels.shape == (1, 4, 16)
+    assert values_of(packed.panels, torch.uint8)[0, :2, 5].tolist() == [[0x51, 0x62, 0x73, 0x84], [0, 0, 0, 0]]
+
+
+def test_scales_and_offsets_are_multiples_of_a_power_of_two_in_the_order_of_reading() -> None:
+    scales = torch.arange(1.0, 37.0).view(18, 2) * 1e-7  # in float16 as they are they would lose most bits
+    packed = pack_grouped(GroupedWeight(8, torch.ones(18, 64, dtype=torch.int8), scales, -3 * scales))
     assert packed.scales is not None
-    assert packed.sums is not None
-    assert packed.scales.tolist() == [0.0] * 5 + [1.0] + [0.0] * 10
-    assert packed.sums.tolist() == [0] * 5 + [140] + [0] * 10
+    assert packed.offsets is not None
+    assert packed.scales.dtype == packed.offsets.dtype == torch.float16
+    assert packed.scales.shape == packed.offsets.shape == (2, 2, 16)
+    assert packed.unit == 2.0**-31  # the largest is 1.08e-5, which is 23193 of these
+    found = packed.scales[1, :, :2].float() * packed.unit
+    torch.testing.assert_close(found, torch.tensor([[33e-7, 35e-7], [34e-7, 36e-7]]), rtol=2**-11, atol=0)
+    assert packed.scales[1, :, 2:].eq(0).all()
+    torch.testing.assert_close(packed.offsets, -3 * packed.scales, rtol=2**-10, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_quantized", "words"),
-    [(torch.float32, False, 128), (torch.bfloat16, False, 64), (torch.float32, True, 32), (torch.bfloat16, True, 32)],
-)
-def test_outputs_are_padded_to_16_and_inputs_to_64_with_zeros(
-    dtype: torch.dtype, is_quantized: bool, words: int
-) -> None:
+def test_scales_of_4_bits_are_a_sixteenth_and_offsets_by_8_of_them_are_left_out() -> None:
+    values, scales = torch.zeros(16, 16, dtype=torch.uint8), torch.full((16, 1), 0.5)
+    plain = pack_grouped(GroupedWeight(4, values, scales, -8 * scales))
+    assert plain.offsets is None
+    assert plain.scales is not None
+    assert plain.scales.eq(0.5 / 16 / plain.unit).all()
+    shifted = pack_grouped(GroupedWeight(4, values, scales, -7 * scales))
+    assert shifted.offsets is not None
+    assert shifted.offsets.eq(-3.5 / shifted.unit).all()
+    bare = pack_grouped(GroupedWeight(4, values, scales))
+    assert bare.offsets is not None
+    assert bare.offsets.eq(0).all()
+
+
+def test_groups_that_rows_cannot_have_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"groups of 32, 64, 96, .* weights, not of 16"):
+        pack_grouped(GroupedWeight(8, torch.zeros(1, 64, dtype=torch.int8), torch.ones(1, 4)))
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(torch.float32, 128), (torch.bfloat16, 64)])
+def test_outputs_are_padded_to_16_and_inputs_to_64_with_zeros(dtype: torch.dtype, words: int) -> None:
     weight, bias = torch.full((17, 65), 3.0, dtype=dtype), torch.full((17,), 5.0, dtype=dtype)
-    packed = pack(weight, bias, is_quantized=is_quantized)
+    packed = pack(weight, bias)
     assert (packed.num_outputs, packed.depth) == (17, 128)
     assert packed.panels.shape == (2, words, 16)
-    values = values_of(packed.panels, torch.int8 if is_quantized else dtype)  # [panels, words, 16, per word]
+    values = values_of(packed.panels, dtype)  # [panels, words, 16, per word]
     by_output = values.permute(0, 2, 1, 3).reshape(32, 128).float()
-    assert by_output[:17, :65].eq(127 if is_quantized else 3.0).all()
+    assert by_output[:17, :65].eq(3.0).all()
     assert by_output[17:].eq(0).all()
     assert by_output[:, 65:].eq(0).all()
     assert packed.bias is not None
     assert packed.bias.dtype == torch.float32
     assert packed.bias.tolist() == [5.0] * 17 + [0.0] * 15
-    for per_output in (packed.scales, packed.sums):
-        assert (per_output is not None) == is_quantized
-        assert per_output is None or (len(per_output) == 32 and per_output[17:].eq(0).all())
+    assert packed.scales is packed.offsets is None
 
 
 def test_bytes_are_of_all_parts() -> None:
     weight, bias = torch.ones(16, 64), torch.ones(16)
     assert pack(weight).num_bytes == 16 * 64 * 4
     assert pack(weight.bfloat16(), bias.bfloat16()).num_bytes == 16 * 64 * 2 + 16 * 4
-    assert pack(weight, bias, is_quantized=True).num_bytes == 16 * 64 + 3 * 16 * 4
+    grouped = GroupedWeight(4, torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 2), torch.ones(16, 2))
+    assert pack_grouped(grouped, bias).num_bytes == 16 * 64 / 2 + 16 * 4 + 2 * 16 * 2 * 2
 
 
 def test_packing_leaves_the_weight_as_it_is_and_keeps_nothing_of_it() -> None:
@@ -100,48 +134,6 @@ def test_gate_and_up_are_padded_each() -> None:
     mixed = interleave(torch.cat((gate, up)))
     assert mixed.shape == (32, 3)
     assert mixed[:, 0].tolist() == [1.0, 1.0] + [0.0] * 14 + [2.0, 2.0] + [0.0] * 14
-
-
-def test_quantization_is_symmetric_and_off_by_half_a_step_at_most() -> None:
-    weight = torch.randn(50, 333, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 50)[:, None]
-    values, scales = quantize(weight)
-    assert (values.dtype, scales.dtype, scales.shape) == (torch.int8, torch.float32, (50,))
-    assert values.abs().amax(dim=1).tolist() == [127] * 50
-    torch.testing.assert_close(scales, weight.abs().amax(dim=1) / 127)
-    errors = (values * scales[:, None] - weight).abs()
-    assert (errors <= scales[:, None] / 2 * (1 + 1e-5)).all()
-    mirrored, same_scales = quantize(-weight)
-    assert torch.equal(mirrored, -values)
-    assert torch.equal(same_scales, scales)
-
-
-def test_half_way_between_two_steps_goes_to_the_even_one() -> None:
-    values, scales = quantize(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]]))
-    assert scales.tolist() == [1.0]
-    assert values.tolist() == [[127, 0, 2, 2, 0, -2]]
-
-
-def test_a_row_of_zeros_stays_zero() -> None:
-    values, scales = quantize(torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
-    assert values.tolist() == [[0, 0], [0, 127]]
-    assert scales[0] == 0
-    assert scales.isfinite().all()
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_stays_so_in_the_scale(value: float) -> None:
-    _, scales = quantize(torch.tensor([[1.0, value], [1.0, 2.0]]))
-    assert not scales[0].isfinite()
-    assert scales[1].isfinite()
-
-
-def test_a_large_matrix_is_quantized_as_its_rows_are() -> None:
-    weight = torch.randn(2500, 8, generator=torch.Generator().manual_seed(0))
-    values, scales = quantize(weight)
-    for row in (0, 1023, 1024, 2048, 2499):
-        row_values, row_scale = quantize(weight[row : row + 1])
-        assert torch.equal(values[row : row + 1], row_values)
-        assert torch.equal(scales[row : row + 1], row_scale)
 
 
 def test_the_elements_that_turn_come_first_in_both_halves_of_a_query_or_key() -> None:

@@ -281,16 +281,16 @@ static void attend_few(const AttentionScratch<T>& scratch, const View<T>& view, 
     const int dim = view.head_dim;
     for (int key = 0; key < n; key += KEYS_AT_ONCE)
         for (int head = 0; head < view.num_heads; head++)
-            multiply<T>(view.keys + (first + key) * view.stride + head * dim, view.stride,
-                        n - key < KEYS_AT_ONCE ? n - key : KEYS_AT_ONCE, scratch.queries + head * LANES * dim, 1, dim,
-                        nullptr, scratch.scores + (head * CHUNK + key) * LANES, LANES);
+            multiply(view.keys + (first + key) * view.stride + head * dim, view.stride,
+                     n - key < KEYS_AT_ONCE ? n - key : KEYS_AT_ONCE, scratch.queries + head * LANES * dim, 1, dim,
+                     scratch.scores + (head * CHUNK + key) * LANES, LANES);
     for (int head = 0; head < view.num_heads; head++) {
         const Partial& result = results[head];
         T* weights = scratch.weights + head * LANES * CHUNK;
         softmax_few(scratch.scores + head * CHUNK * LANES, n, view.sight, first, view.num_queries, weights,
                     result.maximum, result.sum);
-        multiply<T>(weights, CHUNK, view.num_queries, scratch.values + head * dim * depth, dim / LANES, depth, nullptr,
-                    result.output, dim);
+        multiply(weights, CHUNK, view.num_queries, scratch.values + head * dim * depth, dim / LANES, depth,
+                 result.output, dim);
     }
 }
 
@@ -302,7 +302,7 @@ static void attend_many(const AttentionScratch<T>& scratch, const View<T>& view,
     const int longest = view.sight.limits[q + count - 1] - first, visible = longest < n ? longest : n;
     const int padded = int(pad(visible, KEYS_PADDING));
     const T* queries = view.queries + head * view.head_stride + q * dim;
-    multiply<T>(queries, dim, count, scratch.keys, padded / LANES, dim, nullptr, scratch.scores, CHUNK);
+    multiply(queries, dim, count, scratch.keys, padded / LANES, dim, scratch.scores, CHUNK);
     for (int r = 0; r < count; r += LANES)
         softmax(scratch.scores + r * CHUNK, visible, view.sight.from_query(q + r), first,
                 count - r < LANES ? count - r : LANES, scratch.weights + r * CHUNK, result.maximum + r,
@@ -310,8 +310,8 @@ static void attend_many(const AttentionScratch<T>& scratch, const View<T>& view,
     if (padded < depth)
         for (int r = 0; r < count; r++)
             std::memset((void*)(scratch.weights + r * CHUNK + padded), 0, (depth - padded) * sizeof(T));
-    multiply<T>(scratch.weights, CHUNK, count, scratch.values + head * dim * depth, dim / LANES, depth, nullptr,
-                result.output, dim);
+    multiply(scratch.weights, CHUNK, count, scratch.values + head * dim * depth, dim / LANES, depth, result.output,
+             dim);
 }
 
 // One chunk of `n` keys, the first of which is key number `first` of its sequence, for all heads. Its partial results

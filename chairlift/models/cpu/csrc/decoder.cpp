@@ -70,13 +70,13 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
 
 }  // namespace
 
-// The number formats of model and weights: 0 float32, 1 bfloat16, 2 float32 with int8 weights, 3 bfloat16 likewise.
+// The number formats of model and weights: 0 float32, 1 bfloat16, 2 float32 with weights in groups, 3 bfloat16 likewise.
 #define CHAIRLIFT_FOR_FORMAT(format, function, ...)                            \
     switch (format) {                                                          \
         case 0: return function<float, float>(__VA_ARGS__);                    \
         case 1: return function<bf16, bf16>(__VA_ARGS__);                      \
-        case 2: return function<float, int8_t>(__VA_ARGS__);                   \
-        default: return function<bf16, int8_t>(__VA_ARGS__);                   \
+        case 2: return function<float, Group>(__VA_ARGS__);                   \
+        default: return function<bf16, Group>(__VA_ARGS__);                   \
     }
 
 extern "C" {

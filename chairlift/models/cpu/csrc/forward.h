@@ -1,6 +1,6 @@
 // A decoder's forward pass in one parallel region: see models/decoder.py for the same in torch, operator by operator.
 //
-// Residuals are float32; what is multiplied is the model's number format, or int8 with one scale per row. Rotary
+// Residuals are float32; what is multiplied is the model's number format T, or 8-bit integers in groups. Rotary
 // embedding happens where queries and keys leave their product, and keys and values go from there into their slots.
 // Every function below that takes a Team is run by all of its threads.
 #pragma once
@@ -24,7 +24,7 @@ template <class T, class W> struct Forward {
     float* heads;  // if norms span all heads: queries, keys and values [T][num_columns]
     Rows<W> normed, projected, activated;
     Token* tokens;
-    T* attended;  // where W is int8: before quantisation
+    T* attended;  // where W is Group: before quantization
     T* gated;     // likewise
     int64_t attended_stride, gated_stride;
     SlotAttention<T> attention;
@@ -50,9 +50,9 @@ template <class T, class W> struct Forward {
         counters = arena.take<Counter>(num_counters());
     }
 
-    // Where a product's rows are written in the model's format: in place, or beside them if they are to be quantised.
+    // Where a product's rows are written in the model's format: in place, or beside them if they are to be quantized.
     T* before(const Rows<W>& rows, Arena& arena) const {
-        if constexpr (sizeof(W) == 1)
+        if constexpr (Rows<W>::IS_QUANTIZED)
             return arena.take<T>(num_tokens * rows.stride);
         else
             return rows.values;
@@ -77,19 +77,11 @@ template <class T, class W> struct Forward {
             const T* from = static_cast<const T*>(model.embedding) + token * hidden;
             for (int64_t k = 0; k < hidden; k++) to[k] = to_float(from[k]) * scale;
         } else {
-            constexpr int64_t PACK = Pack<W>;
-            const W* from = static_cast<const W*>(model.head.panels) + token / LANES * LANES * model.head.depth +
-                            token % LANES * PACK;
-            for (int64_t k = 0; k < hidden; k++) {
-                const W value = from[k / PACK * LANES * PACK + k % PACK];
-                if constexpr (sizeof(W) == 1)
-                    to[k] = value * model.head.scales[token] * scale;
-                else
-                    to[k] = to_float(value) * scale;
-            }
+            read_column(model.head, token, hidden, to, static_cast<const W*>(nullptr));
+            for (int64_t k = 0; k < hidden; k++) to[k] *= scale;
         }
         for (int64_t k = hidden; k < x_stride; k++) to[k] = 0;
-        if constexpr (sizeof(W) != 1) {
+        if (!Rows<W>::IS_QUANTIZED) {
             projected.clear_padding(t, model.num_heads * model.head_dim);
             activated.clear_padding(t, pad(model.intermediate, LANES));
         }
@@ -239,7 +231,7 @@ template <class T, class W> struct Forward {
     }
 
     void convert_all(Team& team, const T* from, int64_t stride, int64_t width, const Rows<W>& to) const {
-        if (sizeof(W) != 1) return;
+        if (!Rows<W>::IS_QUANTIZED) return;
         team.share_rows(num_tokens, [&](int64_t t) { convert_row(from + t * stride, width, to, t); });
         team.wait();
     }

@@ -20,7 +20,7 @@ template <class W, class Use>
 void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows, int unit_panels, Use use) {
     const int64_t depth = matrix.depth, panels = pad(matrix.columns, LANES) / LANES;
     const int64_t units = (panels + unit_panels - 1) / unit_panels;
-    const int64_t fitting = pad(CACHE_BYTES / (depth * int64_t(sizeof(W))), ROWS_AT_ONCE);
+    const int64_t fitting = pad(CACHE_BYTES / (depth * Rows<W>::ELEMENT_BYTES), ROWS_AT_ONCE);
     const bool is_by_rows = num_rows >= MANY_ROWS * team.size;
     const int64_t share = is_by_rows ? pad((num_rows + team.size - 1) / team.size, ROWS_AT_ONCE) : num_rows;
     const int64_t block_rows = share < fitting ? share : fitting;
@@ -32,24 +32,20 @@ void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows
         const int64_t end = start + block_rows < num_rows ? start + block_rows : num_rows;
         const int64_t column = unit * stride;
         const int width = unit_panels < panels - unit * unit_panels ? unit_panels : int(panels - unit * unit_panels);
-        const W* weights = static_cast<const W*>(matrix.panels) + column * depth;
         // The next unit's weights are fetched while this one's are multiplied, a share with each block of rows.
         const int64_t steps = (end - start + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-        const int64_t slice = pad(stride * depth * int64_t(sizeof(W)) / steps, 64);
+        const int64_t unit_bytes = stride * depth * int64_t(sizeof(W)), slice = pad(unit_bytes / steps, 64);
         const int lines_per_step = steps > 1 ? int((TWO_TILES_LINES + steps - 1) / steps) : 0;
-        const char* next = reinterpret_cast<const char*>(weights + stride * depth);
+        const char* next = static_cast<const char*>(matrix.panels) + (unit + 1) * unit_bytes;
         for (int64_t row = start; row < end; row += ROWS_AT_ONCE) {
             const int count = end - row < ROWS_AT_ONCE ? int(end - row) : ROWS_AT_ONCE;
-            multiply<W>(x.values + row * x.stride, x.stride, count, weights, width, depth,
-                        matrix.sums ? matrix.sums + column : nullptr, c, stride, {row == start, next, lines_per_step});
+            x.multiply_by(matrix, row, count, unit * unit_panels, width, c, stride,
+                          {row == start, next, lines_per_step});
             next += slice;
-            for (int p = 0; p < width * LANES; p += LANES)
-                for (int r = 0; r < count; r++) {
-                    f32x16 value = load16(c + r * stride + p);
-                    if (sizeof(W) == 1) value *= x.scales[row + r] * load16(matrix.scales + column + p);
-                    if (matrix.bias) value += load16(matrix.bias + column + p);
-                    if (sizeof(W) == 1 || matrix.bias) store16(c + r * stride + p, value);
-                }
+            if (matrix.bias)
+                for (int p = 0; p < width * LANES; p += LANES)
+                    for (int r = 0; r < count; r++)
+                        store16(c + r * stride + p, load16(c + r * stride + p) + load16(matrix.bias + column + p));
             use(column, row, count, c, stride, width * LANES);
         }
     });

@@ -1,7 +1,7 @@
 // C = A B, the one thing that takes time. B lies in panels of 16 columns; within a panel, `Pack` consecutive elements
 // of a column are neighbours, which is what the dot-product instructions of every x86 generation want:
 //
-//     panel p:  [depth / Pack][16][Pack]      bf16: Pack 2    int8: Pack 4    float: Pack 1
+//     panel p:  [depth / Pack][16][Pack]      bf16: Pack 2    float: Pack 1
 //
 // Each element of C is one chain of additions over the depth, whatever the number of rows: results do not depend on
 // what else is in the batch.
@@ -16,14 +16,15 @@
 
 template <class T> constexpr int Pack = 4 / sizeof(T);
 
-// B as weights: `depth` counts padding; scales and sums (of columns) exist for int8 only.
+// B as weights. What follows the depth is of weights in groups: see grouped.h.
 struct Matrix {
     const void* panels;
     const float* bias;  // [columns], or null
-    const float* scales;
-    const int32_t* sums;
     int64_t columns;
-    int64_t depth;  // a multiple of 64
+    int64_t depth;  // with padding
+    const half *scales, *offsets;
+    int64_t num_bits, group_size;
+    double unit;
 };
 
 // How far ahead of use weights are fetched: few rows wait for memory alone, more rows must not wait in between.
@@ -59,34 +60,13 @@ INLINE void multiply_add(f32x16& c, const bf16* a, u32x16 b) {
 }
 #endif
 
-#if defined(__AVX512VNNI__)
-INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
-    // The instruction wants its first factor unsigned: a + 128. The columns' sums take the 128 off again.
-    __m512i shifted = _mm512_set1_epi32(load<int32_t>(a) ^ int32_t(0x80808080));
-    c = bit_cast<i32x16>(_mm512_dpbusd_epi32(bit_cast<__m512i>(c), shifted, bit_cast<__m512i>(b)));
-}
-constexpr int32_t SHIFT_OF_INT8 = 128;
-#else
-INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
-    i32x16 words = bit_cast<i32x16>(b);
-    for (int i = 0; i < 4; i++) c += int32_t(a[i]) * ((words << (24 - 8 * i)) >> 24);
-}
-constexpr int32_t SHIFT_OF_INT8 = 0;
-#endif
-
-template <class T> struct Accumulator { typedef f32x16 type; };
-template <> struct Accumulator<int8_t> { typedef i32x16 type; };
 template <class T> struct Factor { typedef u32x16 type; };
 template <> struct Factor<float> { typedef f32x16 type; };
 
 template <int ROWS, int PANELS, class T>
-INLINE void multiply_block(const T* a, int64_t lda, const T* b, int64_t depth, const int32_t* sums, float* c,
-                           int64_t ldc) {
+INLINE void multiply_block(const T* a, int64_t lda, const T* b, int64_t depth, float* c, int64_t ldc) {
     typedef typename Factor<T>::type Words;
-    typename Accumulator<T>::type sum[ROWS][PANELS] = {};
-    if constexpr (sizeof(T) == 1)
-        for (int p = 0; p < PANELS; p++)
-            for (int r = 0; r < ROWS; r++) sum[r][p] = -SHIFT_OF_INT8 * load<i32x16>(sums + p * LANES);
+    f32x16 sum[ROWS][PANELS] = {};
     const int64_t panel = depth * LANES;
     for (int64_t k = 0; k < depth; k += Pack<T>) {
         Words words[PANELS];
@@ -101,31 +81,24 @@ INLINE void multiply_block(const T* a, int64_t lda, const T* b, int64_t depth, c
             for (int p = 0; p < PANELS; p++) multiply_add(sum[r][p], a + r * lda + k, words[p]);
     }
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PANELS; p++) {
-            if constexpr (sizeof(T) == 1)
-                store16(c + r * ldc + p * LANES, __builtin_convertvector(sum[r][p], f32x16));
-            else
-                store16(c + r * ldc + p * LANES, sum[r][p]);
-        }
+        for (int p = 0; p < PANELS; p++) store16(c + r * ldc + p * LANES, sum[r][p]);
 }
 
 // As many rows as there are, up to MOST_ROWS: one instance of the block for each number.
 template <int ROWS, int PANELS, class T>
-INLINE void multiply_rows(int rows, const T* a, int64_t lda, const T* b, int64_t depth, const int32_t* sums, float* c,
-                          int64_t ldc) {
+INLINE void multiply_rows(int rows, const T* a, int64_t lda, const T* b, int64_t depth, float* c, int64_t ldc) {
     if (rows == ROWS)
-        multiply_block<ROWS, PANELS>(a, lda, b, depth, sums, c, ldc);
+        multiply_block<ROWS, PANELS>(a, lda, b, depth, c, ldc);
     else if constexpr (ROWS > 1)
-        multiply_rows<ROWS - 1, PANELS>(rows, a, lda, b, depth, sums, c, ldc);
+        multiply_rows<ROWS - 1, PANELS>(rows, a, lda, b, depth, c, ldc);
 }
 
-// C [rows, 16 panels] (row stride ldc) = A [rows, depth] (row stride lda) B. `sums`: of B's columns, for int8 only.
+// C [rows, 16 panels] (row stride ldc) = A [rows, depth] (row stride lda) B.
 template <class T>
-static void multiply_vectors(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth,
-                             const int32_t* sums, float* c, int64_t ldc) {
+static void multiply_vectors(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, float* c,
+                             int64_t ldc) {
     for (int p = 0; p < panels;) {
         const T* part = b + p * depth * LANES;
-        const int32_t* part_sums = sums ? sums + p * LANES : nullptr;
         const bool is_wide = rows <= FEW_ROWS && panels - p >= FEW_ROWS_PANELS;
         const int width = is_wide ? FEW_ROWS_PANELS : panels - p >= MOST_PANELS ? MOST_PANELS : 1;
         const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
@@ -134,11 +107,11 @@ static void multiply_vectors(const T* a, int64_t lda, int rows, const T* b, int 
             const T* from = a + r * lda;
             float* to = c + r * ldc + p * LANES;
             if (is_wide)
-                multiply_rows<FEW_ROWS, FEW_ROWS_PANELS>(end - r, from, lda, part, depth, part_sums, to, ldc);
+                multiply_rows<FEW_ROWS, FEW_ROWS_PANELS>(end - r, from, lda, part, depth, to, ldc);
             else if (width == MOST_PANELS)
-                multiply_rows<MOST_ROWS, MOST_PANELS>(end - r, from, lda, part, depth, part_sums, to, ldc);
+                multiply_rows<MOST_ROWS, MOST_PANELS>(end - r, from, lda, part, depth, to, ldc);
             else
-                multiply_rows<MOST_ROWS, 1>(end - r, from, lda, part, depth, part_sums, to, ldc);
+                multiply_rows<MOST_ROWS, 1>(end - r, from, lda, part, depth, to, ldc);
             r = end;
         }
         p += width;
@@ -173,19 +146,11 @@ INLINE void shape_tiles(int first, int second) {
 INLINE void forget_tiles() { tile_rows = -1; }
 INLINE void leave_tiles() { _tile_release(); }
 
-#define CHAIRLIFT_DOT(c, a, b)                  \
-    do {                                        \
-        if constexpr (sizeof(T) == 1)           \
-            _tile_dpbssd(c, a, b);              \
-        else                                    \
-            _tile_dpbf16ps(c, a, b);            \
-    } while (0)
-
-template <class T, bool TWO_ROW_TILES, bool TWO_PANELS>
-INLINE void multiply_tiles(const T* a, int64_t lda, const T* b, int64_t depth, float* c, int64_t ldc, bool is_first,
-                           Fetch& fetch) {
-    constexpr int64_t STEP = 64 / sizeof(T), TILE = 1024 / sizeof(T);
-    const int64_t panel = depth * LANES, stride = lda * sizeof(T), c_stride = ldc * 4;
+template <bool TWO_ROW_TILES, bool TWO_PANELS>
+INLINE void multiply_tiles(const bf16* a, int64_t lda, const bf16* b, int64_t depth, float* c, int64_t ldc,
+                           bool is_first, Fetch& fetch) {
+    constexpr int64_t STEP = 64 / sizeof(bf16), TILE = 1024 / sizeof(bf16);
+    const int64_t panel = depth * LANES, stride = lda * sizeof(bf16), c_stride = ldc * 4;
     _tile_zero(0);
     if (TWO_PANELS) _tile_zero(1);
     if (TWO_ROW_TILES) _tile_zero(2);
@@ -203,12 +168,12 @@ INLINE void multiply_tiles(const T* a, int64_t lda, const T* b, int64_t depth, f
         _tile_stream_loadd(6, b, 64);  // the first-level cache is kept for A
         if (TWO_PANELS) _tile_stream_loadd(7, b + panel, 64);
         _tile_loadd(4, a + k, stride);
-        CHAIRLIFT_DOT(0, 4, 6);
-        if (TWO_PANELS) CHAIRLIFT_DOT(1, 4, 7);
+        _tile_dpbf16ps(0, 4, 6);
+        if (TWO_PANELS) _tile_dpbf16ps(1, 4, 7);
         if (TWO_ROW_TILES) {
             _tile_loadd(5, a + 16 * lda + k, stride);
-            CHAIRLIFT_DOT(2, 5, 6);
-            if (TWO_PANELS) CHAIRLIFT_DOT(3, 5, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            if (TWO_PANELS) _tile_dpbf16ps(3, 5, 7);
         }
     }
     _tile_stored(0, c, c_stride);
@@ -217,39 +182,31 @@ INLINE void multiply_tiles(const T* a, int64_t lda, const T* b, int64_t depth, f
     if (TWO_ROW_TILES && TWO_PANELS) _tile_stored(3, c + 16 * ldc + LANES, c_stride);
 }
 
-template <class T>
-static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, const int32_t*,
-                     float* c, int64_t ldc, Fetch fetch = {}) {
+static void multiply(const bf16* a, int64_t lda, int rows, const bf16* b, int panels, int64_t depth, float* c,
+                     int64_t ldc, Fetch fetch = {}) {
     for (int r = 0; r < rows; r += 32) {
         const int left = rows - r < 32 ? rows - r : 32;
         shape_tiles(left < 16 ? left : 16, left > 16 ? left - 16 : 16);
         for (int p = 0; p < panels; p += 2) {
-            const T* part = b + p * depth * LANES;
-            const T* from = a + r * lda;
+            const bf16* part = b + p * depth * LANES;
+            const bf16* from = a + r * lda;
             float* to = c + r * ldc + p * LANES;
             const bool is_first = fetch.is_first && r == 0;
             if (left > 16 && panels - p > 1)
-                multiply_tiles<T, true, true>(from, lda, part, depth, to, ldc, is_first, fetch);
+                multiply_tiles<true, true>(from, lda, part, depth, to, ldc, is_first, fetch);
             else if (left > 16)
-                multiply_tiles<T, true, false>(from, lda, part, depth, to, ldc, is_first, fetch);
+                multiply_tiles<true, false>(from, lda, part, depth, to, ldc, is_first, fetch);
             else if (panels - p > 1)
-                multiply_tiles<T, false, true>(from, lda, part, depth, to, ldc, is_first, fetch);
+                multiply_tiles<false, true>(from, lda, part, depth, to, ldc, is_first, fetch);
             else
-                multiply_tiles<T, false, false>(from, lda, part, depth, to, ldc, is_first, fetch);
+                multiply_tiles<false, false>(from, lda, part, depth, to, ldc, is_first, fetch);
         }
-        if constexpr (sizeof(T) == 1)
-            for (int i = r; i < r + left; i++)
-                for (int p = 0; p < panels; p++) {
-                    float* at = c + i * ldc + p * LANES;
-                    store16(at, __builtin_convertvector(load<i32x16>(at), f32x16));
-                }
     }
 }
 
-template <>
-void multiply<float>(const float* a, int64_t lda, int rows, const float* b, int panels, int64_t depth,
-                     const int32_t* sums, float* c, int64_t ldc, Fetch) {
-    multiply_vectors(a, lda, rows, b, panels, depth, sums, c, ldc);
+static void multiply(const float* a, int64_t lda, int rows, const float* b, int panels, int64_t depth, float* c,
+                     int64_t ldc, Fetch = {}) {
+    multiply_vectors(a, lda, rows, b, panels, depth, c, ldc);
 }
 
 // The kernel hands tiles out on request only, once per process. False where it does not.
@@ -264,11 +221,18 @@ INLINE void forget_tiles() {}
 INLINE void leave_tiles() {}
 
 template <class T>
-static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, const int32_t* sums,
-                     float* c, int64_t ldc, Fetch = {}) {
-    multiply_vectors(a, lda, rows, b, panels, depth, sums, c, ldc);
+static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, float* c, int64_t ldc,
+                     Fetch = {}) {
+    multiply_vectors(a, lda, rows, b, panels, depth, c, ldc);
 }
 
 static bool enable_tiles() { return true; }
 
 #endif
+
+// `count` weights of a column.
+template <class T> void read_column(const Matrix& matrix, int64_t column, int64_t count, float* to, const T*) {
+    const T* from = static_cast<const T*>(matrix.panels) + column / LANES * LANES * matrix.depth +
+                    column % LANES * Pack<T>;
+    for (int64_t k = 0; k < count; k++) to[k] = to_float(from[k / Pack<T> * LANES * Pack<T> + k % Pack<T>]);
+}

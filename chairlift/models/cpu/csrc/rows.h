@@ -1,9 +1,10 @@
 // Rows of activations, in the number format that the next product multiplies, and the memory they lie in.
 #pragma once
 
-#include "vector.h"
+#include "grouped.h"
 
 constexpr int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
 // Cuts one piece of memory into arrays that start at a cache line.
 struct Arena {
     char* base;
@@ -16,37 +17,74 @@ struct Arena {
     }
 };
 
-// What a product multiplies: the number format of the weights W decides.
+// What a product multiplies: the number format of the weights W decides. `stride`: elements of a row, with padding.
 template <class W> struct Rows {
+    static constexpr bool IS_QUANTIZED = false;
+    static constexpr int64_t ELEMENT_BYTES = sizeof(W);
     W* values;
-    float* scales;  // one per row, int8 only
     int64_t stride;
 
-    Rows(Arena& arena, int64_t count, int64_t width) : scales(nullptr), stride(pad(width, 64)) {
-        values = arena.take<W>(count * stride);
-        if (sizeof(W) == 1) scales = arena.take<float>(count);
+    Rows(Arena& arena, int64_t count, int64_t width)
+        : values(arena.take<W>(count * pad(width, 64))), stride(pad(width, 64)) {}
+
+    void put(int64_t row, int64_t k, f32x16 first, f32x16 second, float) const {
+        store32(values + row * stride + k, first, second);
     }
 
     // What lies between the width and the stride meets weights of zero, but must be a number.
     void clear_padding(int64_t row, int64_t width) const {
         std::memset((void*)(values + row * stride + width), 0, (stride - width) * sizeof(W));
     }
+
+    // Columns of some panels, for `count` rows.
+    void multiply_by(const Matrix& matrix, int64_t row, int count, int64_t panel, int panels, float* c, int64_t ldc,
+                     Fetch fetch) const {
+        const W* weights = static_cast<const W*>(matrix.panels) + panel * LANES * matrix.depth;
+        multiply(values + row * stride, stride, count, weights, panels, matrix.depth, c, ldc, fetch);
+    }
 };
 
-template <class W> INLINE void store_row(const Rows<W>& rows, int64_t row, int64_t k, f32x16 x, float) {
-    store16(rows.values + row * rows.stride + k, x);
-}
+// By depth first: a product goes through all rows of a group before it takes the next, and so reads what it is to.
+// Behind them are as many groups for what rounding takes.
+template <> struct Rows<Group> {
+    static constexpr bool IS_QUANTIZED = true;
+    static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, and what rounding took
+    Group* groups;  // [2][stride / GROUP][count]
+    int64_t count, stride;
 
-INLINE void store_row(const Rows<int8_t>& rows, int64_t row, int64_t k, f32x16 x, float inverse_scale) {
-    i32x16 whole = __builtin_convertvector((x * inverse_scale + 12582912.0f) - 12582912.0f, i32x16);
-    store_raw(rows.values + row * rows.stride + k, __builtin_convertvector(whole, i8x16));
-}
+    Rows(Arena& arena, int64_t n, int64_t width)
+        : groups(arena.take<Group>(2 * n * pad(width, 64) / GROUP)), count(n), stride(pad(width, 64)) {}
 
-// Symmetric, one scale per row: the largest magnitude becomes 127.
-template <class W> INLINE float choose_scale(const Rows<W>& rows, int64_t row, float largest) {
-    if (sizeof(W) != 1) return 1;
-    rows.scales[row] = largest / 127;
-    return largest > 0 ? 127 / largest : 0;
+    // A group with a magnitude above the limit is stored with what rounding takes of it.
+    void put(int64_t row, int64_t k, f32x16 first, f32x16 second, float limit) const {
+        Group& group = groups[k / GROUP * count + row];
+        if (quantize(first, second, group) <= limit) return;
+        const int64_t rest = count * stride / GROUP;
+        quantize(first, second, (&group)[rest]);
+        group.rest = int32_t(rest);
+    }
+
+    void clear_padding(int64_t row, int64_t width) const {
+        for (int64_t k = width; k < stride; k += GROUP) groups[k / GROUP * count + row] = {};
+    }
+
+    void multiply_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c, int64_t ldc,
+                     Fetch) const {
+        multiply(groups + row, count, rows, matrix, panel, panels, c, ldc);
+    }
+};
+
+// Row `row`: x(k) is elements k to k + 15 for a k below `width`; the rest is zeros.
+template <class W, class X> INLINE void put_row(const Rows<W>& rows, int64_t row, int64_t width, X x) {
+    float limit = 0;
+    if (Rows<W>::IS_QUANTIZED) {
+        f32x16 squares{};
+        for (int64_t k = 0; k < width; k += LANES) squares += x(k) * x(k);
+        limit = DWARFING * __builtin_sqrtf(sum16(squares) / width);
+    }
+    int64_t k = 0;
+    for (; k < width; k += 2 * LANES) rows.put(row, k, x(k), k + LANES < width ? x(k + LANES) : f32x16{}, limit);
+    rows.clear_padding(row, k);
 }
 
 // 1 / sqrt(mean(x^2) + eps); behind the width, up to a multiple of 16, x is 0.
@@ -59,27 +97,11 @@ INLINE float inverse_rms(const float* x, int64_t width, float eps) {
 // x / sqrt(mean(x^2) + eps) * weight -> a row of the next product.
 template <class W>
 void normalize(const float* x, const float* weight, int64_t width, float eps, const Rows<W>& rows, int64_t row) {
-    const int64_t padded = pad(width, LANES);
     const float scale = inverse_rms(x, width, eps);
-    f32x16 largest{};
-    if (sizeof(W) == 1)
-        for (int64_t k = 0; k < padded; k += LANES)
-            largest = max16(abs16(load16(x + k) * load16(weight + k)), largest);
-    const float inverse = choose_scale(rows, row, max_of16(largest) * scale);
-    for (int64_t k = 0; k < padded; k += LANES)
-        store_row(rows, row, k, load16(x + k) * scale * load16(weight + k), inverse);
-    rows.clear_padding(row, padded);
+    put_row(rows, row, width, [&](int64_t k) { return load16(x + k) * scale * load16(weight + k); });
 }
 
-// Rows of the model's format as rows of the next product; `padded` elements of each are numbers.
-template <class T, class W> void convert_row(const T* from, int64_t padded, const Rows<W>& rows, int64_t row) {
-    f32x16 largest{}, doubts{};
-    if (sizeof(W) == 1)
-        for (int64_t k = 0; k < padded; k += LANES) {
-            largest = max16(abs16(load16(from + k)), largest);
-            doubts += load16(from + k) * 0.0f;  // not 0 if there is something that is no number, which no maximum shows
-        }
-    const float inverse = choose_scale(rows, row, max_of16(largest) + sum16(doubts));
-    for (int64_t k = 0; k < padded; k += LANES) store_row(rows, row, k, load16(from + k), inverse);
-    rows.clear_padding(row, padded);
+// Rows of the model's format as rows of the next product; up to a multiple of 16, what is behind the width is 0.
+template <class T, class W> void convert_row(const T* from, int64_t width, const Rows<W>& rows, int64_t row) {
+    put_row(rows, row, width, [&](int64_t k) { return load16(from + k); });
 }

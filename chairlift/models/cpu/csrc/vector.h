@@ -23,6 +23,10 @@ struct bf16 {
     uint16_t bits;
 };
 
+struct half {  // IEEE's float16
+    uint16_t bits;
+};
+
 template <class V> INLINE V load(const void* from) {
     V v;
     std::memcpy(&v, from, sizeof v);
@@ -48,6 +52,16 @@ INLINE float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); 
 INLINE f32x16 load16(const float* p) { return load<f32x16>(p); }
 INLINE f32x16 load16(const bf16* p) {
     return bit_cast<f32x16>(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
+}
+
+INLINE f32x16 load16(const half* p) {
+#if defined(__AVX512F__)
+    return bit_cast<f32x16>(_mm512_cvtph_ps(load<__m256i>(p)));
+#else
+    const u32x16 bits = __builtin_convertvector(load<u16x16>(p), u32x16), size = bits & 0x7fff;
+    const u32x16 scaled = bit_cast<u32x16>(bit_cast<f32x16>(size << 13) * 0x1p112f);  // another bias of the exponent
+    return bit_cast<f32x16>((size >= 0x7c00 ? (size << 13) | 0x7f800000u : scaled) | (bits & 0x8000) << 16);
+#endif
 }
 
 // Round to nearest even; what is not a number stays so.
@@ -125,12 +139,24 @@ INLINE float sum16(f32x16 x) {
     return v[0];
 }
 
-INLINE float max_of16(f32x16 x) {
-    float v[LANES], best;
-    store_raw(v, x);
-    best = v[0];
-    for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+INLINE int32_t max_of16(i32x16 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32(bit_cast<__m512i>(x));
+#else
+    int32_t best = x[0];
+    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
     return best;
+#endif
+}
+
+INLINE int32_t sum16(i32x16 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32(bit_cast<__m512i>(x));
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+#endif
 }
 
 // 2^x: floor(x) goes into the exponent, a polynomial takes the rest (a minimax fit of 2^r on [0, 1) that is exact at 0,

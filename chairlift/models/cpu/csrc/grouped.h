@@ -1,0 +1,165 @@
+// Products with weights that are small integers, in groups of neighbours along the depth with a scale and perhaps an
+// offset each: a weight is scale * value + offset.
+//
+// The kernels see bytes without a sign. Of 8 bits that is the value + 128. Of 4 bits it is 16 times the value, a half
+// of a byte as it stands, and scales are a 16th: so where there are no offsets and 8 is meant as zero, both are bytes
+// around 128. Scales and offsets are float16 in the order of reading, and multiples of the matrix's unit:
+//
+//     panel p, 8 bits:  [depth / 4][16][4]    4 bits:  [depth / 8][16][4], low halves word 2 i and high ones 2 i + 1
+//     scales, offsets:  [columns / 16][depth / group_size][16]
+//
+// Rows are integers of 8 bits in groups of 32, whatever the weights' groups are. Where a number dwarfs the row's others,
+// its group would lose more than all the rest: so there what rounding took is a group of its own, with a scale of its
+// own, and is multiplied as well. (On a language model 8 % of the groups are such, and 3/4 of the loss is theirs.)
+//
+// The sum over 32 products of integers is exact; what groups add to an element of C is one chain of additions over the
+// depth, as in product.h.
+#pragma once
+
+#include "product.h"
+
+constexpr int GROUP = 32;
+constexpr int GROUP_WORDS = GROUP / 4;
+constexpr int32_t ZERO = 128;  // the byte that stands for 0
+
+constexpr float DWARFING = 6;  // times the root of the row's mean square
+
+// 32 elements of a row: scale * value each.
+struct Group {
+    int8_t values[GROUP];
+    float scale;
+    float sum;      // of the elements: what offsets are multiplied by
+    int32_t shift;  // -ZERO times the sum of values: with it, a sum of products with bytes is one with values
+    int32_t rest;   // so many groups on is what rounding took; 0: that does not matter
+};
+
+// Symmetric: the largest magnitude, which is returned, becomes 127. If something is no number, the scale is none.
+// Leaves what rounding took.
+INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
+    // As integers, what is no number is above all that are.
+    const i32x16 low_size = bit_cast<i32x16>(abs16(first)), high_size = bit_cast<i32x16>(abs16(second));
+    const float largest = bit_cast<float>(max_of16(low_size > high_size ? low_size : high_size));
+    const float inverse = largest > 0 ? 127 / largest : 0;
+    constexpr float ROUND = 12582912.0f;
+    const f32x16 low = (first * inverse + ROUND) - ROUND, high = (second * inverse + ROUND) - ROUND;
+    const i32x16 low_value = __builtin_convertvector(low, i32x16), high_value = __builtin_convertvector(high, i32x16);
+    const int32_t sum = sum16(low_value + high_value);
+    store_raw(to.values, __builtin_convertvector(low_value, i8x16));
+    store_raw(to.values + LANES, __builtin_convertvector(high_value, i8x16));
+    to.scale = largest / 127 + (largest - largest);
+    to.sum = to.scale * float(sum);
+    to.shift = -ZERO * sum;
+    to.rest = 0;
+    first -= to.scale * low;
+    second -= to.scale * high;
+    return largest;
+}
+
+#if defined(__AVX512VNNI__)
+INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
+    const __m512i word = _mm512_set1_epi32(load<int32_t>(a));
+    c = bit_cast<i32x16>(_mm512_dpbusd_epi32(bit_cast<__m512i>(c), bit_cast<__m512i>(b), word));
+}
+#else
+INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
+    for (int i = 0; i < 4; i++) c += int32_t(a[i]) * bit_cast<i32x16>((b >> (8 * i)) & 0xff);
+}
+#endif
+
+template <int BITS> INLINE void load_words(const char* from, u32x16 (&words)[GROUP_WORDS]) {
+    constexpr int STEP = 8 / BITS;
+#pragma GCC unroll 8
+    for (int w = 0; w < GROUP_WORDS; w += STEP, from += 64) {
+        const u32x16 bytes = load<u32x16>(from);
+        __builtin_prefetch(from + PREFETCH_BYTES);
+        if (BITS == 8) {
+            words[w] = bytes;
+        } else {
+            words[w] = (bytes << 4) & 0xf0f0f0f0u;
+            words[w + STEP - 1] = bytes & 0xf0f0f0f0u;
+        }
+    }
+}
+
+// C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on. A's groups lie by depth first: `lda` rows are between a
+// group of a row and its next.
+template <int BITS, bool HAS_OFFSETS, int PANELS>
+static void multiply_groups(const Group* a, int64_t lda, int rows, const Matrix& matrix, int64_t panel, float* c,
+                            int64_t ldc) {
+    constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
+    constexpr int64_t GROUP_BYTES = GROUP * LANES * BITS / 8;
+    const int64_t panel_bytes = matrix.depth / GROUP * GROUP_BYTES;
+    const int64_t panel_scales = matrix.depth / matrix.group_size * LANES;
+    const char* b = static_cast<const char*>(matrix.panels) + panel * panel_bytes;
+    int64_t scale = panel * panel_scales;
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < PANELS; p++) store16(c + r * ldc + p * LANES, f32x16{});
+    for (int64_t start = 0; start < matrix.depth; start += matrix.group_size, scale += LANES) {
+        f32x16 scales[PANELS], offsets[PANELS];
+        for (int p = 0; p < PANELS; p++) {
+            scales[p] = load16(matrix.scales + scale + p * panel_scales);
+            if (HAS_OFFSETS) offsets[p] = load16(matrix.offsets + scale + p * panel_scales);
+        }
+        for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, a += lda) {
+            u32x16 words[PANELS][GROUP_WORDS];
+            for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, words[p]);
+            for (int r = 0; r < rows; r++) {
+                float* to = c + r * ldc;
+                for (const Group* group = a + r;; group += group->rest) {
+                    i32x16 dots[PANELS];
+                    for (int p = 0; p < PANELS; p++) dots[p] = (IS_AROUND_ZERO ? group->shift : 0) - i32x16{};
+#pragma GCC unroll 8
+                    for (int w = 0; w < GROUP_WORDS; w++)
+                        for (int p = 0; p < PANELS; p++) multiply_add(dots[p], group->values + 4 * w, words[p][w]);
+                    for (int p = 0; p < PANELS; p++) {
+                        const f32x16 dot = __builtin_convertvector(dots[p], f32x16);
+                        f32x16 sum = fma16(group->scale * scales[p], dot, load16(to + p * LANES));
+                        if (HAS_OFFSETS) sum = fma16(splat(group->sum), offsets[p], sum);
+                        store16(to + p * LANES, sum);
+                    }
+                    if (!group->rest) break;
+                }
+            }
+        }
+    }
+}
+
+template <int BITS, bool HAS_OFFSETS>
+static void multiply_format(const Group* a, int64_t lda, int rows, const Matrix& matrix, int64_t panel, int panels,
+                            float* c, int64_t ldc) {
+    int p = 0;
+    for (; p + 2 <= panels; p += 2)
+        multiply_groups<BITS, HAS_OFFSETS, 2>(a, lda, rows, matrix, panel + p, c + p * LANES, ldc);
+    if (p < panels) multiply_groups<BITS, HAS_OFFSETS, 1>(a, lda, rows, matrix, panel + p, c + p * LANES, ldc);
+}
+
+// As many panels, times the unit.
+static void multiply(const Group* a, int64_t lda, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
+                     int64_t ldc) {
+    const auto format = matrix.num_bits == 8 ? (matrix.offsets ? multiply_format<8, true> : multiply_format<8, false>)
+                                             : (matrix.offsets ? multiply_format<4, true> : multiply_format<4, false>);
+    format(a, lda, rows, matrix, panel, panels, c, ldc);
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < panels * LANES; k += LANES)
+            store16(c + r * ldc + k, load16(c + r * ldc + k) * float(matrix.unit));
+}
+
+// `count` weights of a column.
+inline void read_column(const Matrix& matrix, int64_t column, int64_t count, float* to, const Group*) {
+    const int64_t lane = column % LANES, panel = column / LANES, num_scales = matrix.depth / matrix.group_size;
+    const int64_t words_together = 8 / matrix.num_bits;
+    const int32_t zero = matrix.num_bits == 8 || !matrix.offsets ? ZERO : 0;
+    const uint8_t* from = static_cast<const uint8_t*>(matrix.panels) + panel * matrix.depth * LANES / words_together;
+    float scales[LANES], offsets[LANES] = {};
+    for (int64_t k = 0; k < count; k++) {
+        if (k % matrix.group_size == 0) {
+            const int64_t place = (panel * num_scales + k / matrix.group_size) * LANES;
+            store16(scales, load16(matrix.scales + place) * float(matrix.unit));
+            if (matrix.offsets) store16(offsets, load16(matrix.offsets + place) * float(matrix.unit));
+        }
+        const int64_t word = k / 4;
+        int32_t byte = from[(word / words_together * LANES + lane) * 4 + k % 4];
+        if (words_together == 2) byte = (word % 2 ? byte : byte << 4) & 0xf0;
+        to[k] = scales[lane] * float(byte - zero) + offsets[lane];
+    }
+}

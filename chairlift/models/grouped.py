@@ -1,0 +1,151 @@
+"""Weights as small integers in groups: what quantized files hold, and what the kernels multiply."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch.nn.functional import pad
+
+_ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of so many stay in a processor's cache from one operator to the next
+_QUANTIZED_GROUP = 32
+_SHARES_OF_RANGE = (1.0, 0.94, 0.88)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """A matrix `[out, in]` of integers, with a scale and perhaps an offset for each group of neighbours along `in`.
+
+    An element is `scale * value + offset`. Values of 8 bits are int8 `[out, in]`. Values of 4 bits, 0 to 15, are uint8
+    `[out, in / 2]`: of two neighbours the first is in the low half. Scales and offsets are `[out, in / group_size]`, of
+    any floating dtype.
+    """
+
+    num_bits: int
+    values: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None  # None: they are all zero
+
+    def __post_init__(self) -> None:
+        if self.num_bits not in (4, 8):
+            raise ValueError(f"grouped weights have 4 or 8 bits, not {self.num_bits}")
+        if self.scales.shape[1] < 1 or self.num_inputs % self.scales.shape[1]:
+            raise ValueError(f"{self.num_inputs} inputs do not make {self.scales.shape[1]} groups of one size")
+
+    @property
+    def num_outputs(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.values.shape[1] * (8 // self.num_bits)
+
+    @property
+    def group_size(self) -> int:
+        """Elements that share a scale."""
+        return self.num_inputs // self.scales.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`[out, in]`: computed in float32, then rounded once."""
+        grouped = self._integers().view(self.num_outputs, -1, self.group_size)
+        exact = grouped * self.scales.float()[..., None]
+        if self.offsets is not None:
+            exact += self.offsets.float()[..., None]
+        return exact.flatten(1).to(dtype)
+
+    def widened(self) -> Self:
+        """The same numbers with values of 8 bits."""
+        return self if self.num_bits == 8 else replace(self, num_bits=8, values=self._integers().to(torch.int8))
+
+    def map_rows(self, arrange: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """With rows chosen, reordered or padded with zeros by a function that treats every tensor's rows alike."""
+        offsets = None if self.offsets is None else arrange(self.offsets)
+        return replace(self, values=arrange(self.values), scales=arrange(self.scales), offsets=offsets)
+
+    def _integers(self) -> torch.Tensor:
+        """float32 `[out, in]`"""
+        if self.num_bits == 8:
+            return self.values.float()
+        return torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(1).float()
+
+
+def quantize(weight: torch.Tensor, num_bits: int) -> GroupedWeight:
+    """`[out, in]` of any floating dtype -> integers in groups of 32, with inputs padded with zeros to whole groups.
+
+    8 bits are symmetric, 4 bits have offsets. Scales and offsets have 11 significant bits, as float16 has. What is no
+    number makes its group's scale none.
+    """
+    padded = pad(weight, (0, missing)) if (missing := -weight.shape[1] % _QUANTIZED_GROUP) else weight
+    groups = padded.reshape(-1, _QUANTIZED_GROUP)
+    rounded = _round_to_8_bits if num_bits == 8 else _round_to_4_bits
+    parts = [rounded(part.float()) for part in groups.split(_ELEMENTS_AT_ONCE // _QUANTIZED_GROUP)]
+    values, scales, *offsets = (torch.cat(part).view(len(weight), -1) for part in zip(*parts, strict=True))
+    return GroupedWeight(num_bits, values, scales, *offsets)
+
+
+def _round_to_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """float32 `[n, group_size]` -> int8 values and float32 scales `[n]`: the largest magnitude is about 127."""
+    scales = _with_11_bits(groups.abs().amax(dim=1) / 127)
+    values = groups.mul(_inverse(scales)[:, None]).round_().clamp_(-127, 127)
+    return values.to(torch.int8), scales
+
+
+def _round_to_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """float32 `[n, group_size]` -> uint8 values `[n, group_size / 2]`, float32 scales and offsets `[n]`.
+
+    The integers are tried on all of the range that a group has, and on shares of it with what is beyond at its ends.
+    Each time least squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v); what explains
+    most of the variance is taken.
+    """
+    low, high = groups.aminmax(dim=1)
+    mean = groups.mean(dim=1)
+    best_explained, best_scales, best_offsets = torch.full_like(low, -1.0), high - low, low
+    best_values = torch.zeros_like(groups)
+    for share in _SHARES_OF_RANGE:
+        cut = (high - low) * ((1 - share) / 2)
+        values = groups.sub((low + cut)[:, None]).mul_(_inverse((high - low) * (share / 15))[:, None])
+        values.round_().clamp_(0, 15)
+        mean_value = values.mean(dim=1)
+        covariance = torch.linalg.vecdot(groups, values) - groups.shape[1] * mean * mean_value
+        variance = values.square().sum(dim=1) - groups.shape[1] * mean_value.square()
+        scales = covariance * _inverse(variance)
+        is_better = covariance * scales > best_explained
+        best_explained = torch.where(is_better, covariance * scales, best_explained)
+        best_scales = torch.where(is_better, scales, best_scales)
+        best_offsets = torch.where(is_better, mean - scales * mean_value, best_offsets)
+        best_values = torch.where(is_better[:, None], values, best_values)
+    integers = best_values.to(torch.uint8)
+    return integers[:, ::2] | (integers[:, 1::2] << 4), _with_11_bits(best_scales), _with_11_bits(best_offsets)
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    """1 / x, and 0 of 0."""
+    return torch.where(scales == 0, 0.0, 1 / scales)
+
+
+def _with_11_bits(numbers: torch.Tensor) -> torch.Tensor:
+    """float32 rounded to the precision of float16, whatever the exponent."""
+    bits = numbers.view(torch.int32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+    """Matrices above each other, as the projections of queries, keys and values are. They must have one group size.
+
+    If they differ in bits, all get 8. ValueError for group sizes that differ.
+    """
+    if len({weight.group_size for weight in weights}) > 1:
+        raise ValueError("matrices with groups of different sizes cannot be stacked")
+    if len({weight.num_bits for weight in weights}) > 1:
+        weights = [weight.widened() for weight in weights]
+    offsets = None
+    if any(weight.offsets is not None for weight in weights):
+        offsets = torch.cat(
+            [torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in weights]
+        )
+    values, scales = (torch.cat([getattr(each, name) for each in weights]) for name in ("values", "scales"))
+    return GroupedWeight(weights[0].num_bits, values, scales, offsets)

@@ -1,0 +1,131 @@
+"""Products with integers in groups, as files hold them: each format, by way of the head."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chairlift.models.config import ModelConfig
+from chairlift.models.cpu import CpuDecoder
+from chairlift.models.grouped import GroupedWeight, quantize
+from tests.models.cpu.support import BASE, make_model, threads
+from tests.support.forward_bench import SLOT_LEN, Bench, Row
+from tests.support.kernels import needs_kernels
+
+pytestmark = needs_kernels
+
+VOCAB = 261  # neither panels of 16 columns nor units of 64 divide it
+FORMATS = {  # bits, group size, whether there are offsets
+    "Q8_0": (8, 32, False),
+    "8 bits with offsets": (8, 64, True),
+    "Q4_0": (4, 32, False),
+    "Q4_1": (4, 32, True),
+    "groups of 64": (4, 64, False),
+    "groups of 96 with offsets": (4, 96, True),
+    "one group": (8, 192, False),
+}
+
+
+def config_of(hidden_size: int, *, is_tied: bool = False) -> ModelConfig:
+    return replace(BASE, hidden_size=hidden_size, is_tied=is_tied)
+
+
+def random_weight(name: str, num_inputs: int) -> GroupedWeight:
+    """Any values there are; scales of many magnitudes, offsets of the same."""
+    num_bits, group_size, has_offsets = FORMATS[name]
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randint(0, 256, (VOCAB, num_inputs * num_bits // 8), generator=generator, dtype=torch.uint8)
+    shape = VOCAB, num_inputs // group_size
+    scales = torch.randn(shape, generator=generator).exp().half()
+    offsets = torch.randn(shape, generator=generator).half() if has_offsets else None
+    if num_bits == 8:
+        return GroupedWeight(8, values.view(torch.int8), scales, offsets)
+    return GroupedWeight(4, values, scales, -8 * scales if offsets is None else offsets)
+
+
+def decoder(weight: GroupedWeight, dtype: torch.dtype, isa: str | None = None) -> CpuDecoder:
+    """A model with that head; its other matrices have 8 bits of their own."""
+    model = make_model(config_of(weight.num_inputs), dtype)
+    model.lm_head.take_grouped(weight)
+    return CpuDecoder(model, SLOT_LEN, isa=isa)
+
+
+def random_rows(count: int, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(count, num_inputs, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_within_a_hundredth_of_those_of_the_files_numbers_on_any_rows(
+    name: str, dtype: torch.dtype, isa: str
+) -> None:
+    weight = random_weight(name, 192)
+    forward, rows = decoder(weight, dtype, isa), random_rows(40, 192, dtype)
+    logits, exact = forward.logits(rows), rows.float() @ weight.dequantize().T
+    assert float((logits - exact).norm() / exact.norm()) < 0.01
+    for count in range(1, 40):
+        assert torch.equal(forward.logits(rows[:count]), logits[:count])
+    with threads(3):
+        assert torch.equal(forward.logits(rows), logits)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_that_lose_nothing_to_8_bits_give_the_files_numbers_exactly(name: str, isa: str) -> None:
+    weight = random_weight(name, 576)
+    rows = torch.randint(-127, 128, (5, 576), generator=torch.Generator().manual_seed(5)).float()
+    rows[:, ::32] = 127.0  # each group's largest
+    rows *= 2.0 ** torch.arange(-40, 10, 10)[:, None]
+    exact = rows.double() @ weight.dequantize(torch.float64).T
+    error = (decoder(weight, torch.float32, isa).logits(rows) - exact).abs().amax(dim=1)
+    assert (error < 2e-6 * exact.abs().amax(dim=1)).all()
+
+
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**100])
+def test_scales_beyond_the_range_of_float16_lose_nothing(factor: float) -> None:
+    weight = random_weight("Q4_1", 64)
+    assert weight.offsets is not None
+    scaled = replace(weight, scales=weight.scales.float() * factor, offsets=weight.offsets.float() * factor)
+    rows = random_rows(3, 64, torch.float32)
+    expected = decoder(weight, torch.float32).logits(rows) * factor
+    assert torch.equal(decoder(scaled, torch.float32).logits(rows), expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])
+def test_a_row_with_what_is_no_number_spoils_itself_only(name: str, value: float, isa: str) -> None:
+    forward, rows = decoder(random_weight(name, 192), torch.float32, isa), random_rows(6, 192, torch.float32)
+    sound = forward.logits(rows)
+    rows[2, 100] = value
+    found = forward.logits(rows)
+    assert found[2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(found[others], sound[others])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_tied_head_is_the_embedding_to_the_bit(name: str, isa: str) -> None:
+    weight = random_weight(name, 192)
+    tied, untied = (make_model(config_of(192, is_tied=is_tied), torch.float32) for is_tied in (True, False))
+    untied.model.embed_tokens.weight.copy_(weight.dequantize())
+    tied.lm_head.take_grouped(weight)
+    del tied.model.embed_tokens.weight
+    rows = [Row(0, [0, 15, 16, 100, 260])]
+    untied.lm_head.take_grouped(weight)
+    logits = [
+        Bench(each.config, each.dtype, CpuDecoder(each, SLOT_LEN, isa=isa)).run(rows)[0] for each in (tied, untied)
+    ]
+    assert torch.equal(*logits)
+
+
+def test_matrices_of_one_model_may_differ_in_format_and_plain_ones_get_8_bits() -> None:
+    config = config_of(128)
+    mixed, same = (make_model(config, torch.float32) for _ in range(2))
+    for layer in mixed.layers:
+        layer.mlp.gate_up_proj.take_grouped(quantize(layer.mlp.gate_up_proj.weight.detach(), 4))
+    for layer in same.layers:
+        weight = quantize(layer.mlp.gate_up_proj.weight.detach(), 4).dequantize()
+        layer.mlp.gate_up_proj.weight.copy_(weight)
+    mixed_bench, same_bench = (Bench(config, torch.float32, CpuDecoder(model, SLOT_LEN)) for model in (mixed, same))
+    rows = [Row(0, [1, 2, 3]), Row(3, [9])]
+    ours, exact = torch.cat(mixed_bench.run(rows)), torch.cat(same_bench.run(rows))
+    assert 0 < float((ours - exact).norm() / exact.norm()) < 0.03

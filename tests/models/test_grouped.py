@@ -1,0 +1,157 @@
+"""Matrices of small integers in groups: what they stand for, and rounding to them."""
+
+import math
+
+import pytest
+import torch
+
+from chairlift.models.grouped import GroupedWeight, quantize, stack_rows
+
+FOUR_BITS = GroupedWeight(
+    4,
+    torch.tensor([[0x10, 0xF2], [0x88, 0x07]], dtype=torch.uint8),
+    torch.tensor([[1.0, 0.5], [2.0, 1.0]], dtype=torch.float16),
+    torch.tensor([[10.0, 0.0], [-16.0, -8.0]], dtype=torch.float16),
+)
+EIGHT_BITS = GroupedWeight(
+    8, torch.tensor([[-128, 127, 3, 0]], dtype=torch.int8), torch.tensor([[1.0, 0.25]], dtype=torch.bfloat16)
+)
+
+
+def random_weight(outputs: int, inputs: int) -> torch.Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+
+
+def lost(weight: torch.Tensor, grouped: GroupedWeight) -> float:
+    """What rounding took, as a share of the whole (of squares)."""
+    return float((grouped.dequantize() - weight).square().sum() / weight.square().sum())
+
+
+# What they stand for
+
+
+def test_an_element_is_its_scale_times_its_value_plus_its_offset() -> None:
+    assert FOUR_BITS.dequantize().tolist() == [[10.0, 11.0, 1.0, 7.5], [0.0, 0.0, -1.0, -8.0]]
+    assert EIGHT_BITS.dequantize().tolist() == [[-128.0, 127.0, 0.75, 0.0]]
+    assert EIGHT_BITS.dequantize(torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_sizes_are_read_off_the_tensors() -> None:
+    assert (FOUR_BITS.num_outputs, FOUR_BITS.num_inputs, FOUR_BITS.group_size, FOUR_BITS.num_bytes) == (2, 4, 2, 20)
+    assert (EIGHT_BITS.num_outputs, EIGHT_BITS.num_inputs, EIGHT_BITS.group_size, EIGHT_BITS.num_bytes) == (1, 4, 2, 8)
+
+
+def test_values_of_8_bits_take_the_place_of_4_without_a_change() -> None:
+    widened = FOUR_BITS.widened()
+    assert widened.values.tolist() == [[0, 1, 2, 15], [8, 8, 7, 0]]
+    assert torch.equal(widened.dequantize(), FOUR_BITS.dequantize())
+    assert EIGHT_BITS.widened() is EIGHT_BITS
+
+
+def test_rows_are_arranged_with_their_scales_and_offsets() -> None:
+    turned = FOUR_BITS.map_rows(lambda rows: rows.flip(0))
+    assert torch.equal(turned.dequantize(), FOUR_BITS.dequantize().flip(0))
+
+
+def test_stacked_matrices_keep_their_bits_and_get_offsets_if_one_has_them() -> None:
+    plain = GroupedWeight(4, FOUR_BITS.values, FOUR_BITS.scales)
+    both = stack_rows([FOUR_BITS, plain])
+    assert both.num_bits == 4
+    assert torch.equal(both.dequantize(), torch.cat((FOUR_BITS.dequantize(), plain.dequantize())))
+    assert stack_rows([plain, plain]).offsets is None
+
+
+def test_matrices_of_4_and_8_bits_are_stacked_in_8() -> None:
+    both = stack_rows([FOUR_BITS, EIGHT_BITS])
+    assert both.num_bits == 8
+    assert torch.equal(both.dequantize(), torch.cat((FOUR_BITS.dequantize(), EIGHT_BITS.dequantize())))
+
+
+def test_what_makes_no_matrix_is_refused() -> None:
+    values, scales = torch.zeros(2, 6, dtype=torch.int8), torch.ones(2, 4)
+    with pytest.raises(ValueError, match="4 or 8 bits, not 5"):
+        GroupedWeight(5, values, scales)
+    with pytest.raises(ValueError, match="6 inputs do not make 4 groups of one size"):
+        GroupedWeight(8, values, scales)
+    with pytest.raises(ValueError, match="groups of different sizes cannot be stacked"):
+        stack_rows([GroupedWeight(8, values, scales[:, :3]), GroupedWeight(8, values, scales[:, :2])])
+
+
+# Rounding to them
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_multiples_of_a_scale_are_found_again(num_bits: int) -> None:
+    most = 2 ** (num_bits - 1) - 1
+    integers = torch.arange(2 * 64).view(2, 64).remainder(2 * most + 1) - most
+    integers[:, ::32] = -most if num_bits == 8 else -most - 1  # the least of each group
+    weight = integers * torch.tensor([[0.5], [3.0]])
+    grouped = quantize(weight, num_bits)
+    assert (grouped.num_bits, grouped.group_size) == (num_bits, 32)
+    torch.testing.assert_close(grouped.dequantize(), weight, rtol=0, atol=2e-6)
+
+
+def test_8_bits_are_off_by_half_a_step_at_most() -> None:
+    weight = random_weight(50, 320) * torch.logspace(-30, 30, 50)[:, None]
+    grouped = quantize(weight, 8)
+    steps = weight.unflatten(1, (-1, 32)).abs().amax(dim=2, keepdim=True) / 127
+    errors = (grouped.dequantize() - weight).unflatten(1, (-1, 32)).abs()
+    assert (errors <= 0.56 * steps).all()  # scales have 11 bits: 127 steps may lack a sixteenth of one
+    assert (grouped.scales.view(torch.int32) & 0x1FFF == 0).all()
+    assert lost(random_weight(50, 320), quantize(random_weight(50, 320), 8)) < 3e-5
+
+
+def test_4_bits_with_an_offset_keep_what_a_file_of_such_weights_had() -> None:
+    values = torch.randint(0, 256, (16, 64), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    values[:, ::16], values[:, 1::16] = 0x40, 0x2F  # 0 and 15, the ends of the range, are in each group
+    scales, offsets = random_weight(16, 4).exp(), random_weight(16, 4)
+    weight = GroupedWeight(4, values, scales, offsets).dequantize()
+    assert lost(weight, quantize(weight, 4)) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "share"), [("Q4_0", 0.75), ("Q4_1", 0.92)])
+def test_4_bits_lose_less_than_ggufs_own(name: str, share: float) -> None:
+    gguf = pytest.importorskip("gguf")
+    weight = random_weight(64, 2048)
+    kind = gguf.GGMLQuantizationType[name]
+    theirs = torch.from_numpy(gguf.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
+    theirs_lost = float((theirs - weight).square().sum() / weight.square().sum())
+    assert lost(weight, quantize(weight, 4)) < share * theirs_lost
+
+
+def test_a_sign_makes_no_difference_to_8_bits() -> None:
+    weight = random_weight(8, 256)
+    assert torch.equal(quantize(-weight, 8).dequantize(), -quantize(weight, 8).dequantize())
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_inputs_are_padded_with_zeros_to_whole_groups(num_bits: int) -> None:
+    weight = random_weight(3, 50)
+    grouped = quantize(weight, num_bits)
+    assert grouped.num_inputs == 64
+    padded = grouped.dequantize()
+    assert torch.equal(padded, quantize(torch.nn.functional.pad(weight, (0, 14)), num_bits).dequantize())
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_a_group_of_zeros_stays_zero(num_bits: int) -> None:
+    weight = torch.cat((torch.zeros(1, 32), torch.ones(1, 32)), dim=1)
+    assert quantize(weight, num_bits).dequantize().tolist() == [[0.0] * 32 + [pytest.approx(1.0, rel=1e-3)] * 32]
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_makes_its_groups_scale_none(value: float, num_bits: int) -> None:
+    weight = random_weight(2, 64)
+    weight[1, 40] = value
+    scales = quantize(weight, num_bits).scales
+    assert scales.isfinite().tolist() == [[True, True], [True, False]]
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_a_large_matrix_is_rounded_as_its_rows_are(num_bits: int) -> None:
+    weight = random_weight(2500, 320)
+    whole = quantize(weight, num_bits)
+    for row in (0, 818, 819, 1638, 2499):
+        alone = quantize(weight[row : row + 1], num_bits)
+        assert torch.equal(alone.dequantize(), whole.map_rows(lambda rows, row=row: rows[row : row + 1]).dequantize())

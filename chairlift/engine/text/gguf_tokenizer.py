@@ -43,6 +43,8 @@ def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         for ours, theirs in _NAMES.items()
         if ours in given
     }
+    if kind == _BYTE_LEVEL:
+        described.setdefault("merges", [])  # a list that is empty is not written
     backend, _ = convert_gguf_tokenizer(file.metadata["general.architecture"], described)
     backend = _without_more_tokens(backend, len(given["tokens"]))
     if kind == _BYTE_LEVEL:

@@ -44,7 +44,7 @@ class Checkpoint:
         files = _indexed_files(index) if index.is_file() else [self.path / _SINGLE_FILE]
         for path in files:
             if not path.is_file():
-                raise CheckpointError(f"{self.path} lacks {path.name} (weights must be safetensors, or one GGUF file)")
+                raise CheckpointError(f"{self.path} lacks {path.name} (weights must be safetensors)")
         return files
 
     def open_weights(self) -> WeightReader:
@@ -122,7 +122,7 @@ def find_model(model: str) -> Path:
     if path.is_file() and path.suffix == GGUF_SUFFIX:
         return path
     if path.is_file() or path.suffix == GGUF_SUFFIX or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"{model!r} is neither a directory nor a GGUF file nor a hub id of the form owner/name")
+        raise CheckpointError(f"{model!r} is neither a directory nor a hub id of the form owner/name, nor a GGUF file")
     try:
         return _download(model)
     except Exception as error:  # the hub's client raises its own, requests' and OS errors; each means the same here

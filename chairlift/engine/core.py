@@ -27,7 +27,7 @@ from chairlift.engine.sampling.sampler import Sampler
 from chairlift.engine.stats import EngineStats, Snapshot
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
-from chairlift.models.loader import TORCH_DTYPES, count_parameters
+from chairlift.models.loader import TORCH_DTYPES, count_parameters, grouped_size
 from chairlift.scheduler import Policy, Request, Scheduler, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,8 @@ class EngineCore:
         """`pacing` None: what suits the device."""
         checkpoint = open_checkpoint(config.model)
         shape = checkpoint.config
-        self.config = resolve(config, shape, count_parameters(shape), inspect_machine(config.device))
+        machine, num_parameters = inspect_machine(config.device), count_parameters(shape)
+        self.config = resolve(config, shape, num_parameters, machine, grouped=grouped_size(checkpoint))
         if self.config.fallback_reason is not None:
             logger.warning("attention backend torch rather than cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)

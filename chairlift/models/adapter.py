@@ -92,6 +92,12 @@ AttentionInterface.register(_RECORD, _record)
 def describe_decoder(architecture: str, raw: dict[str, Any]) -> AdaptedConfig:
     """From a config.json. CheckpointError for what is no decoder, or one that the cache and attention cannot serve."""
     refuse_unreadable(raw)
+    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
+        method = quantization.get("quant_method", "an unnamed method")
+        raise CheckpointError(
+            f"its weights are quantized with {method}, which cannot be read; choose a checkpoint in bfloat16, float16"
+            " or float32"
+        )
     config = _read_config(architecture, raw)
     max_position_embeddings = _fix_rope(config)
     calls, num_parameters = _record_calls(config, architecture)

@@ -1,20 +1,24 @@
-"""A Hugging Face checkpoint on disk: where it is and which tensors it holds."""
+"""A checkpoint on disk, Hugging Face's safetensors or a GGUF file: where it is and what reads it."""
 
 import functools
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 
 from chairlift.errors import CheckpointError
 from chairlift.models.adapter import describe_decoder
+from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import FAMILIES, ModelShape, describe_family
-from chairlift.models.smollm2 import SMOLLM2, smollm2_directory
+from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, GGUFWeights, describe_gguf, first_part, open_gguf
+from chairlift.models.smollm2 import SMOLLM2, find_smollm2
+from chairlift.models.stored import SafetensorsWeights, WeightReader
 
 BUNDLED = "bundled"
 _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"
@@ -26,46 +30,66 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint directory and the configuration in it. Weights are not read before `WeightReader` does."""
+    """A checkpoint and its configuration. Weights are not read before `open_weights`'s reader does."""
 
-    directory: Path
+    path: Path  # a directory, or a GGUF file
     config: ModelShape
+    compression: Compression | None = None  # of some of its matrices, in safetensors
+    gguf: GGUFFile | None = None  # what is at the path, if it is a file
 
     @cached_property
     def weight_files(self) -> list[Path]:
         """The safetensors files, single or sharded. CheckpointError if one is missing."""
-        index = self.directory / _INDEX_FILE
-        files = _indexed_files(index) if index.is_file() else [self.directory / _SINGLE_FILE]
+        index = self.path / _INDEX_FILE
+        files = _indexed_files(index) if index.is_file() else [self.path / _SINGLE_FILE]
         for path in files:
             if not path.is_file():
-                raise CheckpointError(f"{self.directory} lacks {path.name} (weights must be safetensors)")
+                raise CheckpointError(f"{self.path} lacks {path.name} (weights must be safetensors)")
         return files
+
+    def open_weights(self) -> WeightReader:
+        """What reads its tensors. CheckpointError if files are missing or damaged."""
+        if self.gguf is not None:
+            return GGUFWeights(self.gguf, self.config.head_dim)
+        files = SafetensorsWeights(self.weight_files)
+        return files if self.compression is None else CompressedWeights(files, self.compression)
 
 
 def open_checkpoint(model: str) -> Checkpoint:
-    """Finds a checkpoint, as `find_directory` does, and reads its configuration."""
-    directory = find_directory(model)
-    return Checkpoint(directory, read_model_config(directory))
-
-
-def read_model_config(directory: Path) -> ModelShape:
-    """Reads `config.json`: a `ModelConfig` of one of the families, or else what transformers' own code is run by.
+    """Finds a checkpoint, as `find_model` does, and reads its configuration.
 
     CheckpointError if there is none, or it asks for what is not supported.
     """
-    path = directory / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{directory} has no config.json")
+    path = find_model(model)
+    if path.suffix == GGUF_SUFFIX:
+        file = open_gguf(path)
+        with _naming(path):
+            return Checkpoint(path, _describe(describe_gguf(file)), gguf=file)
+    config = path / "config.json"
+    if not config.is_file():
+        raise CheckpointError(f"{path} has no config.json")
+    with _naming(config):
+        raw = json.loads(config.read_text(encoding="utf-8"))
+        return Checkpoint(path, _describe(raw), read_compression(raw))
+
+
+def _describe(raw: dict[str, Any]) -> ModelShape:
+    """From a config.json's fields: a family's `ModelConfig`, or else what transformers' own code is run by."""
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise CheckpointError("it names no architecture")
+    known = [name for name in FAMILIES if name in architectures]
+    return describe_family(known[0], raw) if known else describe_decoder(str(architectures[0]), raw)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Any error becomes a CheckpointError about that file: it may hold anything, and so may transformers raise."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        architectures = raw.get("architectures")
-        if not isinstance(architectures, list) or not architectures:
-            raise CheckpointError("it names no architecture")
-        known = [name for name in FAMILIES if name in architectures]
-        return describe_family(known[0], raw) if known else describe_decoder(str(architectures[0]), raw)
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # the file may hold anything; whatever transformers makes of it is about the file
+    except Exception as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
 
@@ -82,21 +106,23 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def find_directory(model: str) -> Path:
-    """The directory of a model or tokenizer.
+def find_model(model: str) -> Path:
+    """The directory of a model or tokenizer, or its GGUF file: of several parts the first.
 
     A hub id is downloaded, or found in the local cache when offline; "bundled" is in this package, and "smollm2" is
-    made of what the extra `[smollm2]` installs. CheckpointError if there is none.
+    what the extra `[smollm2]` installs. CheckpointError if there is none.
     """
     if model == BUNDLED:
         return _BUNDLED_DIRECTORY
     if model == SMOLLM2:
-        return smollm2_directory()
+        return find_smollm2()
     path = Path(model).expanduser()
     if model and path.is_dir():
+        return _gguf_in(path) or path
+    if path.is_file() and path.suffix == GGUF_SUFFIX:
         return path
-    if path.is_file() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"{model!r} is neither a directory nor a hub id of the form owner/name")
+    if path.is_file() or path.suffix == GGUF_SUFFIX or model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise CheckpointError(f"{model!r} is neither a directory nor a hub id of the form owner/name, nor a GGUF file")
     try:
         return _download(model)
     except Exception as error:  # the hub's client raises its own, requests' and OS errors; each means the same here
@@ -104,38 +130,17 @@ def find_directory(model: str) -> Path:
         raise CheckpointError(f"{model!r} is not a directory, and fetching it from the hub failed: {reason}") from error
 
 
+def _gguf_in(directory: Path) -> Path | None:
+    """The only GGUF file of a directory without safetensors. CheckpointError if there are several."""
+    if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
+        return None
+    firsts = sorted({first_part(path) for path in directory.glob(f"*{GGUF_SUFFIX}")})
+    if len(firsts) > 1:
+        names = ", ".join(path.name for path in firsts[:3])
+        raise CheckpointError(f"{directory} has {len(firsts)} GGUF files ({names}...); name the one that is to be used")
+    return firsts[0] if firsts else None
+
+
 @functools.cache  # one look-up per process, so that weights and tokenizer are of one revision
 def _download(hub_id: str) -> Path:
     return Path(snapshot_download(hub_id, allow_patterns=_WANTED_FILES))
-
-
-class WeightReader:
-    """Reads single tensors from the weight files of a checkpoint.
-
-    A file is mapped anew for each tensor: an open mapping keeps every page that was read, so that a model would be in
-    memory twice while it is loaded.
-    """
-
-    def __init__(self, files: list[Path]) -> None:
-        self._files: dict[str, Path] = {}  # tensor name -> its file
-        for path in files:
-            try:
-                with safe_open(path, framework="pt") as handle:
-                    names: list[str] = list(handle.keys())
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
-            self._files.update(dict.fromkeys(names, path))
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def file_of(self, name: str) -> Path:
-        """The file that holds that tensor."""
-        return self._files[name]
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor, on the CPU. KeyError if there is none of that name."""
-        with safe_open(self._files[name], framework="pt") as handle:
-            tensor: torch.Tensor = handle.get_tensor(name)
-        return tensor

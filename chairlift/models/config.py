@@ -237,13 +237,7 @@ def _read_windows(config: Any) -> list[int | None]:
 
 
 def refuse_unreadable(raw: dict[str, Any]) -> None:
-    """CheckpointError for weights in a format that is not read, and for fields that would change results unseen."""
-    if quantization := raw.get("quantization_config") or raw.get("compression_config"):
-        method = quantization.get("quant_method", "an unnamed method")
-        raise CheckpointError(
-            f"its weights are quantized with {method}, which cannot be read; choose a checkpoint in bfloat16, float16"
-            " or float32"
-        )
+    """CheckpointError for fields that would change results unseen."""
     for name in _REFUSED_FIELDS:
         if raw.get(name):
             raise CheckpointError(f"{name} is not supported")

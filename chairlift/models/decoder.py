@@ -10,8 +10,11 @@ from torch import nn
 
 from chairlift.models.attention import Attend
 from chairlift.models.config import ModelConfig, Norms, QKNorm
+from chairlift.models.grouped import GroupedWeight
 from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, soft_cap
 from chairlift.models.rope import RopeConfig, rope_tables
+
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 class SelfAttention(nn.Module):
@@ -98,17 +101,31 @@ class Decoder(nn.Module):
     def layers(self) -> list[DecoderLayer]:
         return cast("list[DecoderLayer]", list(self.model.layers))
 
+    def is_product(self, name: str) -> bool:
+        """Whether the parameter is the matrix of a product: a `Linear`'s, or the embedding that is also the head."""
+        module, _, leaf = name.rpartition(".")
+        is_head = self.config.is_tied and name == _EMBEDDING
+        return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))
+
+    def take_grouped(self, name: str, weight: GroupedWeight) -> None:
+        """In the place of a product's matrix. A tied head takes the embedding's, which then has no weight."""
+        if name == _EMBEDDING:
+            self._add_tied_head()
+            del self.model.embed_tokens.weight
+            self.lm_head.take_grouped(weight)
+        else:
+            cast("Linear", self.get_submodule(name.removesuffix(".weight"))).take_grouped(weight)
+
     def finalize(self, max_seq_len: int, num_positions: int | None = None) -> None:
         """Once the weights are loaded: ties the head and prepares rotary tables.
 
         `num_positions` of them, `max_seq_len` if None: slots may have memory for more tokens than a sequence has.
         """
-        weight = self.model.embed_tokens.weight
+        weight = self.model.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
-        if self.config.is_tied:
-            with torch.device("meta"):
-                self.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
-            self.lm_head.weight = weight
+        if self.config.is_tied and not hasattr(self, "lm_head"):
+            self._add_tied_head()
+            self.lm_head.weight = self.model.embed_tokens.weight
         # transformers multiplies by the number in the model's format: 55.5, say, in the place of 55.43
         self.embedding_scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
         self.num_positions = num_positions or max_seq_len
@@ -116,6 +133,10 @@ class Decoder(nn.Module):
             rope: rope_tables(rope, self.config.head_dim, max_seq_len, self.device, self.num_positions).to(self.dtype)
             for rope in {layer.rope for layer in self.config.layers if layer.rope is not None}
         }
+
+    def _add_tied_head(self) -> None:
+        with torch.device("meta"):
+            self.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
 
     def pack(self) -> None:
         """Packs the weights of its products where that pays; a packed model still runs, but cannot be changed."""

@@ -1,11 +1,14 @@
-"""Strict loading of a checkpoint into a model, tensor by tensor, file by file.
+"""Strict loading of a checkpoint into a model, parameter by parameter.
 
-Weights go straight to their places on the model's device, so that the host never holds more than one tensor of them.
+Names and shapes are compared before anything is allocated. Then weights go straight to their places on the model's
+device, so that the host never holds more than one tensor of them. Matrices that are stored in groups of small integers
+stay so where the model is run by a backend that multiplies them; elsewhere they become numbers of the model's dtype.
 Three tables say where a checkpoint's tensors differ from the wiring's: `_NORM_NAMES`, `_stacked` (which of them are
 stacked into one parameter, in order) and `_ignored` (what it may hold although the model has no use for it).
 """
 
 import logging
+import operator
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,9 +22,12 @@ from transformers.utils import logging as transformers_logging
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, ConfigurationError
 from chairlift.models.adapter import ATTENTION, AdaptedConfig, AdaptedDecoder
-from chairlift.models.checkpoint import Checkpoint, WeightReader
+from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig, ModelShape, Norms
 from chairlift.models.decoder import Decoder
+from chairlift.models.grouped import GroupedWeight, stack_rows
+from chairlift.models.layers import Linear
+from chairlift.models.stored import GroupedSize, WeightReader
 
 logger = logging.getLogger(__name__)
 
@@ -37,21 +43,39 @@ _NORM_NAMES = {
 }
 """A layer's norms, and the checkpoint's names for them."""
 
+_ROWS_AT_ONCE = 1024  # of groups that become numbers: in float32 a large head would take several times what it takes
+
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 
 
 def load_model(
-    checkpoint: Checkpoint, dtype: DType, device: str, max_seq_len: int, num_positions: int | None = None
+    checkpoint: Checkpoint,
+    dtype: DType,
+    device: str,
+    max_seq_len: int,
+    num_positions: int | None = None,
+    *,
+    keeps_groups: bool = False,
 ) -> Decoder:
     """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
 
-    `num_positions` that slots have memory for; None: `max_seq_len`.
+    `num_positions` that slots have memory for; None: `max_seq_len`. `keeps_groups`: what takes the model multiplies
+    weights in groups, so those of products stay as they are stored.
     """
     start = time.perf_counter()
-    model = _empty_model(checkpoint.config, dtype, device)
-    _load_weights(model, WeightReader(checkpoint.weight_files))
+    model, reader = _describe_model(checkpoint), checkpoint.open_weights()
+    logger.info("%s", model.config.describe())
+    if not keeps_groups and any(reader.format_of(name) for name in reader.names):
+        logger.info("%s has weights in groups of small integers: they become %s here", checkpoint.path, dtype)
+    parts = _match(model, reader)
+    with _room_for(model, dtype, device):
+        for name, stored in parts.items():
+            if keeps_groups and _can_keep_groups(model, name, stored, reader):
+                model.take_grouped(name, stack_rows([_read_groups(reader, part) for part in stored]))
+            else:
+                _set(model, name, _read_plain(reader, stored, TORCH_DTYPES[dtype], device))
     model.finalize(max_seq_len, num_positions)
-    _log("loaded %s: %.1f MB of %s weights in %.2f s", checkpoint, model, dtype, start)
+    _log("loaded %s: %.1f MB of weights for %s in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
@@ -69,7 +93,10 @@ def make_dummy_model(
     "Efficient BackProp", 1998); norms one; biases zero.
     """
     start = time.perf_counter()
-    model = _empty_model(checkpoint.config, dtype, device)
+    model = _describe_model(checkpoint)
+    logger.info("%s", model.config.describe())
+    with _room_for(model, dtype, device):
+        model = model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
@@ -77,7 +104,7 @@ def make_dummy_model(
         else:
             parameter.fill_(0.0 if name.endswith(".bias") or model.config.has_offset_norms else 1.0)
     model.finalize(max_seq_len, num_positions)
-    _log("made up weights for %s: %.1f MB in %s in %.2f s", checkpoint, model, dtype, start)
+    _log("made up weights for %s: %.1f MB for %s in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
@@ -100,7 +127,7 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> AdaptedDe
     with _room_for(source, dtype, device):
         model = AdaptedDecoder(source.to(device).eval().requires_grad_(False))
     model.check_positions()
-    _log("loaded %s: %.1f MB of %s weights in %.2f s", checkpoint, model, dtype, start)
+    _log("loaded %s: %.1f MB of weights for %s in %.2f s", checkpoint, model, dtype, start)
     return model
 
 
@@ -112,7 +139,7 @@ def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: 
     bars.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint.directory,
+            checkpoint.path,
             config=config.source,
             dtype=TORCH_DTYPES[dtype],
             attn_implementation=ATTENTION,
@@ -122,7 +149,7 @@ def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: 
             output_loading_info=True,
         )
     except Exception as error:  # the files may hold anything; whatever transformers makes of it is about them
-        raise CheckpointError(f"{checkpoint.directory} cannot be loaded: {' '.join(str(error).split())}") from error
+        raise CheckpointError(f"{checkpoint.path} cannot be loaded: {' '.join(str(error).split())}") from error
     finally:
         if has_bar:
             bars.enable_progress_bar()
@@ -139,13 +166,28 @@ def count_parameters(config: ModelShape) -> int:
         return sum(parameter.numel() for parameter in Decoder(config).parameters())
 
 
-def _empty_model(config: ModelShape, dtype: DType, device: str) -> Decoder:
-    assert isinstance(config, ModelConfig), "other decoders are loaded by load_adapted"
-    logger.info("%s", config.describe())
+def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
+    """What a backend that multiplies weights in groups keeps so; None if the checkpoint has none. Reads no weights."""
+    if checkpoint.gguf is None and checkpoint.compression is None:
+        return None
+    model, reader = _describe_model(checkpoint), checkpoint.open_weights()
+    num_parameters = num_bytes = 0
+    for name, stored in _match(model, reader).items():
+        if _can_keep_groups(model, name, stored, reader):
+            formats = [form for part in stored if (form := reader.format_of(part))]
+            size = model.get_parameter(name).numel()
+            num_parameters += size
+            # Each at its widest, as they are stacked.
+            num_bytes += size * max(form.num_bits for form in formats) // 8
+            num_bytes += size // formats[0].group_size * max(form.group_bytes for form in formats)
+    return GroupedSize(num_parameters, num_bytes) if num_parameters else None
+
+
+def _describe_model(checkpoint: Checkpoint) -> Decoder:
+    """Without any weights."""
+    assert isinstance(checkpoint.config, ModelConfig), "other decoders are loaded by load_adapted"
     with torch.device("meta"):
-        model = Decoder(config)
-    with _room_for(model, dtype, device):
-        return model.to(TORCH_DTYPES[dtype]).to_empty(device=device).requires_grad_(False)
+        return Decoder(checkpoint.config)
 
 
 @contextmanager
@@ -163,20 +205,29 @@ def _room_for(model: nn.Module, dtype: DType, device: str) -> Iterator[None]:
 
 def _log(message: str, checkpoint: Checkpoint, model: Decoder | AdaptedDecoder, dtype: DType, start: float) -> None:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    logger.info(message, checkpoint.directory, num_bytes / 1e6, dtype, time.perf_counter() - start)
+    grouped = (module.grouped for module in model.modules() if isinstance(module, Linear))
+    num_bytes += sum(weight.num_bytes for weight in grouped if weight is not None)
+    logger.info(message, checkpoint.path, num_bytes / 1e6, dtype, time.perf_counter() - start)
 
 
-def _load_weights(model: Decoder, reader: WeightReader) -> None:
-    """Fills every parameter from the reader. CheckpointError if names or shapes do not match exactly."""
-    stacked = _stacked(model.config)
-    places: dict[str, torch.Tensor] = {}  # by tensor of the checkpoint: a parameter, or some rows of a fused one
-    for name, parameter in model.named_parameters():
-        places |= _places_in(_renamed(name, _NORM_NAMES[model.config.norms]), parameter, stacked)
+def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:
+    """The model's parameters -> the tensors that are stacked in each, in order.
+
+    CheckpointError if names or shapes are not exactly those of the reader.
+    """
+    norms, stacked = _NORM_NAMES[model.config.norms], _stacked(model.config)
+    parts = {
+        name: _parts_of(_renamed(name, norms), tuple(parameter.shape), stacked)
+        for name, parameter in model.named_parameters()
+    }
+    needed = {name: shape for shapes in parts.values() for name, shape in shapes.items()}
     _refuse_differences(
-        places.keys() - reader.names, reader.names - places.keys() - _ignored(model.config, reader.names)
+        needed.keys() - reader.names, reader.names - needed.keys() - _ignored(model.config, reader.names)
     )
-    for name in sorted(places, key=reader.file_of):
-        _fill(places[name], name, reader)
+    for name, shape in needed.items():
+        if (found := reader.shape_of(name)) != shape:
+            raise CheckpointError(f"tensor {name} has shape {list(found)}; the model needs {list(shape)}")
+    return {name: list(shapes) for name, shapes in parts.items()}
 
 
 def _stacked(config: ModelConfig) -> dict[str, dict[str, int]]:
@@ -210,23 +261,54 @@ def _renamed(name: str, modules: dict[str, str]) -> str:
     return ".".join(modules.get(part, part) for part in name.split("."))
 
 
-def _places_in(name: str, parameter: torch.Tensor, stacked: dict[str, dict[str, int]]) -> dict[str, torch.Tensor]:
-    """`...self_attn.qkv_proj.weight` -> q_proj, k_proj and v_proj; other names stand for themselves."""
+def _parts_of(name: str, shape: tuple[int, ...], stacked: dict[str, dict[str, int]]) -> dict[str, tuple[int, ...]]:
+    """With shapes: `...self_attn.qkv_proj.weight` -> q_proj, k_proj and v_proj; other names stand for themselves."""
     for target, rows in stacked.items():
         if f".{target}." in name:
-            names = [name.replace(f".{target}.", f".{part}.") for part in rows]
-            return dict(zip(names, torch.split(parameter, list(rows.values())), strict=True))
-    return {name: parameter}
+            return {name.replace(f".{target}.", f".{part}."): (size, *shape[1:]) for part, size in rows.items()}
+    return {name: shape}
 
 
-def _fill(place: torch.Tensor, name: str, reader: WeightReader) -> None:
+def _can_keep_groups(model: Decoder, name: str, stored: list[str], reader: WeightReader) -> bool:
+    """Whether a parameter is the matrix of a product, and all that is stacked in it has groups of one size."""
+    is_product = model.is_product(name)
+    formats = [reader.format_of(part) for part in stored]
+    return is_product and None not in formats and len({form.group_size for form in formats if form is not None}) == 1
+
+
+def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
     try:
-        tensor = reader.read(name)
+        return reader.read(name)
+    except CheckpointError:
+        raise
     except Exception as error:  # a file that ends early shows only when its bytes are touched
         raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
-    if tensor.shape != place.shape:
-        raise CheckpointError(f"tensor {name} has shape {list(tensor.shape)}; the model needs {list(place.shape)}")
-    place.copy_(tensor)
+
+
+def _read_groups(reader: WeightReader, name: str) -> GroupedWeight:
+    read = _read(reader, name)
+    assert isinstance(read, GroupedWeight), "its format says so"
+    return read
+
+
+def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """The tensors above each other, in one allocation on the device."""
+    shapes = [reader.shape_of(name) for name in stored]
+    place = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
+    for rows, name in zip(torch.split(place, [shape[0] for shape in shapes]), stored, strict=True):
+        read = _read(reader, name)
+        if isinstance(read, GroupedWeight):
+            for start in range(0, len(rows), _ROWS_AT_ONCE):
+                some = slice(start, start + _ROWS_AT_ONCE)
+                rows[some] = read.map_rows(operator.itemgetter(some)).dequantize(dtype)
+        else:
+            rows.copy_(read)
+    return place
+
+
+def _set(model: Decoder, name: str, weight: torch.Tensor) -> None:
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, nn.Parameter(weight, requires_grad=False))
 
 
 def _listed(names: list[str]) -> str:

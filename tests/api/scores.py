@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from chairlift.models.checkpoint import find_directory
+from chairlift.models.checkpoint import find_model
 
 
 @cache
 def _model() -> Any:
-    return LlamaForCausalLM.from_pretrained(find_directory("bundled"), dtype=torch.float32)
+    return LlamaForCausalLM.from_pretrained(find_model("bundled"), dtype=torch.float32)
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from safetensors import safe_open
 
-from chairlift.models.checkpoint import find_directory
+from chairlift.models.checkpoint import find_model
 from chairlift.models.cpu import CpuKernelsUnavailable, load_library
 from tests.attacks.attacker import CHAT, COMPLETIONS, RESPONSES, Attacker, Shot, post
 from tests.support.server_process import SERVE, Process, long_stream, run_to_end, running
@@ -301,7 +301,7 @@ def test_a_truncated_library_is_compiled_anew(tmp_path: Path, share: float) -> N
 
 
 def copied_checkpoint(directory: Path) -> Path:
-    shutil.copytree(find_directory("bundled"), directory)
+    shutil.copytree(find_model("bundled"), directory)
     return directory
 
 

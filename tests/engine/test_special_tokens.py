@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer
 from chairlift.errors import ContextLengthExceeded, InvalidRequest
-from chairlift.models.checkpoint import find_directory
+from chairlift.models.checkpoint import find_model
 from tests.engine.tokenizers_made import (
     make_byte_level_bpe,
     make_byte_tokenizer,
@@ -45,7 +45,7 @@ def load_byte_tokenizer(directory: Path, template: str) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def bundled() -> Tokenizer:
-    return Tokenizer(find_directory("bundled"))
+    return Tokenizer(find_model("bundled"))
 
 
 @pytest.fixture

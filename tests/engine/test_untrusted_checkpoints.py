@@ -10,7 +10,7 @@ import pytest
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
 from chairlift.errors import CheckpointError, InvalidRequest
-from chairlift.models.checkpoint import find_directory
+from chairlift.models.checkpoint import find_model
 from tests.engine.support import VOCAB_SIZE, resolved_config
 from tests.engine.tokenizers_made import make_byte_tokenizer
 
@@ -84,7 +84,7 @@ def test_code_that_is_not_needed_is_left_alone(tmp_path: Path, questions: list[s
 def test_a_template_that_tries_to_get_out_is_an_invalid_request(tmp_path: Path, template: str) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(template)
-    tokenizer = Tokenizer(find_directory("bundled"), str(path))
+    tokenizer = Tokenizer(find_model("bundled"), str(path))
     with pytest.raises(InvalidRequest, match="the chat template refuses these messages"):
         tokenizer.render_chat([{"role": "user", "content": "hi"}], ChatOptions())
 
@@ -93,7 +93,7 @@ def test_a_templates_complaint_repeats_little_of_what_it_was_given(tmp_path: Pat
     path = tmp_path / "template.jinja"
     path.write_text("{{ raise_exception(messages[0]['content']) }}")
     with pytest.raises(InvalidRequest) as caught:
-        Tokenizer(find_directory("bundled"), str(path)).render_chat(
+        Tokenizer(find_model("bundled"), str(path)).render_chat(
             [{"role": "user", "content": "x" * 10**6}], ChatOptions()
         )
     assert len(str(caught.value)) < 1100

@@ -9,7 +9,7 @@ import pytest
 from chairlift import SamplingParams
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
-from chairlift.models.checkpoint import find_directory
+from chairlift.models.checkpoint import find_model
 from tests.engine.support import VOCAB_SIZE, make_tiny_checkpoint, resolved_config
 from tests.engine.tokenizers_made import (
     make_byte_level_bpe,
@@ -38,7 +38,7 @@ def test_the_bytes_of_a_texts_tokens_are_the_text(tmp_path: Path, make: Callable
 
 
 def test_the_bundled_models_tokens_are_bytes_and_names() -> None:
-    vocabulary = vocabulary_of(Tokenizer(find_directory("bundled")), 261)
+    vocabulary = vocabulary_of(Tokenizer(find_model("bundled")), 261)
     assert [vocabulary.token_bytes(token) for token in range(255)] == [bytes([byte]) for byte in range(255)]
     assert [vocabulary.token_bytes(token) for token in range(256, 261)] == (
         [b"<|endoftext|>", b"<|im_end|>", b"<|system|>", b"<|user|>", b"<|assistant|>"]
@@ -47,7 +47,7 @@ def test_the_bundled_models_tokens_are_bytes_and_names() -> None:
 
 def test_the_byte_that_no_text_has_is_spelled_too() -> None:
     """No UTF-8 holds 0xFF, but a prompt of token ids may, and the likeliest tokens may."""
-    assert vocabulary_of(Tokenizer(find_directory("bundled")), 261).token_bytes(255) == b"\xff"
+    assert vocabulary_of(Tokenizer(find_model("bundled")), 261).token_bytes(255) == b"\xff"
 
 
 def test_tokens_that_the_model_has_beyond_its_tokenizers_are_spelled_somehow(byte_tokenizer: Tokenizer) -> None:

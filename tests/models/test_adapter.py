@@ -16,7 +16,6 @@ from chairlift.engine.core import EngineCore, Pacing
 from chairlift.errors import CheckpointError, ConfigurationError
 from chairlift.models import load_adapted, open_checkpoint
 from chairlift.models.adapter import AdaptedConfig
-from chairlift.models.checkpoint import read_model_config
 from chairlift.models.loader import count_parameters
 from tests.support.checkpoints import SMALL, make_checkpoint
 
@@ -44,7 +43,7 @@ def refusal(directory: Path) -> str:
 
 
 def test_windows_scale_and_heads_are_what_the_layers_ask_attention_for(tmp_path: Path) -> None:
-    config = read_model_config(write(tmp_path, **COHERE2))
+    config = open_checkpoint(str(write(tmp_path, **COHERE2))).config
     assert isinstance(config, AdaptedConfig)
     assert config.attention.windows == (9, None, 9)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale) == (4, 2, 16, 0.25)

@@ -8,7 +8,7 @@ import pytest
 
 from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
 from chairlift.errors import InvalidRequest
-from chairlift.models.checkpoint import find_directory
+from chairlift.models.checkpoint import find_model
 
 # What the model was trained with. It joins lists and texts in loops, which takes time by the square of their number.
 TRAINED_WITH = """\
@@ -87,12 +87,12 @@ TOOL_SETS: dict[str, list[dict[str, Any]]] = {
 def load(template: str, directory: Path) -> Tokenizer:
     path = directory / "template.jinja"
     path.write_text(template)
-    return Tokenizer(find_directory("bundled"), str(path))
+    return Tokenizer(find_model("bundled"), str(path))
 
 
 @pytest.fixture(scope="module")
 def bundled() -> Tokenizer:
-    return Tokenizer(find_directory("bundled"))
+    return Tokenizer(find_model("bundled"))
 
 
 @pytest.mark.parametrize("messages", [PLAIN, SYSTEM, CALLED], ids=["plain", "system", "called"])

@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 
 from chairlift.errors import CheckpointError
-from chairlift.models.checkpoint import find_directory, open_checkpoint
+from chairlift.models.checkpoint import find_model, open_checkpoint
 from tests.support.checkpoints import make_checkpoint
 
 COMMIT = "0" * 40
@@ -22,28 +22,28 @@ def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytes
     (repository / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     checkpoint = open_checkpoint("somebody/tiny")
-    assert checkpoint.directory == snapshot
+    assert checkpoint.path == snapshot
     assert checkpoint.config.num_layers == 3
 
 
 def test_a_hub_id_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="'somebody/nothing' is not a directory, and fetching it") as caught:
-        find_directory("somebody/nothing")
+        find_model("somebody/nothing")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("model", ["nowhere", "./nowhere", "/no/where", "a/b/c", "~/nowhere", ""])
 def test_what_is_neither_directory_nor_hub_id_is_said(model: str) -> None:
     with pytest.raises(CheckpointError, match="is neither a directory nor a hub id"):
-        find_directory(model)
+        find_model(model)
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()
     with pytest.raises(CheckpointError, match="is neither a directory"):
-        find_directory(str(path))
+        find_model(str(path))
 
 
 def test_the_bundled_model_is_a_llama_of_at_most_8_mb() -> None:
@@ -53,7 +53,7 @@ def test_the_bundled_model_is_a_llama_of_at_most_8_mb() -> None:
 
 
 def test_the_directory_of_the_bundled_model_loads_like_any_other(tmp_path: Path) -> None:
-    copied = shutil.copytree(find_directory("bundled"), tmp_path / "copy")
+    copied = shutil.copytree(find_model("bundled"), tmp_path / "copy")
     assert open_checkpoint(str(copied)).config == open_checkpoint("bundled").config
 
 
@@ -83,7 +83,7 @@ def write_index(directory: Path, file_name: object) -> None:
     ],
 )
 def test_an_index_names_nothing_but_weights_beside_it(tmp_path: Path, name: object) -> None:
-    directory = shutil.copytree(find_directory("bundled"), tmp_path / "model")
+    directory = shutil.copytree(find_model("bundled"), tmp_path / "model")
     other = shutil.copytree(directory, tmp_path / "other")
     shutil.copy(other / "model.safetensors", tmp_path)
     write_index(directory, name)
@@ -92,7 +92,7 @@ def test_an_index_names_nothing_but_weights_beside_it(tmp_path: Path, name: obje
 
 
 def test_weights_may_be_links_as_in_the_hubs_cache(tmp_path: Path) -> None:
-    snapshot = shutil.copytree(find_directory("bundled"), tmp_path / "snapshots" / COMMIT)
+    snapshot = shutil.copytree(find_model("bundled"), tmp_path / "snapshots" / COMMIT)
     (tmp_path / "blobs").mkdir()
     (snapshot / "model.safetensors").rename(tmp_path / "blobs" / "0123")
     (snapshot / "model-00001-of-00001.safetensors").symlink_to(Path("../../blobs/0123"))

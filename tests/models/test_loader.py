@@ -16,7 +16,6 @@ from chairlift.errors import CheckpointError, ConfigurationError
 from chairlift.models import load_model, make_dummy_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata
 from chairlift.models.backends import load_backend
-from chairlift.models.checkpoint import WeightReader
 from chairlift.models.decoder import Decoder
 from chairlift.models.loader import TORCH_DTYPES, count_parameters
 from tests.support.checkpoints import SMALL, make_checkpoint
@@ -326,18 +325,3 @@ def test_no_room_for_the_weights_is_one_clear_line(tmp_path: Path, monkeypatch: 
     assert str(caught.value) == (
         "cpu ran out of memory for 0.0 GB of weights; end what else uses it, or choose a smaller model or another dtype"
     )
-
-
-def test_weights_are_read_file_by_file(tmp_path: Path, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    homes: list[Path] = []
-    read = WeightReader.read
-
-    def record(self: WeightReader, name: str) -> torch.Tensor:
-        homes.append(self.file_of(name))
-        return read(self, name)
-
-    monkeypatch.setattr(WeightReader, "read", record)
-    load(tmp_path / "sharded")
-    assert len(set(homes)) > 2
-    assert homes == sorted(homes)

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, SamplingParams
-from chairlift.models.checkpoint import find_directory
+from chairlift.models.checkpoint import find_model
 from tests.support.kernels import needs_kernels
 from tests.support.server_process import SERVE, Process, running
 
@@ -56,7 +56,8 @@ class Reference:
     """transformers' own model. It computes the same only once, as two engines are compared with it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(find_directory("smollm2"), dtype=dtype)
+        path = find_model("smollm2")
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
         self._computed: dict[tuple[int, ...], tuple[list[int], float]] = {}
 
     def next_tokens(self, token_ids: list[int]) -> list[int]:

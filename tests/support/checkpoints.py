@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from chairlift.models.checkpoint import find_directory
+from chairlift.models.checkpoint import find_model
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -40,7 +40,7 @@ def make_checkpoint(
         parameter.data += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(directory)
     for name in _TOKENIZER_FILES:
-        shutil.copy(find_directory("bundled") / name, directory / name)
+        shutil.copy(find_model("bundled") / name, directory / name)
     return model
 
 

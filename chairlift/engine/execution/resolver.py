@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, ResolvedConfig
 from chairlift.errors import ConfigurationError
-from chairlift.models.backends import find_obstacle, page_size_of
+from chairlift.models.backends import find_obstacle, keeps_groups, page_size_of
 from chairlift.models.config import ModelShape
+from chairlift.models.stored import GroupedSize
 
 MAX_AUTO_SEQ_LEN = 4096  # a slot has memory for its longest sequence, so "auto" does not take all of a model's 128k
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
@@ -44,8 +45,14 @@ def resolve(
     num_parameters: int,
     machine: MachineFacts,
     find_obstacle: ObstacleFinder = find_obstacle,
+    grouped: GroupedSize | None = None,
 ) -> ResolvedConfig:
-    """A new configuration without "auto". `ConfigurationError` says what cannot work, and what to change."""
+    """A new configuration without "auto". `ConfigurationError` says what cannot work, and what to change.
+
+    `grouped`: what of the checkpoint's weights is in groups already, where the backend keeps them.
+    """
+    if config.quantization is not None and grouped is not None:
+        raise ConfigurationError("the checkpoint's weights are quantized already; leave quantization out")
     if config.batch_invariant and machine.is_gpu:
         raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
     dtype = config.dtype
@@ -53,6 +60,8 @@ def resolve(
         dtype = model.dtype if model.dtype in machine.fast_dtypes else DType.FLOAT32
     backend = _resolve_backend(config, machine, lambda name: find_obstacle(name, model, dtype, machine.device))
     weight_bytes = int(num_parameters * (config.quantization or dtype).num_bytes)
+    if grouped is not None and keeps_groups(backend.name):
+        weight_bytes = (num_parameters - grouped.num_parameters) * dtype.num_bytes + grouped.num_bytes
     if weight_bytes >= machine.free_bytes:
         raise ConfigurationError(
             f"the weights do not fit: they need {_gib(weight_bytes)} as {dtype},"

@@ -22,7 +22,9 @@ from chairlift.engine.sampling.token_rules import Automaton, PatternWatch, RuleF
 from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, Vocabulary, strings_in, too_long
 from chairlift.errors import CheckpointError, InvalidRequest
-from chairlift.models.checkpoint import find_directory
+from chairlift.models.checkpoint import find_model
+from chairlift.models.gguf import GGUF_SUFFIX, end_tokens, open_gguf, sampling_of
+from chairlift.models.smollm2 import SMOLLM2, SMOLLM2_SAMPLING
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from chairlift.scheduler import Request
 
@@ -93,8 +95,8 @@ class InputProcessor:
     """Makes `Generation`s. InvalidRequest says what to change; nothing reaches the engine then."""
 
     def __init__(self, config: ResolvedConfig, vocab_size: int) -> None:
-        directory = find_directory(config.model)
-        self.tokenizer = Tokenizer(find_directory(config.tokenizer or config.model), config.chat_template)
+        path = find_model(config.model)
+        self.tokenizer = Tokenizer(find_model(config.tokenizer or config.model), config.chat_template)
         self.max_seq_len = config.max_seq_len
         self._capacity = config.max_batch_size + config.max_queue_size
         self._vocab_size = vocab_size
@@ -102,15 +104,15 @@ class InputProcessor:
         self._prepared: dict[int, _PreparedParams] = {}  # the last few, by identity
         self._lock = threading.Lock()
         self._seeds = random.Random(config.seed)
-        generation_config = _read_json(directory / "generation_config.json")
-        eos = _eos_token_ids(generation_config, directory, self.tokenizer)
+        generation_config = _read_generation_config(config.model, path)
+        eos = _eos_token_ids(generation_config, path, self.tokenizer)
         # A tokenizer may have more tokens than the model has rows; those are never sampled.
         self._eos_token_ids = frozenset(token for token in eos if 0 <= token < vocab_size)
         self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
         self.grammars = GrammarCompiler(self.vocabulary)
         has_defaults = config.generation_config is GenerationDefaults.AUTO
-        self.default_params = _default_params(generation_config, directory) if has_defaults else SamplingParams()
-        self._max_new_tokens = _max_new_tokens(generation_config, directory) if has_defaults else None
+        self.default_params = _default_params(generation_config, path) if has_defaults else SamplingParams()
+        self._max_new_tokens = _max_new_tokens(generation_config, path) if has_defaults else None
         self.default_chat_params = self.default_params.model_copy(update={"max_tokens": None})
 
     def prepare(
@@ -297,6 +299,14 @@ class InputProcessor:
             )
         if len(ends.union(words)) == self._vocab_size:
             raise InvalidRequest("bad_words leave no token that can be sampled", "bad_words")
+
+
+def _read_generation_config(model: str, path: Path) -> dict[str, Any]:
+    """A directory's generation_config.json, or what a GGUF file has of it."""
+    if path.suffix != GGUF_SUFFIX:
+        return _read_json(path / "generation_config.json")
+    file = open_gguf(path)
+    return {"eos_token_id": end_tokens(file), **(SMOLLM2_SAMPLING if model == SMOLLM2 else sampling_of(file))}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

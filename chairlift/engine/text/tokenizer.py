@@ -19,7 +19,9 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
 from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest
+from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
 
 _NO_LIMIT = 10**30
 _RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
@@ -48,16 +50,18 @@ class ChatOptions:
 class Tokenizer:
     """A checkpoint's tokenizer and chat template. Its methods may be called from any thread."""
 
-    def __init__(self, directory: Path, chat_template_file: str | None = None) -> None:
+    def __init__(self, path: Path, chat_template_file: str | None = None) -> None:
+        """`path`: a directory, or a GGUF file."""
         try:
-            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+            is_gguf = path.suffix == GGUF_SUFFIX
+            tokenizer = make_gguf_tokenizer(open_gguf(path)) if is_gguf else AutoTokenizer.from_pretrained(path)
         except Exception as error:  # whatever transformers raises is about the files
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if "custom code" in reason:
                 reason += " Chairlift runs no code that a checkpoint brings."
-            raise CheckpointError(f"{directory} has no tokenizer that can be loaded: {reason}") from error
+            raise CheckpointError(f"{path} has no tokenizer that can be loaded: {reason}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise CheckpointError(f"{directory} has no fast tokenizer (tokenizer.json)")
+            raise CheckpointError(f"{path} has no fast tokenizer (tokenizer.json)")
         if chat_template_file is not None:
             tokenizer.chat_template = _read_template(Path(chat_template_file))
         tokenizer.model_max_length = _NO_LIMIT  # lengths are checked against the slot, with a clearer message

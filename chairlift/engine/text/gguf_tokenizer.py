@@ -1,0 +1,101 @@
+"""The tokenizer that a GGUF file describes: transformers' converter makes it, and what that gets wrong is put right.
+
+The converter takes text apart by GPT-2's rule wherever it does not know the file's (`tokenizer.ggml.pre`), which shows
+in no error, only in a model that reads worse. So the rule must be known, to the converter or here.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers import decoders, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from chairlift.errors import CheckpointError
+from chairlift.models.gguf import GGUFFile
+
+_PREFIX = "tokenizer.ggml."
+_SENTENCE_PIECE, _BYTE_LEVEL = "llama", "gpt2"  # as `tokenizer.ggml.model` has them
+_GPT2_RULES = {"gpt-2", "olmo", "phi-2", "jais", "mpt"}
+_DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell"}  # GPT-2's rule, and each digit by itself
+# A word that is a token needs no merges; and texts begin with the beginning token unless the file says otherwise.
+_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+_NAMES = {
+    "model": "tokenizer_type",
+    "pre": "pre_tokenizer_type",
+    **{name: name for name in ("tokens", "scores", "token_type", "merges")},
+}
+"""Metadata, and the converter's names for them."""
+_SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
+    """From a file's metadata. CheckpointError for a kind, or a rule of taking text apart, that is not known."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer  # slow to import
+
+    given = {name.removeprefix(_PREFIX): value for name, value in file.metadata.items() if name.startswith(_PREFIX)}
+    kind, rule = given.get("model"), given.get("pre")
+    if kind not in (_SENTENCE_PIECE, _BYTE_LEVEL):
+        raise CheckpointError(f"its tokenizer is of the kind {kind!r}, and only gpt2 and llama can be read")
+    described = {
+        theirs: value.tolist() if isinstance(value := given[ours], np.ndarray) else value
+        for ours, theirs in _NAMES.items()
+        if ours in given
+    }
+    if kind == _BYTE_LEVEL:
+        described.setdefault("merges", [])  # a list that is empty is not written
+    backend, _ = convert_gguf_tokenizer(file.metadata["general.architecture"], described)
+    backend = _without_more_tokens(backend, len(given["tokens"]))
+    if kind == _BYTE_LEVEL:
+        _set_rule(backend, rule)
+    elif given.get("add_space_prefix") is False:
+        _leave_first_word(backend)
+    return _wrapped(backend, file, given, begins=kind == _SENTENCE_PIECE or rule in _WHOLE_WORDS)
+
+
+def _wrapped(backend: BackendTokenizer, file: GGUFFile, given: dict[str, Any], begins: bool) -> PreTrainedTokenizerFast:
+    tokens = given["tokens"]
+    special = {name: given.get(f"{theirs}_token_id") for name, theirs in _SPECIALS.items()}
+    for name, token in special.items():
+        if token is not None and not (type(token) is int and token < len(tokens)):
+            raise CheckpointError(f"its {name} is {token!r}, and there are {len(tokens)} tokens")
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        add_bos_token=given.get("add_bos_token", begins) and special["bos_token"] is not None,
+        add_eos_token=given.get("add_eos_token", False) and special["eos_token"] is not None,
+        **{name: tokens[token] for name, token in special.items() if token is not None},
+    )
+
+
+def _without_more_tokens(backend: BackendTokenizer, size: int) -> BackendTokenizer:
+    """The converter adds special tokens that its classes have by default, which the model knows nothing of."""
+    if backend.get_vocab_size(with_added_tokens=True) <= size:
+        return backend
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    return BackendTokenizer.from_str(json.dumps(state))
+
+
+def _set_rule(backend: BackendTokenizer, rule: object) -> None:
+    writing: Any = backend
+    if rule in _DIGITS_ALONE:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        writing.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif rule in _WHOLE_WORDS:
+        writing.model.ignore_merges = True
+    elif rule not in _GPT2_RULES and isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        raise CheckpointError(
+            f"its tokenizer takes text apart by a rule that is not known ({_PREFIX}pre {rule!r}); name a directory with"
+            " the model's own tokenizer as tokenizer"
+        )
+
+
+def _leave_first_word(backend: BackendTokenizer) -> None:
+    """No space before the first word of a text, and none taken away."""
+    writing: Any = backend
+    writing.normalizer = None
+    writing.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    writing.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

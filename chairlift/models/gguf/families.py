@@ -1,0 +1,382 @@
+"""What a GGUF file's names and numbers mean, in Hugging Face's words: its metadata as a config, its tensors as weights.
+
+The names are llama.cpp's (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). What its converter changes in
+weights is changed back: rows of queries and keys that are in another order, and norms that have their 1 added.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from chairlift.errors import CheckpointError
+from chairlift.models.config import LAYER_TYPES, Norms
+from chairlift.models.gguf.blocks import PLAIN, Kind, format_of, is_readable, read_tensor, readable_names
+from chairlift.models.gguf.container import GGUFFile
+from chairlift.models.grouped import GroupedWeight
+from chairlift.models.stored import GroupFormat
+
+_MAX_SIZE = 2**24  # of whatever a model has a number of
+_FULL, _SLIDING = sorted(LAYER_TYPES)
+
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+"""Sizes that every file has, and their names in a config."""
+
+_HARMLESS = {"rope.scaling.finetuned", "attention.causal", "tensor_data_layout"}
+
+_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FUSED_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_NORM_NAMES = {
+    Norms.PRE: {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    Norms.POST: {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    Norms.PRE_AND_POST: {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # read with the config
+
+# Ends of turns and of texts, by which llama.cpp knows them too where a file names one end only.
+_END_TOKENS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<|end_of_role|>", "<EOT>", "<|eom|>"),
+}
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_CONTROL = 3  # the type of a special token
+
+
+class _Fields:
+    """A file's metadata, asked for once: what nobody has asked for must not matter."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self._file = file
+        self._prefix = f"{architecture}."
+        self._left = {name: value for name, value in file.metadata.items() if name.startswith(self._prefix)}
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A number of things. CheckpointError if it is none, or missing and without a default."""
+        value = self._take(name, default)
+        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+            raise CheckpointError(f"{self._prefix}{name} must be a number from 1 to {_MAX_SIZE}, not {_short(value)}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Above 0. CheckpointError as above."""
+        value = self._take(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise CheckpointError(f"{self._prefix}{name} must be a positive number, not {_short(value)}")
+        return float(value)
+
+    def has(self, name: str) -> bool:
+        """Whether it is there, and not zero."""
+        return _is_set(self._left.get(f"{self._prefix}{name}"))
+
+    def text(self, name: str, default: str) -> str:
+        value = self._take(name, default)
+        if not isinstance(value, str):
+            raise CheckpointError(f"{self._prefix}{name} must be a text, not {_short(value)}")
+        return value
+
+    def any(self, name: str, default: Any) -> Any:
+        return self._take(name, default)
+
+    def refuse_leftover(self) -> None:
+        """CheckpointError for a number that is set and that nobody has asked for."""
+        for name, value in self._left.items():
+            if name.removeprefix(self._prefix) not in _HARMLESS and _is_set(value):
+                raise CheckpointError(f"its {name} ({_short(value)}) is not supported")
+
+    def _take(self, name: str, default: Any) -> Any:
+        value = self._left.pop(f"{self._prefix}{name}", default)
+        if value is None:
+            raise CheckpointError(f"it lacks {self._prefix}{name}")
+        return value
+
+
+_Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """How the files of an architecture differ."""
+
+    family: str | Callable[[_Fields], str]
+    norms: Norms = Norms.PRE
+    is_interleaved: bool = False  # rows of queries and keys that rotate together are neighbours, not half a head apart
+    has_added_ones: bool = False  # norms are stored as what they multiply by, 1 + weight
+    names: dict[str, str] = field(default_factory=dict)  # beside those of all
+    numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
+    extend: Callable[[_Config, _Fields], _Config] = lambda config, _: config
+
+
+def _extend_gemma2(config: _Config, fields: _Fields) -> _Config:
+    # llama.cpp knows the models whose scores are scaled in another way by their number of layers (46: Gemma 2 of 27 B)
+    return _extend_gemma(config, fields, period=2, large=46)
+
+
+def _extend_gemma3(config: _Config, fields: _Fields) -> _Config:
+    config = _extend_gemma(config, fields, period=6, large=62)
+    near = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10_000.0)}
+    return {**config, "rope_parameters": {_FULL: config["rope_parameters"], _SLIDING: near}}
+
+
+def _extend_gemma(config: _Config, fields: _Fields, period: int, large: int) -> _Config:
+    pattern, num_layers = fields.any("attention.sliding_window_pattern", period), config["num_hidden_layers"]
+    if type(pattern) is int and pattern > 0:
+        pattern = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    if not isinstance(pattern, list | np.ndarray) or len(pattern) != num_layers:
+        raise CheckpointError(f"its sliding_window_pattern does not say it of {num_layers} layers")
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        **config,
+        "query_pre_attn_scalar": width if num_layers == large else config["head_dim"],
+        "layer_types": [_SLIDING if has_window else _FULL for has_window in pattern],
+    }
+
+
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_ARCHITECTURES = {
+    "llama": _Architecture(
+        lambda fields: f"{'Mistral' if fields.has('attention.sliding_window') else 'Llama'}ForCausalLM",
+        is_interleaved=True,
+        numbers=_WINDOW,
+    ),
+    "qwen2": _Architecture("Qwen2ForCausalLM"),
+    "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "smollm3": _Architecture("SmolLM3ForCausalLM", is_interleaved=True),
+    "granite": _Architecture("GraniteForCausalLM", is_interleaved=True, numbers=_GRANITE),
+    "phi3": _Architecture("Phi3ForCausalLM", names=_FUSED_NAMES, numbers=_WINDOW),
+    "olmo2": _Architecture("Olmo2ForCausalLM", Norms.POST),
+    "gemma2": _Architecture(
+        "Gemma2ForCausalLM",
+        Norms.PRE_AND_POST,
+        has_added_ones=True,
+        numbers={**_WINDOW, **_CAPS},
+        extend=_extend_gemma2,
+    ),
+    "gemma3": _Architecture(
+        "Gemma3ForCausalLM",
+        Norms.PRE_AND_POST,
+        has_added_ones=True,
+        numbers={**_WINDOW, "final_logit_softcapping": "final_logit_softcapping"},
+        extend=_extend_gemma3,
+    ),
+}
+"""By `general.architecture`."""
+
+
+def describe_gguf(file: GGUFFile) -> _Config:
+    """The file's metadata as a config.json would have them. CheckpointError for what is not supported or at odds."""
+    name, architecture = _architecture_of(file)
+    for tensor, info in file.tensors.items():
+        if not is_readable(info.kind) or (info.kind not in PLAIN and len(info.shape) != 2):
+            raise CheckpointError(f"tensor {tensor} is {info.kind.name}, and only {readable_names()} can be read")
+    fields = _Fields(file, name)
+    config = {
+        "architectures": [architecture.family if isinstance(architecture.family, str) else architecture.family(fields)],
+        "dtype": _dtype(file),
+        "vocab_size": _vocabulary_size(file, fields),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        **_sizes(file, fields),
+    }
+    config["rope_parameters"] = _rope(file, fields, config, architecture)
+    config |= {theirs: fields.number(ours) for ours, theirs in architecture.numbers.items() if fields.has(ours)}
+    if "sliding_window" in architecture.numbers.values():
+        config["sliding_window"] = int(config["sliding_window"]) if "sliding_window" in config else None
+    config = architecture.extend(config, fields)
+    fields.refuse_leftover()
+    return config
+
+
+def end_tokens(file: GGUFFile) -> list[int]:
+    """Token ids at which an answer ends: those that the metadata name, and special tokens that are known to be one."""
+    given = {name.removeprefix("tokenizer.ggml."): value for name, value in file.metadata.items()}
+    named = [given.get(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    kinds = enumerate(zip(given.get("tokens", ()), given.get("token_type", ()), strict=False))
+    known = [index for index, (token, kind) in kinds if kind == _CONTROL and token in _END_TOKENS]
+    return sorted({*known, *(token for token in named if type(token) is int)})
+
+
+def sampling_of(file: GGUFFile) -> dict[str, float]:
+    """How the file's makers sample, in the words of a generation_config.json."""
+    given = {theirs: file.metadata.get(f"general.sampling.{ours}") for ours, theirs in _SAMPLING.items()}
+    # They are stored in 32 bits: 0.6 would be 0.6000000238.
+    return {name: round(value, 6) for name, value in given.items() if isinstance(value, int | float)}
+
+
+def _architecture_of(file: GGUFFile) -> tuple[str, _Architecture]:
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in _ARCHITECTURES:
+        raise CheckpointError(f"architecture {_short(name)} is not supported, only {', '.join(sorted(_ARCHITECTURES))}")
+    return name, _ARCHITECTURES[name]
+
+
+def _dtype(file: GGUFFile) -> str:
+    """What a model computes in: the format of its matrices, or bfloat16 beside weights in groups."""
+    kinds = {info.kind for info in file.tensors.values() if len(info.shape) == 2}
+    if kinds - PLAIN.keys() or Kind.BF16 in kinds:
+        return "bfloat16"
+    return "float16" if Kind.F16 in kinds else "float32"
+
+
+def _vocabulary_size(file: GGUFFile, fields: _Fields) -> int:
+    if "token_embd.weight" not in file.tensors:
+        raise CheckpointError("it lacks tensor token_embd.weight")
+    size, tokens = file.tensors["token_embd.weight"].shape[0], file.metadata.get("tokenizer.ggml.tokens")
+    num_tokens = len(tokens) if isinstance(tokens, list) else 0
+    if {num_tokens, fields.size("vocab_size", size)} != {size}:
+        raise CheckpointError(f"its embedding has {size} rows, and its metadata say otherwise: {num_tokens} tokens")
+    return size
+
+
+def _sizes(file: GGUFFile, fields: _Fields) -> _Config:
+    sizes: _Config = {theirs: fields.size(ours) for ours, theirs in _FIELDS.items()}
+    num_heads = sizes["num_attention_heads"]
+    head_dim = fields.size("attention.key_length", max(1, sizes["hidden_size"] // num_heads))
+    if fields.size("attention.value_length", head_dim) != head_dim:
+        raise CheckpointError("its values have heads of another size than its keys, which is not supported")
+    if head_dim % 2:
+        raise CheckpointError(f"its heads have {head_dim} elements, which is no even number")
+    num_found = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
+    if sizes["num_hidden_layers"] != num_found:
+        raise CheckpointError(f"it has {num_found} layers, and its metadata say {sizes['num_hidden_layers']}")
+    return {
+        **sizes,
+        "num_key_value_heads": fields.size("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+    }
+
+
+def _rope(file: GGUFFile, fields: _Fields, config: _Config, architecture: _Architecture) -> _Config:
+    """`rope_parameters`, with what tensors say of them."""
+    head_dim, num_rotated = config["head_dim"], fields.size("rope.dimension_count", config["head_dim"])
+    if num_rotated > head_dim or num_rotated % 2 or (architecture.is_interleaved and num_rotated < head_dim):
+        raise CheckpointError(f"rope over {num_rotated} of {head_dim} elements of a head is not supported")
+    rope: _Config = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10_000.0)}
+    if num_rotated < head_dim:
+        rope["partial_rotary_factor"] = num_rotated / head_dim
+    kind, factor = fields.text("rope.scaling.type", "none"), fields.number("rope.scaling.factor", 1.0)
+    original = fields.size("rope.scaling.original_context_length", config["max_position_embeddings"])
+    attention_factor = fields.number("rope.scaling.attn_factor", 1.0)
+    factors = [_factors(file, name, num_rotated // 2) for name in _ROPE_TENSORS if name in file.tensors]
+    if factors:
+        # One set of factors, as for Llama 3's frequencies, is a longrope for which every sequence is long and short.
+        if len(factors) == 1:
+            original = config["max_position_embeddings"]
+        rope |= {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[-1]}
+        return rope | {"original_max_position_embeddings": original, "attention_factor": attention_factor}
+    if kind == "longrope" or attention_factor != 1.0:
+        raise CheckpointError(f"rope scaling {kind!r} needs factors, and the file has none")
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = original
+    return rope if kind == "none" else rope | {"rope_type": kind, "factor": factor}
+
+
+def _factors(file: GGUFFile, name: str, size: int) -> list[float]:
+    info = file.tensors[name]
+    if info.kind is not Kind.F32 or info.shape != (size,):
+        raise CheckpointError(f"tensor {name} must be {size} numbers in F32")
+    read = read_tensor(info)
+    assert isinstance(read, torch.Tensor)
+    if not bool(((read > 0) & read.isfinite()).all()):
+        raise CheckpointError(f"tensor {name} must be positive numbers")
+    return [float(factor) for factor in read]
+
+
+class GGUFWeights:
+    """A `WeightReader` over a GGUF file."""
+
+    def __init__(self, file: GGUFFile, head_dim: int) -> None:
+        """`head_dim`: as `describe_gguf` has it."""
+        self._architecture = _architecture_of(file)[1]
+        self._head_dim = head_dim
+        self._infos = {self._name_of(name): info for name, info in file.tensors.items() if name not in _ROPE_TENSORS}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._infos)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """See `WeightReader`."""
+        return self._infos[name].shape
+
+    def format_of(self, name: str) -> GroupFormat | None:
+        """See `WeightReader`."""
+        return format_of(self._infos[name].kind)
+
+    def read(self, name: str) -> torch.Tensor | GroupedWeight:
+        """See `WeightReader`."""
+        tensor = read_tensor(self._infos[name])
+        if self._architecture.is_interleaved and (".q_proj." in name or ".k_proj." in name):
+            if isinstance(tensor, GroupedWeight):
+                return tensor.map_rows(self._split_halves)
+            return self._split_halves(tensor)
+        if self._architecture.has_added_ones and name.endswith("norm.weight"):
+            assert isinstance(tensor, torch.Tensor), "vectors are plain"
+            return tensor.float() - 1
+        return tensor
+
+    def _name_of(self, name: str) -> str:
+        """`blk.7.attn_q.weight` -> `model.layers.7.self_attn.q_proj.weight`; what is not known stays as it is."""
+        architecture = self._architecture
+        if name.startswith("blk."):
+            _, layer, part, suffix = (*name.split("."), "", "", "")[:4]
+            names = {**_LAYER_NAMES, **_NORM_NAMES[architecture.norms], **architecture.names}
+            return f"model.layers.{layer}.{names[part]}.{suffix}" if part in names else name
+        part, _, suffix = name.partition(".")
+        return f"{_OUTER_NAMES[part]}.{suffix}" if part in _OUTER_NAMES else name
+
+    def _split_halves(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of each head: first the rows that were even, then those that were odd."""
+        pairs = rows.view(-1, self._head_dim // 2, 2, *rows.shape[1:])
+        return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _is_set(value: object) -> bool:
+    return bool(value.any() if isinstance(value, np.ndarray) else value)
+
+
+def _short(value: object) -> str:
+    text = repr(value.tolist() if isinstance(value, np.ndarray) else value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

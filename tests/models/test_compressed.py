@@ -1,0 +1,271 @@
+"""Compressed safetensors: what compressed-tensors, AWQ and GPTQ pack is what loading gives.
+
+Each format is packed here as its documentation has it, element by element, from integers that are known.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chairlift.config import DType
+from chairlift.errors import CheckpointError
+from chairlift.models import load_model, open_checkpoint
+from chairlift.models.decoder import Decoder
+from chairlift.models.layers import Linear
+from chairlift.models.loader import grouped_size
+from tests.support.checkpoints import make_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+SHAPE: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that is written into each nibble of a word, the lowest first
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix whose elements are (values - zeros) * scales, group by group."""
+
+    values: torch.Tensor  # int64 [out, in], unsigned
+    zeros: torch.Tensor  # int64 [out, groups], unsigned
+    scales: torch.Tensor  # float16 [out, groups]
+
+    @property
+    def exact(self) -> torch.Tensor:
+        """float32 `[out, in]`"""
+        size = self.values.shape[1] // self.zeros.shape[1]
+        zeros, scales = (each.repeat_interleave(size, dim=1) for each in (self.zeros, self.scales.float()))
+        return (self.values - zeros) * scales
+
+
+def quantized(seed: int, shape: torch.Size, num_bits: int, group_size: int, is_symmetric: bool) -> Quantized:
+    generator = torch.Generator().manual_seed(seed)
+    num_groups = 1 if group_size == -1 else shape[1] // group_size
+    values = torch.randint(0, 2**num_bits, tuple(shape), generator=generator)
+    zeros = torch.randint(0, 2**num_bits, (shape[0], num_groups), generator=generator)
+    if is_symmetric:
+        zeros.fill_(2 ** (num_bits - 1))
+    scales = 0.01 * torch.rand(shape[0], num_groups, generator=generator) + 0.001
+    return Quantized(values, zeros, scales.half())
+
+
+def words(unsigned: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """int64 `[n, m]` -> int32 `[n, m * bits / 32]`: neighbours along the last dimension, the lowest bits first."""
+    per_word = 32 // num_bits
+    parts = unsigned.view(len(unsigned), -1, per_word)
+    packed = torch.zeros(parts.shape[:2], dtype=torch.int64)
+    for place in range(per_word):
+        packed |= parts[:, :, place] << (num_bits * place)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def pack_quantized(name: str, matrix: Quantized, num_bits: int, is_symmetric: bool) -> Tensors:
+    """compressed-tensors: zero points are packed along the outputs."""
+    tensors = {
+        f"{name}.weight_packed": words(matrix.values, num_bits),
+        f"{name}.weight_scale": matrix.scales,
+        f"{name}.weight_shape": torch.tensor(matrix.values.shape),
+    }
+    if not is_symmetric:
+        tensors[f"{name}.weight_zero_point"] = words(matrix.zeros.T.contiguous(), num_bits).T.contiguous()
+    return tensors
+
+
+def pack_awq(name: str, matrix: Quantized) -> Tensors:
+    """Inputs first; outputs are packed by eight in an order of their own."""
+
+    def shuffled(unsigned: torch.Tensor) -> torch.Tensor:
+        columns = unsigned.T.reshape(unsigned.shape[1], -1, 8)
+        return words(columns[:, :, AWQ_ORDER].flatten(1), 4)
+
+    scales = matrix.scales.T.contiguous()
+    return {
+        f"{name}.qweight": shuffled(matrix.values),
+        f"{name}.qzeros": shuffled(matrix.zeros),
+        f"{name}.scales": scales,
+    }
+
+
+def pack_gptq(name: str, matrix: Quantized, num_bits: int, zero_shift: int) -> Tensors:
+    """Inputs first, and packed; of zero points the outputs are packed, less one in the first version."""
+    num_inputs, num_groups = matrix.values.shape[1], matrix.zeros.shape[1]
+    zeros = (matrix.zeros - zero_shift) % 2**num_bits
+    return {
+        f"{name}.qweight": words(matrix.values, num_bits).T.contiguous(),
+        f"{name}.qzeros": words(zeros.T.contiguous(), num_bits),
+        f"{name}.scales": matrix.scales.T.contiguous(),
+        f"{name}.g_idx": (torch.arange(num_inputs) // (num_inputs // num_groups)).int(),
+    }
+
+
+def compressed_tensors(num_bits: int, group_size: int, is_symmetric: bool, **weights: Any) -> dict[str, Any]:
+    stated = {
+        "num_bits": num_bits,
+        "type": "int",
+        "strategy": "channel" if group_size == -1 else "group",
+        "group_size": None if group_size == -1 else group_size,
+        "symmetric": is_symmetric,
+        **weights,
+    }
+    groups = {"group_0": {"targets": ["Linear"], "weights": stated, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+def gptq(num_bits: int = 4, group_size: int = 64, **stated: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": num_bits, "group_size": group_size, "desc_act": False, **stated}
+
+
+def awq(**stated: Any) -> dict[str, Any]:
+    return {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm", **stated}
+
+
+CASES: dict[str, tuple[dict[str, Any], int, int, bool]] = {  # what is stated, bits, group size, whether symmetric
+    **{
+        f"pack-quantized, w{bits}a16, groups of {size}, {'symmetric' if symmetric else 'zero points'}": (
+            compressed_tensors(bits, size, symmetric),
+            bits,
+            size,
+            symmetric,
+        )
+        for bits in (4, 8)
+        for size in (32, 128, -1)
+        for symmetric in (True, False)
+    },
+    "awq": (awq(), 4, 64, False),
+    "gptq, 4 bits": (gptq(), 4, 64, False),
+    "gptq, 4 bits, groups of 32, version 2": (gptq(4, 32, checkpoint_format="gptq_v2"), 4, 32, False),
+    "gptq, 8 bits, symmetric": (gptq(8, 128), 8, 128, True),
+}
+
+
+def write(directory: Path, case: str, **stated: Any) -> dict[str, torch.Tensor]:
+    """A checkpoint whose products in layers are compressed; returns what they are, by the name of the weight."""
+    config, num_bits, group_size, is_symmetric = CASES[case]
+    model = make_checkpoint(directory, **SHAPE)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = {}
+    for seed, name in enumerate(sorted(tensors)):
+        base = name.removesuffix(".weight")
+        if not base.endswith("_proj"):
+            continue
+        matrix = quantized(seed, tensors.pop(name).shape, num_bits, group_size, is_symmetric)
+        expected[name] = matrix.exact
+        match config["quant_method"]:
+            case "awq":
+                tensors |= pack_awq(base, matrix)
+            case "gptq":
+                tensors |= pack_gptq(base, matrix, num_bits, int(config.get("checkpoint_format") != "gptq_v2"))
+            case _:
+                tensors |= pack_quantized(base, matrix, num_bits, is_symmetric)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "config.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**fields, "quantization_config": {**config, **stated}}), encoding="utf-8")
+    return expected
+
+
+def edit(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Tensors that are replaced, or left out."""
+    tensors = {**load_file(directory / "model.safetensors"), **change}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def load(directory: Path, *, keeps_groups: bool = False) -> Decoder:
+    return load_model(open_checkpoint(str(directory)), DType.FLOAT32, "cpu", 16, keeps_groups=keeps_groups)
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(directory)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_packed_is_read_without_loss(tmp_path: Path, case: str) -> None:
+    expected = write(tmp_path, case)
+    layer, kept = load(tmp_path).layers[0], load(tmp_path, keeps_groups=True).layers[0]
+    parts = [expected[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
+    assert torch.equal(layer.self_attn.qkv_proj.weight, torch.cat(parts))
+    assert torch.equal(layer.mlp.down_proj.weight, expected[f"{DOWN}.weight"])
+    grouped = kept.mlp.down_proj.grouped
+    assert grouped is not None
+    assert torch.equal(grouped.dequantize(), expected[f"{DOWN}.weight"])
+    assert grouped.num_bits == CASES[case][1]
+    assert grouped.group_size == (128 if CASES[case][2] == -1 else CASES[case][2])
+
+
+@pytest.mark.parametrize("case", ["awq", "pack-quantized, w8a16, groups of 32, symmetric"])
+def test_what_is_kept_is_weighed_before_it_is_read(tmp_path: Path, case: str) -> None:
+    write(tmp_path, case)
+    size = grouped_size(open_checkpoint(str(tmp_path)))
+    linears = [module for module in load(tmp_path, keeps_groups=True).modules() if isinstance(module, Linear)]
+    kept = [linear.grouped for linear in linears if linear.grouped is not None]
+    assert size is not None
+    assert size.num_bytes == sum(each.num_bytes for each in kept)
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({"quant_method": "fp8"}, "quantized with fp8"),
+        ({**compressed_tensors(4, 128, True), "format": "nvfp4-pack-quantized"}, "in the format nvfp4-pack-quantized"),
+        (
+            {**compressed_tensors(8, -1, True), "format": "int-quantized"},
+            "compressed-tensors in the format int-quantized",
+        ),
+        (compressed_tensors(4, 128, True, actorder="group"), "in the order of activations (actorder)"),
+        (compressed_tensors(3, 128, True), "values of 3 bits in groups of 128"),
+        (compressed_tensors(4, 16, True), "values of 4 bits in groups of 16"),
+        (compressed_tensors(8, 128, True, type="float"), "of float values by group"),
+        ({**compressed_tensors(4, 128, True), "kv_cache_scheme": {"num_bits": 8}}, "a quantized cache"),
+        (awq(version="gemv"), "AWQ in the version gemv"),
+        (awq(bits=8), "AWQ in 8 bits"),
+        (gptq(checkpoint_format="marlin"), "GPTQ in the format marlin"),
+        (gptq(2), "values of 2 bits"),
+    ],
+)
+def test_another_format_is_refused_by_name(tmp_path: Path, stated: dict[str, Any], said: str) -> None:
+    write(tmp_path, "awq", **{"config_groups": None, **stated})
+    message = refusal(tmp_path)
+    assert said in message
+    assert "which cannot be read; choose a checkpoint of 4 or 8 bits in groups of 32, 64 or 128" in message
+
+
+def test_quantized_activations_are_refused(tmp_path: Path) -> None:
+    stated = compressed_tensors(8, 128, True)
+    stated["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+    write(tmp_path, "awq", **stated)
+    assert "compressed-tensors with quantized activations" in refusal(tmp_path)
+
+
+def test_act_order_is_refused_by_its_indices(tmp_path: Path) -> None:
+    write(tmp_path, "gptq, 4 bits", desc_act=True)
+    assert load(tmp_path).config.num_layers == 1  # the order is that of the inputs, whatever is stated
+    edit(tmp_path, {f"{DOWN}.g_idx": torch.randperm(256) // 64})
+    assert "GPTQ in the order of activations (act-order, desc_act)" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({f"{DOWN}.scales": None}, f"the checkpoint lacks {DOWN}.scales"),
+        ({f"{DOWN}.qweight": None, f"{DOWN}.qzeros": None, f"{DOWN}.scales": None}, f"lacks {DOWN}.weight"),
+        ({f"{DOWN}.scales": torch.ones(3, 128)}, "256 inputs, which do not make 3 groups"),
+        ({f"{DOWN}.scales": torch.ones(4, 64)}, "and its scales have shapes that do not fit each other"),
+        ({f"{DOWN}.qzeros": torch.ones(2, 16, dtype=torch.int32)}, "have shapes that do not fit each other"),
+        ({f"{DOWN}.qweight": torch.ones(256, 16)}, f"tensor {DOWN}.qweight is torch.float32 [256, 16]"),
+        ({f"{DOWN}.qweight": torch.ones(256, dtype=torch.int32)}, f"tensor {DOWN}.qweight has 1 dimensions, not 2"),
+        ({f"{DOWN}.qweight": torch.ones(256, 8, dtype=torch.int32)}, "has shape [64, 256]; the model needs [128, 256]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, torch.Tensor | None], said: str) -> None:
+    write(tmp_path, "awq")
+    edit(tmp_path, change)
+    assert said in refusal(tmp_path)

@@ -1,0 +1,318 @@
+"""GGUF files: blocks become the numbers that the package gguf reads, and what is wrong with a file is one line."""
+
+import contextlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGUFWriter
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chairlift.config import DType
+from chairlift.errors import CheckpointError
+from chairlift.models import load_model, open_checkpoint
+from chairlift.models.checkpoint import find_model
+from chairlift.models.decoder import Decoder
+from chairlift.models.gguf import end_tokens, open_gguf, sampling_of
+from chairlift.models.gguf.blocks import read_tensor
+from chairlift.models.grouped import GroupedWeight
+from chairlift.models.layers import Linear
+from chairlift.models.loader import grouped_size
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import Kind, finish, new_writer, write_model
+
+EXACT = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K]
+NUM_BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4}
+SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
+MAX_SEQ_LEN = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), seed=1, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def valid(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file in Q4_0."""
+    return write_model(model, tmp_path_factory.mktemp("valid") / "model.gguf", Kind.Q4_0)
+
+
+def load(path: Path, *, keeps_groups: bool = False) -> Decoder:
+    return load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", MAX_SEQ_LEN, keeps_groups=keeps_groups)
+
+
+def refusal(path: Path) -> str:
+    """The message, one line, of the error that loading meets."""
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Blocks
+
+
+def random_blocks(kind: Kind, num_rows: int, num_blocks: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Bytes of any value, but for the float16 numbers that scale a block."""
+    rng = np.random.default_rng(kind.value)
+    size = GGML_QUANT_SIZES[kind][1]
+    blocks = rng.integers(0, 256, (num_rows * num_blocks, size), dtype=np.uint8)
+    halves = rng.normal(0, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8)  # of 2 bytes, 2 numbers a block
+    if kind is Kind.Q6_K:
+        blocks[:, -2:] = halves[:, :2]
+    else:
+        num_bytes = 2 if kind in (Kind.Q8_0, Kind.Q4_0, Kind.Q5_0) else 4
+        blocks[:, :num_bytes] = halves[:, :num_bytes]
+    return blocks.reshape(num_rows, -1)
+
+
+def read_blocks(path: Path, kind: Kind, num_rows: int = 37) -> tuple[GroupedWeight, torch.Tensor]:
+    """A matrix in that type as it is read, and as the package gguf dequantizes it."""
+    blocks = random_blocks(kind, num_rows, 512 // GGML_QUANT_SIZES[kind][0])
+    writer = new_writer(path, "llama")
+    writer.add_tensor("ahead", np.ones(3, dtype=np.float32))
+    writer.add_tensor("matrix", blocks, raw_dtype=kind)
+    finish(writer)
+    read = read_tensor(open_gguf(path).tensors["matrix"])
+    assert isinstance(read, GroupedWeight)
+    return read, torch.from_numpy(gguf.dequantize(blocks, kind))
+
+
+@pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.name)
+def test_blocks_are_read_without_loss(tmp_path: Path, kind: Kind) -> None:
+    read, expected = read_blocks(tmp_path / "blocks.gguf", kind)
+    assert (read.num_bits, read.group_size) == (NUM_BITS.get(kind, 8), 32)
+    assert torch.equal(read.dequantize(), expected)
+
+
+def test_a_matrix_of_many_rows_is_read_like_one_of_few(tmp_path: Path) -> None:
+    read, expected = read_blocks(tmp_path / "blocks.gguf", Kind.Q4_1, num_rows=5000)
+    assert torch.equal(read.dequantize(), expected)
+
+
+def test_q6_k_becomes_the_nearest_of_255_steps_in_groups_of_32(tmp_path: Path) -> None:
+    read, expected = read_blocks(tmp_path / "blocks.gguf", Kind.Q6_K)
+    assert (read.num_bits, read.group_size, read.offsets) == (8, 32, None)
+    largest = expected.view(37, -1, 32).abs().amax(-1, keepdim=True)
+    assert ((read.dequantize() - expected).view(37, -1, 32).abs() <= 0.51 / 127 * largest + 1e-6).all()
+    assert torch.linalg.vector_norm(read.dequantize() - expected) < 0.005 * torch.linalg.vector_norm(expected)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
+def test_plain_numbers_are_as_they_are(model: Any, tmp_path: Path, kind: Kind) -> None:
+    checkpoint = open_checkpoint(str(write_model(model, tmp_path / "model.gguf", kind)))
+    dtype = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]
+    assert checkpoint.config.dtype == str(dtype).removeprefix("torch.")
+    read = checkpoint.open_weights().read("model.layers.1.mlp.down_proj.weight")
+    assert isinstance(read, torch.Tensor)
+    assert torch.equal(read, model.model.layers[1].mlp.down_proj.weight.to(dtype))
+    assert grouped_size(checkpoint) is None
+
+
+# What a model keeps
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_products_keep_their_groups_and_are_weighed_before_they_are_read(tmp_path: Path, is_tied: bool) -> None:
+    model = make_checkpoint(tmp_path, tie_word_embeddings=is_tied, **SHAPE)
+    path = write_model(model, tmp_path / "file" / "model.gguf", Kind.Q4_0)
+    kept, plain = load(path, keeps_groups=True), load(path)
+    assert kept.lm_head.grouped is not None
+    assert hasattr(kept.model.embed_tokens, "weight") is not is_tied
+    query = kept.layers[1].self_attn.qkv_proj.grouped
+    assert query is not None
+    assert torch.equal(query.dequantize(), plain.layers[1].self_attn.qkv_proj.weight)
+    assert torch.equal(kept.lm_head.grouped.dequantize(), plain.lm_head.weight)
+    linears = [module for module in kept.modules() if isinstance(module, Linear)]
+    grouped = [linear.grouped for linear in linears if linear.grouped is not None]
+    size = grouped_size(open_checkpoint(str(path)))
+    assert size is not None
+    assert size.num_bytes == sum(each.num_bytes for each in grouped)
+    assert size.num_parameters == sum(each.num_outputs * each.num_inputs for each in grouped)
+
+
+def test_matrices_of_four_and_eight_bits_are_stacked_in_eight(model: Any, valid: Path, tmp_path: Path) -> None:
+    path = write_model(model, tmp_path / "model.gguf", {".v_proj.": Kind.Q8_0, "": Kind.Q4_0})
+    query = load(path, keeps_groups=True).layers[0].self_attn.qkv_proj.grouped
+    assert query is not None
+    assert query.num_bits == 8
+    assert torch.equal(query.dequantize(), load(path).layers[0].self_attn.qkv_proj.weight)
+    assert torch.equal(query.dequantize()[:64], load(valid).layers[0].self_attn.qkv_proj.weight[:64])
+
+
+# Where a file is
+
+
+def test_a_directory_with_one_file_is_that_file(valid: Path) -> None:
+    assert find_model(str(valid.parent)) == valid
+    assert open_checkpoint(str(valid.parent)).path == valid
+
+
+def test_of_several_files_in_a_directory_one_must_be_named(valid: Path, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).symlink_to(valid)
+    assert "has 2 GGUF files (a.gguf, b.gguf...); name the one" in refusal(tmp_path)
+    assert load(tmp_path / "a.gguf").config.num_layers == 2
+
+
+def test_a_file_in_parts_is_read_by_the_name_of_any_or_of_the_directory(
+    model: Any, valid: Path, tmp_path: Path
+) -> None:
+    write_model(model, tmp_path / "model.gguf", Kind.Q4_0, split_max_tensors=8)
+    parts = sorted(path.name for path in tmp_path.iterdir())
+    assert parts == [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    whole = load(valid).state_dict()
+    for path in (tmp_path, tmp_path / parts[0], tmp_path / parts[2]):
+        loaded = load(path).state_dict()
+        assert loaded.keys() == whole.keys()
+        assert all(torch.equal(loaded[name], whole[name]) for name in whole)
+    (tmp_path / parts[1]).unlink()
+    assert refusal(tmp_path).endswith(f"is split, and {parts[1]} is not beside it")
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+    assert "nor a GGUF file" in refusal(tmp_path / "nowhere.gguf")
+
+
+# What is wrong with a file
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"general.architecture": "mamba"},
+            "architecture 'mamba' is not supported, only gemma2, gemma3, granite, llama",
+        ),
+        ({"llama.block_count": 3}, "it has 2 layers, and its metadata say 3"),
+        ({"llama.block_count": 4_000_000_000}, "llama.block_count must be a number from 1 to 16777216, not 4000000000"),
+        ({"llama.embedding_length": 32}, "has shape [96, 64]; the model needs [96, 32]"),
+        ({"llama.feed_forward_length": 2**24}, "the model needs [16777216, 64]"),
+        ({"llama.attention.head_count": 1}, "1 attention heads cannot share 2 key/value heads"),
+        ({"llama.attention.key_length": 8}, "heads of another size than its keys"),
+        ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base must be a positive number, not nan"),
+        ({"llama.rope.scaling.type": "spiral"}, "rope type 'spiral' is not supported"),
+        ({"llama.expert_count": 8}, "its llama.expert_count (8) is not supported"),
+        ({"llama.vocab_size": 97}, "its embedding has 96 rows, and its metadata say otherwise: 96 tokens"),
+        ({"tokenizer.ggml.tokens": ["a"] * 95}, "its embedding has 96 rows, and its metadata say otherwise: 95 tokens"),
+        ({"llama.context_length": None}, "it lacks llama.context_length"),
+        ({"llama.context_length": "long"}, "llama.context_length must be a number from 1 to 16777216, not 'long'"),
+    ],
+)
+def test_metadata_that_are_at_odds_with_the_tensors_are_named(
+    valid: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    finish(rewritten(valid, tmp_path / "model.gguf", changes))
+    assert said in refusal(tmp_path / "model.gguf")
+
+
+def rewritten(source: Path, target: Path, changes: dict[str, Any]) -> GGUFWriter:
+    """A writer of the same file with other metadata; None: without them."""
+    reader = gguf.GGUFReader(source)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    fields |= changes
+    writer = new_writer(target, fields.pop("general.architecture"))
+    for name, value in fields.items():
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif value is not None:
+            kinds = {str: gguf.GGUFValueType.STRING, float: gguf.GGUFValueType.FLOAT32}
+            writer.add_key_value(name, value, kinds.get(type(value), gguf.GGUFValueType.UINT32))
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    return writer
+
+
+def test_a_type_that_cannot_be_read_is_named(valid: Path, tmp_path: Path) -> None:
+    writer = rewritten(valid, tmp_path / "model.gguf", {})
+    blocks = np.zeros((4, GGML_QUANT_SIZES[Kind.IQ4_XS][1]), dtype=np.uint8)
+    writer.add_tensor("blk.0.extra.weight", blocks, raw_dtype=Kind.IQ4_XS)
+    finish(writer)
+    assert "tensor blk.0.extra.weight is IQ4_XS, and only F32, F16, BF16, Q8_0, " in refusal(tmp_path / "model.gguf")
+
+
+def test_a_tensor_without_a_place_is_named(valid: Path, tmp_path: Path) -> None:
+    writer = rewritten(valid, tmp_path / "model.gguf", {})
+    writer.add_tensor("blk.0.ffn_gate_inp.weight", np.zeros((4, 64), dtype=np.float32))
+    finish(writer)
+    assert "no place for: blk.0.ffn_gate_inp.weight" in refusal(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.3, 0.999])
+def test_a_truncated_file_is_one_line(valid: Path, tmp_path: Path, share: float) -> None:
+    path = tmp_path / "model.gguf"
+    whole = valid.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    assert "is no GGUF file that can be read: it is truncated" in refusal(path)
+
+
+HUGE = struct.pack("<Q", 2**62)
+
+
+@pytest.mark.parametrize("place", [8, 16, 24], ids=["tensors", "metadata", "a name"])
+def test_absurd_numbers_in_a_header_are_refused_at_once(valid: Path, tmp_path: Path, place: int) -> None:
+    damaged = bytearray(valid.read_bytes())
+    damaged[place : place + 8] = HUGE
+    path = tmp_path / "model.gguf"
+    path.write_bytes(damaged)
+    assert "is no GGUF file that can be read: " in refusal(path)
+
+
+def test_an_absurdly_long_list_is_refused_at_once(valid: Path, tmp_path: Path) -> None:
+    damaged = bytearray(valid.read_bytes())
+    name = b"tokenizer.ggml.tokens"
+    place = damaged.index(name) + len(name) + 8  # behind the types of the field and of its elements
+    for kind in (0, 8, 12):  # uint8, texts, float64
+        damaged[place - 4 : place + 8] = struct.pack("<I", kind) + HUGE
+        (tmp_path / "model.gguf").write_bytes(damaged)
+        assert "it is truncated in its header" in refusal(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("shape", [(2**40, 2**40), (2**63, 2)])
+def test_a_tensor_larger_than_the_file_is_refused(valid: Path, tmp_path: Path, shape: tuple[int, int]) -> None:
+    damaged = bytearray(valid.read_bytes())
+    name = b"token_embd.weight"
+    place = damaged.index(name) + len(name) + 4
+    damaged[place : place + 16] = struct.pack("<QQ", *shape)
+    (tmp_path / "model.gguf").write_bytes(damaged)
+    assert "it is truncated: tensor token_embd.weight ends at byte" in refusal(tmp_path / "model.gguf")
+
+
+@given(st.data())
+def test_whatever_bytes_are_flipped_a_file_loads_or_is_refused(
+    valid: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    damaged = bytearray(valid.read_bytes())
+    header = damaged.index(b"token_embd.weight")  # most of the rest is weights, which may have any value
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, header + 2000))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.mktemp("flipped") / "model.gguf"
+    path.write_bytes(damaged)
+    with contextlib.suppress(CheckpointError):
+        load(path)
+
+
+# What a file says of answers
+
+
+def test_ends_are_those_that_are_named_and_those_that_are_known(valid: Path, tmp_path: Path) -> None:
+    tokens = [f"t{index}" for index in range(96)]
+    tokens[7], tokens[8], tokens[9] = "<|im_end|>", "<|eot_id|>", "<|im_start|>"
+    changes = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if index in (7, 9) else 1 for index in range(96)],
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 3,
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 20,
+    }
+    finish(rewritten(valid, tmp_path / "model.gguf", changes))
+    file = open_gguf(tmp_path / "model.gguf")
+    assert end_tokens(file) == [2, 3, 7]
+    assert sampling_of(file) == {"temperature": 0.6, "top_k": 20}

@@ -66,10 +66,12 @@ class EngineConfig(BaseModel):
     # Which model
     model: str = Field(
         "bundled",
-        description="checkpoint directory, hub id, 'smollm2' (of the extra [smollm2]), or 'bundled' for the one in the"
-        " package",
+        description="checkpoint directory, hub id, GGUF file, 'smollm2' (of the extra [smollm2]), or 'bundled' for the"
+        " one in the package",
     )
-    tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; unset: the model's")
+    tokenizer: str | None = Field(
+        None, description="directory, hub id or GGUF file of the tokenizer; unset: the model's"
+    )
     chat_template: str | None = Field(None, description="file with a Jinja chat template; unset: the model's own")
     generation_config: GenerationDefaults = Field(
         GenerationDefaults.AUTO,

@@ -68,7 +68,10 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = "bundled", **config: Any) -> None:
-        """`model`: a checkpoint directory, a hub id, "smollm2" or "bundled"; `config`: fields of `EngineConfig`."""
+        """`model`: a checkpoint directory, a hub id, a GGUF file, "smollm2" or "bundled".
+
+        `config`: fields of `EngineConfig`.
+        """
         self._core = EngineCore(EngineConfig(model=model, **config))
         self.config = self._core.config
         self.inputs = InputProcessor(self.config, self._core.vocab_size)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.config import EngineConfig
+from chairlift.config import EngineConfig, LoadFormat
 from chairlift.engine.execution.forward import Forward, load_forward
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, GraphRecorder, LastTokens
 from chairlift.engine.execution.machine import fit_cache, inspect_machine
@@ -56,7 +56,8 @@ class EngineCore:
         checkpoint = open_checkpoint(config.model)
         shape = checkpoint.config
         machine, num_parameters = inspect_machine(config.device), count_parameters(shape)
-        self.config = resolve(config, shape, num_parameters, machine, grouped=grouped_size(checkpoint))
+        grouped = grouped_size(checkpoint) if config.load_format is LoadFormat.SAFETENSORS else None
+        self.config = resolve(config, shape, num_parameters, machine, grouped=grouped)
         if self.config.fallback_reason is not None:
             logger.warning("attention backend torch rather than cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from chairlift.config import AttentionBackend, DType, EngineConfig, LoadFormat, Quantization, ResolvedConfig
+from chairlift.engine.execution import resolver
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots, resolve
 from chairlift.errors import ChairliftError, ConfigurationError
 from chairlift.models.config import ModelConfig, ModelShape
+from chairlift.models.stored import GroupedSize
 from tests.models.cpu.support import BASE
 
 GIB = 2**30
@@ -36,7 +38,11 @@ NOT_INSTALLED: Obstacles = {AttentionBackend.FLASH_ATTN: "the package is not ins
 
 
 def resolved(
-    machine: MachineFacts = CPU, shape: ModelConfig = MODEL, obstacles: Obstacles = NO_OBSTACLES, **config: Any
+    machine: MachineFacts = CPU,
+    shape: ModelConfig = MODEL,
+    obstacles: Obstacles = NO_OBSTACLES,
+    grouped: GroupedSize | None = None,
+    **config: Any,
 ) -> ResolvedConfig:
     def find_obstacle(backend: AttentionBackend, model: ModelShape, dtype: DType, device: str) -> str | None:
         assert (model, device) == (shape, machine.device)
@@ -44,7 +50,7 @@ def resolved(
             return "not in float32"
         return obstacles.get(backend)
 
-    return resolve(EngineConfig(**config), shape, NUM_PARAMETERS, machine, find_obstacle)
+    return resolve(EngineConfig(**config), shape, NUM_PARAMETERS, machine, find_obstacle, grouped)
 
 
 def refusal(machine: MachineFacts = CPU, obstacles: Obstacles = NO_OBSTACLES, **config: Any) -> str:
@@ -170,6 +176,15 @@ def test_quantized_weights_leave_room_for_more_slots() -> None:
     machine = room_for(6)
     assert resolved(machine, memory_fraction=1.0, dtype="float32", quantization="int8").max_batch_size == 3
     assert resolved(machine, memory_fraction=1.0, dtype="bfloat16", quantization="int4").max_batch_size == 7
+
+
+def test_weights_that_are_stored_in_groups_are_counted_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As above, with 0.25 GiB in groups in the place of all weights but those of 0.125 GiB
+    grouped = GroupedSize(num_parameters=3 * 2**26, num_bytes=GIB // 8)
+    machine = room_for(6)
+    for is_kept, num_slots in ((True, 7), (False, 6)):
+        monkeypatch.setattr(resolver, "keeps_groups", {AttentionBackend.CPU: is_kept}.get)
+        assert resolved(machine, grouped=grouped, memory_fraction=1.0).max_batch_size == num_slots
 
 
 def test_the_token_budget_is_at_least_the_number_of_slots() -> None:
@@ -302,6 +317,12 @@ def test_what_was_asked_for_and_does_not_work_here_is_refused_with_the_reason(
     config: dict[str, Any], complaint: str
 ) -> None:
     assert refusal(obstacles={**NO_COMPILER, **NOT_INSTALLED}, **config) == complaint
+
+
+def test_weights_that_are_quantized_already_are_not_quantized_again() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolved(grouped=GroupedSize(1, 1), quantization="int8")
+    assert str(caught.value) == "the checkpoint's weights are quantized already; leave quantization out"
 
 
 # What the weights left

@@ -13,7 +13,7 @@ from chairlift.models.config import ModelShape
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_MULTIPLY_GROUPS: frozenset[AttentionBackend] = frozenset()
+_MULTIPLY_GROUPS = frozenset({AttentionBackend.CPU})
 
 
 def find_obstacle(backend: AttentionBackend, model: ModelShape, dtype: DType, device: str) -> str | None:

@@ -76,50 +76,58 @@ class GroupedWeight:
 def quantize(weight: torch.Tensor, num_bits: int) -> GroupedWeight:
     """`[out, in]` of any floating dtype -> integers in groups of 32, with inputs padded with zeros to whole groups.
 
-    8 bits are symmetric, 4 bits have offsets. Scales and offsets have 11 significant bits, as float16 has. What is no
-    number makes its group's scale none.
+    8 bits are symmetric, with scales of 11 significant bits, as float16 has. 4 bits have scales of up to 255 units,
+    which their row's largest makes, and offsets of up to 255 times -15 units: so a byte holds each. What is no number
+    makes the scale none: its group's with 8 bits, all of its row's with 4.
     """
     padded = pad(weight, (0, missing)) if (missing := -weight.shape[1] % _QUANTIZED_GROUP) else weight
-    groups = padded.reshape(-1, _QUANTIZED_GROUP)
     rounded = _round_to_8_bits if num_bits == 8 else _round_to_4_bits
-    parts = [rounded(part.float()) for part in groups.split(_ELEMENTS_AT_ONCE // _QUANTIZED_GROUP)]
-    values, scales, *offsets = (torch.cat(part).view(len(weight), -1) for part in zip(*parts, strict=True))
-    return GroupedWeight(num_bits, values, scales, *offsets)
+    num_rows = max(1, _ELEMENTS_AT_ONCE // padded.shape[1])
+    parts = [rounded(rows.float().unflatten(1, (-1, _QUANTIZED_GROUP))) for rows in padded.split(num_rows)]
+    values, scales, *offsets = (torch.cat(part) for part in zip(*parts, strict=True))
+    return GroupedWeight(num_bits, values.flatten(1), scales, *offsets)
 
 
 def _round_to_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """float32 `[n, group_size]` -> int8 values and float32 scales `[n]`: the largest magnitude is about 127."""
-    scales = _with_11_bits(groups.abs().amax(dim=1) / 127)
-    values = groups.mul(_inverse(scales)[:, None]).round_().clamp_(-127, 127)
+    """float32 `[out, n, 32]` -> int8 values and float32 scales `[out, n]`: the largest magnitude is about 127."""
+    scales = _with_11_bits(groups.abs().amax(dim=-1) / 127)
+    values = groups.mul(_inverse(scales)[..., None]).round_().clamp_(-127, 127)
     return values.to(torch.int8), scales
 
 
 def _round_to_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """float32 `[n, group_size]` -> uint8 values `[n, group_size / 2]`, float32 scales and offsets `[n]`.
+    """float32 `[out, n, 32]` -> uint8 values `[out, n, 16]`, float32 scales and offsets `[out, n]`."""
+    scales, offsets = _fit_4_bits(groups)
+    units = scales.amax(dim=1, keepdim=True) / 255
+    scales = (scales * _inverse(units)).round_() * units
+    offsets = (offsets * _inverse(-15 * units)).round_().clamp_(0, 255) * (-15 * units)
+    integers = groups.sub(offsets[..., None]).mul_(_inverse(scales)[..., None]).round_().clamp_(0, 15).to(torch.uint8)
+    return integers[..., ::2] | (integers[..., 1::2] << 4), scales, offsets
+
+
+def _fit_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 `[out, n, 32]` -> the scales and offsets `[out, n]` that lose least, of some.
 
     The integers are tried on all of the range that a group has, and on shares of it with what is beyond at its ends.
     Each time least squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v); what explains
-    most of the variance is taken.
+    most of the variance is taken, of offsets with which 0 is within the range.
     """
-    low, high = groups.aminmax(dim=1)
-    mean = groups.mean(dim=1)
-    best_explained, best_scales, best_offsets = torch.full_like(low, -1.0), high - low, low
-    best_values = torch.zeros_like(groups)
+    low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
+    mean, size = groups.mean(dim=-1), groups.shape[-1]
+    best_explained, best_scales, best_offsets = torch.zeros_like(low), (high - low) / 15, low
     for share in _SHARES_OF_RANGE:
         cut = (high - low) * ((1 - share) / 2)
-        values = groups.sub((low + cut)[:, None]).mul_(_inverse((high - low) * (share / 15))[:, None])
+        values = groups.sub((low + cut)[..., None]).mul_(_inverse((high - low) * (share / 15))[..., None])
         values.round_().clamp_(0, 15)
-        mean_value = values.mean(dim=1)
-        covariance = torch.linalg.vecdot(groups, values) - groups.shape[1] * mean * mean_value
-        variance = values.square().sum(dim=1) - groups.shape[1] * mean_value.square()
-        scales = covariance * _inverse(variance)
-        is_better = covariance * scales > best_explained
-        best_explained = torch.where(is_better, covariance * scales, best_explained)
+        mean_value = values.mean(dim=-1)
+        covariance = torch.linalg.vecdot(groups, values) - size * mean * mean_value
+        scales = covariance * _inverse(torch.linalg.vecdot(values, values) - size * mean_value.square())
+        offsets, explained = mean - scales * mean_value, covariance * scales
+        is_better = (explained > best_explained) & (offsets <= 0) & (offsets >= -15 * scales)
+        best_explained = torch.where(is_better, explained, best_explained)
         best_scales = torch.where(is_better, scales, best_scales)
-        best_offsets = torch.where(is_better, mean - scales * mean_value, best_offsets)
-        best_values = torch.where(is_better[:, None], values, best_values)
-    integers = best_values.to(torch.uint8)
-    return integers[:, ::2] | (integers[:, 1::2] << 4), _with_11_bits(best_scales), _with_11_bits(best_offsets)
+        best_offsets = torch.where(is_better, offsets, best_offsets)
+    return best_scales, best_offsets
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:

@@ -172,7 +172,7 @@ def test_wider_numbers_leave_room_for_fewer_slots() -> None:
 
 
 def test_quantized_weights_leave_room_for_more_slots() -> None:
-    # 2 GiB free, 0.25 Gi weights: 1 GiB in float32, 0.27 in int8 (8.5 bits each), 0.16 in int4 (5 bits)
+    # 2 GiB free, 0.25 Gi weights: 1 GiB in float32, 0.27 in int8 (8.5 bits each), 0.14 in int4 (4.5 bits)
     machine = room_for(6)
     assert resolved(machine, memory_fraction=1.0, dtype="float32", quantization="int8").max_batch_size == 3
     assert resolved(machine, memory_fraction=1.0, dtype="bfloat16", quantization="int4").max_batch_size == 7

@@ -42,9 +42,8 @@ class _Matrix(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("panels", "bias")),
         *((name, c_int64) for name in ("columns", "depth")),
-        *((name, c_void_p) for name in ("scales", "offsets")),
-        *((name, c_int64) for name in ("num_bits", "group_size")),
-        ("unit", c_double),
+        *((name, c_void_p) for name in ("scales", "offsets", "units")),
+        *((name, c_int64) for name in ("num_bits", "group_size", "scale_bits")),
     ]
 
     @classmethod
@@ -56,9 +55,10 @@ class _Matrix(ctypes.Structure):
             depth=matrix.depth,
             scales=_address(matrix.scales),
             offsets=_address(matrix.offsets),
+            units=_address(matrix.units),
             num_bits=matrix.num_bits,
             group_size=matrix.group_size,
-            unit=matrix.unit,
+            scale_bits=0 if matrix.scales is None else 8 * matrix.scales.itemsize,
         )
 
 
@@ -258,11 +258,12 @@ class _Weights:
     def _matrix(self, linear: Linear, arrange: _Arrange = _as_they_are, *, is_head: bool = False) -> _Matrix:
         bias = None if linear.bias is None else arrange(linear.bias)
         weight = _let_go(linear)
+        has_byte_scales = False
         if self._quantization is not None and isinstance(weight, torch.Tensor):
-            num_bits = 4 if self._quantization is Quantization.INT4 and not is_head else 8
-            weight = quantize(weight, num_bits)
+            has_byte_scales = self._quantization is Quantization.INT4 and not is_head
+            weight = quantize(weight, 4 if has_byte_scales else 8)
         if isinstance(weight, GroupedWeight):
-            packed = pack_grouped(weight.map_rows(arrange), bias)
+            packed = pack_grouped(weight.map_rows(arrange), bias, has_byte_scales=has_byte_scales)
         else:
             packed = pack(arrange(weight), bias)
         self._kept.append(packed)

@@ -11,7 +11,6 @@ Queries and keys are rotated as whole heads, each half with the other. Where onl
 come first in both halves, and the angle of the others is 0.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +23,7 @@ LANES = 16
 DEPTH_ALIGNMENT = 64
 GROUP_ALIGNMENT = 32  # of rows that the kernels quantize: groups of weights are a whole number of these
 _ZERO_OF_4_BITS = 8  # what stands for 0 in a matrix without offsets
+_OFFSET_OF_BYTE = -240.0  # units of an offset's, if it is a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class PackedMatrix:
     bias: torch.Tensor | None  # float32 [padded out]
     num_bits: int
     group_size: int = 0
-    scales: torch.Tensor | None = None  # float16 [padded out / 16, depth / group_size, 16], in units
+    scales: torch.Tensor | None = None  # float16 or uint8 [padded out / 16, depth / group_size, 16], in units
     offsets: torch.Tensor | None = None  # likewise
-    unit: float = 1.0  # a power of two
+    units: torch.Tensor | None = None  # float32 [padded out]
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.panels, self.bias, self.scales, self.offsets)
+        tensors = (self.panels, self.bias, self.scales, self.offsets, self.units)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -54,22 +54,31 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedMatrix
     return PackedMatrix(_panels(padded), num_outputs, padded.shape[1], _bias(bias), 8 * weight.itemsize)
 
 
-def pack_grouped(weight: GroupedWeight, bias: torch.Tensor | None = None) -> PackedMatrix:
-    """The same integers. Scales and offsets have the precision of float16, and more than its range.
+def pack_grouped(
+    weight: GroupedWeight, bias: torch.Tensor | None = None, *, has_byte_scales: bool = False
+) -> PackedMatrix:
+    """The same integers. Scales and offsets keep the precision of float16, at any magnitude.
 
-    ValueError for groups that are no multiple of 32.
+    `has_byte_scales`: they are such as `quantize` gives to 4 bits, which bytes hold. ValueError for groups that are no
+    multiple of 32.
     """
     if weight.group_size % GROUP_ALIGNMENT:
         raise ValueError(f"the kernels multiply groups of 32, 64, 96, ... weights, not of {weight.group_size}")
     scales = weight.scales.float()
     offsets = None if weight.offsets is None else weight.offsets.float()
     if weight.num_bits == 4:
-        if offsets is not None and torch.equal(offsets, -_ZERO_OF_4_BITS * scales):
-            offsets = None
-        elif offsets is None:
+        if offsets is None:
             offsets = torch.zeros_like(scales)
+        elif torch.equal(offsets, -_ZERO_OF_4_BITS * scales):
+            offsets = None
         scales = scales / 16  # the kernels see 16 times the value
-    unit = _unit(scales, offsets)
+    if has_byte_scales:
+        assert offsets is not None, "bytes are for 4 bits with offsets"
+        units = scales.amax(dim=1) / 255
+        dtype, offset_unit = torch.uint8, _OFFSET_OF_BYTE
+    else:
+        units = _powers_of_two(scales if offsets is None else torch.cat((scales, offsets), dim=1))
+        dtype, offset_unit = torch.float16, 1.0
     return PackedMatrix(
         _panels(_bytes_of(weight)),
         weight.num_outputs,
@@ -77,9 +86,9 @@ def pack_grouped(weight: GroupedWeight, bias: torch.Tensor | None = None) -> Pac
         _bias(bias),
         weight.num_bits,
         weight.group_size,
-        _by_panel(scales / unit).half(),
-        None if offsets is None else _by_panel(offsets / unit).half(),
-        unit,
+        _by_panel(_in_units(scales, units, dtype)),
+        None if offsets is None else _by_panel(_in_units(offsets, offset_unit * units, dtype)),
+        _pad_outputs(units),
     )
 
 
@@ -121,11 +130,16 @@ def _bytes_of(weight: GroupedWeight) -> torch.Tensor:
     return torch.stack(((first & 15) | (second << 4), (first >> 4) | (second & 240)), dim=-1).flatten(1)
 
 
-def _unit(*tensors: torch.Tensor | None) -> float:
-    """The power of two that brings the largest of all numbers below 2^15, where float16 is as fine as it gets."""
-    magnitudes = (tensor.abs().nan_to_num(0.0, 0.0).max().item() for tensor in tensors if tensor is not None)
-    largest = max(magnitudes)
-    return math.ldexp(1.0, math.frexp(largest)[1] - 15) if largest else 1.0
+def _powers_of_two(rows: torch.Tensor) -> torch.Tensor:
+    """`[out]`: what brings each row's largest number below 2^15, where float16 is as fine as it gets."""
+    largest = rows.abs().nan_to_num(0.0, 0.0).amax(dim=1)
+    return torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 15)
+
+
+def _in_units(rows: torch.Tensor, units: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[out, n]`, each row divided by its unit; of 0, zeros."""
+    counts = rows / torch.where(units == 0, 1.0, units)[:, None]
+    return counts.to(dtype) if dtype.is_floating_point else counts.nan_to_num().round().to(dtype)
 
 
 def _panels(rows: torch.Tensor) -> torch.Tensor:

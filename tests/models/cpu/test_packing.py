@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chairlift.models.cpu.packing import arrange_heads, interleave, pack, pack_grouped, rope_table
-from chairlift.models.grouped import GroupedWeight
+from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.rope import RopeConfig
 
 
@@ -53,18 +53,19 @@ def test_values_of_4_bits_lie_in_halves_of_bytes_a_word_in_each() -> None:
     assert values_of(packed.panels, torch.uint8)[0, :2, 5].tolist() == [[0x51, 0x62, 0x73, 0x84], [0, 0, 0, 0]]
 
 
-def test_scales_and_offsets_are_multiples_of_a_power_of_two_in_the_order_of_reading() -> None:
+def test_scales_and_offsets_are_multiples_of_a_rows_power_of_two_in_the_order_of_reading() -> None:
     scales = torch.arange(1.0, 37.0).view(18, 2) * 1e-7  # in float16 as they are they would lose most bits
     packed = pack_grouped(GroupedWeight(8, torch.ones(18, 64, dtype=torch.int8), scales, -3 * scales))
     assert packed.scales is not None
     assert packed.offsets is not None
+    assert packed.units is not None
     assert packed.scales.dtype == packed.offsets.dtype == torch.float16
     assert packed.scales.shape == packed.offsets.shape == (2, 2, 16)
-    assert packed.unit == 2.0**-31  # the largest is 1.08e-5, which is 23193 of these
-    found = packed.scales[1, :, :2].float() * packed.unit
-    torch.testing.assert_close(found, torch.tensor([[33e-7, 35e-7], [34e-7, 36e-7]]), rtol=2**-11, atol=0)
+    assert packed.units.shape == (32,)
+    assert packed.units[17] == 2.0**-31  # the largest of its row is 1.08e-5, which is 23193 of these
+    assert packed.scales[1, :, 1].tolist() == [7516.0, 7732.0]
+    assert packed.offsets[1, :, 1].tolist() == [-22544.0, -23200.0]
     assert packed.scales[1, :, 2:].eq(0).all()
-    torch.testing.assert_close(packed.offsets, -3 * packed.scales, rtol=2**-10, atol=0)
 
 
 def test_scales_of_4_bits_are_a_sixteenth_and_offsets_by_8_of_them_are_left_out() -> None:
@@ -72,13 +73,30 @@ def test_scales_of_4_bits_are_a_sixteenth_and_offsets_by_8_of_them_are_left_out(
     plain = pack_grouped(GroupedWeight(4, values, scales, -8 * scales))
     assert plain.offsets is None
     assert plain.scales is not None
-    assert plain.scales.eq(0.5 / 16 / plain.unit).all()
+    assert plain.units is not None
+    assert (plain.scales * plain.units).eq(0.5 / 16).all()
     shifted = pack_grouped(GroupedWeight(4, values, scales, -7 * scales))
     assert shifted.offsets is not None
-    assert shifted.offsets.eq(-3.5 / shifted.unit).all()
+    assert shifted.units is not None
+    assert (shifted.offsets * shifted.units).eq(-3.5).all()
     bare = pack_grouped(GroupedWeight(4, values, scales))
     assert bare.offsets is not None
     assert bare.offsets.eq(0).all()
+
+
+def test_scales_and_offsets_of_our_own_4_bits_are_bytes() -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0.0
+    grouped = quantize(weight, 4)
+    packed = pack_grouped(grouped, has_byte_scales=True)
+    assert packed.scales is not None
+    assert packed.offsets is not None
+    assert packed.units is not None
+    assert grouped.offsets is not None
+    assert packed.scales.dtype == packed.offsets.dtype == torch.uint8
+    assert packed.scales[0].amax(dim=0).tolist() == [255 if row != 3 else 0 for row in range(16)]
+    torch.testing.assert_close(packed.scales[0].T * packed.units[:, None] * 16, grouped.scales)
+    torch.testing.assert_close(packed.offsets[0].T * packed.units[:, None] * -240, grouped.offsets)
 
 
 def test_groups_that_rows_cannot_have_are_refused() -> None:
@@ -107,8 +125,8 @@ def test_bytes_are_of_all_parts() -> None:
     weight, bias = torch.ones(16, 64), torch.ones(16)
     assert pack(weight).num_bytes == 16 * 64 * 4
     assert pack(weight.bfloat16(), bias.bfloat16()).num_bytes == 16 * 64 * 2 + 16 * 4
-    grouped = GroupedWeight(4, torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 2), torch.ones(16, 2))
-    assert pack_grouped(grouped, bias).num_bytes == 16 * 64 / 2 + 16 * 4 + 2 * 16 * 2 * 2
+    grouped = GroupedWeight(4, torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1), torch.ones(16, 1))
+    assert pack_grouped(grouped, bias).num_bytes == 16 * 64 / 2 + 2 * 16 * 4 + 2 * 16 * 2
 
 
 def test_packing_leaves_the_weight_as_it_is_and_keeps_nothing_of_it() -> None:

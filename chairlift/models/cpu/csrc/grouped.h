@@ -3,10 +3,13 @@
 //
 // The kernels see bytes without a sign. Of 8 bits that is the value + 128. Of 4 bits it is 16 times the value, a half
 // of a byte as it stands, and scales are a 16th: so where there are no offsets and 8 is meant as zero, both are bytes
-// around 128. Scales and offsets are float16 in the order of reading, and multiples of the matrix's unit:
+// around 128. Scales and offsets are multiples of their column's unit, in the order of reading:
 //
 //     panel p, 8 bits:  [depth / 4][16][4]    4 bits:  [depth / 8][16][4], low halves word 2 i and high ones 2 i + 1
 //     scales, offsets:  [columns / 16][depth / group_size][16]
+//
+// They are float16, or bytes without a sign: such a scale is the byte, and such an offset -240 times it. (With scales up to
+// 255 units an offset by 15 * 16 times as much, below 0, is all that weights on both sides of 0 can need.)
 //
 // Rows are integers of 8 bits in groups of 32, whatever the weights' groups are. Where a number dwarfs the row's others,
 // its group would lose more than all the rest: so there what rounding took is a group of its own, with a scale of its
@@ -22,6 +25,7 @@ constexpr int GROUP = 32;
 constexpr int GROUP_WORDS = GROUP / 4;
 constexpr int32_t ZERO = 128;  // the byte that stands for 0
 
+constexpr float OFFSET_OF_BYTE = -240;
 constexpr float DWARFING = 6;  // times the root of the row's mean square
 
 // 32 elements of a row: scale * value each.
@@ -66,6 +70,16 @@ INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
 }
 #endif
 
+INLINE f32x16 load_scales(const Matrix& matrix, int64_t place) {
+    return matrix.scale_bits == 16 ? load16(static_cast<const half*>(matrix.scales) + place)
+                                   : load16(static_cast<const uint8_t*>(matrix.scales) + place);
+}
+
+INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place) {
+    return matrix.scale_bits == 16 ? load16(static_cast<const half*>(matrix.offsets) + place)
+                                   : load16(static_cast<const uint8_t*>(matrix.offsets) + place) * OFFSET_OF_BYTE;
+}
+
 template <int BITS> INLINE void load_words(const char* from, u32x16 (&words)[GROUP_WORDS]) {
     constexpr int STEP = 8 / BITS;
 #pragma GCC unroll 8
@@ -97,8 +111,8 @@ static void multiply_groups(const Group* a, int64_t lda, int rows, const Matrix&
     for (int64_t start = 0; start < matrix.depth; start += matrix.group_size, scale += LANES) {
         f32x16 scales[PANELS], offsets[PANELS];
         for (int p = 0; p < PANELS; p++) {
-            scales[p] = load16(matrix.scales + scale + p * panel_scales);
-            if (HAS_OFFSETS) offsets[p] = load16(matrix.offsets + scale + p * panel_scales);
+            scales[p] = load_scales(matrix, scale + p * panel_scales);
+            if (HAS_OFFSETS) offsets[p] = load_offsets(matrix, scale + p * panel_scales);
         }
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, a += lda) {
             u32x16 words[PANELS][GROUP_WORDS];
@@ -133,7 +147,7 @@ static void multiply_format(const Group* a, int64_t lda, int rows, const Matrix&
     if (p < panels) multiply_groups<BITS, HAS_OFFSETS, 1>(a, lda, rows, matrix, panel + p, c + p * LANES, ldc);
 }
 
-// As many panels, times the unit.
+// As many panels, times the units.
 static void multiply(const Group* a, int64_t lda, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
                      int64_t ldc) {
     const auto format = matrix.num_bits == 8 ? (matrix.offsets ? multiply_format<8, true> : multiply_format<8, false>)
@@ -141,7 +155,7 @@ static void multiply(const Group* a, int64_t lda, int rows, const Matrix& matrix
     format(a, lda, rows, matrix, panel, panels, c, ldc);
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < panels * LANES; k += LANES)
-            store16(c + r * ldc + k, load16(c + r * ldc + k) * float(matrix.unit));
+            store16(c + r * ldc + k, load16(c + r * ldc + k) * load16(matrix.units + panel * LANES + k));
 }
 
 // `count` weights of a column.
@@ -150,12 +164,13 @@ inline void read_column(const Matrix& matrix, int64_t column, int64_t count, flo
     const int64_t words_together = 8 / matrix.num_bits;
     const int32_t zero = matrix.num_bits == 8 || !matrix.offsets ? ZERO : 0;
     const uint8_t* from = static_cast<const uint8_t*>(matrix.panels) + panel * matrix.depth * LANES / words_together;
+    const float unit = matrix.units[column];
     float scales[LANES], offsets[LANES] = {};
     for (int64_t k = 0; k < count; k++) {
         if (k % matrix.group_size == 0) {
             const int64_t place = (panel * num_scales + k / matrix.group_size) * LANES;
-            store16(scales, load16(matrix.scales + place) * float(matrix.unit));
-            if (matrix.offsets) store16(offsets, load16(matrix.offsets + place) * float(matrix.unit));
+            store16(scales, load_scales(matrix, place) * unit);
+            if (matrix.offsets) store16(offsets, load_offsets(matrix, place) * unit);
         }
         const int64_t word = k / 4;
         int32_t byte = from[(word / words_together * LANES + lane) * 4 + k % 4];

@@ -22,9 +22,9 @@ struct Matrix {
     const float* bias;  // [columns], or null
     int64_t columns;
     int64_t depth;  // with padding
-    const half *scales, *offsets;
-    int64_t num_bits, group_size;
-    double unit;
+    const void *scales, *offsets;
+    const float* units;
+    int64_t num_bits, group_size, scale_bits;
 };
 
 // How far ahead of use weights are fetched: few rows wait for memory alone, more rows must not wait in between.

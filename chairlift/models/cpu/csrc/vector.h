@@ -18,6 +18,7 @@ typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
 typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1)));
+typedef uint8_t u8x16 __attribute__((vector_size(16), aligned(1)));
 
 struct bf16 {
     uint16_t bits;
@@ -54,6 +55,7 @@ INLINE f32x16 load16(const bf16* p) {
     return bit_cast<f32x16>(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
 }
 
+INLINE f32x16 load16(const uint8_t* p) { return __builtin_convertvector(load<u8x16>(p), f32x16); }
 INLINE f32x16 load16(const half* p) {
 #if defined(__AVX512F__)
     return bit_cast<f32x16>(_mm512_cvtph_ps(load<__m256i>(p)));

@@ -3,6 +3,7 @@
 Modules are named as the checkpoints' tensors, but for what `models/loader.py` has tables of.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -107,7 +108,7 @@ class Decoder(nn.Module):
         is_head = self.config.is_tied and name == _EMBEDDING
         return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))
 
-    def take_grouped(self, name: str, weight: GroupedWeight) -> None:
+    def take_grouped(self, name: str, weight: Callable[[], GroupedWeight]) -> None:
         """In the place of a product's matrix. A tied head takes the embedding's, which then has no weight."""
         if name == _EMBEDDING:
             self._add_tied_head()

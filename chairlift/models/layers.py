@@ -55,14 +55,23 @@ def _find_compile_obstacle() -> str | None:
 class Linear(nn.Linear):
     """`x W^T + b`. On a CPU in bfloat16 the weight can be packed once, which oneDNN otherwise does in every call."""
 
-    grouped: GroupedWeight | None = None
-    """The weight where it is small integers that the kernels multiply; then there is no `weight`."""
-
+    _grouped: GroupedWeight | Callable[[], GroupedWeight] | None = None
     _packed: torch.Tensor | None = None
 
-    def take_grouped(self, weight: GroupedWeight) -> None:
-        """In the place of `weight`."""
-        self.grouped = weight
+    @property
+    def grouped(self) -> GroupedWeight | None:
+        """The weight where it is small integers that the kernels multiply; then there is no `weight`."""
+        if callable(self._grouped):
+            self._grouped = self._grouped()
+        return self._grouped
+
+    @grouped.setter
+    def grouped(self, weight: GroupedWeight | None) -> None:
+        self._grouped = weight
+
+    def take_grouped(self, weight: GroupedWeight | Callable[[], GroupedWeight]) -> None:
+        """In the place of `weight`. A function is called when the weight is wanted: so each is packed as it is read."""
+        self._grouped = weight
         del self.weight
 
     def pack(self) -> None:

@@ -7,6 +7,7 @@ Three tables say where a checkpoint's tensors differ from the wiring's: `_NORM_N
 stacked into one parameter, in order) and `_ignored` (what it may hold although the model has no use for it).
 """
 
+import functools
 import logging
 import operator
 import time
@@ -26,7 +27,6 @@ from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig, ModelShape, Norms
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, stack_rows
-from chairlift.models.layers import Linear
 from chairlift.models.stored import GroupedSize, WeightReader
 
 logger = logging.getLogger(__name__)
@@ -65,13 +65,14 @@ def load_model(
     start = time.perf_counter()
     model, reader = _describe_model(checkpoint), checkpoint.open_weights()
     logger.info("%s", model.config.describe())
-    if not keeps_groups and any(reader.format_of(name) for name in reader.names):
-        logger.info("%s has weights in groups of small integers: they become %s here", checkpoint.path, dtype)
     parts = _match(model, reader)
+    if grouped := _grouped_size(model, reader, parts):
+        fate = "stay so, and are read when they are packed" if keeps_groups else f"become {dtype} here"
+        logger.info("%.1f MB of weights in groups of small integers %s", grouped.num_bytes / 1e6, fate)
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and _can_keep_groups(model, name, stored, reader):
-                model.take_grouped(name, stack_rows([_read_groups(reader, part) for part in stored]))
+                model.take_grouped(name, functools.partial(_read_groups, reader, stored))
             else:
                 _set(model, name, _read_plain(reader, stored, TORCH_DTYPES[dtype], device))
     model.finalize(max_seq_len, num_positions)
@@ -171,8 +172,12 @@ def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
     if checkpoint.gguf is None and checkpoint.compression is None:
         return None
     model, reader = _describe_model(checkpoint), checkpoint.open_weights()
+    return _grouped_size(model, reader, _match(model, reader))
+
+
+def _grouped_size(model: Decoder, reader: WeightReader, parts: dict[str, list[str]]) -> GroupedSize | None:
     num_parameters = num_bytes = 0
-    for name, stored in _match(model, reader).items():
+    for name, stored in parts.items():
         if _can_keep_groups(model, name, stored, reader):
             formats = [form for part in stored if (form := reader.format_of(part))]
             size = model.get_parameter(name).numel()
@@ -205,8 +210,6 @@ def _room_for(model: nn.Module, dtype: DType, device: str) -> Iterator[None]:
 
 def _log(message: str, checkpoint: Checkpoint, model: Decoder | AdaptedDecoder, dtype: DType, start: float) -> None:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    grouped = (module.grouped for module in model.modules() if isinstance(module, Linear))
-    num_bytes += sum(weight.num_bytes for weight in grouped if weight is not None)
     logger.info(message, checkpoint.path, num_bytes / 1e6, dtype, time.perf_counter() - start)
 
 
@@ -285,10 +288,10 @@ def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
         raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
 
 
-def _read_groups(reader: WeightReader, name: str) -> GroupedWeight:
-    read = _read(reader, name)
-    assert isinstance(read, GroupedWeight), "its format says so"
-    return read
+def _read_groups(reader: WeightReader, stored: list[str]) -> GroupedWeight:
+    """The matrices above each other."""
+    read = [_read(reader, name) for name in stored]
+    return stack_rows([each for each in read if isinstance(each, GroupedWeight)])  # which all are: they have a format
 
 
 def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -58,7 +58,7 @@ def _wrapped(backend: BackendTokenizer, file: GGUFFile, given: dict[str, Any], b
     tokens = given["tokens"]
     special = {name: given.get(f"{theirs}_token_id") for name, theirs in _SPECIALS.items()}
     for name, token in special.items():
-        if token is not None and not (type(token) is int and token < len(tokens)):
+        if token is not None and not (type(token) is int and 0 <= token < len(tokens)):
             raise CheckpointError(f"its {name} is {token!r}, and there are {len(tokens)} tokens")
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,

@@ -20,7 +20,9 @@ Kind = GGMLQuantizationType
 GROUP_SIZE = 32
 PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
-_ELEMENTS_AT_ONCE = 2**20  # what is in between stays in a processor's cache
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F
+_GATHERING = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
+_ELEMENTS_AT_ONCE = 2**18  # what is in between stays in a processor's cache
 _Q8_MAX = 127
 
 
@@ -98,9 +100,17 @@ def _nibbles(stored: torch.Tensor) -> torch.Tensor:
     return torch.cat((stored & 15, stored >> 4), dim=-1)
 
 
-def _paired(nibbles: torch.Tensor) -> torch.Tensor:
-    """uint8 `[..., 2 k]` -> `[..., k]`: of two neighbours the first in the low half."""
-    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+def _paired(stored: torch.Tensor) -> torch.Tensor:
+    """uint8 `[..., k]` -> `[..., k]`: halves in the order of `_nibbles`, of two neighbours the first in the low half.
+
+    Computed on eight bytes at once: neighbours move together, until their pairs fill the lower four.
+    """
+    words = stored.contiguous().view(torch.int64)
+    words = torch.cat((words & _LOW_HALVES, words >> 4 & _LOW_HALVES), dim=-1)
+    for shift, mask in _GATHERING:
+        words |= words >> shift
+        words &= mask
+    return words.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
 
 
 def _bits(stored: torch.Tensor) -> torch.Tensor:
@@ -110,11 +120,11 @@ def _bits(stored: torch.Tensor) -> torch.Tensor:
 
 def _decode_q4_0(blocks: torch.Tensor) -> _Groups:
     scales = _halves(blocks[:, :2])
-    return _Groups(_paired(_nibbles(blocks[:, 2:])), scales, -8 * scales)  # exact: a power of two
+    return _Groups(_paired(blocks[:, 2:]), scales, -8 * scales)  # exact: a power of two
 
 
 def _decode_q4_1(blocks: torch.Tensor) -> _Groups:
-    return _Groups(_paired(_nibbles(blocks[:, 4:])), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
+    return _Groups(_paired(blocks[:, 4:]), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
 
 
 def _decode_q5_0(blocks: torch.Tensor) -> _Groups:
@@ -132,7 +142,7 @@ def _decode_q8_0(blocks: torch.Tensor) -> _Groups:
 
 
 def _decode_q4_k(blocks: torch.Tensor) -> _Groups:
-    values = _paired(_nibbles(blocks[:, 16:].reshape(-1, 4, 32)))  # each 32 bytes: one group, then the next
+    values = _paired(blocks[:, 16:].reshape(-1, 4, 32))  # each 32 bytes: one group, then the next
     return _Groups(values, *_k_scales(blocks))
 
 
@@ -156,10 +166,12 @@ def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
     high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]) & 3
     values = (low | high.view(-1, 8, 32) << 4).view(torch.int8) - 32
     scales = _halves(blocks[:, 208:]).float() * blocks[:, 192:208].view(torch.int8)  # [n, 16]
-    exact = (values.view(-1, 16, 16) * scales[..., None]).view(-1, 8, GROUP_SIZE)
-    steps = (exact.abs().amax(dim=-1) / _Q8_MAX).half()
-    divisors = steps.float().clamp(min=torch.finfo(torch.float32).tiny)
-    nearest = (exact / divisors[..., None]).round_().clamp_(-_Q8_MAX, _Q8_MAX)
+    largest = values.view(-1, 16, 16).abs().amax(dim=-1) * scales.abs()
+    exact = largest.view(-1, 8, 2).amax(dim=-1) / _Q8_MAX
+    steps = exact.half()
+    steps = (steps.view(torch.int16) + (steps.float() < exact)).view(torch.float16)  # the next above: nothing is cut
+    ratios = scales.view(-1, 8, 2) / steps.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    nearest = (values.view(-1, 8, 2, 16) * ratios[..., None]).round_()
     return _Groups(nearest.to(torch.int8), steps)
 
 

@@ -24,6 +24,7 @@ from chairlift.api.telemetry.log import log_request
 from chairlift.api.telemetry.metrics import Metrics
 from chairlift.api.telemetry.observation import OBSERVATION, Observer
 from chairlift.api.telemetry.tracing import Tracing
+from chairlift.api.wire.anthropic import CountTokensRequest
 from chairlift.api.wire.service import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -58,7 +59,9 @@ class Api:
         self.keys = KeyRing(gather_keys(config), config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
-        self._drafter = Drafter(llm, self._model_name, config.tool_call_parser, config.reasoning_parser)
+        self._drafter = Drafter(
+            llm, self._model_name, config.tool_call_parser, config.reasoning_parser, config.keep_billing_line
+        )
         # What takes long never stands before what does not; and a reply that is there is not refused any more.
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
@@ -103,6 +106,9 @@ class Api:
         return await self._answer_at_once(
             request, DetokenizeRequest, lambda body: DetokenizeReply(prompt=self._llm.inputs.decode(body.tokens))
         )
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        return await self._answer_at_once(request, CountTokensRequest, self._drafter.count_tokens)
 
     async def tokenizer_info(self, _: web.Request) -> web.Response:
         tokenizer = self._llm.inputs.tokenizer
@@ -160,7 +166,8 @@ class Api:
         generations = await self._drafter.prepare(draft, off_loop)
         observation = request[OBSERVATION]
         observation.note_job(draft.reply.id, generations, is_streamed=draft.is_streamed)
-        return Job(generations, draft.reply, observation, self._reply_workers.for_client(client.name))
+        off_loop = self._reply_workers.for_client(client.name)
+        return Job(generations, draft.reply, observation, off_loop, draft.headers)
 
     async def _answer_at_once(
         self, request: web.Request, body_type: type[_Body], make_reply: Callable[[_Body], BaseModel]

@@ -10,7 +10,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader, ScoredPosition
-from chairlift.api.sse import event
+from chairlift.api.sse import KEEP_ALIVE, event
 from chairlift.api.tools import CallPiece, ReasoningPiece
 from chairlift.api.wire.base import ErrorDetail
 from chairlift.api.wire.chat import TokenLogprob
@@ -153,6 +153,8 @@ class _OutputItems:
 class ResponsesReply:
     """One reply to one conversation. A whole one is put together by the same code as a streamed one."""
 
+    keep_alive = KEEP_ALIVE
+
     def __init__(
         self,
         body: ResponsesRequest,
@@ -196,7 +198,7 @@ class ResponsesReply:
         is_complete = final.status == "completed"
         return self._send(Event(type="response.completed" if is_complete else "response.incomplete", response=final))
 
-    def failure(self, detail: ErrorDetail) -> list[str]:
+    def failure(self, status: int, detail: ErrorDetail) -> list[str]:  # noqa: ARG002 - the body says enough
         """See `Reply`: the failed response as the specification has it, then an error that makes clients raise.
 
         The `openai` client passes `response.failed` on like any other event, and so it does with the specification's
@@ -284,7 +286,7 @@ def _response_at_its_start(
         status="in_progress",
         model=model,
         metadata=body.metadata or {},
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.is_parallel,
         temperature=params.temperature,
         text=text,
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),

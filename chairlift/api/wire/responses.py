@@ -4,10 +4,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
 
+from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.base import Body, Ignored, only, only_types
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.generation import (
-    GenerationRequest,
+    OpenAIRequest,
     ResponseStreamOptions,
     TextFormat,
     WantedStructure,
@@ -18,8 +19,8 @@ from chairlift.api.wire.messages import (
     ChosenFunction,
     Effort,
     FunctionTool,
+    ParallelToolUse,
     ToolChoiceMode,
-    ToolUse,
     effort_arguments,
 )
 from chairlift.api.wire.response_items import InputItem, template_messages
@@ -53,8 +54,8 @@ class ReasoningOptions(Body):
 
 
 class ResponsesRequest(
-    ToolUse,
-    GenerationRequest,
+    ParallelToolUse,
+    OpenAIRequest,
     refuses=(
         "previous_response_id",
         "conversation",
@@ -159,5 +160,5 @@ class ResponsesRequest(
         )
 
 
-Conversation = ChatCompletionRequest | ResponsesRequest
+Conversation = ChatCompletionRequest | ResponsesRequest | MessagesRequest
 """The bodies that ask for the answer to a conversation."""

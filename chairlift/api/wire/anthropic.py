@@ -1,0 +1,415 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`, as Anthropic's Messages API specifies them.
+
+What would change the answer and cannot be served is refused by name; hints that clients send with every request are
+accepted. A model's name, sampling parameters beyond the specification and how a request is served beside others are
+those of the other endpoints.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag, model_validator
+
+from chairlift.api.tools import FunctionSpec
+from chairlift.api.wire.base import Body, Ignored, Label, Written, by_type, only, only_types
+from chairlift.api.wire.generation import (
+    FOR_CACHING,
+    SENDER,
+    GenerationRequest,
+    WantedStructure,
+    make_structure,
+    the_only_one,
+)
+from chairlift.api.wire.messages import (
+    CallableTool,
+    Effort,
+    Function,
+    LeftOutTool,
+    ToolChoiceMode,
+    ToolUse,
+    effort_arguments,
+    known_or_left_out,
+)
+from chairlift.engine.text.tokenizer import ChatOptions, Message
+from chairlift.errors import InvalidRequest
+from chairlift.params import SamplingParams
+
+_CacheControl = Annotated[dict[str, Any] | None, FOR_CACHING]
+
+# --- messages
+
+
+class TextBlock(Body):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: _CacheControl = None
+    citations: Annotated[list[Any] | None, Ignored("comes along when a reply is sent back")] = None
+
+
+class ToolResultBlock(Body):
+    """What a call returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[Annotated[TextBlock, only_types("messages", "text")]] | None = None
+    is_error: StrictBool | None = Field(None, description="true: the model reads the content behind the word Error")
+    cache_control: _CacheControl = None
+
+    def as_template_input(self) -> Message:
+        content = _joined(self.content or [])
+        return {
+            "role": "tool",
+            "tool_call_id": self.tool_use_id,
+            "content": f"Error: {content}" if self.is_error else content,
+        }
+
+
+class ThinkingBlock(Written):
+    """What the model thought before what follows, for templates that show it."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Written):
+    """What another server's model thought, which nobody else can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class WrittenTextBlock(Written):
+    """A piece of what the model said."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(Written):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] = Field(description="the arguments")
+
+    def as_template_input(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
+
+
+UserBlock = Annotated[
+    Annotated[TextBlock, Tag("TextBlock")] | Annotated[ToolResultBlock, Tag("ToolResultBlock")],
+    by_type(text="TextBlock", tool_result="ToolResultBlock"),
+    only_types("messages", "text", "tool_result"),
+]
+AssistantBlock = Annotated[
+    Annotated[WrittenTextBlock, Tag("WrittenTextBlock")]
+    | Annotated[ThinkingBlock, Tag("ThinkingBlock")]
+    | Annotated[RedactedThinkingBlock, Tag("RedactedThinkingBlock")]
+    | Annotated[ToolUseBlock, Tag("ToolUseBlock")],
+    by_type(
+        text="WrittenTextBlock",
+        thinking="ThinkingBlock",
+        redacted_thinking="RedactedThinkingBlock",
+        tool_use="ToolUseBlock",
+    ),
+    only_types("messages", "text", "thinking", "redacted_thinking", "tool_use"),
+]
+
+
+class UserTurn(Body):
+    """What the user said, and what calls returned; or what the system says in the middle of a conversation."""
+
+    role: Literal["user", "system"]
+    content: str | list[UserBlock]
+
+    def as_template_input(self) -> list[Message]:
+        """A message for each result and for the text between them, in order."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        messages: list[Message] = []
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                messages.append(block.as_template_input())
+            else:
+                _append(messages, {"role": self.role, "content": block.text})
+        return messages
+
+
+class ModelTurn(Written):
+    """What the model thought, said and called."""
+
+    role: Literal["assistant"]
+    content: str | list[AssistantBlock]
+
+    def as_template_input(self) -> list[Message]:
+        """One message."""
+        blocks = [] if isinstance(self.content, str) else self.content
+        texts = [block for block in blocks if isinstance(block, WrittenTextBlock)]
+        thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        calls = [block.as_template_input() for block in blocks if isinstance(block, ToolUseBlock)]
+        content = self.content if isinstance(self.content, str) else _joined(texts)
+        message: Message = {"role": "assistant", "content": content}
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        if calls:
+            message["tool_calls"] = calls
+        return [message]
+
+
+def _kind_of(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+    return ModelTurn.__name__ if role == "assistant" else UserTurn.__name__
+
+
+Turn = Annotated[
+    Annotated[UserTurn, Tag(UserTurn.__name__)] | Annotated[ModelTurn, Tag(ModelTurn.__name__)],
+    Discriminator(_kind_of),
+]
+
+
+def _joined(content: str | Sequence[TextBlock | WrittenTextBlock]) -> str:
+    """Clients cut between blocks where people would begin a new line."""
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _append(messages: list[Message], message: Message) -> None:
+    """Turns of the same speaker that follow each other are one, since many templates know no others."""
+    last = messages[-1] if messages else None
+    if last is None or message["role"] == "tool" or last["role"] != message["role"]:
+        messages.append(message)
+        return
+    parts = [text for text in (last["content"], message["content"]) if text]
+    merged = {**last, **message, "content": "\n".join(parts)}
+    if "tool_calls" in last or "tool_calls" in message:
+        merged["tool_calls"] = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
+    messages[-1] = merged
+
+
+def _check_calls(messages: Sequence[Message]) -> None:
+    """InvalidRequest if a result answers no earlier call."""
+    known: set[str] = set()
+    for message in messages:
+        known.update(call["id"] for call in message.get("tool_calls", ()))
+        if message["role"] == "tool" and message["tool_call_id"] not in known:
+            raise InvalidRequest(
+                f"messages: no tool_use with id {message['tool_call_id']!r} precedes its tool_result", "messages"
+            )
+
+
+# --- tools
+
+
+class CustomTool(Body):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(description="JSON Schema of an object")
+    strict: StrictBool | None = Field(None, description="true: calls are made to fit the schema, token by token")
+    cache_control: _CacheControl = None
+    input_examples: Annotated[list[Any] | None, Ignored("the model is not told; show them in the description")] = None
+    eager_input_streaming: Annotated[StrictBool | None, Ignored("arguments are always told as they come")] = None
+    defer_loading: Annotated[StrictBool | None, Ignored("the model sees all tools from the beginning")] = None
+    allowed_callers: Annotated[list[str] | None, only(["direct"], "calls are made by the model itself")] = None
+
+    def spec(self) -> FunctionSpec:
+        return FunctionSpec(self.name, self.input_schema, bool(self.strict), self.description)
+
+    def as_template_input(self) -> dict[str, Any]:
+        function = Function.model_construct(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return {"type": "function", "function": function.model_dump(exclude_none=True)}
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("CustomTool")] | Annotated[LeftOutTool, Tag("LeftOutTool")],
+    known_or_left_out("CustomTool", None, "custom"),
+]
+
+
+class ToolChoice(Body):
+    """Whether to call a tool, or which; any and tool are enforced token by token."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="of the tool, with type tool")
+    disable_parallel_tool_use: StrictBool | None = Field(None, description="true: at most one call")
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.name is not None) != (self.type == "tool"):
+            raise InvalidRequest("tool_choice: name goes with type tool", "tool_choice")
+        return self
+
+
+# --- requests
+
+
+class Thinking(Body):
+    """Whether to think before the answer, as far as the chat template knows such a thing."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Annotated[StrictInt | None, Ignored("max_tokens bounds thoughts and answer together")] = None
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="omitted: blocks of thoughts come without their text"
+    )
+
+
+class OutputFormat(Body):
+    """What the answer must look like, enforced token by token."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="JSON Schema")
+
+
+class OutputConfig(Body):
+    """How to answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="how much to think, as far as the chat template knows such a thing"
+    )
+    format: OutputFormat | None = None
+    task_budget: Annotated[dict[str, Any] | None, Ignored("max_tokens bounds an answer")] = None
+
+
+class RequestMetadata(Body):
+    """What is known of the request's sender."""
+
+    user_id: Label | None = Field(None, description=SENDER)
+
+
+class CountTokensRequest(ToolUse, refuses=("mcp_servers",)):
+    """A conversation whose tokens are to be counted."""
+
+    model: str | None = Field(None, description="the served model's name; left out: the one there is")
+    messages: list[Turn] = Field(
+        description="turns of the user and the assistant; an assistant's turn at the end is continued"
+    )
+    system: str | list[Annotated[TextBlock, only_types("system", "text")]] | None = Field(
+        None, description="what the system says first"
+    )
+    tools: list[AnyTool] | None = Field(
+        None, max_length=512, description="tools that the model may call; other types are left out, with a warning"
+    )
+    tool_choice: ToolChoice | None = Field(None, description="whether to call a tool, or which")
+    thinking: Thinking | None = Field(None, description="for models that think before they answer")
+    output_config: OutputConfig | None = Field(
+        None, description="what the answer must look like, and how much to think"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
+    cache_control: _CacheControl = None
+    context_management: Annotated[
+        dict[str, Any] | None, Ignored("nothing is cleared; a conversation that is too long is an error")
+    ] = None
+    speed: Annotated[Literal["standard", "fast"] | None, Ignored("there is one speed")] = None
+    user_profile_id: Annotated[Label | None, Ignored("metadata.user_id says whose request it is")] = None
+    workspace_id: Annotated[Label | None, Ignored("there are no workspaces")] = None
+    billing_policy: Annotated[dict[str, Any] | None, Ignored("there are no bills")] = None
+
+    @model_validator(mode="after")
+    def _check_end(self) -> Self:
+        if self.is_continued and "tool_calls" in self.messages[-1].as_template_input()[-1]:
+            raise InvalidRequest("messages: the last turn calls tools, and their results are missing", "messages")
+        return self
+
+    @property
+    def callable_tools(self) -> Sequence[CallableTool]:
+        return [tool for tool in self.tools or [] if isinstance(tool, CustomTool)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The types of tools that are not understood here."""
+        return [tool.type for tool in self.tools or [] if isinstance(tool, LeftOutTool)]
+
+    @property
+    def call_mode(self) -> ToolChoiceMode:
+        kind = "auto" if self.tool_choice is None else self.tool_choice.type
+        return "required" if kind in ("any", "tool") else "none" if kind == "none" else "auto"
+
+    @property
+    def chosen_function(self) -> str | None:
+        return None if self.tool_choice is None else self.tool_choice.name
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
+
+    @property
+    def effort(self) -> Effort | None:
+        """None, as nothing is refused for it: clients say how much to think with every request, whatever the model."""
+        return None
+
+    @property
+    def effort_field(self) -> str:
+        return "output_config"
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the answer goes on with the assistant's last turn."""
+        return bool(self.messages) and isinstance(self.messages[-1], ModelTurn)
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """See `ChatCompletionRequest`, as for all that follows."""
+        return {}
+
+    def template_messages(self) -> list[Message]:
+        messages: list[Message] = [] if not self.system else [{"role": "system", "content": _joined(self.system)}]
+        for turn in self.messages:
+            for message in turn.as_template_input():
+                _append(messages, message)
+        _check_calls(messages)
+        return messages
+
+    def chat_options(self, shows_tools: bool = True) -> ChatOptions:
+        return ChatOptions(
+            tools=[tool.as_template_input() for tool in self.callable_tools] if shows_tools else [],
+            add_generation_prompt=not self.is_continued,
+            continue_final_message=self.is_continued,
+            template_arguments=self._thinking_arguments() | (self.chat_template_kwargs or {}),
+        )
+
+    def _thinking_arguments(self) -> dict[str, Any]:
+        if self.thinking is not None and self.thinking.type == "disabled":
+            return effort_arguments("none")
+        effort = None if self.output_config is None else self.output_config.effort
+        if effort is not None:
+            return effort_arguments("xhigh" if effort == "max" else effort)
+        return {} if self.thinking is None else {"enable_thinking": True}
+
+
+class MessagesRequest(
+    CountTokensRequest,
+    GenerationRequest,
+    refuses=("container", "compaction", "fallbacks", "fallback_credit_token", "thread"),
+):
+    """Answer a conversation."""
+
+    max_tokens: StrictInt = Field(
+        ge=0, description="most new tokens; the room in the slot also bounds it; 0: the prompt is only computed ahead"
+    )
+    stop_sequences: list[str] | None = Field(None, description="strings that end the text and are not part of it")
+    metadata: RequestMetadata | None = Field(None, description="whose request it is")
+    service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
+    inference_geo: Annotated[Label | None, Ignored("there is one place")] = None
+    diagnostics: Annotated[dict[str, Any] | None, Ignored("usage tells what was reused")] = None
+
+    @property
+    def sender(self) -> str:
+        return (self.metadata.user_id if self.metadata is not None else None) or ""
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the reply tells the text of thoughts."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def wanted_structure(self) -> WantedStructure | None:
+        form = None if self.output_config is None else self.output_config.format
+        wanted = None if form is None else make_structure("output_config", json=form.schema_)
+        return the_only_one(output_config=wanted, structured_outputs=self.structured_outputs)
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        return self.sampling_params(defaults, stop=self.stop_sequences)

@@ -8,12 +8,20 @@ those of the other endpoints.
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag, model_validator
+from pydantic import Field, StrictBool, StrictInt, Tag, model_validator
 
 from chairlift.api.tools import FunctionSpec
-from chairlift.api.wire.base import Body, Ignored, Label, Written, by_type, only, only_types
+from chairlift.api.wire.anthropic_turns import (
+    CacheControl,
+    ModelTurn,
+    TextBlock,
+    Turn,
+    append_turn,
+    check_calls,
+    joined,
+)
+from chairlift.api.wire.base import Body, Ignored, Label, only, only_types
 from chairlift.api.wire.generation import (
-    FOR_CACHING,
     SENDER,
     GenerationRequest,
     WantedStructure,
@@ -32,171 +40,7 @@ from chairlift.api.wire.messages import (
 )
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
-from chairlift.params import SamplingParams
-
-_CacheControl = Annotated[dict[str, Any] | None, FOR_CACHING]
-
-# --- messages
-
-
-class TextBlock(Body):
-    """A piece of text."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: _CacheControl = None
-    citations: Annotated[list[Any] | None, Ignored("comes along when a reply is sent back")] = None
-
-
-class ToolResultBlock(Body):
-    """What a call returned."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[Annotated[TextBlock, only_types("messages", "text")]] | None = None
-    is_error: StrictBool | None = Field(None, description="true: the model reads the content behind the word Error")
-    cache_control: _CacheControl = None
-
-    def as_template_input(self) -> Message:
-        content = _joined(self.content or [])
-        return {
-            "role": "tool",
-            "tool_call_id": self.tool_use_id,
-            "content": f"Error: {content}" if self.is_error else content,
-        }
-
-
-class ThinkingBlock(Written):
-    """What the model thought before what follows, for templates that show it."""
-
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinkingBlock(Written):
-    """What another server's model thought, which nobody else can read; it is left out."""
-
-    type: Literal["redacted_thinking"]
-
-
-class WrittenTextBlock(Written):
-    """A piece of what the model said."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ToolUseBlock(Written):
-    """A call that the model made."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any] = Field(description="the arguments")
-
-    def as_template_input(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
-
-
-UserBlock = Annotated[
-    Annotated[TextBlock, Tag("TextBlock")] | Annotated[ToolResultBlock, Tag("ToolResultBlock")],
-    by_type(text="TextBlock", tool_result="ToolResultBlock"),
-    only_types("messages", "text", "tool_result"),
-]
-AssistantBlock = Annotated[
-    Annotated[WrittenTextBlock, Tag("WrittenTextBlock")]
-    | Annotated[ThinkingBlock, Tag("ThinkingBlock")]
-    | Annotated[RedactedThinkingBlock, Tag("RedactedThinkingBlock")]
-    | Annotated[ToolUseBlock, Tag("ToolUseBlock")],
-    by_type(
-        text="WrittenTextBlock",
-        thinking="ThinkingBlock",
-        redacted_thinking="RedactedThinkingBlock",
-        tool_use="ToolUseBlock",
-    ),
-    only_types("messages", "text", "thinking", "redacted_thinking", "tool_use"),
-]
-
-
-class UserTurn(Body):
-    """What the user said, and what calls returned; or what the system says in the middle of a conversation."""
-
-    role: Literal["user", "system"]
-    content: str | list[UserBlock]
-
-    def as_template_input(self) -> list[Message]:
-        """A message for each result and for the text between them, in order."""
-        if isinstance(self.content, str):
-            return [{"role": self.role, "content": self.content}]
-        messages: list[Message] = []
-        for block in self.content:
-            if isinstance(block, ToolResultBlock):
-                messages.append(block.as_template_input())
-            else:
-                _append(messages, {"role": self.role, "content": block.text})
-        return messages
-
-
-class ModelTurn(Written):
-    """What the model thought, said and called."""
-
-    role: Literal["assistant"]
-    content: str | list[AssistantBlock]
-
-    def as_template_input(self) -> list[Message]:
-        """One message."""
-        blocks = [] if isinstance(self.content, str) else self.content
-        texts = [block for block in blocks if isinstance(block, WrittenTextBlock)]
-        thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-        calls = [block.as_template_input() for block in blocks if isinstance(block, ToolUseBlock)]
-        content = self.content if isinstance(self.content, str) else _joined(texts)
-        message: Message = {"role": "assistant", "content": content}
-        if thoughts:
-            message["reasoning_content"] = thoughts
-        if calls:
-            message["tool_calls"] = calls
-        return [message]
-
-
-def _kind_of(message: Any) -> str:
-    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    return ModelTurn.__name__ if role == "assistant" else UserTurn.__name__
-
-
-Turn = Annotated[
-    Annotated[UserTurn, Tag(UserTurn.__name__)] | Annotated[ModelTurn, Tag(ModelTurn.__name__)],
-    Discriminator(_kind_of),
-]
-
-
-def _joined(content: str | Sequence[TextBlock | WrittenTextBlock]) -> str:
-    """Clients cut between blocks where people would begin a new line."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-def _append(messages: list[Message], message: Message) -> None:
-    """Turns of the same speaker that follow each other are one, since many templates know no others."""
-    last = messages[-1] if messages else None
-    if last is None or message["role"] == "tool" or last["role"] != message["role"]:
-        messages.append(message)
-        return
-    parts = [text for text in (last["content"], message["content"]) if text]
-    merged = {**last, **message, "content": "\n".join(parts)}
-    if "tool_calls" in last or "tool_calls" in message:
-        merged["tool_calls"] = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
-    messages[-1] = merged
-
-
-def _check_calls(messages: Sequence[Message]) -> None:
-    """InvalidRequest if a result answers no earlier call."""
-    known: set[str] = set()
-    for message in messages:
-        known.update(call["id"] for call in message.get("tool_calls", ()))
-        if message["role"] == "tool" and message["tool_call_id"] not in known:
-            raise InvalidRequest(
-                f"messages: no tool_use with id {message['tool_call_id']!r} precedes its tool_result", "messages"
-            )
-
+from chairlift.params import SamplingParams, Strings
 
 # --- tools
 
@@ -209,7 +53,7 @@ class CustomTool(Body):
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="JSON Schema of an object")
     strict: StrictBool | None = Field(None, description="true: calls are made to fit the schema, token by token")
-    cache_control: _CacheControl = None
+    cache_control: CacheControl = None
     input_examples: Annotated[list[Any] | None, Ignored("the model is not told; show them in the description")] = None
     eager_input_streaming: Annotated[StrictBool | None, Ignored("arguments are always told as they come")] = None
     defer_loading: Annotated[StrictBool | None, Ignored("the model sees all tools from the beginning")] = None
@@ -281,7 +125,7 @@ class RequestMetadata(Body):
     user_id: Label | None = Field(None, description=SENDER)
 
 
-class CountTokensRequest(ToolUse, refuses=("mcp_servers",)):
+class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
     """A conversation whose tokens are to be counted."""
 
     model: str | None = Field(None, description="the served model's name; left out: the one there is")
@@ -300,7 +144,7 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers",)):
         None, description="what the answer must look like, and how much to think"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
-    cache_control: _CacheControl = None
+    cache_control: CacheControl = None
     context_management: Annotated[
         dict[str, Any] | None, Ignored("nothing is cleared; a conversation that is too long is an error")
     ] = None
@@ -357,11 +201,11 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers",)):
         return {}
 
     def template_messages(self) -> list[Message]:
-        messages: list[Message] = [] if not self.system else [{"role": "system", "content": _joined(self.system)}]
+        messages: list[Message] = [] if not self.system else [{"role": "system", "content": joined(self.system)}]
         for turn in self.messages:
             for message in turn.as_template_input():
-                _append(messages, message)
-        _check_calls(messages)
+                append_turn(messages, message)
+        check_calls(messages)
         return messages
 
     def chat_options(self, shows_tools: bool = True) -> ChatOptions:
@@ -384,14 +228,14 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers",)):
 class MessagesRequest(
     CountTokensRequest,
     GenerationRequest,
-    refuses=("container", "compaction", "fallbacks", "fallback_credit_token", "thread"),
+    refuses=("container", "fallbacks", "fallback_credit_token", "thread"),
 ):
     """Answer a conversation."""
 
     max_tokens: StrictInt = Field(
         ge=0, description="most new tokens; the room in the slot also bounds it; 0: the prompt is only computed ahead"
     )
-    stop_sequences: list[str] | None = Field(None, description="strings that end the text and are not part of it")
+    stop_sequences: Strings | None = Field(None, description="strings that end the text and are not part of it")
     metadata: RequestMetadata | None = Field(None, description="whose request it is")
     service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
     inference_geo: Annotated[Label | None, Ignored("there is one place")] = None

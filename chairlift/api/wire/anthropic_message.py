@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from chairlift.api.wire.base import ErrorDetail
+from chairlift.api.wire.base import ErrorDetail, LeftOutIfNone
 from chairlift.api.wire.completions import Usage
 
 
@@ -109,9 +109,17 @@ _ERROR_TYPES: dict[int, ErrorType] = {
 }
 
 
+class ErrorDetails(BaseModel):
+    """By this a client knows that it has to send the whole conversation from here on."""
+
+    error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
+    unsupported: list[str] = ["thread"]
+
+
 class AnthropicErrorDetail(BaseModel):
     type: ErrorType
     message: str
+    details: Annotated[ErrorDetails | None, LeftOutIfNone] = None
 
 
 class AnthropicErrorBody(BaseModel):
@@ -127,7 +135,8 @@ class AnthropicErrorBody(BaseModel):
         is_too_long = detail.code == "context_length_exceeded"
         message = f"prompt is too long: {detail.message}" if is_too_long else detail.message
         kind = _ERROR_TYPES.get(status, "invalid_request_error")
-        return cls(error=AnthropicErrorDetail(type=kind, message=message), request_id=request_id)
+        details = ErrorDetails() if detail.param == "thread" else None
+        return cls(error=AnthropicErrorDetail(type=kind, message=message, details=details), request_id=request_id)
 
 
 # --- events

@@ -4,8 +4,10 @@ generate go this way.
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from pydantic_core import to_json
 
 import chairlift
 from chairlift.api.dialect import Dialect
@@ -15,6 +17,7 @@ from chairlift.api.replies.answer import NewReader
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import ResponsesReply
+from chairlift.api.stored_responses import NOT_STORED, ResponseStore, StoredResponse
 from chairlift.api.tools import ReasoningFamily, ToolFamily
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.anthropic_message import TokenCount
@@ -22,6 +25,7 @@ from chairlift.api.wire.base import own_field_names
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.completions import CompletionRequest
 from chairlift.api.wire.generation import WantedStructure
+from chairlift.api.wire.response_object import ResponseObject
 from chairlift.api.wire.responses import Conversation, ResponsesRequest
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, Prompt, TextOptions
@@ -58,6 +62,7 @@ class Drafter:
         self,
         llm: AsyncLLM,
         model_name: str,
+        store: ResponseStore,
         tool_family: ToolFamily | None = None,
         reasoning_family: ReasoningFamily | None = None,
         keeps_billing_line: bool = False,
@@ -65,6 +70,7 @@ class Drafter:
         """Families: None for what the chat template teaches. ConfigurationError if the model has no such marks."""
         self._llm = llm
         self._model_name = model_name
+        self._store = store
         self._keeps_billing_line = keeps_billing_line
         self._dialect = Dialect(llm.inputs, tool_family, reasoning_family)
         served = f"{chairlift.__version__} {model_name} {llm.config}"
@@ -126,6 +132,8 @@ class Drafter:
         )
 
     def _draft_conversation(self, body: Conversation, client: Client) -> Draft:
+        if isinstance(body, ResponsesRequest):
+            body = self._with_earlier_messages(body, client)
         inputs = self._llm.inputs
         params = body.params(inputs.default_chat_params)  # checks `n`, of which the reply makes so many
         functions = body.functions_to_call()
@@ -144,7 +152,7 @@ class Drafter:
             prompts=[token_ids],
             params=params,
             options=options,
-            reply=self._reply(body, params, reading.new_reader),
+            reply=self._reply(body, client, params, reading.new_reader),
             is_streamed=bool(body.stream),
             structure=structure,
             prompt_field="messages",
@@ -162,15 +170,36 @@ class Drafter:
                 messages = without_billing_line(messages)
             return self._llm.inputs.encode_chat(messages, options, truncates)
 
-    def _reply(self, body: Conversation, params: SamplingParams, new_reader: NewReader) -> Reply:
+    def _reply(self, body: Conversation, client: Client, params: SamplingParams, new_reader: NewReader) -> Reply:
         model, vocabulary = self._model_name, self._llm.inputs.vocabulary
         match body:
             case ChatCompletionRequest():
                 return ChatReply(body, model, vocabulary, new_reader, self._fingerprint)
             case ResponsesRequest():
-                return ResponsesReply(body, params, model, vocabulary, new_reader)
+                return ResponsesReply(body, params, model, vocabulary, new_reader, self._keeper(body, client))
             case MessagesRequest():
                 return MessagesReply(body, model, vocabulary, new_reader)
+
+    def _with_earlier_messages(self, body: ResponsesRequest, client: Client) -> ResponsesRequest:
+        if body.previous_response_id is None:
+            return body
+        stored = self._store.find(client.owner, body.previous_response_id)
+        if stored is None:
+            raise InvalidRequest(
+                f"previous_response_id: {NOT_STORED}, or send the whole conversation as input", "previous_response_id"
+            )
+        return body.going_on_with(stored.messages())
+
+    def _keeper(self, body: ResponsesRequest, client: Client) -> Callable[[ResponseObject], None] | None:
+        """What stores the reply; None if the client does not ask for that."""
+        if not body.store:
+            return None
+        conversation, owner, store = to_json(body.spoken_messages()), client.owner, self._store
+
+        def keep(reply: ResponseObject) -> None:
+            store.keep(owner, reply.id, StoredResponse(conversation, reply.model_dump_json().encode()))
+
+        return keep
 
 
 def without_billing_line(messages: Sequence[Message]) -> Sequence[Message]:

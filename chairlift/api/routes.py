@@ -10,7 +10,7 @@ from chairlift.api.wire.anthropic_message import AnthropicErrorBody, AnthropicMe
 from chairlift.api.wire.base import ErrorBody
 from chairlift.api.wire.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from chairlift.api.wire.completions import Completion, CompletionRequest
-from chairlift.api.wire.response_object import ResponseObject, ResponsesEvent
+from chairlift.api.wire.response_object import DeletedResponse, ResponseObject, ResponsesEvent
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.api.wire.service import (
     DetokenizeReply,
@@ -41,7 +41,7 @@ class Route:
 
 
 _CHAT = "Answer a conversation"
-_RESPONSES = "Answer a conversation, in items and named events; nothing is stored"
+_RESPONSES = "Answer a conversation, in items and named events"
 _MESSAGES = "Answer a conversation, as Anthropic's clients have it"
 _COUNT = "How many tokens the prompt of such a conversation has"
 _TOKENIZE = "Token ids of a text or of a conversation"
@@ -55,6 +55,8 @@ _MESSAGES_SHAPES = (AnthropicMessage, MessagesRequest, MessagesEvent, AnthropicE
 ROUTES = (
     Route("POST", "/v1/chat/completions", "chat_completions", _CHAT, *_CHAT_SHAPES),
     Route("POST", "/v1/responses", "responses", _RESPONSES, *_RESPONSES_SHAPES),
+    Route("GET", "/v1/responses/{id}", "stored_response", "A stored response", ResponseObject),
+    Route("DELETE", "/v1/responses/{id}", "delete_response", "Forget a stored response", DeletedResponse),
     Route("POST", MESSAGES_PATH, "messages", _MESSAGES, *_MESSAGES_SHAPES),
     Route("POST", f"{MESSAGES_PATH}/count_tokens", "count_tokens", _COUNT, *_COUNT_SHAPES),
     Route("POST", "/v1/completions", "completions", "Continue texts", Completion, CompletionRequest, Completion),

@@ -64,6 +64,11 @@ class Client:
     limits: KeyLimits | None = None  # None: no keys are asked for
     shares_prefixes: bool = False
 
+    @property
+    def owner(self) -> str:
+        """Whose the client's stored responses are. Where no key is asked for they are everybody's who knows an id."""
+        return "" if self.limits is None else self.name
+
     def options_of(self, body: GenerationRequest) -> RequestOptions:
         """How a request is served beside others. `InvalidRequest` if its priority is not one that the key may have."""
         if self.limits is None:

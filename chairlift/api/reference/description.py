@@ -91,7 +91,10 @@ def openapi_document() -> dict[str, Any]:
     for route in ROUTES:
         models += [(route.body, "validation")] if route.body is not None else []
         models += [(model, "serialization") for model in (route.error, route.reply, route.chunk) if model is not None]
+    paths: dict[str, dict[str, Any]] = {route.path: {} for route in ROUTES}
     refs, definitions = models_json_schema(list(dict.fromkeys(models)), ref_template="#/components/schemas/{model}")
+    for route in ROUTES:
+        paths[route.path][route.method.lower()] = _operation(route, refs)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -99,7 +102,7 @@ def openapi_document() -> dict[str, Any]:
             "version": chairlift.__version__,
             "description": "A small LLM serving engine with APIs in the style of OpenAI and Anthropic.",
         },
-        "paths": {route.path: {route.method.lower(): _operation(route, refs)} for route in ROUTES},
+        "paths": paths,
         "components": {
             "schemas": definitions["$defs"],
             "securitySchemes": _KEYS,

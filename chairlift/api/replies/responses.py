@@ -1,7 +1,7 @@
 """How `/v1/responses` dresses its outputs: items that grow, and the events that tell of them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, cast
@@ -15,6 +15,7 @@ from chairlift.api.tools import CallPiece, ReasoningPiece
 from chairlift.api.wire.base import ErrorDetail
 from chairlift.api.wire.chat import TokenLogprob
 from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.messages import FunctionTool
 from chairlift.api.wire.response_items import ItemStatus
 from chairlift.api.wire.response_object import (
     ErrorEvent,
@@ -162,8 +163,9 @@ class ResponsesReply:
         model: str,
         vocabulary: Vocabulary,
         new_reader: NewReader,
+        keep: Callable[[ResponseObject], None] | None = None,
     ) -> None:
-        """`params`: what the body asks for over the model's defaults."""
+        """`params`: what the body asks for over the model's defaults; `keep` stores the whole reply at its end."""
         self.id = f"resp_{uuid4().hex}"
         self._progress = ChoiceProgress(vocabulary, body.top_logprobs or 0)
         self._answer = Answer(new_reader())
@@ -172,6 +174,7 @@ class ResponsesReply:
         self._unplaced: list[ScoredPosition] = []  # of text that is held back until it is known what it belongs to
         self._latest: RequestOutput | None = None
         self._numbers = count()
+        self._keep = keep
         self._start = _response_at_its_start(self.id, body, params, model)
 
     def whole(self, outputs: list[RequestOutput]) -> BaseModel:
@@ -255,7 +258,7 @@ class ResponsesReply:
         reason = output.outputs[0].finish_reason
         is_complete = reason is FinishReason.STOP
         details = IncompleteDetails(reason="max_output_tokens" if reason is FinishReason.LENGTH else None)
-        return self._start.model_copy(
+        final = self._start.model_copy(
             update={
                 "status": "completed" if is_complete else "incomplete",
                 "completed_at": int(time.time()) if is_complete else None,
@@ -264,6 +267,9 @@ class ResponsesReply:
                 "usage": ResponseUsage.of(Usage.of([output])),
             }
         )
+        if self._keep is not None:
+            self._keep(final)
+        return final
 
     def _send(self, *events: Event | ErrorEvent) -> list[str]:
         for each in events:
@@ -279,7 +285,14 @@ def _response_at_its_start(
     if body.text is not None and body.text.format is not None:
         text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
     choice = body.tool_choice or "auto"
-    fields = {"instructions", "max_output_tokens", "user", "safety_identifier", "prompt_cache_key"}
+    fields = {
+        "previous_response_id",
+        "instructions",
+        "max_output_tokens",
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+    }
     return ResponseObject(
         id=response_id,
         created_at=int(time.time()),
@@ -289,6 +302,7 @@ def _response_at_its_start(
         parallel_tool_calls=body.is_parallel,
         temperature=params.temperature,
         text=text,
+        store=bool(body.store),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         tools=[
             UsedTool(
@@ -298,6 +312,7 @@ def _response_at_its_start(
                 strict=bool(tool.strict),
             )
             for tool in body.tools or []
+            if isinstance(tool, FunctionTool)
         ],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,

@@ -284,13 +284,17 @@ class ToolUse(Body):
 class ParallelToolUse(ToolUse):
     """The same as OpenAI's endpoints say it. They narrow the types to their own shapes."""
 
-    tools: Sequence[Tool | FunctionTool] | None = None
+    tools: Sequence[Tool | FunctionTool | LeftOutTool] | None = None
     tool_choice: ToolChoiceMode | NamedTool | ChosenFunction | None = None
     parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one call")
 
     @property
     def callable_tools(self) -> Sequence[CallableTool]:
-        return self.tools or []
+        return [tool for tool in self.tools or [] if not isinstance(tool, LeftOutTool)]
+
+    @property
+    def left_out(self) -> list[str]:
+        return [tool.type for tool in self.tools or [] if isinstance(tool, LeftOutTool)]
 
     @property
     def call_mode(self) -> ToolChoiceMode:

@@ -1,8 +1,8 @@
-"""The command line: `chairlift serve | generate | bench`. Nothing slow is imported before it is needed."""
+"""The command line: `chairlift serve | chat | generate | bench`. Nothing slow is imported before it is needed."""
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from chairlift import __version__
 from chairlift.errors import ChairliftError, ConfigurationError
@@ -10,7 +10,7 @@ from chairlift.errors import ChairliftError, ConfigurationError
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-COMMANDS = ("serve", "generate", "bench")
+COMMANDS = ("serve", "chat", "generate", "bench")
 HELP = """\
 usage: chairlift COMMAND ...
 
@@ -18,6 +18,7 @@ Chairlift: a small, fast LLM serving engine.
 
 commands:
   serve [MODEL]      serve a model over HTTP, with an OpenAI-style API
+  chat [MODEL]       talk with a model in the terminal, its own or a server's
   generate PROMPT    answer one prompt on standard output
   bench              load-test any OpenAI-compatible server
 
@@ -28,6 +29,7 @@ flags:
 examples:
   chairlift serve                                    # the bundled model on http://127.0.0.1:8000
   chairlift serve path-or-hub-id --port 9000
+  chairlift chat smollm2
   chairlift generate "What is 17 + 25?"
   chairlift bench --url http://127.0.0.1:8000 --concurrency 16
 """
@@ -64,7 +66,8 @@ def _run(name: str, flags: Sequence[str]) -> int:
         raise ConfigurationError(f"unknown {kind} {name}; {advice}")
     from chairlift import commands
 
-    return {"serve": commands.serve, "generate": commands.generate, "bench": commands.bench}[name](flags)
+    run: Callable[[Sequence[str]], int] = getattr(commands, name)
+    return run(flags)
 
 
 if __name__ == "__main__":

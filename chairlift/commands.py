@@ -1,5 +1,5 @@
-"""What `chairlift serve | generate | bench` do. Their settings stand in the help in the order in which the models have
-them; a title stands above the setting that is named with it.
+"""What `chairlift serve | chat | generate | bench` do. Their settings stand in the help in the order in which the
+models have them; a title stands above the setting that is named with it.
 """
 
 import logging
@@ -56,6 +56,21 @@ def serve_command() -> Command:
             "chairlift serve path-or-hub-id --dtype bfloat16 --max-batch-size 64",
             "chairlift serve --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile cert.pem --ssl-keyfile key.pem",
         ),
+        positional="model",
+    )
+
+
+def chat_command() -> Command:
+    """`chairlift chat`: settings of the talk, and of the engine of a model of its own."""
+    from chairlift.chat import ChatConfig
+    from chairlift.config import EngineConfig
+
+    return Command(
+        "chat",
+        "Talk with a model in the terminal: one of its own, or with --url a server's.",
+        models=(ChatConfig, EngineConfig),
+        groups={"chat": "url"} | _ENGINE_GROUPS,
+        examples=("chairlift chat smollm2", "chairlift chat --url http://127.0.0.1:8000 --system 'Answer in French.'"),
         positional="model",
     )
 
@@ -119,6 +134,20 @@ def serve(arguments: Sequence[str]) -> int:
 
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(run())
+
+
+def chat(arguments: Sequence[str]) -> int:
+    """Talks until the user leaves."""
+    config, engine_config = read_settings(chat_command(), arguments)
+    import asyncio
+
+    from chairlift.api.telemetry.log import set_up_logging
+    from chairlift.chat import converse, open_speaker
+
+    set_up_logging()
+    logging.getLogger().setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return converse(open_speaker(config, engine_config), config.system, runner)
 
 
 def generate(arguments: Sequence[str]) -> int:

@@ -56,7 +56,10 @@ class InvalidApiKey(ChairliftError):
     """The request brings no key, or none that this server knows."""
 
     def __init__(self) -> None:
-        super().__init__("no valid API key: send one of this server's as 'Authorization: Bearer KEY'")
+        super().__init__(
+            "no valid API key: send one of this server's as 'Authorization: Bearer KEY' (to /v1/messages also"
+            " as 'x-api-key: KEY')"
+        )
 
 
 class ConfigurationError(ChairliftError, ValueError):

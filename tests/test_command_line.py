@@ -10,12 +10,12 @@ import pytest
 import chairlift
 from chairlift.__main__ import main
 from chairlift.api.config import ServerConfig
-from chairlift.commands import bench_command, generate_command, serve_command
+from chairlift.commands import bench_command, chat_command, generate_command, serve_command
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError
 from chairlift.flags import Command, read_settings
 
-COMMANDS = [serve_command, generate_command, bench_command]
+COMMANDS = [serve_command, chat_command, generate_command, bench_command]
 
 
 def complaints(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -168,7 +168,12 @@ def test_help_and_version_need_no_command(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert main([]) == 2
     assert capsys.readouterr().out == text
-    assert [command().name for command in COMMANDS if f"  {command().name} " in text] == ["serve", "generate", "bench"]
+    assert [command().name for command in COMMANDS if f"  {command().name} " in text] == [
+        "serve",
+        "chat",
+        "generate",
+        "bench",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,13 @@ from chairlift.api.jobs import Drafter
 from chairlift.api.reference.description import docs_page, openapi_reply
 from chairlift.api.reference.page import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes
 from chairlift.api.routes import ROUTES
+from chairlift.api.stored_responses import NOT_STORED, ResponseStore
 from chairlift.api.telemetry.log import log_request
 from chairlift.api.telemetry.metrics import Metrics
 from chairlift.api.telemetry.observation import OBSERVATION, Observer
 from chairlift.api.telemetry.tracing import Tracing
+from chairlift.api.wire.anthropic import CountTokensRequest
+from chairlift.api.wire.response_object import DeletedResponse
 from chairlift.api.wire.service import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -58,7 +61,9 @@ class Api:
         self.keys = KeyRing(gather_keys(config), config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
-        self._drafter = Drafter(llm, self._model_name, config.tool_call_parser, config.reasoning_parser)
+        self._store = ResponseStore()
+        families = config.tool_call_parser, config.reasoning_parser
+        self._drafter = Drafter(llm, self._model_name, self._store, *families, config.keep_billing_line)
         # What takes long never stands before what does not; and a reply that is there is not refused any more.
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
@@ -104,6 +109,9 @@ class Api:
             request, DetokenizeRequest, lambda body: DetokenizeReply(prompt=self._llm.inputs.decode(body.tokens))
         )
 
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        return await self._answer_at_once(request, CountTokensRequest, self._drafter.count_tokens)
+
     async def tokenizer_info(self, _: web.Request) -> web.Response:
         tokenizer = self._llm.inputs.tokenizer
         max_len = self._llm.config.max_seq_len
@@ -115,6 +123,18 @@ class Api:
             raise web.HTTPForbidden(text="several API keys share this server, so none of them may empty the cache")
         await self._llm.reset_prefix_cache()
         return _json(Health())
+
+    async def stored_response(self, request: web.Request) -> web.Response:
+        stored = self._store.find(self.keys.client_of(request).owner, request.match_info["id"])
+        if stored is None:
+            raise web.HTTPNotFound(text=NOT_STORED)
+        return web.Response(body=stored.reply, content_type="application/json")
+
+    async def delete_response(self, request: web.Request) -> web.Response:
+        response_id = request.match_info["id"]
+        if not self._store.delete(self.keys.client_of(request).owner, response_id):
+            raise web.HTTPNotFound(text=NOT_STORED)
+        return _json(DeletedResponse(id=response_id))
 
     async def models(self, _: web.Request) -> web.Response:
         return _json(ModelList(data=[self._card()]))
@@ -160,7 +180,8 @@ class Api:
         generations = await self._drafter.prepare(draft, off_loop)
         observation = request[OBSERVATION]
         observation.note_job(draft.reply.id, generations, is_streamed=draft.is_streamed)
-        return Job(generations, draft.reply, observation, self._reply_workers.for_client(client.name))
+        off_loop = self._reply_workers.for_client(client.name)
+        return Job(generations, draft.reply, observation, off_loop, draft.headers)
 
     async def _answer_at_once(
         self, request: web.Request, body_type: type[_Body], make_reply: Callable[[_Body], BaseModel]

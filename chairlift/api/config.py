@@ -45,6 +45,12 @@ class ServerConfig(BaseModel):
         None, description="how the model marks its thoughts; left out: as its chat template does; none: not at all"
     )
 
+    keep_billing_line: bool = Field(
+        False,
+        description="show models the billing line that begins Claude Code's system prompts; it is another in every"
+        " request, so nothing of a prompt behind it can be reused",
+    )
+
     # Who may come in, and how much of the server is theirs
     api_key: list[SecretStr] = Field(
         [],

@@ -61,7 +61,7 @@ class Dialect:
 
         InvalidRequest if the wishes exclude each other, or the model knows no calls.
         """
-        family, is_parallel = self._tool_family, body.parallel_tool_calls is not False
+        family, is_parallel = self._tool_family, body.is_parallel
         if family is None:
             raise InvalidRequest(
                 "this model's chat template writes no tool calls that are understood here; leave tools out, or start"
@@ -96,7 +96,7 @@ class Dialect:
         """Of the answer to this prompt. After the last call that counts nothing more is generated."""
         thinking = self._thinking_after(prompt, is_continued)
         family = self._tool_family if functions else None
-        max_calls = 1 if functions and body.parallel_tool_calls is False else None
+        max_calls = 1 if functions and not body.is_parallel else None
         form = None if family is None else FORMATS[family]
         shown = () if form is None else form.marks
         thoughts = None

@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's error body with the right status.
+"""Every failure as OpenAI's error body, or Anthropic's on its paths, with the right status.
 
 However long what a client sent may be, its error body repeats at most a kilobyte of it.
 """
@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from chairlift.api.telemetry.observation import OBSERVATION
+from chairlift.api.telemetry.observation import OBSERVATION, request_id_of
+from chairlift.api.wire.anthropic_message import AnthropicErrorBody
 from chairlift.api.wire.base import ErrorBody, ErrorDetail, complaint_of
 from chairlift.errors import (
     ChairliftError,
@@ -55,6 +56,8 @@ _STATUSES: dict[type[ChairliftError], tuple[int, str | None]] = {
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+MESSAGES_PATH = "/v1/messages"
+
 ENDPOINTS = web.AppKey("chairlift_endpoints", str)
 """What a client who asks for another path is told."""
 
@@ -68,16 +71,27 @@ class ErrorReply:
     allow: str | None = None  # of a 405: the methods that there are
     retry_after_s: int = _RETRY_AFTER_S  # of a 429 or 503
 
-    def body(self) -> str:
-        return ErrorBody(error=self.detail).model_dump_json()
+    def body(self, request: web.BaseRequest | None = None) -> str:
+        """As the clients of the request's path expect it."""
+        body: BaseModel = ErrorBody(error=self.detail)
+        if request is not None and is_anthropics(request):
+            body = AnthropicErrorBody.of(self.status, self.detail, request_id_of(request))
+        return body.model_dump_json()
 
-    def response(self) -> web.Response:
+    def response(self, request: web.BaseRequest | None = None) -> web.Response:
+        """The whole reply."""
         headers = {"Retry-After": str(self.retry_after_s)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.allow is not None:
             headers["Allow"] = self.allow
-        return web.Response(status=self.status, text=self.body(), content_type="application/json", headers=headers)
+        text = self.body(request)
+        return web.Response(status=self.status, text=text, content_type="application/json", headers=headers)
+
+
+def is_anthropics(request: web.BaseRequest) -> bool:
+    """Whether the path is one of Anthropic's API, whose clients expect other headers and errors."""
+    return request.path == MESSAGES_PATH or request.path.startswith(f"{MESSAGES_PATH}/")
 
 
 def error_reply(error: Exception) -> ErrorReply:
@@ -131,4 +145,4 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         reply = error_reply(error)
         if OBSERVATION in request:
             request[OBSERVATION].reason = _shorten(reply.detail.message, _MAX_REASON_BYTES)
-        return reply.response()
+        return reply.response(request)

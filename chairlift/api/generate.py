@@ -3,9 +3,9 @@
 A reply that is large (many choices with log-probabilities) is put together and written in a worker's thread.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -33,6 +33,7 @@ class Job:
     reply: Reply
     observation: Observation
     off_loop: OffLoop
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     async def make(self, size: int, function: Callable[..., _Made], *args: Any) -> _Made:
         """Calls a method of the reply, elsewhere if that is much work; `size`: see `_size_of`."""
@@ -43,7 +44,7 @@ async def answer(llm: AsyncLLM, job: Job, request: web.Request) -> web.StreamRes
     """Runs the job and sends its reply."""
     if not job.observation.is_streamed:
         return await _answer_whole(llm, job)
-    return await _answer_stream(llm, job, EventStream(request))
+    return await _answer_stream(llm, job, EventStream(request, job.headers, job.reply.keep_alive))
 
 
 async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
@@ -55,7 +56,7 @@ async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
             latest[index] = output
     whole = [latest[index] for index in range(len(job.generations))]
     body = await job.make(sum(map(_size_of, whole)), lambda: _to_json(job.reply.whole(whole)))
-    return web.Response(body=body, content_type="application/json")
+    return web.Response(body=body, content_type="application/json", headers=job.headers)
 
 
 async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.StreamResponse:
@@ -76,8 +77,9 @@ async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.St
     except Exception as error:
         if not stream.is_open:
             raise
+        reply = error_reply(error)
         with suppress(ConnectionError):
-            await stream.send(*job.reply.failure(error_reply(error).detail))
+            await stream.send(*job.reply.failure(reply.status, reply.detail))
     with suppress(ConnectionError):
         await stream.close()
     return stream.response

@@ -3,25 +3,39 @@ generate go this way.
 """
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from pydantic_core import to_json
 
 import chairlift
 from chairlift.api.dialect import Dialect
 from chairlift.api.http.access import Client
 from chairlift.api.replies import Reply
+from chairlift.api.replies.answer import NewReader
+from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import ResponsesReply
+from chairlift.api.stored_responses import NOT_STORED, ResponseStore, StoredResponse
 from chairlift.api.tools import ReasoningFamily, ToolFamily
+from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
+from chairlift.api.wire.anthropic_message import TokenCount
 from chairlift.api.wire.base import own_field_names
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.completions import CompletionRequest
 from chairlift.api.wire.generation import WantedStructure
+from chairlift.api.wire.response_object import ResponseObject
 from chairlift.api.wire.responses import Conversation, ResponsesRequest
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, Prompt, TextOptions
+from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidGrammar, InvalidRequest
 from chairlift.params import RequestOptions, SamplingParams
+
+_BILLING = "x-anthropic-billing-header:"
+_BILLING_LINE = re.compile(_BILLING + r"[^\n]*\n*")
+_MAX_TYPES_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +52,7 @@ class Draft:
     text_options: TextOptions = DEFAULT_TEXT
     keeps_text: bool = False  # of the prompts, for the reply
     field_names: Mapping[str, str] = field(default_factory=dict)  # see `ChatCompletionRequest`
+    headers: Mapping[str, str] = field(default_factory=dict)  # of the reply
 
 
 class Drafter:
@@ -47,12 +62,16 @@ class Drafter:
         self,
         llm: AsyncLLM,
         model_name: str,
+        store: ResponseStore,
         tool_family: ToolFamily | None = None,
         reasoning_family: ReasoningFamily | None = None,
+        keeps_billing_line: bool = False,
     ) -> None:
         """Families: None for what the chat template teaches. ConfigurationError if the model has no such marks."""
         self._llm = llm
         self._model_name = model_name
+        self._store = store
+        self._keeps_billing_line = keeps_billing_line
         self._dialect = Dialect(llm.inputs, tool_family, reasoning_family)
         served = f"{chairlift.__version__} {model_name} {llm.config}"
         self._fingerprint = f"fp_{hashlib.sha256(served.encode()).hexdigest()[:10]}"
@@ -61,8 +80,15 @@ class Drafter:
         """`InvalidRequest` or `pydantic.ValidationError` if the body asks for what there is not."""
         if isinstance(body, CompletionRequest):
             return self._draft_completion(body, client)
-        assert isinstance(body, ChatCompletionRequest | ResponsesRequest), "what the table of endpoints has"
+        assert isinstance(body, ChatCompletionRequest | ResponsesRequest | MessagesRequest), (
+            "what the table of endpoints has"
+        )
         return self._draft_conversation(body, client)
+
+    def count_tokens(self, body: CountTokensRequest) -> TokenCount:
+        """Of the prompt that the same body would have as a request for an answer."""
+        options = body.chat_options(shows_tools=bool(body.functions_to_call()))
+        return TokenCount(input_tokens=len(self._encode(body, options)))
 
     async def prepare(self, draft: Draft, off_loop: OffLoop) -> list[Generation]:
         """One generation per prompt, checked and tokenized. Complaints name the fields that the client wrote."""
@@ -106,6 +132,8 @@ class Drafter:
         )
 
     def _draft_conversation(self, body: Conversation, client: Client) -> Draft:
+        if isinstance(body, ResponsesRequest):
+            body = self._with_earlier_messages(body, client)
         inputs = self._llm.inputs
         params = body.params(inputs.default_chat_params)  # checks `n`, of which the reply makes so many
         functions = body.functions_to_call()
@@ -113,24 +141,80 @@ class Drafter:
         if functions:
             structure = self._dialect.constrain_calls(functions, body, structure)
         self._dialect.check_effort(body)
-        chat_options = body.chat_options(shows_tools=bool(functions))
         options = client.options_of(body)
-        with own_field_names(body.field_names):
-            token_ids = inputs.encode_chat(body.template_messages(), chat_options, params.truncates_prompt)
+        chat_options = body.chat_options(shows_tools=bool(functions))
+        token_ids = self._encode(body, chat_options, params.truncates_prompt)
+        if isinstance(body, MessagesRequest):  # clients of this API ask for more than there may be room for
+            room = max(1, inputs.max_seq_len - len(token_ids))
+            params = params.model_copy(update={"max_tokens": min(body.max_tokens, room)})
         reading = self._dialect.reading(body, functions, token_ids, chat_options.continue_final_message)
-        reply: Reply
-        if isinstance(body, ChatCompletionRequest):
-            reply = ChatReply(body, self._model_name, inputs.vocabulary, reading.new_reader, self._fingerprint)
-        else:
-            reply = ResponsesReply(body, params, self._model_name, inputs.vocabulary, reading.new_reader)
         return Draft(
             prompts=[token_ids],
             params=params,
             options=options,
-            reply=reply,
+            reply=self._reply(body, client, params, reading.new_reader),
             is_streamed=bool(body.stream),
             structure=structure,
             prompt_field="messages",
             text_options=reading.text_options,
             field_names=body.field_names,
+            headers=_warning(body.left_out),
         )
+
+    def _encode(
+        self, body: Conversation | CountTokensRequest, options: ChatOptions, truncates: bool = False
+    ) -> list[int]:
+        with own_field_names(body.field_names):
+            messages: Sequence[Message] = body.template_messages()
+            if not self._keeps_billing_line:
+                messages = without_billing_line(messages)
+            return self._llm.inputs.encode_chat(messages, options, truncates)
+
+    def _reply(self, body: Conversation, client: Client, params: SamplingParams, new_reader: NewReader) -> Reply:
+        model, vocabulary = self._model_name, self._llm.inputs.vocabulary
+        match body:
+            case ChatCompletionRequest():
+                return ChatReply(body, model, vocabulary, new_reader, self._fingerprint)
+            case ResponsesRequest():
+                return ResponsesReply(body, params, model, vocabulary, new_reader, self._keeper(body, client))
+            case MessagesRequest():
+                return MessagesReply(body, model, vocabulary, new_reader)
+
+    def _with_earlier_messages(self, body: ResponsesRequest, client: Client) -> ResponsesRequest:
+        if body.previous_response_id is None:
+            return body
+        stored = self._store.find(client.owner, body.previous_response_id)
+        if stored is None:
+            raise InvalidRequest(
+                f"previous_response_id: {NOT_STORED}, or send the whole conversation as input", "previous_response_id"
+            )
+        return body.going_on_with(stored.messages())
+
+    def _keeper(self, body: ResponsesRequest, client: Client) -> Callable[[ResponseObject], None] | None:
+        """What stores the reply; None if the client does not ask for that."""
+        if not body.store:
+            return None
+        conversation, owner, store = to_json(body.spoken_messages()), client.owner, self._store
+
+        def keep(reply: ResponseObject) -> None:
+            store.keep(owner, reply.id, StoredResponse(conversation, reply.model_dump_json().encode()))
+
+        return keep
+
+
+def without_billing_line(messages: Sequence[Message]) -> Sequence[Message]:
+    """Claude Code begins its system prompt with a line for its vendor's bills that is another in every request, so that
+    no two prompts would begin alike. It says nothing to a model.
+    """
+    first = messages[0] if messages else {}
+    if first.get("role") != "system" or not first["content"].startswith(_BILLING):
+        return messages
+    return [{**first, "content": _BILLING_LINE.sub("", first["content"], count=1)}, *messages[1:]]
+
+
+def _warning(left_out: Sequence[str]) -> Mapping[str, str]:
+    """The header that says which tools the model is not told of."""
+    if not left_out:
+        return {}
+    types = ", ".join(sorted(set(left_out))[:_MAX_TYPES_TOLD])
+    return {"Warning": f'299 - "tools of type {types} are not supported here and were left out"'}

@@ -4,9 +4,13 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
+from chairlift.api.errors import MESSAGES_PATH
+from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
+from chairlift.api.wire.anthropic_message import AnthropicErrorBody, AnthropicMessage, MessagesEvent, TokenCount
+from chairlift.api.wire.base import ErrorBody
 from chairlift.api.wire.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from chairlift.api.wire.completions import Completion, CompletionRequest
-from chairlift.api.wire.response_object import ResponseObject, ResponsesEvent
+from chairlift.api.wire.response_object import DeletedResponse, ResponseObject, ResponsesEvent
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.api.wire.service import (
     DetokenizeReply,
@@ -32,20 +36,29 @@ class Route:
     reply: type[BaseModel] | None  # None: something else than JSON of a fixed shape
     body: type[BaseModel] | None = None
     chunk: type[BaseModel] | None = None  # of a streamed reply
+    error: type[BaseModel] = ErrorBody
     is_open: bool = False  # without a key: what load balancers ask, and what tells no secret
 
 
 _CHAT = "Answer a conversation"
-_RESPONSES = "Answer a conversation, in items and named events; nothing is stored"
+_RESPONSES = "Answer a conversation, in items and named events"
+_MESSAGES = "Answer a conversation, as Anthropic's clients have it"
+_COUNT = "How many tokens the prompt of such a conversation has"
 _TOKENIZE = "Token ids of a text or of a conversation"
 _INFO = "Special tokens and chat template of the tokenizer"
 _RESET = "Forget what earlier prompts left, so that a benchmark starts afresh; no body"
 _CHAT_SHAPES = (ChatCompletion, ChatCompletionRequest, ChatCompletionChunk)
 _RESPONSES_SHAPES = (ResponseObject, ResponsesRequest, ResponsesEvent)
+_COUNT_SHAPES = (TokenCount, CountTokensRequest, None, AnthropicErrorBody)
+_MESSAGES_SHAPES = (AnthropicMessage, MessagesRequest, MessagesEvent, AnthropicErrorBody)
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", "chat_completions", _CHAT, *_CHAT_SHAPES),
     Route("POST", "/v1/responses", "responses", _RESPONSES, *_RESPONSES_SHAPES),
+    Route("GET", "/v1/responses/{id}", "stored_response", "A stored response", ResponseObject),
+    Route("DELETE", "/v1/responses/{id}", "delete_response", "Forget a stored response", DeletedResponse),
+    Route("POST", MESSAGES_PATH, "messages", _MESSAGES, *_MESSAGES_SHAPES),
+    Route("POST", f"{MESSAGES_PATH}/count_tokens", "count_tokens", _COUNT, *_COUNT_SHAPES),
     Route("POST", "/v1/completions", "completions", "Continue texts", Completion, CompletionRequest, Completion),
     Route("GET", "/v1/models", "models", "The models that are served: one", ModelList),
     Route("GET", "/v1/models/{model}", "model", "One model", ModelCard),

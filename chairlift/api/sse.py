@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -10,7 +11,8 @@ from pydantic import BaseModel
 
 DONE = "data: [DONE]\n\n"
 KEEP_ALIVE_S = 10.0  # proxies and clients take a connection for dead after a minute or so
-_KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over and proxies count as life
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients pass over and proxies count as life
+_NO_HEADERS: Mapping[str, str] = {}
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -28,12 +30,16 @@ class EventStream:
     """One reply that is written event by event; a context manager.
 
     The status goes out with the first event, so that what fails before can still have one of its own; or with the first
-    keep-alive comment, which is sent whenever `KEEP_ALIVE_S` pass without an event.
+    sign of life, which is sent whenever `KEEP_ALIVE_S` pass without an event.
     """
 
-    def __init__(self, request: web.Request) -> None:
-        self.response = web.StreamResponse(headers=_HEADERS)
+    def __init__(
+        self, request: web.Request, headers: Mapping[str, str] = _NO_HEADERS, keep_alive: str = KEEP_ALIVE
+    ) -> None:
+        """`headers`: beside those of every stream; `keep_alive`: the sign of life."""
+        self.response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._request = request
+        self._keep_alive_event = keep_alive.encode()
         self._num_sent = 0
         self._opening = asyncio.Lock()
         self._beat: asyncio.Task[None] | None = None
@@ -76,4 +82,4 @@ class EventStream:
                 num_sent = self._num_sent
                 await asyncio.sleep(KEEP_ALIVE_S)
                 if self._num_sent == num_sent:
-                    await self._write(_KEEP_ALIVE)
+                    await self._write(self._keep_alive_event)

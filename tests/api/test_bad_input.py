@@ -254,6 +254,7 @@ ECHOING: list[tuple[str, dict[str, Any]]] = [
     ),
     (COMPLETIONS, {"prompt": LONG}),
     (COMPLETIONS, {"prompt": [10**4000]}),
+    ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": LONG}]}]}),
     ("/v1/responses", {"input": [{"type": LONG}]}),
     ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": LONG, "output": ""}]}),
     ("/v1/responses", {"input": "a", "include": [LONG]}),

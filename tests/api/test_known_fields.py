@@ -39,6 +39,8 @@ GENERATING: list[tuple[type[BaseModel], dict[str, Any]]] = [
 WRITTEN_BY_A_MODEL = {
     *("AssistantTurn", "WrittenPart", "ToolCall", "CalledFunction"),
     *("WrittenMessage", "WrittenText", "InputCall", "Reasoning", "ReasoningText"),
+    *("ModelTurn", "WrittenTextBlock", "ThinkingBlock", "RedactedThinkingBlock", "ToolUseBlock"),
+    "LeftOutTool",  # of which nothing is read but the type
 }
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"

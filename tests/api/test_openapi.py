@@ -68,7 +68,7 @@ def test_operations_have_names_of_their_own_and_every_status_has_the_error_body(
         errors = {status: reply for status, reply in operation["responses"].items() if status != "200"}
         assert {"400", "401", "404", "413", "429", "500", "503"} <= set(errors)
         for reply in errors.values():
-            assert reply["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+            assert reply["content"]["application/json"]["schema"]["$ref"].endswith("ErrorBody")
 
 
 def test_every_field_says_what_becomes_of_it() -> None:
@@ -132,4 +132,7 @@ def test_keys_are_asked_for_wherever_something_is_computed_or_told() -> None:
     assert {path for path, open_to_all in is_open.items() if open_to_all} == {
         *("/health", "/metrics", "/version", "/openapi.json", "/docs")
     }
-    assert DOCUMENT["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    assert DOCUMENT["components"]["securitySchemes"] == {
+        "key": {"type": "http", "scheme": "bearer"},
+        "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }

@@ -40,6 +40,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5},
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 5},
     "/v1/responses": {"input": "Hello!", "max_output_tokens": 16},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 5},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello!"}]},
     "/tokenize": {"prompt": "Hello!"},
     "/detokenize": {"tokens": [72, 105]},
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 KEY = "attacker-key"
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MAX_BODY = 10 * 2**20
 ANSWER_WITHIN_S = 60.0

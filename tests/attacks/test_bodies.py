@@ -8,7 +8,19 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.attacks.attacker import CHAT, COMPLETIONS, DETOKENIZE, MAX_BODY, RESPONSES, TOKENIZE, Attacker, Shot, post
+from tests.attacks.attacker import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    MAX_BODY,
+    MESSAGES,
+    RESPONSES,
+    TOKENIZE,
+    Attacker,
+    Shot,
+    post,
+)
 from tests.attacks.harness import Target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -18,6 +30,8 @@ BASES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [HELLO], "max_tokens": 1},
     COMPLETIONS: {"prompt": "Hello!", "max_tokens": 1},
     RESPONSES: {"input": "Hello!", "max_output_tokens": 16},
+    MESSAGES: {"messages": [HELLO], "max_tokens": 1},
+    COUNT_TOKENS: {"messages": [HELLO]},
     TOKENIZE: {"prompt": "Hello!"},
     DETOKENIZE: {"tokens": [72, 105]},
 }
@@ -84,7 +98,7 @@ def fill(path: str, filler: str, *where: str | int, **options: Any) -> Shot:
 
 
 def count_shots() -> Iterator[Shot]:
-    for path in (CHAT, COMPLETIONS, RESPONSES):
+    for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES):
         names = ("n", "max_tokens", "min_tokens", "max_completion_tokens", "max_output_tokens", "logprobs", "top_k")
         for name in (*names, "top_logprobs", "best_of", "seed", "priority", "truncate_prompt_tokens", "timeout"):
             for number in (10**8, 10**30, -(10**30)):
@@ -197,6 +211,9 @@ DEEP_PLACES: list[Shot] = [
     fill(CHAT, "text", "model"),
     fill(RESPONSES, "text", "input", 0, "content", 0, "text", base=INPUT_ITEMS),
     fill(RESPONSES, "ones", "input", 0, "content", base=INPUT_ITEMS),
+    *(fill(MESSAGES, filler, "messages", 0, "content") for filler in ("text", "ones", "objects", "nesting")),
+    fill(MESSAGES, "text", "system"),
+    fill(COUNT_TOKENS, "text", "messages", 0, "content"),
     fill(TOKENIZE, "text", "messages", 0, "content", base={"messages": [HELLO]}),
 ]
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from chairlift.models.checkpoint import find_model
 from chairlift.models.cpu import CpuKernelsUnavailable, load_library
-from tests.attacks.attacker import CHAT, COMPLETIONS, RESPONSES, Attacker, Shot, post
+from tests.attacks.attacker import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, Attacker, Shot, post
 from tests.support.server_process import SERVE, Process, long_stream, run_to_end, running
 
 pytestmark = pytest.mark.timeout(120)
@@ -180,7 +180,7 @@ JSON = {"Content-Type": "application/json"}
     "kind",
     ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", "", "text/json", "json"],
 )
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, "/tokenize", "/detokenize"])
 def test_only_json_is_taken_for_json(keyless: Process, path: str, kind: str) -> None:
     assert status_of(keyless, "POST", path, {"Content-Type": kind}) == 415
 

@@ -10,14 +10,14 @@ import hmac
 import ipaddress
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aiohttp import web
 
 from chairlift.api.config import KEYS_VARIABLE, ServerConfig
-from chairlift.api.errors import Handler, error_reply
+from chairlift.api.errors import Handler, error_reply, is_anthropics
 from chairlift.api.wire.generation import GenerationRequest
 from chairlift.errors import ConfigurationError, InvalidApiKey, InvalidRequest
 from chairlift.params import RequestOptions
@@ -64,6 +64,11 @@ class Client:
     limits: KeyLimits | None = None  # None: no keys are asked for
     shares_prefixes: bool = False
 
+    @property
+    def owner(self) -> str:
+        """Whose the client's stored responses are. Where no key is asked for they are everybody's who knows an id."""
+        return "" if self.limits is None else self.name
+
     def options_of(self, body: GenerationRequest) -> RequestOptions:
         """How a request is served beside others. `InvalidRequest` if its priority is not one that the key may have."""
         if self.limits is None:
@@ -105,14 +110,19 @@ class KeyRing:
 
     def client_of(self, request: web.Request) -> Client:
         """Who sent a request that the middleware let in. A key's name is the same on every server."""
-        return self._clients[_digest(_key_of(request))] if self._clients else Client(request.remote or "")
+        key = self._key_of(request)
+        return Client(request.remote or "") if key is None else self._clients[_digest(key)]
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuses requests without a valid key with `InvalidApiKey`."""
-        if self._clients and request.path not in self._open_paths and not self.knows(_key_of(request)):
+        if self._clients and request.path not in self._open_paths and self._key_of(request) is None:
             raise InvalidApiKey
         return await handler(request)
+
+    def _key_of(self, request: web.Request) -> str | None:
+        """The valid key that it brings; None if it brings none, or none is asked for."""
+        return next((key for key in _keys_of(request) if self.knows(key)), None)
 
 
 def check_access(config: ServerConfig) -> None:
@@ -174,10 +184,13 @@ def _parse_line(line: str) -> tuple[str, KeyLimits]:
     return line, KeyLimits.parse(**given)
 
 
-def _key_of(request: web.Request) -> str:
-    """The key that it brings; empty if none, which no key is."""
+def _keys_of(request: web.Request) -> Iterator[str]:
+    """The keys that it brings, where clients of its path write them."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "bearer":
+        yield key.strip()
+    if is_anthropics(request):
+        yield request.headers.get("x-api-key", "").strip()
 
 
 def _digest(key: str) -> bytes:
@@ -207,7 +220,7 @@ class Cors:
     async def _refuse_foreign_pages(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         complaint = self._complaint_of(request) if self.is_strict else None
         if complaint is not None:
-            return error_reply(web.HTTPForbidden(text=complaint)).response()
+            return error_reply(web.HTTPForbidden(text=complaint)).response(request)
         return await handler(request)
 
     def _complaint_of(self, request: web.Request) -> str | None:
@@ -237,7 +250,7 @@ class Cors:
         if request.method != "OPTIONS" or origin is None or "Access-Control-Request-Method" not in request.headers:
             return await handler(request)
         if not self._allows(origin):
-            return error_reply(web.HTTPForbidden(text=_refusal(origin))).response()
+            return error_reply(web.HTTPForbidden(text=_refusal(origin))).response(request)
         error = request.match_info.http_exception  # OPTIONS itself has no route
         methods = error.allowed_methods if isinstance(error, web.HTTPMethodNotAllowed) else {"GET", "POST"}
         headers = {

@@ -124,7 +124,7 @@ class Connection(web.RequestHandler):
         if status != web.HTTPBadRequest.status_code:
             response = super().handle_error(request, status, exc, message)
         else:
-            response = error_reply(web.HTTPBadRequest(text=message)).response()
+            response = error_reply(web.HTTPBadRequest(text=message)).response(request)
             response.force_close()
         response.headers[REQUEST_ID_HEADER] = request_id_of(request)  # no application has seen it
         return response
@@ -175,7 +175,7 @@ async def meet_expectation(request: web.Request) -> None:
     expectation = request.headers.get("Expect", "")
     if expectation.lower() != "100-continue":
         reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} cannot be met"))
-        raise web.HTTPExpectationFailed(text=reply.body(), content_type="application/json")
+        raise web.HTTPExpectationFailed(text=reply.body(request), content_type="application/json")
     assert request.transport is not None, "the client waits for this"
     request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

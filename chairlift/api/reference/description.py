@@ -3,6 +3,7 @@ for people (one page, without scripts or outside resources), and the tables of d
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,8 @@ from pydantic.json_schema import models_json_schema
 
 import chairlift
 from chairlift.api.routes import ROUTES, Route
-from chairlift.api.wire.base import ErrorBody, Fate
+from chairlift.api.wire.anthropic_message import AnthropicErrorBody
+from chairlift.api.wire.base import Fate
 from chairlift.params import RequestOptions, SamplingParams
 
 _JSON = "application/json"
@@ -43,6 +45,10 @@ h2 { margin-top: 2.5rem; border-bottom: 1px solid #8886; } h2 code { font-size: 
 th, td { text-align: left; vertical-align: top; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid #8883; }
 .refused, .ignored { opacity: 0.65; }
 """
+_KEYS = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 _BEGIN, _END = "<!-- tables -->\n", "<!-- end of tables -->"
 
 _Schema = Mapping[str, Any]
@@ -81,22 +87,25 @@ def fields_of(body: type) -> list[FieldRow]:
 @cache
 def openapi_document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    models: list[tuple[type[BaseModel], _Mode]] = [(ErrorBody, "serialization")]
+    models: list[tuple[type[BaseModel], _Mode]] = []
     for route in ROUTES:
         models += [(route.body, "validation")] if route.body is not None else []
-        models += [(model, "serialization") for model in (route.reply, route.chunk) if model is not None]
+        models += [(model, "serialization") for model in (route.error, route.reply, route.chunk) if model is not None]
+    paths: dict[str, dict[str, Any]] = {route.path: {} for route in ROUTES}
     refs, definitions = models_json_schema(list(dict.fromkeys(models)), ref_template="#/components/schemas/{model}")
+    for route in ROUTES:
+        paths[route.path][route.method.lower()] = _operation(route, refs)
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Chairlift",
             "version": chairlift.__version__,
-            "description": "A small LLM serving engine with an OpenAI-style API.",
+            "description": "A small LLM serving engine with APIs in the style of OpenAI and Anthropic.",
         },
-        "paths": {route.path: {route.method.lower(): _operation(route, refs)} for route in ROUTES},
+        "paths": paths,
         "components": {
             "schemas": definitions["$defs"],
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": _KEYS,
         },
     }
 
@@ -137,11 +146,11 @@ def _operation(route: Route, refs: Mapping[Any, dict[str, Any]]) -> dict[str, An
     if route.chunk is not None:
         # A stream is not one JSON document; this is the shape of each of its events.
         content["text/event-stream"] = {"schema": {"type": "string"}, "x-event": refs[route.chunk, "serialization"]}
-    error = {_JSON: {"schema": refs[ErrorBody, "serialization"]}}
+    error = {_JSON: {"schema": refs[route.error, "serialization"]}}
     operation: dict[str, Any] = {
         "operationId": route.name,
         "summary": route.summary,
-        "security": [] if route.is_open else [{"key": []}],
+        "security": [] if route.is_open else [{key: []} for key in _keys_for(route)],
         "responses": {
             "200": {"description": "as asked", **({"content": content} if content else {})},
             **{status: {"description": text, "content": error} for status, text in _ERRORS.items()},
@@ -149,9 +158,15 @@ def _operation(route: Route, refs: Mapping[Any, dict[str, Any]]) -> dict[str, An
     }
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": refs[route.body, "validation"]}}}
-    if "{model}" in route.path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    names = re.findall(r"{(\w+)}", route.path)
+    if names:
+        schema = {"type": "string"}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
     return operation
+
+
+def _keys_for(route: Route) -> list[str]:
+    return ["key", "x_api_key"] if route.error is AnthropicErrorBody else ["key"]
 
 
 @cache
@@ -172,8 +187,9 @@ def _html() -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Chairlift: the HTTP API</title><style>{_STYLE}</style></head><body><main>"
-        "<h1>Chairlift: the HTTP API</h1><p>As OpenAI specifies it, with vLLM's extensions. A field that is not listed"
-        ' is refused with a 400 that names it. The same for programs: <a href="openapi.json">openapi.json</a>.</p>'
+        "<h1>Chairlift: the HTTP API</h1><p>As OpenAI and Anthropic specify it, with vLLM's extensions. A field that is"
+        " not listed is refused with a 400 that names it. The same for programs:"
+        ' <a href="openapi.json">openapi.json</a>.</p>'
         f"{sections}</main></body></html>"
     )
 

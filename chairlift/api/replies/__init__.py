@@ -17,6 +17,11 @@ class Reply(Protocol):
         """What the client knows this reply by."""
         ...
 
+    @property
+    def keep_alive(self) -> str:
+        """What tells the client of a silent stream that it goes on."""
+        ...
+
     def whole(self, outputs: list[RequestOutput]) -> BaseModel:
         """The reply to a request that does not stream."""
         ...
@@ -33,6 +38,6 @@ class Reply(Protocol):
         """Events after everything else."""
         ...
 
-    def failure(self, detail: ErrorDetail) -> list[str]:
-        """The last events of a stream that cannot go on."""
+    def failure(self, status: int, detail: ErrorDetail) -> list[str]:
+        """The last events of a stream that cannot go on; `status`: what the reply would have had."""
         ...

@@ -16,7 +16,7 @@ from chairlift.api.replies.answer import (
     prompt_logprobs,
     scored_prompt,
 )
-from chairlift.api.sse import DONE, event
+from chairlift.api.sse import DONE, KEEP_ALIVE, event
 from chairlift.api.tools import CallPiece, ContentPiece, Piece
 from chairlift.api.wire.base import ErrorBody, ErrorDetail
 from chairlift.api.wire.chat import (
@@ -41,6 +41,7 @@ from chairlift.params import CompletionOutput, RequestOutput
 class _ChoicesReply:
     """What both share: identity, usage, and how streams end. Only what is needed of a body is kept: it may be large."""
 
+    keep_alive = KEEP_ALIVE
     _prefix: ClassVar[str]
     _chunk_type: ClassVar[type[Completion | ChatCompletionChunk]]
 
@@ -72,7 +73,7 @@ class _ChoicesReply:
         """See `Reply`."""
         return [event(self._chunk([])), DONE] if self._has_usage_chunk else [DONE]
 
-    def failure(self, detail: ErrorDetail) -> list[str]:
+    def failure(self, status: int, detail: ErrorDetail) -> list[str]:  # noqa: ARG002 - the body says enough
         """See `Reply`."""
         return [event(ErrorBody(error=detail))]
 

@@ -1,7 +1,7 @@
 """How `/v1/responses` dresses its outputs: items that grow, and the events that tell of them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, cast
@@ -10,11 +10,12 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader, ScoredPosition
-from chairlift.api.sse import event
+from chairlift.api.sse import KEEP_ALIVE, event
 from chairlift.api.tools import CallPiece, ReasoningPiece
 from chairlift.api.wire.base import ErrorDetail
 from chairlift.api.wire.chat import TokenLogprob
 from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.messages import FunctionTool
 from chairlift.api.wire.response_items import ItemStatus
 from chairlift.api.wire.response_object import (
     ErrorEvent,
@@ -153,6 +154,8 @@ class _OutputItems:
 class ResponsesReply:
     """One reply to one conversation. A whole one is put together by the same code as a streamed one."""
 
+    keep_alive = KEEP_ALIVE
+
     def __init__(
         self,
         body: ResponsesRequest,
@@ -160,8 +163,9 @@ class ResponsesReply:
         model: str,
         vocabulary: Vocabulary,
         new_reader: NewReader,
+        keep: Callable[[ResponseObject], None] | None = None,
     ) -> None:
-        """`params`: what the body asks for over the model's defaults."""
+        """`params`: what the body asks for over the model's defaults; `keep` stores the whole reply at its end."""
         self.id = f"resp_{uuid4().hex}"
         self._progress = ChoiceProgress(vocabulary, body.top_logprobs or 0)
         self._answer = Answer(new_reader())
@@ -170,6 +174,7 @@ class ResponsesReply:
         self._unplaced: list[ScoredPosition] = []  # of text that is held back until it is known what it belongs to
         self._latest: RequestOutput | None = None
         self._numbers = count()
+        self._keep = keep
         self._start = _response_at_its_start(self.id, body, params, model)
 
     def whole(self, outputs: list[RequestOutput]) -> BaseModel:
@@ -196,7 +201,7 @@ class ResponsesReply:
         is_complete = final.status == "completed"
         return self._send(Event(type="response.completed" if is_complete else "response.incomplete", response=final))
 
-    def failure(self, detail: ErrorDetail) -> list[str]:
+    def failure(self, status: int, detail: ErrorDetail) -> list[str]:  # noqa: ARG002 - the body says enough
         """See `Reply`: the failed response as the specification has it, then an error that makes clients raise.
 
         The `openai` client passes `response.failed` on like any other event, and so it does with the specification's
@@ -253,7 +258,7 @@ class ResponsesReply:
         reason = output.outputs[0].finish_reason
         is_complete = reason is FinishReason.STOP
         details = IncompleteDetails(reason="max_output_tokens" if reason is FinishReason.LENGTH else None)
-        return self._start.model_copy(
+        final = self._start.model_copy(
             update={
                 "status": "completed" if is_complete else "incomplete",
                 "completed_at": int(time.time()) if is_complete else None,
@@ -262,6 +267,9 @@ class ResponsesReply:
                 "usage": ResponseUsage.of(Usage.of([output])),
             }
         )
+        if self._keep is not None:
+            self._keep(final)
+        return final
 
     def _send(self, *events: Event | ErrorEvent) -> list[str]:
         for each in events:
@@ -277,16 +285,24 @@ def _response_at_its_start(
     if body.text is not None and body.text.format is not None:
         text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
     choice = body.tool_choice or "auto"
-    fields = {"instructions", "max_output_tokens", "user", "safety_identifier", "prompt_cache_key"}
+    fields = {
+        "previous_response_id",
+        "instructions",
+        "max_output_tokens",
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+    }
     return ResponseObject(
         id=response_id,
         created_at=int(time.time()),
         status="in_progress",
         model=model,
         metadata=body.metadata or {},
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        parallel_tool_calls=body.is_parallel,
         temperature=params.temperature,
         text=text,
+        store=bool(body.store),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         tools=[
             UsedTool(
@@ -296,6 +312,7 @@ def _response_at_its_start(
                 strict=bool(tool.strict),
             )
             for tool in body.tools or []
+            if isinstance(tool, FunctionTool)
         ],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,

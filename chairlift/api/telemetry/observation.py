@@ -29,6 +29,10 @@ OTHER_PATH = "other"
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
+_HEADERS_OF_IDS = (
+    REQUEST_ID_HEADER,
+    "Request-Id",
+)  # clients of OpenAI's API look for the one, of Anthropic's the other
 _SANE_ID = re.compile(r"[ -~]{1,128}")  # printable ASCII, not too long for a line of the log
 _REQUEST_ID = web.RequestKey("chairlift_request_id", str)
 
@@ -188,7 +192,8 @@ class Observer:
 
     async def _begin_reply(self, request: web.Request, response: web.StreamResponse) -> None:
         """A signal: streams begin before their handlers return, and some errors end out of reach of middlewares."""
-        response.headers[REQUEST_ID_HEADER] = request_id_of(request)
+        for name in _HEADERS_OF_IDS:
+            response.headers[name] = request_id_of(request)
         self._note_response(self._path_of(request), response.status)
         if OBSERVATION in request:
             request[OBSERVATION].status = response.status

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 _PROVIDER_VARIABLE = "OTEL_PYTHON_TRACER_PROVIDER"
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
+_OPERATIONS = {"/v1/completions": "text_completion"} | dict.fromkeys(
+    ("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"
+)
 _FAILURES = {Outcome.TIMEOUT, Outcome.ERROR, Outcome.REJECTED}
 
 

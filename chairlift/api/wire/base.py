@@ -32,7 +32,7 @@ TokenIds = list[StrictInt]
 Label = Annotated[str, Field(max_length=512)]  # only kept or repeated
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
-_STATELESS = "nothing is stored here; send the whole conversation as input"
+_STATELESS = "use previous_response_id, or send the whole conversation as input"
 _TEXT_ONLY = "only text is understood and made here"
 
 REFUSED = {
@@ -44,13 +44,18 @@ REFUSED = {
     "function_call": "deprecated; use tools, tool_choice and tool_calls",
     "functions": "deprecated; use tools",
     "image": _TEXT_ONLY,
+    "compaction": "leave out of messages what may be forgotten",
+    "container": "there are no containers here",
+    "fallback_credit_token": "there is one model here",
+    "fallbacks": "there is one model here",
     "max_tool_calls": "there are no built-in tools here",
+    "mcp_servers": "the client connects to such servers, and sends their tools",
     "moderation": "there is no moderation here",
     "namespace": "functions have no namespaces here",
     "output_schema": "the model does not see it; describe it in description",
-    "previous_response_id": _STATELESS,
     "prompt": "no prompts are stored here; send its text",
     "suffix": "the model continues texts, it does not fill gaps",
+    "thread": "nothing is kept of a conversation; send all of it as messages",
     "verbosity": "ask for it in a message",
     "web_search_options": "there is no web search here",
 }

@@ -12,9 +12,9 @@ from chairlift.api.wire.generation import CompletionsRequest
 from chairlift.api.wire.messages import (
     Effort,
     NamedTool,
+    ParallelToolUse,
     Rendering,
     ToolChoiceMode,
-    ToolUse,
     effort_arguments,
 )
 from chairlift.engine.text.tokenizer import ChatOptions
@@ -24,7 +24,7 @@ from chairlift.params import MAX_LOGPROBS, FinishReason, SamplingParams
 
 class ChatCompletionRequest(
     Rendering,
-    ToolUse,
+    ParallelToolUse,
     CompletionsRequest,
     refuses=("audio", "functions", "function_call", "verbosity", "web_search_options", "moderation"),
 ):

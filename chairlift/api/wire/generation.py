@@ -23,7 +23,8 @@ from chairlift.errors import InvalidGrammar, InvalidRequest
 from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
 
 FOR_CACHING = Ignored("a hint about caching; prompts that begin alike are found without it")
-_FOR_STATISTICS = Ignored("labels a request for its sender's own statistics")
+FOR_STATISTICS = Ignored("labels a request for its sender's own statistics")
+SENDER = "whose request it is: users share the machine evenly, or API keys do where there are any"
 _MADE_HERE = {"logprobs", "prompt_logprobs", "structured_outputs"}  # mean something else in requests
 
 # --- structure
@@ -185,9 +186,6 @@ class GenerationRequest(Body):
     """A field without a description has that of its namesake in RequestOptions or SamplingParams, whose limits hold."""
 
     model: str | None = Field(None, description="the served model's name; left out: the one there is")
-    user: Label | None = Field(
-        None, description="whose request it is: users share the machine evenly, or API keys do where there are any"
-    )
     priority: StrictInt | None = None
     timeout: StrictFloat | None = None
     cache_salt: str | None = Field(None, max_length=256)
@@ -203,7 +201,6 @@ class GenerationRequest(Body):
     repetition_penalty: StrictFloat | None = None
     logit_bias: dict[int, StrictFloat] | None = None
     seed: StrictInt | None = None
-    stop: str | Texts | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: StrictBool | None = None
     bad_words: str | Texts | None = None
@@ -214,14 +211,6 @@ class GenerationRequest(Body):
         None, description="one of json, json_object, regex, choice and grammar (Lark or GBNF), enforced token by token"
     )
 
-    metadata: Annotated[Metadata | None, _FOR_STATISTICS] = None
-    safety_identifier: Annotated[Label | None, _FOR_STATISTICS] = None
-    store: Annotated[StrictBool | None, Ignored("nothing is stored here")] = None
-    service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
-    prompt_cache_key: Annotated[Label | None, FOR_CACHING] = None
-    prompt_cache_retention: Annotated[Label | None, FOR_CACHING] = None
-    prompt_cache_options: Annotated[PromptCacheOptions | None, FOR_CACHING] = None
-
     @field_validator("cache_salt")
     @classmethod
     def _check_salt(cls, salt: str | None) -> str | None:
@@ -229,14 +218,19 @@ class GenerationRequest(Body):
             raise InvalidRequest("cache_salt is empty; leave it out, or give at least one character", "cache_salt")
         return salt
 
+    @property
+    def sender(self) -> str:
+        """Whose request it is, in the client's own words; empty if it says nothing."""
+        return ""
+
     def request_options(self, key_tenant: str | None) -> RequestOptions:
         """How the request is served. `pydantic.ValidationError` if a field is out of range.
 
-        `key_tenant`: who the API key says it is, None where there are no keys. A key has one share, whatever its
-        holder writes into `user`.
+        `key_tenant`: who the API key says it is, None where there are no keys. A key has one share, whoever its
+        holder says that the `sender` is.
         """
         given = self.model_dump(include={"priority", "cache_salt", "timeout"}, exclude_none=True)
-        return RequestOptions(tenant=(self.user or "") if key_tenant is None else key_tenant, **given)
+        return RequestOptions(tenant=self.sender if key_tenant is None else key_tenant, **given)
 
     def sampling_params(self, defaults: SamplingParams, **given: Any) -> SamplingParams:
         """This request's settings, and those `given` that are not None, over the model's defaults.
@@ -248,7 +242,26 @@ class GenerationRequest(Body):
         return SamplingParams(**{**defaults.model_dump(exclude_unset=True), **own})
 
 
-class CompletionsRequest(GenerationRequest):
+class OpenAIRequest(GenerationRequest):
+    """What OpenAI's endpoints have in common."""
+
+    user: Label | None = Field(None, description=SENDER)
+    stop: str | Texts | None = None
+
+    metadata: Annotated[Metadata | None, FOR_STATISTICS] = None
+    safety_identifier: Annotated[Label | None, FOR_STATISTICS] = None
+    store: Annotated[StrictBool | None, Ignored("nothing is stored here")] = None
+    service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
+    prompt_cache_key: Annotated[Label | None, FOR_CACHING] = None
+    prompt_cache_retention: Annotated[Label | None, FOR_CACHING] = None
+    prompt_cache_options: Annotated[PromptCacheOptions | None, FOR_CACHING] = None
+
+    @property
+    def sender(self) -> str:
+        return self.user or ""
+
+
+class CompletionsRequest(OpenAIRequest):
     """What chat completions and completions have in common."""
 
     stream_options: StreamOptions | None = Field(None, description="only with stream")

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import Discriminator, Field, StrictBool, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
 
 from chairlift.api.tools import FunctionSpec
 from chairlift.api.wire.base import Body, Written, only, only_types
@@ -171,6 +171,24 @@ class FunctionTool(Function, refuses=("output_schema",)):
         return {"type": "function", "function": function}
 
 
+class LeftOutTool(Body):
+    """A tool of a type that is not understood here. The model is not told of it, and the client is warned."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+
+
+def known_or_left_out(form: str, *types: str | None) -> Discriminator:
+    """Picks a class, by name, for tools of these types, and `LeftOutTool` for all others."""
+
+    def pick(tool: Any) -> str:
+        kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+        return form if kind in types or not isinstance(kind, str) else LeftOutTool.__name__
+
+    return Discriminator(pick)
+
+
 class NamedFunction(Body):
     name: str
 
@@ -203,34 +221,92 @@ def effort_arguments(effort: Effort | None) -> dict[str, Any]:
     return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
 
 
-class ToolUse(Body):
-    """Which tools there are, and which must be called. Endpoints narrow the types to their own shapes."""
+class CallableTool(Protocol):
+    """A function that the model may call, in an endpoint's own shape."""
 
-    tools: Sequence[Tool | FunctionTool] | None = None
-    tool_choice: ToolChoiceMode | NamedTool | ChosenFunction | None = None
-    parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one call")
+    def spec(self) -> FunctionSpec: ...
+
+    def as_template_input(self) -> dict[str, Any]:
+        """As chat templates expect it: in the shape of chat completions."""
+        ...
+
+
+class ToolUse(Body):
+    """Which tools there are, and which must be called. Endpoints say so in shapes of their own."""
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> Self:
-        if self.is_call_forced and not self.tools:
+        if self.is_call_forced and not self.callable_tools:
             raise InvalidRequest("tool_choice is only allowed with tools", "tool_choice")
-        if isinstance(self.tool_choice, NamedTool | ChosenFunction) and not self.functions_to_call():
-            raise InvalidRequest(f"tool_choice: there is no tool {self.tool_choice.name!r}", "tool_choice")
+        if self.chosen_function is not None and not self.functions_to_call():
+            raise InvalidRequest(f"tool_choice: there is no tool {self.chosen_function!r}", "tool_choice")
         return self
+
+    @property
+    def callable_tools(self) -> Sequence[CallableTool]:
+        """The tools that can be served here: functions."""
+        raise NotImplementedError
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """The types of tools that are not understood here."""
+        return ()
+
+    @property
+    def call_mode(self) -> ToolChoiceMode:
+        """Whether the answer may, must or must not call."""
+        raise NotImplementedError
+
+    @property
+    def chosen_function(self) -> str | None:
+        """The name of the one function that must be called, if there is one."""
+        raise NotImplementedError
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether an answer may hold several calls."""
+        raise NotImplementedError
 
     @property
     def is_call_forced(self) -> bool:
         """Whether the answer must be a call."""
-        return self.tool_choice not in (None, "none", "auto")
+        return self.call_mode == "required"
 
     def functions_to_call(self) -> list[FunctionSpec]:
         """Those that the model may call, as `tool_choice` has it; empty if it must not."""
-        if self.tool_choice == "none":
+        if self.call_mode == "none":
             return []
-        specs = [tool.spec() for tool in self.tools or []]
-        if isinstance(self.tool_choice, NamedTool | ChosenFunction):
-            return [spec for spec in specs if spec.name == self.tool_choice.name]
-        return specs
+        specs = [tool.spec() for tool in self.callable_tools]
+        chosen = self.chosen_function
+        return specs if chosen is None else [spec for spec in specs if spec.name == chosen]
+
+
+class ParallelToolUse(ToolUse):
+    """The same as OpenAI's endpoints say it. They narrow the types to their own shapes."""
+
+    tools: Sequence[Tool | FunctionTool | LeftOutTool] | None = None
+    tool_choice: ToolChoiceMode | NamedTool | ChosenFunction | None = None
+    parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one call")
+
+    @property
+    def callable_tools(self) -> Sequence[CallableTool]:
+        return [tool for tool in self.tools or [] if not isinstance(tool, LeftOutTool)]
+
+    @property
+    def left_out(self) -> list[str]:
+        return [tool.type for tool in self.tools or [] if isinstance(tool, LeftOutTool)]
+
+    @property
+    def call_mode(self) -> ToolChoiceMode:
+        return "required" if isinstance(self.tool_choice, NamedTool | ChosenFunction) else self.tool_choice or "auto"
+
+    @property
+    def chosen_function(self) -> str | None:
+        return self.tool_choice.name if isinstance(self.tool_choice, NamedTool | ChosenFunction) else None
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.parallel_tool_calls is not False
 
 
 # --- how both become a prompt

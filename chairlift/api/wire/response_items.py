@@ -158,13 +158,13 @@ def _joined(content: str | Sequence[InputText | WrittenText | Refusal]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def template_messages(items: Sequence[Item]) -> list[Message]:
+def template_messages(items: Sequence[Item], earlier: Sequence[Message] = ()) -> list[Message]:
     """Items as the messages that chat templates know: an assistant's calls, in a row, belong to one message.
 
-    InvalidRequest if an output answers no earlier call.
+    `earlier`: messages of the same conversation, which come first. InvalidRequest if an output answers no earlier call.
     """
-    messages: list[Message] = []
-    known_calls: set[str] = set()
+    messages = list(earlier)
+    known_calls = {call["id"] for message in earlier for call in message.get("tool_calls", ())}
     reasoning = ""
     for item in items:
         match item:

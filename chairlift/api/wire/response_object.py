@@ -149,12 +149,20 @@ class ResponseObject(BaseModel):
     prompt_cache_key: str | None
 
     background: Literal[False] = False
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     max_tool_calls: None = None
     reasoning: ReasoningUsed = ReasoningUsed()
     service_tier: Literal["default"] = "default"
-    store: Literal[False] = False
+    store: bool = False
     truncation: Literal["disabled"] = "disabled"
+
+
+class DeletedResponse(BaseModel):
+    """A stored response that is no more."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 EventType = Literal[

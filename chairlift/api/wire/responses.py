@@ -1,13 +1,15 @@
-"""`/v1/responses`, without anything that would need a memory: a reply is not stored, and nothing refers to one."""
+"""`/v1/responses`. A reply that is stored at the client's wish can be continued and read again."""
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StrictBool, StrictInt, field_validator, model_validator
+from pydantic import Field, PrivateAttr, StrictBool, StrictInt, Tag, field_validator, model_validator
 
+from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.base import Body, Ignored, only, only_types
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.generation import (
-    GenerationRequest,
+    FOR_STATISTICS,
+    OpenAIRequest,
     ResponseStreamOptions,
     TextFormat,
     WantedStructure,
@@ -18,9 +20,11 @@ from chairlift.api.wire.messages import (
     ChosenFunction,
     Effort,
     FunctionTool,
+    LeftOutTool,
+    ParallelToolUse,
     ToolChoiceMode,
-    ToolUse,
     effort_arguments,
+    known_or_left_out,
 )
 from chairlift.api.wire.response_items import InputItem, template_messages
 from chairlift.engine.text.tokenizer import ChatOptions, Message
@@ -29,6 +33,13 @@ from chairlift.params import MAX_LOGPROBS, SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
+
+
+InputItems = list[InputItem]
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("FunctionTool")] | Annotated[LeftOutTool, Tag("LeftOutTool")],
+    known_or_left_out("FunctionTool", "function"),
+]
 
 
 class TextOptions(Body):
@@ -53,10 +64,9 @@ class ReasoningOptions(Body):
 
 
 class ResponsesRequest(
-    ToolUse,
-    GenerationRequest,
+    ParallelToolUse,
+    OpenAIRequest,
     refuses=(
-        "previous_response_id",
         "conversation",
         "prompt",
         "max_tool_calls",
@@ -68,7 +78,7 @@ class ResponsesRequest(
 ):
     """Answer a conversation."""
 
-    input: str | list[InputItem] = Field(
+    input: str | InputItems = Field(
         description="what the user says, or items: message, function_call, function_call_output"
     )
     instructions: str | None = Field(None, description="a system message before all others")
@@ -83,8 +93,10 @@ class ResponsesRequest(
         None, ge=0, le=MAX_LOGPROBS, description="and of this many likeliest ones; only with include"
     )
     text: TextOptions | None = Field(None, description="what the answer must look like")
-    tools: list[Annotated[FunctionTool, only_types("tools", "function")]] | None = Field(
-        None, max_length=128, description="functions that the model may call"
+    tools: list[AnyTool] | None = Field(
+        None,
+        max_length=128,
+        description="functions that the model may call; tools of other types are left out, with a warning",
     )
     tool_choice: Annotated[ToolChoiceMode | ChosenFunction | None, only_types("tool_choice", "function")] = Field(
         None, description="whether to call a tool, or which; required and named calls are enforced token by token"
@@ -95,6 +107,13 @@ class ResponsesRequest(
     truncation: Annotated[
         Literal["auto", "disabled"] | None, only("disabled", "leave out of input what may be forgotten")
     ] = Field(None, description='only "disabled": a conversation that is too long is an error')
+    store: StrictBool | None = Field(
+        None, description="true: keep the reply in memory for a while, for GET and previous_response_id"
+    )
+    previous_response_id: str | None = Field(
+        None, description="a stored response whose conversation this one goes on with; instructions are not kept"
+    )
+    client_metadata: Annotated[dict[str, Any] | None, FOR_STATISTICS] = None
     background: Annotated[StrictBool | None, only(False, "there is no way to come back for a reply")] = Field(
         None, description="only false"
     )
@@ -117,6 +136,14 @@ class ResponsesRequest(
             raise InvalidRequest(f'top_logprobs is only allowed with include: ["{LOGPROBS}"]', "top_logprobs")
         return self
 
+    _earlier: list[Message] = PrivateAttr(default_factory=list)
+
+    def going_on_with(self, earlier: list[Message]) -> Self:
+        """The same request with the messages before `input` that `previous_response_id` stands for."""
+        body = self.model_copy()
+        body._earlier = earlier
+        return body
+
     @property
     def field_names(self) -> dict[str, str]:
         """See `ChatCompletionRequest`, as for all that follows."""
@@ -132,13 +159,17 @@ class ResponsesRequest(
 
     def template_messages(self) -> list[Message]:
         lead: list[Message] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return lead + self.spoken_messages()
+
+    def spoken_messages(self) -> list[Message]:
+        """What was said, without the instructions, which hold for one response."""
         if isinstance(self.input, str):
-            return [*lead, {"role": "user", "content": self.input}]
-        return lead + template_messages(self.input)
+            return [*self._earlier, {"role": "user", "content": self.input}]
+        return template_messages(self.input, self._earlier)
 
     def chat_options(self, shows_tools: bool = True) -> ChatOptions:
         return ChatOptions(
-            tools=[tool.as_template_input() for tool in self.tools or []] if shows_tools else [],
+            tools=[tool.as_template_input() for tool in self.callable_tools] if shows_tools else [],
             template_arguments=effort_arguments(self.effort) | (self.chat_template_kwargs or {}),
             parse_special_tokens=bool(self.parse_special_tokens),
         )
@@ -159,5 +190,5 @@ class ResponsesRequest(
         )
 
 
-Conversation = ChatCompletionRequest | ResponsesRequest
+Conversation = ChatCompletionRequest | ResponsesRequest | MessagesRequest
 """The bodies that ask for the answer to a conversation."""

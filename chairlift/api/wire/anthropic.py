@@ -1,0 +1,259 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`, as Anthropic's Messages API specifies them.
+
+What would change the answer and cannot be served is refused by name; hints that clients send with every request are
+accepted. A model's name, sampling parameters beyond the specification and how a request is served beside others are
+those of the other endpoints.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StrictBool, StrictInt, Tag, model_validator
+
+from chairlift.api.tools import FunctionSpec
+from chairlift.api.wire.anthropic_turns import (
+    CacheControl,
+    ModelTurn,
+    TextBlock,
+    Turn,
+    append_turn,
+    check_calls,
+    joined,
+)
+from chairlift.api.wire.base import Body, Ignored, Label, only, only_types
+from chairlift.api.wire.generation import (
+    SENDER,
+    GenerationRequest,
+    WantedStructure,
+    make_structure,
+    the_only_one,
+)
+from chairlift.api.wire.messages import (
+    CallableTool,
+    Effort,
+    Function,
+    LeftOutTool,
+    ToolChoiceMode,
+    ToolUse,
+    effort_arguments,
+    known_or_left_out,
+)
+from chairlift.engine.text.tokenizer import ChatOptions, Message
+from chairlift.errors import InvalidRequest
+from chairlift.params import SamplingParams, Strings
+
+# --- tools
+
+
+class CustomTool(Body):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(description="JSON Schema of an object")
+    strict: StrictBool | None = Field(None, description="true: calls are made to fit the schema, token by token")
+    cache_control: CacheControl = None
+    input_examples: Annotated[list[Any] | None, Ignored("the model is not told; show them in the description")] = None
+    eager_input_streaming: Annotated[StrictBool | None, Ignored("arguments are always told as they come")] = None
+    defer_loading: Annotated[StrictBool | None, Ignored("the model sees all tools from the beginning")] = None
+    allowed_callers: Annotated[list[str] | None, only(["direct"], "calls are made by the model itself")] = None
+
+    def spec(self) -> FunctionSpec:
+        return FunctionSpec(self.name, self.input_schema, bool(self.strict), self.description)
+
+    def as_template_input(self) -> dict[str, Any]:
+        function = Function.model_construct(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
+        return {"type": "function", "function": function.model_dump(exclude_none=True)}
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("CustomTool")] | Annotated[LeftOutTool, Tag("LeftOutTool")],
+    known_or_left_out("CustomTool", None, "custom"),
+]
+
+
+class ToolChoice(Body):
+    """Whether to call a tool, or which; any and tool are enforced token by token."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="of the tool, with type tool")
+    disable_parallel_tool_use: StrictBool | None = Field(None, description="true: at most one call")
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.name is not None) != (self.type == "tool"):
+            raise InvalidRequest("tool_choice: name goes with type tool", "tool_choice")
+        return self
+
+
+# --- requests
+
+
+class Thinking(Body):
+    """Whether to think before the answer, as far as the chat template knows such a thing."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Annotated[StrictInt | None, Ignored("max_tokens bounds thoughts and answer together")] = None
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="omitted: blocks of thoughts come without their text"
+    )
+
+
+class OutputFormat(Body):
+    """What the answer must look like, enforced token by token."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="JSON Schema")
+
+
+class OutputConfig(Body):
+    """How to answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="how much to think, as far as the chat template knows such a thing"
+    )
+    format: OutputFormat | None = None
+    task_budget: Annotated[dict[str, Any] | None, Ignored("max_tokens bounds an answer")] = None
+
+
+class RequestMetadata(Body):
+    """What is known of the request's sender."""
+
+    user_id: Label | None = Field(None, description=SENDER)
+
+
+class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
+    """A conversation whose tokens are to be counted."""
+
+    model: str | None = Field(None, description="the served model's name; left out: the one there is")
+    messages: list[Turn] = Field(
+        description="turns of the user and the assistant; an assistant's turn at the end is continued"
+    )
+    system: str | list[Annotated[TextBlock, only_types("system", "text")]] | None = Field(
+        None, description="what the system says first"
+    )
+    tools: list[AnyTool] | None = Field(
+        None, max_length=512, description="tools that the model may call; other types are left out, with a warning"
+    )
+    tool_choice: ToolChoice | None = Field(None, description="whether to call a tool, or which")
+    thinking: Thinking | None = Field(None, description="for models that think before they answer")
+    output_config: OutputConfig | None = Field(
+        None, description="what the answer must look like, and how much to think"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
+    cache_control: CacheControl = None
+    context_management: Annotated[
+        dict[str, Any] | None, Ignored("nothing is cleared; a conversation that is too long is an error")
+    ] = None
+    speed: Annotated[Literal["standard", "fast"] | None, Ignored("there is one speed")] = None
+    user_profile_id: Annotated[Label | None, Ignored("metadata.user_id says whose request it is")] = None
+    workspace_id: Annotated[Label | None, Ignored("there are no workspaces")] = None
+    billing_policy: Annotated[dict[str, Any] | None, Ignored("there are no bills")] = None
+
+    @model_validator(mode="after")
+    def _check_end(self) -> Self:
+        if self.is_continued and "tool_calls" in self.messages[-1].as_template_input()[-1]:
+            raise InvalidRequest("messages: the last turn calls tools, and their results are missing", "messages")
+        return self
+
+    @property
+    def callable_tools(self) -> Sequence[CallableTool]:
+        return [tool for tool in self.tools or [] if isinstance(tool, CustomTool)]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The types of tools that are not understood here."""
+        return [tool.type for tool in self.tools or [] if isinstance(tool, LeftOutTool)]
+
+    @property
+    def call_mode(self) -> ToolChoiceMode:
+        kind = "auto" if self.tool_choice is None else self.tool_choice.type
+        return "required" if kind in ("any", "tool") else "none" if kind == "none" else "auto"
+
+    @property
+    def chosen_function(self) -> str | None:
+        return None if self.tool_choice is None else self.tool_choice.name
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
+
+    @property
+    def effort(self) -> Effort | None:
+        """None, as nothing is refused for it: clients say how much to think with every request, whatever the model."""
+        return None
+
+    @property
+    def effort_field(self) -> str:
+        return "output_config"
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the answer goes on with the assistant's last turn."""
+        return bool(self.messages) and isinstance(self.messages[-1], ModelTurn)
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """See `ChatCompletionRequest`, as for all that follows."""
+        return {}
+
+    def template_messages(self) -> list[Message]:
+        messages: list[Message] = [] if not self.system else [{"role": "system", "content": joined(self.system)}]
+        for turn in self.messages:
+            for message in turn.as_template_input():
+                append_turn(messages, message)
+        check_calls(messages)
+        return messages
+
+    def chat_options(self, shows_tools: bool = True) -> ChatOptions:
+        return ChatOptions(
+            tools=[tool.as_template_input() for tool in self.callable_tools] if shows_tools else [],
+            add_generation_prompt=not self.is_continued,
+            continue_final_message=self.is_continued,
+            template_arguments=self._thinking_arguments() | (self.chat_template_kwargs or {}),
+        )
+
+    def _thinking_arguments(self) -> dict[str, Any]:
+        if self.thinking is not None and self.thinking.type == "disabled":
+            return effort_arguments("none")
+        effort = None if self.output_config is None else self.output_config.effort
+        if effort is not None:
+            return effort_arguments("xhigh" if effort == "max" else effort)
+        return {} if self.thinking is None else {"enable_thinking": True}
+
+
+class MessagesRequest(
+    CountTokensRequest,
+    GenerationRequest,
+    refuses=("container", "fallbacks", "fallback_credit_token", "thread"),
+):
+    """Answer a conversation."""
+
+    max_tokens: StrictInt = Field(
+        ge=0, description="most new tokens; the room in the slot also bounds it; 0: the prompt is only computed ahead"
+    )
+    stop_sequences: Strings | None = Field(None, description="strings that end the text and are not part of it")
+    metadata: RequestMetadata | None = Field(None, description="whose request it is")
+    service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
+    inference_geo: Annotated[Label | None, Ignored("there is one place")] = None
+    diagnostics: Annotated[dict[str, Any] | None, Ignored("usage tells what was reused")] = None
+
+    @property
+    def sender(self) -> str:
+        return (self.metadata.user_id if self.metadata is not None else None) or ""
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the reply tells the text of thoughts."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def wanted_structure(self) -> WantedStructure | None:
+        form = None if self.output_config is None else self.output_config.format
+        wanted = None if form is None else make_structure("output_config", json=form.schema_)
+        return the_only_one(output_config=wanted, structured_outputs=self.structured_outputs)
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        return self.sampling_params(defaults, stop=self.stop_sequences)

@@ -1,0 +1,266 @@
+"""`chairlift chat`: a talk in the terminal, with a model of its own or with a server's.
+
+Ctrl-C ends an answer, of which what was said is kept; at the prompt it takes the line back. Ctrl-D or /bye leaves.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from chairlift.config import EngineConfig
+from chairlift.errors import ConfigurationError
+
+HELP = '''\
+  /system TEXT   what the system says first, from here on (without TEXT: nothing)
+  /save FILE     write the conversation so far as JSON
+  /clear         begin a new conversation
+  /help          show this
+  /bye           leave, as ctrl-D does
+  """            begins and ends a message of several lines
+  ctrl-C         ends the answer, not the program
+'''
+_PROMPT, _MORE, _QUOTES = "> ", ". ", '"""'
+_EVENT = "data: "
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+Message = dict[str, str]
+
+
+class ChatConfig(BaseModel):
+    """How to talk, and with whom."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str | None = Field(None, description="a server to talk with; unset: a model of its own")
+    api_key: SecretStr | None = Field(None, description="key for the server")
+    system: str | None = Field(None, description="what the system says first")
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="most new tokens of an answer")
+    temperature: Annotated[float, Field(ge=0.0)] | None = Field(
+        None, description="0 is greedy; unset: the model's own default"
+    )
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What the user says of it."""
+        return self.model_dump(include={"max_tokens", "temperature"}, exclude_none=True)
+
+
+class Speaker(Protocol):
+    """Who answers."""
+
+    def answer(self, messages: list[Message]) -> AsyncGenerator[tuple[str, str]]:
+        """Pieces as they come: ("thought" or "text", what is new). `ConnectionError` if there is no answer."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class OwnModel:
+    """A model in this process. Thoughts are shown as the model writes them."""
+
+    def __init__(self, config: ChatConfig, engine: EngineConfig) -> None:
+        """Loads the model."""
+        from chairlift.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM(**engine.model_dump())
+        self._params = self._llm.inputs.default_chat_params.model_copy(update=config.sampling)
+
+    async def answer(self, messages: list[Message]) -> AsyncGenerator[tuple[str, str]]:
+        """See `Speaker`. Leaving it ends the request."""
+        num_told = 0
+        async with contextlib.aclosing(self._llm.chat(messages, self._params)) as outputs:
+            async for output in outputs:
+                text = output.outputs[0].text
+                yield "text", text[num_told:]
+                num_told = len(text)
+
+    async def close(self) -> None:
+        await self._llm.close()
+
+
+class Server:
+    """A server with `/v1/chat/completions`."""
+
+    def __init__(self, config: ChatConfig, model: str | None) -> None:
+        """`model`: its name there; None: the one there is."""
+        assert config.url is not None, "a server has an address"
+        self._url = f"{config.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+        self._body = {**config.sampling, "stream": True, **({} if model is None else {"model": model})}
+        key = None if config.api_key is None else config.api_key.get_secret_value()
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    async def answer(self, messages: list[Message]) -> AsyncGenerator[tuple[str, str]]:
+        """See `Speaker`."""
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None)
+        try:
+            async with (
+                aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http,
+                http.post(self._url, json={**self._body, "messages": messages}) as response,
+            ):
+                if response.status != 200:
+                    raise ConnectionError(f"the server says {response.status}: {_reason(await response.text())}")
+                async for line in response.content:
+                    for piece in _pieces(line.decode().strip()):
+                        yield piece
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ConnectionError(f"{self._url} cannot be asked: {error or type(error).__name__}") from error
+
+    async def close(self) -> None:
+        """Nothing is open between two answers."""
+
+
+def _pieces(line: str) -> list[tuple[str, str]]:
+    """What one line of the stream brings."""
+    if not line.startswith(_EVENT) or line == f"{_EVENT}[DONE]":
+        return []
+    event = json.loads(line.removeprefix(_EVENT))
+    if "error" in event:
+        raise ConnectionError(f"the server says: {event['error']['message']}")
+    deltas = [choice["delta"] for choice in event.get("choices", ())]
+    named = (("thought", "reasoning_content"), ("text", "content"))
+    return [(kind, delta[name]) for delta in deltas for kind, name in named if delta.get(name)]
+
+
+def _reason(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):  # no server of this kind
+        return body[:200]
+
+
+def open_speaker(config: ChatConfig, engine: EngineConfig) -> Speaker:
+    """`ConfigurationError` for settings of an engine that is the server's."""
+    given = engine.model_fields_set
+    if config.url is None:
+        return OwnModel(config, engine)
+    if others := sorted(given - {"model"}):
+        flag = others[0].replace("_", "-")
+        raise ConfigurationError(f"--{flag} is the server's to set; leave it out, or leave --url out")
+    return Server(config, engine.model if "model" in given else None)
+
+
+class Conversation:
+    """What was said, and what the user's lines do to it."""
+
+    def __init__(self, system: str | None) -> None:
+        self.messages: list[Message] = []
+        self.set_system(system or "")
+
+    def set_system(self, text: str) -> None:
+        """What the system says comes first, and once."""
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = ([{"role": "system", "content": text}] if text else []) + others
+
+    def clear(self) -> None:
+        """All but what the system says."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def obey(self, line: str) -> str:
+        """Does what a line that begins with a slash says; what to tell the user of it."""
+        command, _, rest = line.partition(" ")
+        match command, rest.strip():
+            case "/system", text:
+                self.set_system(text)
+                return "the system says so from here on" if text else "the system says nothing from here on"
+            case "/save", "":
+                return "say where to: /save FILE"
+            case "/save", name:
+                return self._save(Path(name).expanduser())
+            case "/clear", "":
+                self.clear()
+                return "a new conversation"
+            case "/help", "":
+                return HELP.rstrip()
+            case _:
+                return f"{command} is unknown here; /help shows what there is"
+
+    def _save(self, path: Path) -> str:
+        try:
+            path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            return f"{path} cannot be written: {error.strerror}"
+        return f"written to {path}"
+
+
+def converse(speaker: Speaker, system: str | None, runner: asyncio.Runner) -> int:
+    """Reads, answers, and so on, until the user leaves; the exit code."""
+    with contextlib.suppress(ImportError):  # on Windows
+        import readline  # noqa: F401 - gives `input` a history and an editor
+    conversation = Conversation(system)
+    if sys.stdin.isatty():
+        _tell("/help shows what there is; ctrl-D leaves")
+    try:
+        while (said := _read_message(input)) is not None and said != "/bye":
+            if said.startswith("/"):
+                _tell(conversation.obey(said))
+            elif said:
+                _answer(speaker, conversation, said, runner)
+    finally:
+        runner.run(speaker.close())
+    return 0
+
+
+def _answer(speaker: Speaker, conversation: Conversation, said: str, runner: asyncio.Runner) -> None:
+    """What could not be answered at all counts as not said."""
+    conversation.messages.append({"role": "user", "content": said})
+    texts: list[str] = []
+    try:
+        runner.run(_show(speaker, conversation.messages, texts))
+    except KeyboardInterrupt:
+        _tell("\n(ended)")
+    except (ConnectionError, ValueError) as error:  # ValueError: what cannot be served, such as too long a conversation
+        _tell(f"error: {error}")
+    if texts:
+        conversation.messages.append({"role": "assistant", "content": "".join(texts)})
+    else:
+        conversation.messages.pop()
+
+
+async def _show(speaker: Speaker, messages: list[Message], texts: list[str]) -> None:
+    """Writes the answer as it comes, and keeps its text."""
+    shown = "text"
+    async with contextlib.aclosing(speaker.answer(messages)) as pieces:
+        async for kind, piece in pieces:
+            if kind != shown:
+                _write("\n\n" if shown == "thought" else "")
+                shown = kind
+            if kind == "text":
+                texts.append(piece)
+            _write(f"{_DIM}{piece}{_PLAIN}" if kind == "thought" and sys.stdout.isatty() else piece)
+    _write("\n")
+
+
+def _read_message(read_line: Callable[[str], str]) -> str | None:
+    """A line, or the lines between two lots of quotes; None at the end of the input."""
+    try:
+        message = read_line(_PROMPT if sys.stdin.isatty() else "")
+        if message.lstrip().startswith(_QUOTES):
+            message = message.lstrip().removeprefix(_QUOTES)
+            while not message.rstrip().endswith(_QUOTES):
+                message += "\n" + read_line(_MORE if sys.stdin.isatty() else "")
+            return message.rstrip().removesuffix(_QUOTES).strip("\n")
+        return message.strip()
+    except KeyboardInterrupt:
+        _tell("")
+        return ""
+    except EOFError:
+        _tell("")
+        return None
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    """What is no part of the answers."""
+    sys.stderr.write(f"{text}\n")

@@ -1,0 +1,97 @@
+"""What the tests of `/v1/messages` share: the official client, and the strictest reading of what the server says."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from anthropic import AsyncAnthropic
+from anthropic import BaseModel as ClientModel
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from tests.api.conftest import Server
+
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+QUESTION: Any = [{"role": "user", "content": "What is 17 + 25?"}]
+ANSWER = "17 + 25 = 42."
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+def anthropic_client(server: Server, key: str = "none", **options: Any) -> AsyncAnthropic:
+    """The official client, without retries of its own."""
+    return AsyncAnthropic(base_url=server.url, api_key=key, max_retries=0, **options)
+
+
+@asynccontextmanager
+async def posted(
+    server: Server, body: Any, path: str = MESSAGES, **headers: str
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    async with aiohttp.ClientSession() as http, http.post(server.url + path, json=body, headers=headers) as response:
+        yield response
+
+
+async def whole_of(server: Server, **fields: Any) -> Message:
+    """A whole reply, which the client's own model reads strictly and of which it knows every field."""
+    async with posted(server, {"max_tokens": 200, "messages": QUESTION, **fields}) as response:
+        text = await response.text()
+        assert response.status == 200, text
+    message = Message.model_validate_json(text, strict=True)
+    assert not list(_undeclared(message))
+    return message
+
+
+async def events_of(server: Server, **fields: Any) -> list[Any]:
+    """A stream's events, each read as strictly. Its name is its type."""
+    async with posted(server, {"max_tokens": 200, "messages": QUESTION, **fields, "stream": True}) as response:
+        raw = await response.text()
+        assert response.status == 200, raw
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    *written, rest = raw.split("\n\n")
+    assert rest == ""
+    events = []
+    for each in written:
+        name, data = each.split("\n")
+        event = _EVENT.validate_json(data.removeprefix("data: "), strict=True)
+        assert name == f"event: {event.type}"
+        assert not list(_undeclared(event))
+        events.append(event)
+    return events
+
+
+async def error_of(server: Server, status: int, body: Any, path: str = MESSAGES, **headers: str) -> dict[str, Any]:
+    """The `error` of a reply that has exactly the shape that the specification gives errors."""
+    async with posted(server, body, path, **headers) as response:
+        reply = json.loads(await response.text())
+        assert response.status == status, reply
+        assert reply["request_id"] == response.headers["Request-Id"] == response.headers["X-Request-Id"]
+    assert (reply["type"], set(reply), set(reply["error"])) == (
+        "error",
+        {"type", "error", "request_id"},
+        {"type", "message"},
+    )
+    error: dict[str, Any] = reply["error"]
+    return error
+
+
+def _undeclared(value: object) -> Iterator[str]:
+    """Names of fields that the client's models do not know, at any depth."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _undeclared(each)
+    elif isinstance(value, ClientModel):
+        yield from value.model_extra or {}
+        for name in type(value).model_fields:
+            yield from _undeclared(getattr(value, name))

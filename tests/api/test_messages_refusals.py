@@ -1,0 +1,193 @@
+"""What `/v1/messages` refuses, in the shape and with the statuses that Anthropic's clients know; keys and tenants."""
+
+from typing import Any
+
+import anthropic
+import pytest
+
+from chairlift.api.config import ServerConfig
+from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
+from tests.api.anthropic_support import (
+    ANSWER,
+    COUNT_TOKENS,
+    MESSAGES,
+    QUESTION,
+    WEATHER,
+    anthropic_client,
+    error_of,
+    events_of,
+    posted,
+    whole_of,
+)
+from tests.api.conftest import Server, serving
+
+ASKED: dict[str, Any] = {"max_tokens": 20, "messages": QUESTION}
+
+
+def block(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
+def called(*blocks: dict[str, Any]) -> dict[str, Any]:
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    return {"messages": [*QUESTION, {"role": "assistant", "content": [use]}, *blocks]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"messages": []}, "messages is empty"),
+        ({"unheard_of": 1}, "unknown or unsupported field: unheard_of"),
+        (block(type="image", source={}), "messages.0.content.0: type 'image' is not supported"),
+        ({"system": [{"type": "image"}]}, "system.0: type 'image' is not supported"),
+        (block(type="tool_result", tool_use_id="2", content="a"), "no tool_use with id '2' precedes its tool_result"),
+        (called(), "the last turn calls tools, and their results are missing"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice is only allowed with tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: there is no tool 'x'"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice: name goes with type tool"),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools.0.name: String should match pattern"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
+        ({"temperature": 2.5, "top_p": 7.0}, "top_p: Input should be less than or equal to 1"),
+        ({"stop_sequences": [""]}, "stop_sequences.0: String should have at least 1 character"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config"),
+    ],
+)
+async def test_a_wrong_request_is_told_what_to_change(server: Server, fields: dict[str, Any], words: str) -> None:
+    error = await error_of(server, 400, {**ASKED, **fields})
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+
+
+async def test_every_status_has_its_type(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def type_of(status: int, body: Any = ASKED, path: str = MESSAGES, **headers: str) -> str:
+        kind: str = (await error_of(server, status, body, path, **headers))["type"]
+        return kind
+
+    assert await type_of(404, {**ASKED, "model": "gpt"}) == "not_found_error"
+    assert await type_of(404, ASKED, f"{MESSAGES}/batches") == "not_found_error"
+    assert await type_of(415, ASKED, **{"Content-Type": "text/plain"}) == "invalid_request_error"
+    for error, status, kind in (
+        (QueueFull("full"), 429, "rate_limit_error"),
+        (QueueTimeout("late"), 503, "overloaded_error"),
+        (EngineClosed("closed"), 503, "overloaded_error"),
+        (RuntimeError("boom"), 500, "api_error"),
+    ):
+
+        async def fail(*_: Any, error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(server.api._drafter, "prepare", fail)
+        assert await type_of(status) == kind
+    async with serving(ServerConfig(max_body_bytes=100)) as small:
+        assert (await error_of(small, 413, {**ASKED, "system": "a" * 100}))["type"] == "request_too_large"
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT_TOKENS])
+async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(server: Server, path: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a" * 100_000}]}
+    error = await error_of(server, 400, {**body, **({"max_tokens": 1} if path == MESSAGES else {})}, path)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("prompt is too long: This model's maximum context length is 512 tokens.")
+
+
+async def test_the_client_raises_its_own_exceptions(server: Server) -> None:
+    async with anthropic_client(server) as client:
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await client.messages.create(model="gpt", max_tokens=1, messages=QUESTION)
+        assert caught.value.type == "not_found_error"
+        assert caught.value.request_id
+
+
+async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_all = server.llm.run_all
+
+    async def break_off(generations: Any) -> Any:
+        async for each in run_all(generations):
+            yield each
+            raise QueueTimeout("waited 5 s for a slot")
+
+    monkeypatch.setattr(server.llm, "run_all", break_off)
+    async with posted(server, {**ASKED, "stream": True}) as response:
+        text = await response.text()
+    assert text.startswith("event: message_start\n")
+    assert text.endswith(
+        'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"waited 5 s for a slot"},'
+        '"request_id":null}\n\n'
+    )
+    async with anthropic_client(server) as client:
+        with pytest.raises(anthropic.APIStatusError, match="waited 5 s"):
+            async with client.messages.stream(model="bundled", **ASKED) as stream:
+                await stream.get_final_message()
+
+
+async def test_a_key_is_taken_from_either_header_on_these_paths_only() -> None:
+    config = ServerConfig.model_validate({"api_key": ["first", "second"]})
+    async with serving(config) as server:
+        for headers in ({"x-api-key": "first"}, {"Authorization": "Bearer second"}):
+            async with posted(server, {**ASKED, "max_tokens": 100}, **headers) as response:
+                assert (await response.json())["content"][0]["text"] == ANSWER
+            async with posted(server, {"messages": QUESTION}, COUNT_TOKENS, **headers) as response:
+                assert response.status == 200
+        # As Claude Code sends them if it has a key of its vendor and a token for a gateway.
+        both = {"x-api-key": "of the vendor", "Authorization": "Bearer first"}
+        async with posted(server, ASKED, **both) as response:
+            assert response.status == 200
+        for wrong in ({}, {"x-api-key": ""}, {"x-api-key": "third"}, {"Authorization": "Bearer third"}):
+            assert (await error_of(server, 401, ASKED, **wrong))["type"] == "authentication_error"
+        chat = {"messages": QUESTION}
+        async with posted(server, chat, "/v1/chat/completions", **{"x-api-key": "first"}) as response:
+            assert response.status == 401
+            assert (await response.json())["error"]["code"] == "invalid_api_key"
+        async with anthropic_client(server, key="second") as client:
+            reply = await client.messages.create(model="bundled", max_tokens=100, messages=QUESTION)
+        assert reply.content[0].type == "text"
+
+
+async def test_the_user_id_is_the_tenant_where_there_are_no_keys(server: Server) -> None:
+    tenants: list[str] = []
+    run_all = server.llm.run_all
+
+    def note(generations: Any) -> Any:
+        tenants.extend(generation.requests[0].options.tenant for generation in generations)
+        return run_all(generations)
+
+    server.llm.run_all = note  # type: ignore[method-assign]
+    await whole_of(server, metadata={"user_id": "session 1"})
+    await whole_of(server)
+    assert tenants == ["session 1", ""]
+
+
+async def test_tools_of_unknown_types_are_left_out_with_a_warning(server: Server) -> None:
+    tools: Any = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "bash_20250124", "name": "bash"},
+    ]
+    async with posted(server, {**ASKED, "max_tokens": 100, "tools": tools}) as response:
+        assert (await response.json())["content"] == [{"type": "text", "text": ANSWER, "citations": None}]
+        assert response.headers["Warning"] == (
+            '299 - "tools of type bash_20250124, web_search_20250305 are not supported here and were left out"'
+        )
+    async with posted(server, {**ASKED, "tools": tools, "stream": True}) as response:
+        assert "Warning" in response.headers
+    async with posted(server, ASKED) as response:
+        assert "Warning" not in response.headers
+
+
+async def test_what_clients_send_with_every_request_is_taken(server: Server) -> None:
+    fields: Any = {
+        "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "max"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "u"},
+        "cache_control": {"type": "ephemeral"},
+        "tools": None,
+    }
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219"}
+    async with posted(server, {**ASKED, **fields}, f"{MESSAGES}?beta=true", **headers) as response:
+        assert response.status == 200
+    assert (await events_of(server, **fields))[-1].type == "message_stop"

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chairlift.cache.ledger import SlotCopy, SlotLedger
+from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.slots import SlotCopy
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from chairlift.scheduler import Grammar, Policy, Request, RequestState, RowResult, Scheduler, StepPlan, TokenEvent

@@ -50,6 +50,7 @@ class TokenBudget:
         """
         slot_chunks = chunks_of(max_seq_len)
         self.num_chunks = num_slots * slot_chunks if num_tokens is None else num_tokens // CHUNK_TOKENS
+        self.is_ample = self.num_chunks >= num_slots * slot_chunks  # all slots can be full
         if self.num_chunks < slot_chunks:
             raise ValueError(
                 f"a cache of {num_tokens} tokens cannot hold a sequence of {max_seq_len} tokens in chunks of"

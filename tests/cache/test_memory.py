@@ -7,18 +7,13 @@ import pytest
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.cache.memory import BlockMemory, DenseMemory, MappedMemory, allocate_blocks
+from chairlift.cache.memory import DenseMemory, MappedMemory, allocate_blocks
 
 CPU = torch.device("cpu")
 SHAPE = [4, 2, 3, 256, 2, 16]  # a token takes 128 bytes of each of 6 planes, which are 8 pages each
 RAGGED = [4, 2, 3, 100, 2, 17]  # pages have tokens of two planes
 
 mapped_only = pytest.mark.skipif(sys.platform != "linux", reason="mappings without reservation are Linux's")
-
-
-def filled(memory: BlockMemory) -> BlockMemory:
-    memory.blocks.fill_(7)
-    return memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -35,9 +30,9 @@ def test_blocks_are_dense_zeros_of_their_shape_and_format(shape: list[int], dtyp
 def test_what_is_cleared_reads_as_zeros_and_nothing_else_does(
     kind: type[DenseMemory | MappedMemory], shape: list[int], start: int
 ) -> None:
-    memory = filled(
-        DenseMemory(shape, torch.float32, CPU) if kind is DenseMemory else MappedMemory(shape, torch.float32)
-    )
+    is_dense = kind is DenseMemory
+    memory = DenseMemory(shape, torch.float32, CPU) if is_dense else MappedMemory(shape, torch.float32)
+    memory.blocks.fill_(7)
     for slot in (1, 3):
         memory.clear(slot, start)
     expected = torch.full(shape, 7.0)

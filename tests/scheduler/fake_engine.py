@@ -46,9 +46,10 @@ class Driver:
         max_queue_size: int = 100,
         policy: Policy = NO_REUSE,
         max_num_running: int | None = None,
+        cache_tokens: int | None = None,
     ) -> None:
         self.now = 0.0
-        self.slots = SlotLedger(num_slots, max_seq_len)
+        self.slots = SlotLedger(num_slots, max_seq_len, cache_tokens)
         self.scheduler = Scheduler(
             self.slots, budget, max_steps, max_queue_size, policy, lambda: self.now, max_num_running
         )
@@ -125,9 +126,12 @@ class FakeEngine(Driver):
         num_ahead: int = 0,
         say: Callable[[str], int] = lambda _: WORD,
         max_num_running: int | None = None,
+        cache_tokens: int | None = None,
     ) -> None:
         budget = max(budget, num_slots)
-        super().__init__(num_slots, budget, max_steps, max_seq_len, max_queue_size, policy, max_num_running)
+        super().__init__(
+            num_slots, budget, max_steps, max_seq_len, max_queue_size, policy, max_num_running, cache_tokens
+        )
         self.events: list[TokenEvent] = []  # of the latest step
         self.ends: Counter[str] = Counter()  # how often each request was said to be over
         self.rejections: dict[str, Exception] = {}  # by request

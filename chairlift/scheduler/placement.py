@@ -24,6 +24,7 @@ from chairlift.scheduler.request import Contents, RequestState
 
 _MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: to save fewer is not worth a copy
 _MIN_AWAITED_TOKENS = 16  # fewer are computed sooner than awaited
+_KEPT_AT_REST = 0.1  # of the memory, for warm slots: a chat that goes on after a pause is not computed anew
 _MIN_SHRUNK_TOKENS = 512  # taken from a warm slot at a time, if it has them
 
 
@@ -151,6 +152,12 @@ class Placement:
         if self._index is not None:
             self._index = PrefixIndex()
         self._slots.free_warm(self._slots.warm)
+
+    def rest(self) -> None:
+        """Gives back what memory nobody holds, and what warm slots hold beyond their share: the oldest first."""
+        use = self._slots.budget.use
+        self._shrink_warm(use.num_warm - int(_KEPT_AT_REST * use.num_tokens), None)
+        self._slots.give_back()
 
     def check(self) -> None:
         """Asserts that the index knows what the ledger knows."""

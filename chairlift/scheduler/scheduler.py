@@ -15,6 +15,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from chairlift.cache.budget import CacheUse
 from chairlift.cache.ledger import Reservation, SlotLedger
 from chairlift.params import FinishReason
 from chairlift.scheduler.placement import Placement
@@ -71,6 +72,11 @@ class Scheduler:
         return self._slots.warm
 
     @property
+    def cache_use(self) -> CacheUse:
+        """What the cache's memory is used for."""
+        return self._slots.budget.use
+
+    @property
     def has_work(self) -> bool:
         return bool(len(self.waiting) or self._running or self._unstarted)
 
@@ -114,6 +120,10 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Nothing that was computed so far will be reused by others; running requests go on."""
         self._placement.forget_prefixes()
+
+    def rest(self) -> None:
+        """Without work for a while: memory goes back, but for a small part that the last prompts keep."""
+        self._placement.rest()
 
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.

@@ -14,6 +14,8 @@ from typing import Protocol
 
 from chairlift.cache.budget import CacheUse
 
+NO_MEMORY = CacheUse()
+
 MAX_LAUNCHES_SHOWN = 128
 """Launches in a snapshot: more than fit between two snapshots of an engine whose steps take a millisecond."""
 
@@ -93,7 +95,7 @@ class Snapshot:
     num_launches: int  # since the engine was made
     launches: tuple[LaunchRecord, ...]  # the newest `MAX_LAUNCHES_SHOWN` of them, oldest first
     totals: Totals
-    cache: CacheUse = CacheUse()
+    cache: CacheUse = NO_MEMORY
 
 
 class SnapshotSource(Protocol):
@@ -181,7 +183,7 @@ class EngineStats:
     queue_seconds: Distribution  # from a request's coming to its first slot; of requests whose prompt was computed
     first_token_seconds: Distribution  # from a request's coming to its first token
     inter_token_seconds: Distribution  # from one token of a request to the next; tokens of a launch share its time
-    cache: CacheUse = CacheUse()
+    cache: CacheUse = NO_MEMORY
 
     @property
     def num_running(self) -> int:

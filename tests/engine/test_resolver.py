@@ -58,7 +58,7 @@ def refusal(machine: MachineFacts = CPU, obstacles: Obstacles = NO_OBSTACLES, **
 
 
 def room_for(num_slots: int, machine: MachineFacts = GPU, short_by: int = 0) -> MachineFacts:
-    """That machine with memory for the weights and so many slots of 4096 tokens in the cache's share, less some bytes."""
+    """That machine with memory for the weights and, in the cache's share, so many slots of 4096 tokens."""
     free_bytes = GIB // 2 + num_slots * 4096 * 2**16 * 5 // 4 - short_by
     return replace(machine, free_bytes=free_bytes)
 

@@ -38,7 +38,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
         lambda totals: totals.num_cached_tokens,
     ),
     ("chairlift_generated_tokens", "Tokens generated.", lambda totals: totals.num_generated_tokens),
-    ("chairlift_preemptions", "Times that a request lost its slot to another.", lambda totals: totals.num_preemptions),
+    (
+        "chairlift_preemptions",
+        "Times that a request lost its slot to another, or yielded for lack of memory.",
+        lambda totals: totals.num_preemptions,
+    ),
 )
 """Name, to which Prometheus adds `_total`; description; where the engine counts it."""
 

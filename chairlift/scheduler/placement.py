@@ -25,6 +25,7 @@ from chairlift.scheduler.request import Contents, RequestState
 _MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: to save fewer is not worth a copy
 _MIN_AWAITED_TOKENS = 16  # fewer are computed sooner than awaited
 _KEPT_AT_REST = 0.1  # of the memory, for warm slots: a chat that goes on after a pause is not computed anew
+_RUNNING_PER_GROWING = 4  # by simulation: with more chunks kept for growth fewer run, with fewer more have to yield
 _MIN_SHRUNK_TOKENS = 512  # taken from a warm slot at a time, if it has them
 
 
@@ -73,11 +74,12 @@ class Placement:
         self._follow_or_copy(request, finding)
 
     def has_memory_for(self, request: RequestState, num_running: int) -> bool:
-        """Whether a request can be placed so that those that run, and it, can also grow by a chunk each."""
+        """Whether a request can be placed, and some of those that run can still grow by a chunk."""
         budget = self._slots.budget
         if budget.is_ample:
             return True
-        num_growing = num_running + 1 if num_running else 0  # alone it grows into what all others have given back
+        # A request alone grows into what all others have given back, so that it needs no more than its tokens.
+        num_growing = num_running // _RUNNING_PER_GROWING + 1 if num_running else 0
         return chunks_of(len(request.token_ids)) + num_growing <= budget.num_obtainable
 
     def provide(self, request: RequestState, num_tokens: int, spared: int | None = None) -> bool:

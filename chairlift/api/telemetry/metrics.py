@@ -40,7 +40,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
     ("chairlift_generated_tokens", "Tokens generated.", lambda totals: totals.num_generated_tokens),
     (
         "chairlift_preemptions",
-        "Times that a request lost its slot to another, or yielded for lack of memory.",
+        "Times that a request lost its slot, to another or for lack of memory.",
         lambda totals: totals.num_preemptions,
     ),
 )

@@ -81,7 +81,7 @@ def resolve(
 
 
 def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, free_bytes: int) -> ResolvedConfig:
-    """`resolved` with memory for the cache, and the slots that `config` asks for, or with "auto" as many as it can have.
+    """`resolved` with memory for the cache, and the slots that `config` asks for, or with "auto" as many as can be.
 
     `free_bytes`: what is free beside the weights and what a step needs; the cache may take its share of that.
     `ConfigurationError` if the slots asked for, or a single one, do not fit.

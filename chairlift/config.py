@@ -116,18 +116,19 @@ class EngineConfig(BaseModel):
     # How much memory the cache takes
     max_batch_size: Count | Auto = Field(
         "auto",
-        description="cache slots: requests that run at the same time; auto: as many as fit, up to 256 on a GPU, 32 on a"
-        " CPU",
+        description="cache slots: requests that run at the same time; auto: 32 on a CPU; on a GPU as many as fit, up to"
+        " 256",
     )
     max_seq_len: Count | Auto = Field(
-        "auto", description="tokens a slot holds, prompt and answer together; auto: the model's, up to 4096"
+        "auto",
+        description="tokens of a sequence, prompt and answer together; auto: on a CPU the model's, as far as the cache"
+        " has memory for one such sequence; on a GPU, where every slot takes memory for so many, up to 4096",
     )
-    memory_fraction: float = Field(
-        0.8,
-        gt=0.0,
-        le=1.0,
-        description="share that the cache may take of the memory that is free beside the weights (on a GPU: beside the"
-        " weights and what the largest step needs; CUDA graphs live in the rest)",
+    kv_cache_memory_bytes: Count | Auto = Field(
+        "auto",
+        description="memory that the cache may take, on a CPU as sequences grow, on a GPU at once; auto: 80 % of what"
+        " is free beside the weights (on a GPU: beside the weights and what the largest step needs; CUDA graphs live in"
+        " the rest)",
     )
     enable_prefix_caching: bool = Field(
         True, description="reuse the keys and values of earlier prompts that begin with the same tokens"
@@ -163,6 +164,9 @@ class ResolvedConfig(EngineConfig):
     max_batch_size: int
     max_seq_len: int
     max_num_batched_tokens: int
+    kv_cache_memory_bytes: int
+    cache_tokens: int = 0  # that all slots together have memory for
+    is_cache_elastic: bool = False  # memory is taken as sequences grow, so that not every slot can be full
     page_size: int = 1  # tokens; the attention backend reads a slot in pages of that size
     fallback_reason: str | None = None  # why "auto" on a CPU became torch rather than native code
 

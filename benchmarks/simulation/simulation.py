@@ -33,6 +33,7 @@ class Machine:
     max_num_batched_tokens: int
     max_steps_per_launch: int = 1
     max_queue_size: int = 2**31
+    cache_tokens: int | None = None  # that all slots together have memory for; None: all they can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Simulation:
         """
         self._setting, self._cost, self._depth = setting, cost, depth
         self._clock = Clock()
-        self._slots = SlotLedger(machine.num_slots, machine.slot_tokens)
+        self._slots = SlotLedger(machine.num_slots, machine.slot_tokens, machine.cache_tokens)
         self._scheduler = Scheduler(
             self._slots,
             machine.max_num_batched_tokens,

@@ -1,55 +1,20 @@
-"""The books of the cache: which slots are claimed, how long each is, what is in flight. Plain Python, no tensors.
+"""The books of the cache: slots, and which of them launches write to. Plain Python, no tensors.
 
-A slot is free, warm or claimed. A claimed slot has a committed length, and is in flight between the `reserve` that
-announces writes to it and the `commit` that says how many of them count. A warm slot has no owner, but its first tokens
-stay valid and can be claimed with it, or copied; it is claimed like a free one when no free one is left.
+A slot is in flight between the `reserve` that announces writes to it and the `commit` that says how many of them count:
 
                        committed                 reserved: new_tokens + num_steps - 1
     slot  |=============================|- - - - - - - - - - - - - -|                    |
           0                          length            length + reserved            max_seq_len
-
-The books run ahead of the tensors: copies and overwritings are noted in `owed`, in order, and the cache's manager
-performs them before the next forward pass (`settle`).
-
-Every public method takes the lock, changes all of its rows or none, and may be called from any thread.
 """
 
-import heapq
 import itertools
-import threading
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chairlift.errors import CacheFull
+from chairlift.cache.prefixes import CommonPrefix
+from chairlift.cache.slots import SlotPool
 
 _tickets = itertools.count()  # shared by all ledgers, so that no reservation fits another ledger
-_MIN_COMMON_TOKENS = 128  # shorter common prefixes are not worth tracking
-
-
-@dataclass(frozen=True, slots=True)
-class SlotCopy:
-    """The first tokens of one slot also become those of another: keys and values of all layers."""
-
-    source: int
-    target: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scrub:
-    """A slot is overwritten with zeros from a token on: it may hold NaN, and attention multiplies what it masks."""
-
-    slot: int
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommonPrefix:
-    """The first tokens of some slot are also those of this one."""
-
-    slot: int
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,148 +28,8 @@ class Reservation:
     common_prefixes: tuple[CommonPrefix, ...] = ()  # by row: where else its first tokens are; empty: nowhere
 
 
-class SlotLedger:
-    """Owns the ids `[0, num_slots)` and the committed length of every claimed one."""
-
-    def __init__(self, num_slots: int, max_seq_len: int) -> None:
-        if num_slots < 1 or max_seq_len < 1:
-            raise ValueError(f"need at least one slot of one token, not {num_slots} slots of {max_seq_len}")
-        self.num_slots = num_slots
-        self.max_seq_len = max_seq_len
-        self.owed: deque[SlotCopy | Scrub] = deque()  # what the tensors have yet to do, in this order
-        self._lock = threading.RLock()
-        self._free = list(range(num_slots))  # a heap: claiming the lowest id first keeps batches dense
-        self._warm: dict[int, int] = {}  # slot -> tokens that are still valid, the least recently used slot first
-        self._lengths: dict[int, int] = {}  # claimed slot -> committed tokens
-        self._in_flight: dict[int, int] = {}  # slot -> ticket
-        self._common = CommonPrefixes()
-
-    @property
-    def num_free(self) -> int:
-        """Slots without owner and without valid tokens."""
-        with self._lock:
-            return len(self._free)
-
-    @property
-    def slots_remaining(self) -> int:
-        """Slots that can still be claimed: free and warm ones."""
-        with self._lock:
-            return len(self._free) + len(self._warm)
-
-    @property
-    def warm(self) -> dict[int, int]:
-        """The valid tokens of each warm slot; the least recently used slot comes first."""
-        with self._lock:
-            return dict(self._warm)
-
-    @property
-    def claimed(self) -> set[int]:
-        """All claimed slots."""
-        with self._lock:
-            return set(self._lengths)
-
-    def contains(self, seq_id: int) -> bool:
-        """True if the slot is claimed; False also for ids out of range."""
-        with self._lock:
-            return seq_id in self._lengths
-
-    def cache_length_of(self, seq_id: int) -> int:
-        """Committed tokens of a claimed slot. ValueError if it is not claimed."""
-        with self._lock:
-            self._check_claimed(seq_id)
-            return self._lengths[seq_id]
-
-    def num_valid(self, seq_id: int) -> int:
-        """Tokens that can be copied from a slot: those committed, or still valid in a warm one; 0 of a free one."""
-        with self._lock:
-            return self._lengths.get(seq_id) or self._warm.get(seq_id, 0)
-
-    def claim(self, batch_size: int) -> list[int]:
-        """Claims that many slots, each of length 0: all of them, or none and `CacheFull`.
-
-        Free ones first, the lowest id first; then warm ones, the least recently used first.
-        """
-        with self._lock:
-            if batch_size < 0:
-                raise ValueError(f"cannot claim {batch_size} slots")
-            if batch_size > self.slots_remaining:
-                raise CacheFull(batch_size, self.slots_remaining)
-            num_free = min(batch_size, len(self._free))
-            seq_ids = [heapq.heappop(self._free) for _ in range(num_free)]
-            seq_ids += itertools.islice(self._warm, batch_size - num_free)
-            for seq_id in seq_ids[num_free:]:
-                del self._warm[seq_id]
-                self._common.cut(seq_id, 0)
-            self._lengths.update(dict.fromkeys(seq_ids, 0))
-            return seq_ids
-
-    def claim_slot(self, seq_id: int, num_kept: int = 0) -> None:
-        """Claims that very slot, a warm one with its first `num_kept` tokens.
-
-        ValueError if it is taken or out of range, or has fewer valid tokens.
-        """
-        with self._lock:
-            self._check_in_range(seq_id)
-            if seq_id in self._lengths:
-                raise ValueError(f"slot {seq_id} is already claimed")
-            self._check_num_valid(seq_id, num_kept)
-            if seq_id in self._warm:
-                del self._warm[seq_id]
-                self._common.cut(seq_id, num_kept)
-            else:
-                self._free.remove(seq_id)
-                heapq.heapify(self._free)
-            self._lengths[seq_id] = num_kept
-
-    def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
-        """Copies the first tokens of one slot to another, whose committed length they become.
-
-        A warm source counts as used. ValueError if the source has fewer valid tokens, or the target is not claimed, is
-        in flight or is the source.
-        """
-        with self._lock:
-            self._check_claimed(target)
-            self._check_idle(target)
-            if source == target:
-                raise ValueError(f"slot {source} cannot be copied to itself")
-            self._check_num_valid(source, num_tokens)
-            if source in self._warm:
-                self._warm[source] = self._warm.pop(source)  # the most recently used is the last
-            self._lengths[target] = num_tokens
-            self._common.note_copy(source, target, num_tokens)
-            self.owed.append(SlotCopy(source, target, num_tokens))
-
-    def scrub(self, seq_id: int, start: int) -> None:
-        """Overwrites a slot from a token on with zeros, before anything is computed next."""
-        with self._lock:
-            self.owed.append(Scrub(seq_id, start))
-
-    def release(self, seq_id: int, num_kept: int = 0) -> None:
-        """Gives a claimed slot back: it is free, or warm if its first `num_kept` tokens stay valid.
-
-        ValueError if it is not claimed, in flight, or has fewer tokens.
-        """
-        with self._lock:
-            self._check_claimed(seq_id)
-            self._check_idle(seq_id)
-            self._check_num_valid(seq_id, num_kept)
-            del self._lengths[seq_id]
-            self._common.cut(seq_id, num_kept)
-            if num_kept:
-                self._warm[seq_id] = num_kept
-            else:
-                heapq.heappush(self._free, seq_id)
-
-    def free_warm(self, seq_ids: Iterable[int]) -> None:
-        """Makes warm slots free. ValueError if one of them is not warm."""
-        with self._lock:
-            chosen = set(seq_ids)
-            if not chosen <= self._warm.keys():
-                raise ValueError(f"slots {sorted(chosen - self._warm.keys())} are not warm")
-            for seq_id in chosen:
-                del self._warm[seq_id]
-                heapq.heappush(self._free, seq_id)
-                self._common.cut(seq_id, 0)
+class SlotLedger(SlotPool):
+    """Slots and their launches. Thread-safe, as `SlotPool` is."""
 
     def reserve(
         self, seq_ids: Sequence[int], new_tokens: Sequence[int] | None = None, num_steps: int = 1
@@ -212,7 +37,7 @@ class SlotLedger:
         """Announces `new_tokens[i]` writes to row i (1 each if None), then one more per further step.
 
         ValueError, before anything changes: an id that is out of range, not claimed, given twice or in flight; a
-        row that would overrun its slot; counts that do not match.
+        row that would overrun its slot, or for which there is no memory; counts that do not match.
         """
         counts = [1] * len(seq_ids) if new_tokens is None else list(new_tokens)
         if len(counts) != len(seq_ids):
@@ -267,95 +92,37 @@ class SlotLedger:
             for seq_id in seq_ids:
                 self._in_flight.pop(seq_id, None)
 
-    def check(self) -> None:
-        """Asserts the invariants of the books. Cheap enough to run whenever the engine is idle."""
-        with self._lock:
-            free, warm, claimed = set(self._free), set(self._warm), set(self._lengths)
-            assert len(free) == len(self._free), "a slot is free twice"
-            assert len(free) + len(warm) + len(claimed) == self.num_slots, "a slot is in two states, or in none"
-            assert free | warm | claimed == set(range(self.num_slots)), "free, warm and claimed slots are not all slots"
-            assert all(0 <= n <= self.max_seq_len for n in self._lengths.values()), "a length out of range"
-            assert all(0 < n <= self.max_seq_len for n in self._warm.values()), "a warm slot's length out of range"
-            assert set(self._in_flight) <= claimed, "a slot is in flight but not claimed"
-
     def _check_rows(self, seq_ids: Sequence[int], counts: Sequence[int], num_steps: int) -> None:
-        lengths, in_flight, most = self._lengths, self._in_flight, self.max_seq_len - num_steps + 1
+        """ValueError as of `reserve`. Rows that have too little memory get more, once nothing is wrong with any."""
+        lengths, in_flight, limits, further = self._lengths, self._in_flight, self.budget.limits, num_steps - 1
+        growing: dict[int, int] = {}  # slot -> tokens
         for seq_id, count in zip(seq_ids, counts, strict=True):
-            if seq_id in lengths and seq_id not in in_flight and 0 <= count <= most - lengths[seq_id]:
+            if (
+                seq_id in lengths
+                and seq_id not in in_flight
+                and 0 <= count <= limits[seq_id] - further - lengths[seq_id]
+            ):
                 continue
-            self._check_claimed(seq_id)
-            self._check_idle(seq_id)
-            if count < 0:
-                raise ValueError(f"slot {seq_id}: cannot write {count} tokens")
-            end = lengths[seq_id] + count + num_steps - 1
-            raise ValueError(
-                f"slot {seq_id} would overrun: {lengths[seq_id]} tokens held, {count} new and"
-                f" {num_steps - 1} further steps make {end}, and a slot holds {self.max_seq_len}"
-            )
+            growing[seq_id] = self._check_row(seq_id, count, num_steps)
         if len(set(seq_ids)) < len(seq_ids):
             twice = next(seq_id for seq_id in seq_ids if seq_ids.count(seq_id) > 1)
             raise ValueError(f"slot {twice} is given twice")
+        if growing and self.budget.num_missing(growing):
+            raise ValueError(self._no_memory(list(growing)))
+        for seq_id, num_tokens in growing.items():
+            self._owe(self.budget.grow(seq_id, num_tokens))
 
-    def _check_num_valid(self, seq_id: int, num_tokens: int) -> None:
-        num_valid = self.num_valid(seq_id)
-        if not 0 <= num_tokens <= num_valid:
-            raise ValueError(f"slot {seq_id} has {num_valid} valid tokens, not {num_tokens}")
-
-    def _check_in_range(self, seq_id: int) -> None:
-        if not 0 <= seq_id < self.num_slots:
-            raise ValueError(f"slot {seq_id} is not in [0, {self.num_slots})")
-
-    def _check_claimed(self, seq_id: int) -> None:
-        self._check_in_range(seq_id)
-        if seq_id not in self._lengths:
-            raise ValueError(f"slot {seq_id} is not claimed")
-
-    def _check_idle(self, seq_id: int) -> None:
-        if seq_id in self._in_flight:
-            raise ValueError(f"slot {seq_id} is in flight")
-
-
-class CommonPrefixes:
-    """Where else the beginning of a slot can be read, because one was copied from the other.
-
-    Attention that reads the same memory for every row finds it in the processor's caches from the second row on. Every
-    chain of copies leads to one place; when that slot changes, another copy takes its part.
-    """
-
-    def __init__(self) -> None:
-        self._prefixes: dict[int, CommonPrefix] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._prefixes)
-
-    def of(self, slot: int) -> CommonPrefix:
-        """That slot itself, with no tokens, if it has nothing in common with another."""
-        return self._prefixes.get(slot) or CommonPrefix(slot, 0)
-
-    def note_copy(self, source: int, target: int, num_tokens: int) -> None:
-        """The first tokens of `source` are now those of `target`, whatever that held before."""
-        self.cut(target, 0)
-        known = self.of(source)
-        self._set(target, CommonPrefix(known.slot if known.num_tokens >= num_tokens else source, num_tokens))
-
-    def cut(self, slot: int, num_kept: int) -> None:
-        """What a slot holds beyond its first tokens will be overwritten."""
-        if not self._prefixes:
-            return
-        own = self.of(slot)
-        self._set(slot, CommonPrefix(own.slot, min(own.num_tokens, num_kept)))
-        losing = {
-            each: prefix.num_tokens
-            for each, prefix in self._prefixes.items()
-            if prefix.slot == slot and prefix.num_tokens > num_kept
-        }
-        if losing:
-            heir = max(losing, key=lambda each: losing[each])
-            for each, num_tokens in losing.items():
-                self._set(each, CommonPrefix(heir, 0 if each == heir else num_tokens))
-
-    def _set(self, slot: int, prefix: CommonPrefix) -> None:
-        if prefix.num_tokens >= _MIN_COMMON_TOKENS:
-            self._prefixes[slot] = prefix
-        else:
-            self._prefixes.pop(slot, None)
+    def _check_row(self, seq_id: int, count: int, num_steps: int) -> int:
+        """The tokens that the slot will hold, if nothing is wrong with the row."""
+        self._check_claimed(seq_id)
+        self._check_idle(seq_id)
+        if count < 0:
+            raise ValueError(f"slot {seq_id}: cannot write {count} tokens")
+        held = self._lengths[seq_id]
+        end = held + count + num_steps - 1
+        if end > self.max_seq_len:
+            raise ValueError(
+                f"slot {seq_id} would overrun: {held} tokens held, {count} new and {num_steps - 1} further steps make"
+                f" {end}, and a slot holds {self.max_seq_len}"
+            )
+        return end

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chairlift.cache.ledger import Reservation, SlotCopy, SlotLedger
+from chairlift.cache.ledger import Reservation, SlotLedger
+from chairlift.cache.memory import MappedMemory, allocate_blocks
+from chairlift.cache.slots import SlotCopy
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
 
@@ -93,20 +95,24 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         max_seq_len: int,
         num_layers: int,
         devices: Sequence[torch.device | str],
+        max_tokens: int | None = None,
     ) -> None:
+        """`max_tokens`: that all slots together may have memory for; None: all that they can hold.
+
+        ValueError for numbers that do not fit together; MemoryError, or RuntimeError as torch does, without room.
+        """
         if len(devices) != params.n_devices:
             raise ValueError(f"params.n_devices is {params.n_devices}, but {len(devices)} devices are given")
         if num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, not {num_layers}")
-        super().__init__(max_cache_batch_size, max_seq_len)
+        super().__init__(max_cache_batch_size, max_seq_len, max_tokens)
         self.params = params
         self.num_layers = num_layers
         self.devices = [torch.device(device) for device in devices]
-        # Zeroed: attention kernels multiply masked elements by zero, which a NaN in stale memory would survive.
-        self.blocks = [
-            torch.zeros(self.block_shape(max_cache_batch_size), dtype=params.dtype, device=device)
-            for device in self.devices
-        ]
+        # Zeros: attention kernels multiply masked elements by zero, which a NaN in stale memory would survive.
+        shape = self.block_shape(max_cache_batch_size)
+        self.memories = [allocate_blocks(shape, params.dtype, device) for device in self.devices]
+        self.blocks = [memory.blocks for memory in self.memories]
 
     @property
     def max_cache_batch_size(self) -> int:
@@ -210,6 +216,23 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
             raise ValueError("these cache inputs do not come from fetch")
         self.commit(valid_lengths, reservation)
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether memory that is given back can be used by others."""
+        return all(memory.is_elastic for memory in self.memories)
+
+    def check(self) -> None:
+        """Asserts the invariants of the books, and that there is no more memory than they say. Takes milliseconds."""
+        super().check()
+        self.settle()
+        with self._lock:
+            num_tokens = [self.budget.num_backed_of(slot) for slot in range(self.num_slots)]
+            for memory in self.memories:
+                if isinstance(memory, MappedMemory):
+                    most = sum(map(memory.most_resident, num_tokens))
+                    resident = memory.num_resident()
+                    assert resident <= most, f"{resident} bytes are resident, and the books say {most} at most"
+
     def settle(self) -> None:
         """Does to the blocks what the ledger owes them. On a device it happens after all that was launched before."""
         with self._lock:
@@ -218,7 +241,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 if isinstance(job, SlotCopy):
                     self._copy_blocks(job.source, job.target, job.num_tokens)
                 else:
-                    self._zero_blocks(job.slot, job.start)
+                    self._clear_blocks(job.slot, job.start)
                 self.owed.popleft()  # only now, so that an interrupt leaves it for the next time
 
     def _copy_blocks(self, source: int, target: int, num_tokens: int) -> None:
@@ -226,9 +249,9 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         for blocks in self.blocks:
             blocks[target, :, :, :num_tokens].copy_(blocks[source, :, :, :num_tokens])
 
-    def _zero_blocks(self, slot: int, start: int) -> None:
-        for blocks in self.blocks:
-            blocks[slot, :, :, start:].zero_()
+    def _clear_blocks(self, slot: int, start: int) -> None:
+        for memory in self.memories:
+            memory.clear(slot, start)
 
 
 def _block_shape(params: KVCacheParams, n_sequences: int, max_seq_len: int, num_layers: int) -> list[int]:

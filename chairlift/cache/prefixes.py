@@ -7,15 +7,17 @@ An edge carries one or more tokens, and a node knows all slots whose tokens run 
                                                                 └── " more" (4)
 
 Tokens are packed, four bytes each, so that a comparison of thousands of them is one of memory. Every `salt` has a tree
-of its own: what was computed under one is never found under another. Plain Python, no tensors; not thread-safe.
+of its own: what was computed under one is never found under another. `CommonPrefixes` beside it knows which slots were
+copied from which. Plain Python, no tensors; not thread-safe.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 _TOKEN_TYPE = "i"
 _TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
+_MIN_COMMON_TOKENS = 128  # shorter common prefixes are not worth tracking
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -104,6 +106,14 @@ class PrefixIndex:
         if not root.slots:
             del self._roots[entry.salt]
 
+    def cut(self, slot: int, num_tokens: int) -> None:
+        """Forgets what a slot that is known holds beyond its first tokens."""
+        entry = self._entries[slot]
+        if num_tokens:
+            self.insert(slot, entry.tokens[: num_tokens * _TOKEN_BYTES], entry.salt)
+        else:
+            self.remove(slot)
+
     def match(self, tokens: bytes, salt: str = "") -> Iterator[SharedPrefix]:
         """Slots that share a prefix with these tokens, the longest prefix first, and its slots again in shorter ones.
 
@@ -173,3 +183,63 @@ def _check_below(node: _Node, tokens: bytes, entries: dict[int, _Entry]) -> None
         _check_below(child, tokens, entries)
     ending = node.slots.difference(*(child.slots for child in node.children.values()))
     assert all(entries[slot].tokens == tokens for slot in ending), "a slot ends in the wrong place"
+
+
+@dataclass(frozen=True, slots=True)
+class CommonPrefix:
+    """The first tokens of some slot are also those of this one."""
+
+    slot: int
+    num_tokens: int
+
+
+class CommonPrefixes:
+    """Where else the beginning of a slot can be read, because one was copied from the other.
+
+    Attention that reads the same memory for every row finds it in the processor's caches from the second row on. Every
+    chain of copies leads to one place; when that slot changes, another copy takes its part.
+    """
+
+    def __init__(self) -> None:
+        self._prefixes: dict[int, CommonPrefix] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._prefixes)
+
+    def of(self, slot: int) -> CommonPrefix:
+        """That slot itself, with no tokens, if it has nothing in common with another."""
+        return self._prefixes.get(slot) or CommonPrefix(slot, 0)
+
+    def note_copy(self, source: int, target: int, num_tokens: int) -> None:
+        """The first tokens of `source` are now those of `target`, whatever that held before."""
+        self.cut(target, 0)
+        known = self.of(source)
+        self._set(target, CommonPrefix(known.slot if known.num_tokens >= num_tokens else source, num_tokens))
+
+    def cut(self, slot: int, num_kept: int) -> None:
+        """What a slot holds beyond its first tokens will be overwritten."""
+        if not self._prefixes:
+            return
+        own = self.of(slot)
+        self._set(slot, CommonPrefix(own.slot, min(own.num_tokens, num_kept)))
+        losing = {
+            each: prefix.num_tokens
+            for each, prefix in self._prefixes.items()
+            if prefix.slot == slot and prefix.num_tokens > num_kept
+        }
+        if losing:
+            heir = max(losing, key=lambda each: losing[each])
+            for each, num_tokens in losing.items():
+                self._set(each, CommonPrefix(heir, 0 if each == heir else num_tokens))
+
+    def num_read(self, slot: int, readers: Collection[int]) -> int:
+        """Tokens of a slot that some of these read there as their own."""
+        return max(
+            (own.num_tokens for each, own in self._prefixes.items() if own.slot == slot and each in readers), default=0
+        )
+
+    def _set(self, slot: int, prefix: CommonPrefix) -> None:
+        if prefix.num_tokens >= _MIN_COMMON_TOKENS:
+            self._prefixes[slot] = prefix
+        else:
+            self._prefixes.pop(slot, None)

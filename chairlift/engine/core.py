@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.config import EngineConfig, LoadFormat
+from chairlift.config import EngineConfig, LoadFormat, ResolvedConfig
 from chairlift.engine.execution.forward import Forward, load_forward
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, GraphRecorder, LastTokens
 from chairlift.engine.execution.machine import fit_cache, inspect_machine
@@ -63,7 +63,6 @@ class EngineCore:
         torch.set_num_threads(self.config.num_threads)
         self.vocab_size = shape.vocab_size
         dtype = TORCH_DTYPES[self.config.dtype]
-        slot_len = self.config.slot_len
         forward = load_forward(checkpoint, self.config)
         self.config = fit_cache(config, self.config, shape, forward)
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
@@ -73,7 +72,7 @@ class EngineCore:
             self._pacing = replace(self._pacing, recorder=None)
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
         num_slots = self.config.num_slots + (self._pacing.recorder is not None)
-        self.cache = _allocate(params, num_slots, slot_len, shape.num_layers, self.config.device)
+        self.cache = _allocate(params, num_slots, shape.num_layers, self.config)
         last_tokens = LastTokens(num_slots, device)
         graphs = self._make_graphs(self._pacing.recorder, forward, last_tokens) if self._pacing.recorder else None
         sampler = Sampler(shape.vocab_size, num_slots, device)
@@ -98,7 +97,7 @@ class EngineCore:
             self.config.device,
             self.config.attention_backend,
             self.config.num_slots,
-            slot_len,
+            self.config.slot_len,
             self.config.max_num_batched_tokens,
             self.config.max_steps_per_launch,
         )
@@ -128,6 +127,13 @@ class EngineCore:
         """Forgets all prompts: later requests reuse nothing that was computed so far. Running ones go on."""
         self._scheduler.reset_prefix_cache()
         self._journal.look_around()
+
+    def rest(self) -> None:
+        """Gives memory back that nobody uses. For when there has been no work for a while; frees some warm slots."""
+        if self.cache.is_elastic and not self.has_work:
+            self._scheduler.rest()
+            self.cache.settle()
+            self._journal.look_around()
 
     def step(self) -> list[TokenEvent]:
         """Begins a launch, and takes the tokens of the oldest one if it need not, or cannot, run ahead any further.
@@ -180,7 +186,7 @@ class EngineCore:
             graphs.record_common()
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
-                "there is no memory left for CUDA graphs; lower memory_fraction, max_batch_size or max_seq_len"
+                "there is no memory left for CUDA graphs; lower kv_cache_memory_bytes, max_batch_size or max_seq_len"
             ) from error
         return graphs
 
@@ -198,14 +204,18 @@ class EngineCore:
 
 
 def _allocate(
-    params: KVCacheParams, num_slots: int, slot_len: int, num_layers: int, device: str
+    params: KVCacheParams, num_slots: int, num_layers: int, config: ResolvedConfig
 ) -> ContinuousBatchingKVCacheManager:
-    size = ContinuousBatchingKVCacheManager.estimated_memory_size(params, num_slots, slot_len, num_layers, [device])
+    slot_len, devices = config.slot_len, [config.device]
+    size = ContinuousBatchingKVCacheManager.estimated_memory_size(params, num_slots, slot_len, num_layers, devices)
+    max_tokens = config.cache_tokens if config.is_cache_elastic else None
     try:
-        cache = ContinuousBatchingKVCacheManager(params, num_slots, slot_len, num_layers, [device])
+        cache = ContinuousBatchingKVCacheManager(params, num_slots, slot_len, num_layers, devices, max_tokens)
     except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
         raise ConfigurationError(
             f"allocating {size / 1e6:.0f} MB of cache failed; lower max_batch_size or max_seq_len"
         ) from error
-    logger.info("cache: %d slots of %d tokens, %.1f MB", num_slots, slot_len, size / 1e6)
+    num_bytes = size if max_tokens is None else min(size, config.kv_cache_memory_bytes)
+    how = "at once" if max_tokens is None else "as it is used"
+    logger.info("cache: %d slots of %d tokens, %.1f MB taken %s", num_slots, slot_len, num_bytes / 1e6, how)
     return cache

@@ -46,6 +46,7 @@ class Journal:
         self._num_launches = 0
         self._totals = Totals()
         self._num_waiting = self._num_running = self._num_prefilling = self._num_warm = 0
+        self._cache = scheduler.cache_use
         self._has_moved = False  # a prompt may have been begun or completed, or a request have ended, since then
         self._step_seconds = Histogram(STEP_SECONDS)
         self._step_rows = Histogram(ROW_COUNTS)
@@ -106,6 +107,7 @@ class Journal:
                 queue_seconds=self._queue_seconds.read(),
                 first_token_seconds=self._first_token_seconds.read(),
                 inter_token_seconds=self._inter_token_seconds.read(),
+                cache=self._cache,
             )
 
     def take_snapshot(self, num_slots: int, slot_len: int) -> Snapshot:
@@ -113,7 +115,7 @@ class Journal:
         now = self._clock()
         slots = [SlotSnapshot()] * num_slots
         for slot, num_tokens in self._scheduler.warm.items():
-            slots[slot] = SlotSnapshot(SlotState.WARM, num_computed=num_tokens)
+            slots[slot] = SlotSnapshot(SlotState.WARM, num_computed=num_tokens, num_held=num_tokens)
         for request in self._scheduler.running:
             if request.slot is not None:
                 slots[request.slot] = _slot(request)
@@ -126,6 +128,7 @@ class Journal:
             num_launches=self._num_launches,
             launches=tuple(self._launches),
             totals=replace(self._totals),
+            cache=self._scheduler.cache_use,
         )
 
     def _look_around(self) -> None:
@@ -138,6 +141,7 @@ class Journal:
         self._num_waiting = self._scheduler.num_waiting
         self._totals.num_preemptions = self._scheduler.waiting.num_preemptions
         self._num_warm = len(self._scheduler.warm)
+        self._cache = self._scheduler.cache_use
 
     def _note_request(self, event: TokenEvent, times: RequestTimes) -> None:
         """Counts a request's prompt, with the first token or, if only the prompt was wanted, the end; and its end."""
@@ -167,6 +171,7 @@ def _slot(request: RequestState) -> SlotSnapshot:
         num_computed=request.num_computed,
         num_prompt_tokens=request.num_prompt_tokens,
         num_tokens=request.num_tokens,
+        num_held=request.num_held,
     )
 
 

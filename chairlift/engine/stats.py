@@ -12,6 +12,10 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Protocol
 
+from chairlift.cache.budget import CacheUse
+
+NO_MEMORY = CacheUse()
+
 MAX_LAUNCHES_SHOWN = 128
 """Launches in a snapshot: more than fit between two snapshots of an engine whose steps take a millisecond."""
 
@@ -44,6 +48,7 @@ class SlotSnapshot:
     num_computed: int = 0  # with keys and values in the slot, the reused ones included
     num_prompt_tokens: int = 0
     num_tokens: int = 0  # prompt and generated
+    num_held: int = 0  # that it has memory for
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class Snapshot:
     num_launches: int  # since the engine was made
     launches: tuple[LaunchRecord, ...]  # the newest `MAX_LAUNCHES_SHOWN` of them, oldest first
     totals: Totals
+    cache: CacheUse = NO_MEMORY
 
 
 class SnapshotSource(Protocol):
@@ -177,6 +183,7 @@ class EngineStats:
     queue_seconds: Distribution  # from a request's coming to its first slot; of requests whose prompt was computed
     first_token_seconds: Distribution  # from a request's coming to its first token
     inter_token_seconds: Distribution  # from one token of a request to the next; tokens of a launch share its time
+    cache: CacheUse = NO_MEMORY
 
     @property
     def num_running(self) -> int:

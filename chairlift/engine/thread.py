@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from chairlift.engine.core import EngineCore
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 MAX_UPDATES_AHEAD = 8
 """Updates not taken by the loop at which the thread stops stepping."""
+
+REST_AFTER_S = 30.0
+"""Seconds without work after which memory that nobody uses is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +162,18 @@ class EngineThread:
         commands = []
         if not self._can_step:
             self._is_waiting = True
-            commands.append(self._inbox.get())
+            commands.append(self._wait())
             self._is_waiting = False
         while not self._inbox.empty():
             commands.append(self._inbox.get())
         return commands
+
+    def _wait(self) -> Command:
+        try:
+            return self._inbox.get(timeout=REST_AFTER_S)
+        except Empty:
+            self._core.rest()
+            return self._inbox.get()
 
     def _obey(self, command: Add | Abort | Call | Taken, update: Update) -> None:
         match command:

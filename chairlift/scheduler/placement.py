@@ -7,12 +7,16 @@ A request that ends leaves its slot warm. A new one gets, in this order:
 2. a free slot, or the least recently used warm one, into which the longest prefix is copied from the slot that holds
    it, warm or running. A copy costs bandwidth, not compute.
 
+It gets memory for all its tokens at once, and for more as it grows. When there is none left, warm slots give theirs,
+the least recently used first, from their ends; what a running request reads there goes last.
+
 At least one token is left to compute, so that there are logits. If a prompt that is being prefilled shares even more,
 the request waits in its slot for that leader, and then copies the prefix: equal prompts are computed once.
 """
 
 from dataclasses import dataclass
 
+from chairlift.cache.budget import CHUNK_TOKENS, chunks_of
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, pack_tokens
 from chairlift.params import FinishReason
@@ -20,6 +24,9 @@ from chairlift.scheduler.request import Contents, RequestState
 
 _MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: to save fewer is not worth a copy
 _MIN_AWAITED_TOKENS = 16  # fewer are computed sooner than awaited
+_KEPT_AT_REST = 0.1  # of the memory, for warm slots: a chat that goes on after a pause is not computed anew
+_RUNNING_PER_GROWING = 4  # by simulation: with more chunks kept for growth fewer run, with fewer more have to yield
+_MIN_SHRUNK_TOKENS = 512  # taken from a warm slot at a time, if it has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,7 @@ class Placement:
         """Gives the request a slot, of which there must be one, and reuses what some slot holds of its tokens."""
         tokens = pack_tokens(request.token_ids)
         finding = self._find(request, tokens)
-        slot = self._choose(finding)
+        slot = self._choose(finding, len(request.token_ids))
         if slot is None:
             (slot,) = self._slots.claim(1)
             num_reused = 0
@@ -62,7 +69,32 @@ class Placement:
         self._owners[slot] = request
         if self._index is not None:
             self._index.insert(slot, tokens, request.options.cache_salt)
+        has_memory = self.provide(request, len(request.token_ids), spared=finding.slot)
+        assert has_memory, f"{request.request_id} was given a slot without memory"
         self._follow_or_copy(request, finding)
+
+    def has_memory_for(self, request: RequestState, num_running: int) -> bool:
+        """Whether a request can be placed, and some of those that run can still grow by a chunk."""
+        budget = self._slots.budget
+        if budget.is_ample:
+            return True
+        # A request alone grows into what all others have given back, so that it needs no more than its tokens.
+        num_growing = num_running // _RUNNING_PER_GROWING + 1 if num_running else 0
+        return chunks_of(len(request.token_ids)) + num_growing <= budget.num_obtainable
+
+    def provide(self, request: RequestState, num_tokens: int, spared: int | None = None) -> bool:
+        """Gives a request's slot memory for so many tokens. False if other requests hold too much of it.
+
+        `spared`: a warm slot that keeps what it has.
+        """
+        slot = request.slot
+        assert slot is not None, f"{request.request_id} grows without a slot"
+        num_missing = self._slots.hold(slot, num_tokens)
+        if num_missing:
+            self._shrink_warm(num_missing, spared)
+            num_missing = self._slots.hold(slot, num_tokens)
+        request.num_held = self._slots.budget.limits[slot]
+        return not num_missing
 
     def follow(self, request: RequestState) -> None:
         """A request that waited for a leader copies what the leader has computed, or waits for another one."""
@@ -123,6 +155,12 @@ class Placement:
             self._index = PrefixIndex()
         self._slots.free_warm(self._slots.warm)
 
+    def rest(self) -> None:
+        """Gives back what memory nobody holds, and what warm slots hold beyond their share: the oldest first."""
+        use = self._slots.budget.use
+        self._shrink_warm(use.num_warm - int(_KEPT_AT_REST * use.num_tokens), None)
+        self._slots.give_back()
+
     def check(self) -> None:
         """Asserts that the index knows what the ledger knows."""
         self._slots.check()
@@ -136,6 +174,7 @@ class Placement:
         assert self._slots.claimed - self._foreign == set(self._owners), "a claimed slot has no owner"
         for slot, request in self._owners.items():
             assert request.slot == slot, f"slot {slot} has another owner"
+            assert request.num_held == self._slots.budget.limits[slot], f"{request.request_id} and its memory"
             length = self._slots.cache_length_of(slot)
             has_ended = request.finish_reason is not None
             assert has_ended or length == request.num_computed, f"{request.request_id} and its slot"
@@ -169,14 +208,31 @@ class Placement:
         if finding.leader is None:  # otherwise the whole prefix will be copied in one piece
             self._copy(request, finding)
 
-    def _choose(self, finding: _Finding) -> int | None:
-        """The warm slot that the request takes in place; None if it gets another."""
-        warm = self._slots.warm
+    def _choose(self, finding: _Finding, num_tokens: int) -> int | None:
+        """The warm slot that the request of so many tokens takes in place; None if it gets another."""
+        warm, budget = self._slots.warm, self._slots.budget
         if finding.slot not in warm:
             return None
         is_next_to_go = not self._slots.num_free and next(iter(warm)) == finding.slot
         is_little_lost = warm[finding.slot] - finding.num_tokens <= _MAX_LOST_TOKENS
-        return finding.slot if is_next_to_go or is_little_lost else None
+        fits_beside = chunks_of(num_tokens) <= budget.num_obtainable - budget.num_warm_of(finding.slot)
+        return finding.slot if is_next_to_go or is_little_lost or not fits_beside else None
+
+    def _shrink_warm(self, num_missing: int, spared: int | None) -> None:
+        """Takes memory for so many tokens from warm slots, as far as they have it."""
+        for spares_read in (True, False):
+            for slot, num_valid in self._slots.warm.items():
+                if num_missing <= 0:
+                    return
+                if slot == spared:
+                    continue
+                num_read = self._slots.num_read_by_others(slot) if spares_read else 0
+                num_whole = (num_valid - max(num_missing, _MIN_SHRUNK_TOKENS)) // CHUNK_TOKENS * CHUNK_TOKENS
+                num_kept = max(num_whole, num_read, 0)
+                num_missing -= CHUNK_TOKENS * (chunks_of(num_valid) - chunks_of(num_kept))
+                self._slots.shrink_warm(slot, num_kept)
+                if self._index is not None:
+                    self._index.cut(slot, num_kept)
 
     def _copy(self, request: RequestState, finding: _Finding) -> None:
         """Copies the prefix that was found into the request's slot, if it is longer than what is there."""

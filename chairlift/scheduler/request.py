@@ -136,10 +136,12 @@ class _Progress:
     num_pending: int = 0
     num_launches: int = 0  # in flight that write to the slot
     num_tokens_placed: int = 0  # those that it had when it got its slot
+    num_held: int = 0  # tokens that its slot has memory for
     leader: "RequestState | None" = None  # computes a prefix that this one waits to copy
     is_yielding: bool = False  # it loses its slot when no launch writes to that any more
     # Altogether
     num_cached_tokens: int = 0  # of the prompt: reused when it got its first slot
+    num_scored: int = 0  # of the prompt: positions whose log-probabilities were reported
     num_preemptions: int = 0
     admission_time: float | None = None  # when it got its first slot
     first_token_time: float | None = None
@@ -220,8 +222,8 @@ class RequestState(_Progress):
 
     @property
     def wants_prompt_scored(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be reported: before a preemption they were."""
-        return self.prompt_logprobs is not None and not self.num_preemptions
+        """Whether log-probabilities of its prompt are still to be reported; its first token has none."""
+        return self.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens - 1
 
     @property
     def num_remaining(self) -> int:

@@ -3,6 +3,9 @@
 - Decode rows always go on: the token budget is at least the number of slots. The rest of it goes to prompts: first
   those begun, then waiting ones (`waiting`: which is next) that find a slot (`placement`: which one, and what of the
   prompt need not be computed). A prompt that does not fit is computed in chunks, so it stalls no decoding.
+- A row that has no memory for its next tokens gets more. If there is none, the row that came last of the lowest
+  priority yields: it goes back to the queue with its tokens, and goes on when there is room. The oldest row never
+  does, and none is admitted while memory is short, so that whatever runs or waits comes to its end.
 - When no request waits and none is prefilled, several decode steps go into one launch.
 - A step may be planned while the tokens of the one before are still being computed. A row whose next token needs a mask
   from the host (a grammar, bad words) sits that step out. A row that turns out to have ended has been planned once too
@@ -12,6 +15,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from chairlift.cache.budget import CacheUse
 from chairlift.cache.ledger import Reservation, SlotLedger
 from chairlift.params import FinishReason
 from chairlift.scheduler.placement import Placement
@@ -68,6 +72,11 @@ class Scheduler:
         return self._slots.warm
 
     @property
+    def cache_use(self) -> CacheUse:
+        """What the cache's memory is used for."""
+        return self._slots.budget.use
+
+    @property
     def has_work(self) -> bool:
         return bool(len(self.waiting) or self._running or self._unstarted)
 
@@ -112,6 +121,10 @@ class Scheduler:
         """Nothing that was computed so far will be reused by others; running requests go on."""
         self._placement.forget_prefixes()
 
+    def rest(self) -> None:
+        """Without work for a while: memory goes back, but for a small part that the last prompts keep."""
+        self._placement.rest()
+
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.
 
@@ -120,6 +133,8 @@ class Scheduler:
         self._preempt_if_wanted()
         draft = Draft(self._max_num_batched_tokens)
         begun: list[RequestState] = []
+        growing: list[RequestState] = []
+        reach = self._max_steps_per_launch
         for row in self._running.values():
             request = row.request
             num_pending = request.num_pending
@@ -127,8 +142,13 @@ class Scheduler:
                 continue
             if len(request.token_ids) + num_pending - request.num_computed == 1:  # num_uncomputed, without a call
                 draft.decode.append(row)
+                if request.num_computed + reach > request.num_held:
+                    growing.append(request)
             else:
                 begun.append(request)
+        if growing and not self._grow(growing):
+            begun = [request for request in begun if _keeps_slot(request)]
+            draft.decode = [row for row in draft.decode if self._has_memory(row.request)]
         draft.num_left -= len(draft.decode)
         self._go_on(begun, draft)
         self._admit(draft)
@@ -156,6 +176,7 @@ class Scheduler:
             request = row.request
             request.num_pending -= num_expected
             request.num_launches -= 1
+            request.num_scored += len(result.prompt_logprobs)
             if result.error is not None:
                 request.contents.surplus_spoilt()
             had_ended = request.finish_reason is not None
@@ -189,8 +210,11 @@ class Scheduler:
 
     @property
     def _num_places(self) -> int:
-        """Requests that may start to run."""
-        return min(self._slots.slots_remaining, self._max_num_running - len(self._running))
+        """Requests that may start to run: none while there is no memory for the next one."""
+        num_places = min(self._slots.slots_remaining, self._max_num_running - len(self._running))
+        if num_places and len(self.waiting):
+            num_places *= self._placement.has_memory_for(self.waiting.peek(), len(self._running))
+        return num_places
 
     def _go_on(self, begun: list[RequestState], draft: Draft) -> None:
         """The next chunks of prompts that have slots, except those that wait for a leader."""
@@ -203,7 +227,7 @@ class Scheduler:
                 draft.add_prompt(request)
 
     def _admit(self, draft: Draft) -> None:
-        """Gives waiting requests slots, in their order, while there is a slot and budget for each."""
+        """Gives waiting requests slots, in their order, while there are a slot, memory and budget for each."""
         while len(self.waiting) and draft.num_left and self._num_places:
             request = self.waiting.start_next()
             if request.finish_reason is not None:
@@ -221,6 +245,33 @@ class Scheduler:
             if victim is not None:
                 victim.is_yielding = True
                 self._release_if_idle(victim)
+
+    def _grow(self, requests: list[RequestState]) -> bool:
+        """Memory for the next tokens of decode rows, the oldest first. False if some row yields or waits for it."""
+        is_enough = True
+        for request in requests:
+            while _keeps_slot(request) and not self._placement.provide(request, self._num_wanted(request)):
+                is_enough = False
+                if not self._make_last_yield():
+                    break
+        return is_enough
+
+    def _num_wanted(self, request: RequestState) -> int:
+        """Tokens that its slot needs memory for in a launch, however many steps that has."""
+        return min(request.num_computed + self._max_steps_per_launch, self._slots.max_seq_len)
+
+    def _has_memory(self, request: RequestState) -> bool:
+        return _keeps_slot(request) and request.num_held >= self._num_wanted(request)
+
+    def _make_last_yield(self) -> bool:
+        """The row that came last of the lowest priority gives its slot back. False if that has to wait for a launch."""
+        running = list(self.running)
+        if any(request.is_yielding for request in running) or len(running) == 1:
+            return False  # what is in flight writes to slots that will be given back
+        victim = max(reversed(running[1:]), key=lambda request: request.options.priority)
+        victim.is_yielding = True
+        self._release_if_idle(victim)
+        return victim.slot is None
 
     def _end(self, request: RequestState) -> TokenEvent:
         """Between two steps, for a request that no longer waits."""
@@ -247,3 +298,7 @@ class Scheduler:
             request.is_yielding = False
             request.num_computed = request.num_reused = 0
             self.waiting.put_back(request)
+
+
+def _keeps_slot(request: RequestState) -> bool:
+    return request.slot is not None and not request.is_yielding

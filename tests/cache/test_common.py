@@ -4,7 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from chairlift.cache.ledger import CommonPrefix, CommonPrefixes, SlotLedger
+from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.prefixes import CommonPrefix, CommonPrefixes
 
 
 def test_a_copy_can_be_read_where_it_came_from() -> None:

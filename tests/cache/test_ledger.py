@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from chairlift.cache import CacheFull
-from chairlift.cache.ledger import CommonPrefix, Reservation, SlotLedger
+from chairlift.cache.ledger import Reservation, SlotLedger
+from chairlift.cache.prefixes import CommonPrefix
 
 
 def race(num_threads: int, attempt: Callable[[], object]) -> list[object]:

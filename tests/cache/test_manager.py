@@ -438,7 +438,7 @@ def test_what_the_books_owe_the_blocks_is_done_in_order_before_anything_is_fetch
 def test_an_interrupt_amid_what_is_owed_leaves_none_of_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = Manager(PARAMS, 3, 32, num_layers=3, devices=["cpu"])
     manager.blocks[0].normal_()
-    zero, scrubbed = manager._zero_blocks, []
+    zero, scrubbed = manager._clear_blocks, []
 
     def interrupted(slot: int, start: int) -> None:
         scrubbed.append(slot)
@@ -446,7 +446,7 @@ def test_an_interrupt_amid_what_is_owed_leaves_none_of_it_out(monkeypatch: pytes
             raise KeyboardInterrupt
         zero(slot, start)
 
-    monkeypatch.setattr(manager, "_zero_blocks", interrupted)
+    monkeypatch.setattr(manager, "_clear_blocks", interrupted)
     for slot in range(3):
         manager.scrub(slot, 0)
     with pytest.raises(KeyboardInterrupt):

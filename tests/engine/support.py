@@ -104,5 +104,6 @@ def resolved_config(model: Path | str, **changes: Any) -> ResolvedConfig:
         "max_seq_len": 64,
         "max_num_batched_tokens": 64,
         "max_steps_per_launch": 1,
+        "kv_cache_memory_bytes": 2**20,
     }
     return ResolvedConfig(**{**fields, **changes})

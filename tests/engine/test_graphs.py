@@ -273,7 +273,7 @@ def test_graphs_that_do_not_fit_are_refused_with_what_to_lower(
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(recorder, "record", fail)
-    with pytest.raises(ConfigurationError, match="no memory left for CUDA graphs; lower memory_fraction"):
+    with pytest.raises(ConfigurationError, match="no memory left for CUDA graphs; lower kv_cache_memory_bytes"):
         make(recorder)
 
 

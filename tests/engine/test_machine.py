@@ -2,9 +2,11 @@
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from chairlift.config import DType, EngineConfig, ResolvedConfig
+from chairlift.engine.execution import machine
 from chairlift.engine.execution.forward import TorchForward, load_forward
 from chairlift.engine.execution.machine import choose_num_threads, fit_cache, inspect_machine
 from chairlift.errors import ConfigurationError
@@ -31,6 +34,19 @@ def test_a_cpu_has_float32_and_free_memory() -> None:
     assert not facts.is_gpu
     assert DType.FLOAT32 in facts.fast_dtypes
     assert facts.free_bytes > 2**20
+    assert facts.has_elastic_memory == (sys.platform == "linux")
+
+
+@pytest.mark.parametrize(("limit", "free_bytes"), [("max\n", 9 * GIB), ("4294967296\n", 3 * GIB), ("100\n", 0)])
+def test_what_is_free_in_a_container_is_what_its_limit_leaves(
+    limit: str, free_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "limit").write_text(limit)
+    (tmp_path / "usage").write_text(f"{GIB}\n")
+    files = ((tmp_path / "limit", tmp_path / "usage"), (tmp_path / "none", tmp_path / "none"))
+    monkeypatch.setattr(machine, "_CGROUP_FILES", files)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9 * GIB))
+    assert inspect_machine("cpu").free_bytes == free_bytes
 
 
 def test_auto_is_the_gpu_if_there_is_one() -> None:
@@ -124,13 +140,13 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def fitted(forward: TorchForward, asked: EngineConfig, **resolved: Any) -> ResolvedConfig:
     fields = {"device": "cuda:0", "max_batch_size": 4096, "max_num_batched_tokens": 4096, **resolved}
-    fields["memory_fraction"] = asked.memory_fraction
     return fit_cache(asked, resolved_config("model", **fields), SHAPE, forward)
 
 
 @pytest.mark.usefixtures("memory")
 def test_slots_take_their_share_of_what_weights_and_a_step_leave(forward: TorchForward) -> None:
-    assert fitted(forward, EngineConfig(memory_fraction=0.5)).max_batch_size == 1024  # (10 - 2) GiB / 2 / 4 MiB
+    assert fitted(forward, EngineConfig()).max_batch_size == 1638  # 0.8 (10 - 2) GiB / 4 MiB
+    assert fitted(forward, EngineConfig(kv_cache_memory_bytes=4 * GIB)).max_batch_size == 1024
 
 
 @pytest.mark.usefixtures("memory")
@@ -152,7 +168,7 @@ def test_the_numbers_are_logged(forward: TorchForward, caplog: pytest.LogCapture
     fitted(forward, EngineConfig())
     assert caplog.messages == [
         "cuda:0: 10.00 of 16.00 GiB are free beside 1.00 GiB of weights; a step of 4096 tokens needs 2.00 GiB of them",
-        "1638 slots of 64 tokens: 80% of that for a cache of 6.40 GiB",
+        "1638 slots of 64 tokens: a cache of 6.40 GiB",
     ]
 
 

@@ -27,7 +27,9 @@ MODEL = replace(
     num_kv_heads=8,
     head_dim=64,
 )
-CPU = MachineFacts("cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB, num_threads=6)
+CPU = MachineFacts(
+    "cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB, has_elastic_memory=True, num_threads=6
+)
 OLD_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}), has_fast_cpu_kernels=False)
 GPU = MachineFacts("cuda:0", frozenset(DType), free_bytes=128 * GIB)
 
@@ -61,9 +63,9 @@ def refusal(machine: MachineFacts = CPU, obstacles: Obstacles = NO_OBSTACLES, **
     return str(caught.value)
 
 
-def room_for(num_slots: int, machine: MachineFacts = CPU, short_by: int = 0) -> MachineFacts:
-    """That machine with memory for the weights and so many slots of 4096 tokens, less some bytes."""
-    free_bytes = GIB // 2 + num_slots * 4096 * 2**16 - short_by
+def room_for(num_slots: int, machine: MachineFacts = GPU, short_by: int = 0) -> MachineFacts:
+    """That machine with memory for the weights and, in the cache's share, so many slots of 4096 tokens."""
+    free_bytes = GIB // 2 + num_slots * 4096 * 2**16 * 5 // 4 - short_by
     return replace(machine, free_bytes=free_bytes)
 
 
@@ -73,7 +75,7 @@ def room_for(num_slots: int, machine: MachineFacts = CPU, short_by: int = 0) -> 
 def test_on_a_cpu() -> None:
     config = resolved()
     assert (config.device, config.dtype, config.attention_backend) == ("cpu", DType.BFLOAT16, AttentionBackend.CPU)
-    assert (config.max_batch_size, config.max_seq_len) == (32, 4096)
+    assert (config.max_batch_size, config.max_seq_len) == (32, 8192)
     assert (config.max_num_batched_tokens, config.max_steps_per_launch) == (1024, 1)
 
 
@@ -143,48 +145,78 @@ def test_threads_are_those_of_the_machine_unless_given() -> None:
 
 
 @pytest.mark.parametrize(("max_position_embeddings", "max_seq_len"), [(2048, 2048), (4096, 4096), (131072, 4096)])
-def test_a_slot_holds_what_the_model_can_read_up_to_a_usual_length(
+def test_where_every_slot_takes_all_its_memory_it_holds_what_the_model_can_read_up_to_a_usual_length(
     max_position_embeddings: int, max_seq_len: int
 ) -> None:
     shape = replace(MODEL, max_position_embeddings=max_position_embeddings)
-    assert resolved(shape=shape).max_seq_len == max_seq_len
+    assert resolved(GPU, shape=shape).max_seq_len == max_seq_len
+
+
+def test_where_memory_comes_as_it_is_used_a_sequence_may_be_as_long_as_the_model_can_read() -> None:
+    shape = replace(MODEL, max_position_embeddings=131_072)
+    config = resolved(shape=shape)
+    assert (config.max_batch_size, config.max_seq_len) == (32, 131_072)
+    assert config.kv_cache_memory_bytes == int(63.5 * GIB * 0.8)
+    assert config.cache_tokens == 832_256 // 64 * 64  # of 64 KiB each
+    assert config.is_cache_elastic
+
+
+def test_a_sequence_is_no_longer_than_all_memory_allows() -> None:
+    shape = replace(MODEL, max_position_embeddings=131_072)
+    config = resolved(shape=shape, kv_cache_memory_bytes=GIB + 2**20)
+    assert (config.max_seq_len, config.cache_tokens, config.max_batch_size) == (16_384, 16_384, 32)
+    assert resolved(shape=shape, kv_cache_memory_bytes=10 * 2**22).max_batch_size == 10  # a chunk of 4 MiB for each
+    with pytest.raises(ConfigurationError) as caught:
+        resolved(shape=shape, kv_cache_memory_bytes=GIB, max_seq_len=20_000)
+    assert str(caught.value) == (
+        "there is no room for a sequence of 20000 tokens: that is 1.22 GiB, and 1.00 GiB may be used"
+        " (kv_cache_memory_bytes); lower max_seq_len"
+    )
+
+
+def test_more_slots_than_can_have_some_memory_each_are_refused() -> None:
+    message = refusal(kv_cache_memory_bytes=GIB, max_batch_size=257, max_seq_len=64)
+    assert message == (
+        "there is no room for 257 slots of at least 64 tokens: that is 1.00 GiB, and 1.00 GiB may be used"
+        " (kv_cache_memory_bytes); lower max_batch_size or raise kv_cache_memory_bytes"
+    )
+    assert resolved(kv_cache_memory_bytes=GIB, max_batch_size=256, max_seq_len=64).max_batch_size == 256
+
+
+def test_more_memory_than_is_free_is_refused() -> None:
+    message = refusal(kv_cache_memory_bytes=70 * GIB)
+    assert message == "kv_cache_memory_bytes is 70.00 GiB, and 63.50 GiB are free beside the weights; lower it"
 
 
 @pytest.mark.parametrize(
-    ("num_fitting", "short_by", "num_slots"), [(1, 0, 1), (7, 0, 7), (7, 1, 6), (32, 0, 32), (33, 0, 32)]
+    ("num_fitting", "short_by", "num_slots"), [(1, 0, 1), (7, 0, 7), (7, 2, 6), (256, 0, 256), (257, 0, 256)]
 )
 def test_as_many_slots_as_fit_beside_the_weights_up_to_a_usual_number(
     num_fitting: int, short_by: int, num_slots: int
 ) -> None:
-    assert resolved(room_for(num_fitting, short_by=short_by), memory_fraction=1.0).max_batch_size == num_slots
-
-
-def test_only_a_share_of_the_memory_beside_the_weights_is_taken() -> None:
-    assert resolved(room_for(20), memory_fraction=0.5).max_batch_size == 10
-    assert resolved(room_for(20)).max_batch_size == 16  # the default share is 0.8
+    assert resolved(room_for(num_fitting, short_by=short_by)).max_batch_size == num_slots
 
 
 def test_wider_numbers_leave_room_for_fewer_slots() -> None:
-    # 2 GiB free: in bfloat16 6 slots beside 0.5 GiB of weights, in float32 2 slots of twice the size beside 1 GiB
+    # 1.875 GiB free: in bfloat16 6 slots beside 0.5 GiB of weights, in float32 2 slots of twice the size beside 1 GiB
     machine = room_for(6)
-    assert resolved(machine, memory_fraction=1.0).max_batch_size == 6
-    assert resolved(machine, memory_fraction=1.0, dtype="float32").max_batch_size == 2
+    assert resolved(machine).max_batch_size == 6
+    assert resolved(machine, dtype="float32").max_batch_size == 2
 
 
-def test_quantized_weights_leave_room_for_more_slots() -> None:
-    # 2 GiB free, 0.25 Gi weights: 1 GiB in float32, 0.27 in int8 (8.5 bits each), 0.14 in int4 (4.5 bits)
-    machine = room_for(6)
-    assert resolved(machine, memory_fraction=1.0, dtype="float32", quantization="int8").max_batch_size == 3
-    assert resolved(machine, memory_fraction=1.0, dtype="bfloat16", quantization="int4").max_batch_size == 7
+def test_quantized_weights_leave_room_for_more_memory() -> None:
+    # 1 GiB free, 0.25 Gi weights: 0.5 GiB in bfloat16, 0.27 in int8 (8.5 bits each), 0.14 in int4 (4.5 bits)
+    machine = replace(CPU, free_bytes=GIB)
+    tokens = [resolved(machine, quantization=each, max_seq_len=64).cache_tokens for each in (None, "int8", "int4")]
+    assert tokens == [6528, 9600, 11264]
 
 
 def test_weights_that_are_stored_in_groups_are_counted_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As above, with 0.25 GiB in groups in the place of all weights but those of 0.125 GiB
-    grouped = GroupedSize(num_parameters=3 * 2**26, num_bytes=GIB // 8)
-    machine = room_for(6)
-    for is_kept, num_slots in ((True, 7), (False, 6)):
+    grouped = GroupedSize(num_parameters=3 * 2**26, num_bytes=GIB // 8)  # of the 0.25 Gi above
+    machine = replace(CPU, free_bytes=GIB)
+    for is_kept, num_tokens in ((True, 9792), (False, 6528)):
         monkeypatch.setattr(resolver, "keeps_groups", {AttentionBackend.CPU: is_kept}.get)
-        assert resolved(machine, grouped=grouped, memory_fraction=1.0).max_batch_size == num_slots
+        assert resolved(machine, grouped=grouped, max_seq_len=64).cache_tokens == num_tokens
 
 
 def test_the_token_budget_is_at_least_the_number_of_slots() -> None:
@@ -208,7 +240,7 @@ def test_what_is_given_is_kept() -> None:
         "max_num_batched_tokens": 7,
         "max_steps_per_launch": 9,
         "max_queue_size": 5,
-        "memory_fraction": 0.3,
+        "kv_cache_memory_bytes": 3 * GIB,
         "num_threads": 2,
         "seed": 11,
     }
@@ -222,11 +254,11 @@ def test_the_device_becomes_the_one_that_was_found() -> None:
 
 
 def test_a_given_number_of_slots_that_just_fits_is_taken() -> None:
-    assert resolved(room_for(40), memory_fraction=1.0, max_batch_size=40).max_batch_size == 40
+    assert resolved(room_for(40), max_batch_size=40).max_batch_size == 40
 
 
 def test_a_spare_slot_is_there_for_requests_that_lose_theirs_and_takes_room_beside_the_others() -> None:
-    config = resolved(room_for(10), memory_fraction=1.0, preempt_after=5)
+    config = resolved(room_for(10), preempt_after=5)
     assert (config.max_batch_size, config.num_slots) == (9, 10)
     assert resolved(max_batch_size=3).num_slots == 3
 
@@ -242,20 +274,20 @@ def test_resolving_changes_nothing_that_was_put_in() -> None:
 
 
 def test_more_slots_than_fit_are_refused_with_all_the_numbers() -> None:
-    message = refusal(room_for(39), memory_fraction=1.0, max_batch_size=40)
+    message = refusal(room_for(39), max_batch_size=40)
     assert "no room for 40 slots of 4096 tokens: that is 10.00 GiB" in message
     assert "9.75 GiB may be used" in message
-    assert "100% of the 9.75 GiB that are free beside the weights" in message
+    assert "80% of the 12.19 GiB that are free beside the weights" in message
     assert "lower max_batch_size or max_seq_len" in message
 
 
 def test_spare_slots_that_do_not_fit_are_refused_with_all_the_numbers() -> None:
-    message = refusal(room_for(10), memory_fraction=1.0, max_batch_size=10, preempt_after=5)
+    message = refusal(room_for(10), max_batch_size=10, preempt_after=5)
     assert "no room for 10 and 1 spare slots of 4096 tokens: that is 2.75 GiB, and 2.50 GiB may be used" in message
 
 
 def test_a_machine_without_room_for_one_slot_is_refused() -> None:
-    message = refusal(room_for(1, short_by=1), memory_fraction=1.0)
+    message = refusal(room_for(1, short_by=2))
     assert "no room for 1 slot of 4096 tokens: that is 0.25 GiB" in message
     assert message.endswith("lower max_seq_len")
 
@@ -344,7 +376,9 @@ def test_a_small_token_budget_still_bounds_the_slots() -> None:
 
 def test_nothing_but_the_number_of_slots_changes() -> None:
     before = resolved(GPU)
-    assert refitted(10 * GIB) == before.model_copy(update={"max_batch_size": 32})
+    assert refitted(10 * GIB) == before.model_copy(
+        update={"max_batch_size": 32, "cache_tokens": 32 * 4096, "kv_cache_memory_bytes": 8 * GIB}
+    )
 
 
 def test_slots_that_were_asked_for_and_fit_no_more_are_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from chairlift import AsyncLLM, SamplingParams
+from chairlift.cache.budget import CacheUse
 from chairlift.engine.stats import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
 from chairlift.errors import EngineClosed, EngineDead
 from tests.engine.async_support import LONG, NUM_SLOTS, StepGate, hold_back, last, make_async_llm, wait_until
@@ -38,7 +39,9 @@ async def test_an_idle_engine_is_seen_as_it_is(tiny: str) -> None:
         first, second = await engine.take_snapshot(), await engine.take_snapshot()
     free = (SlotSnapshot(), SlotSnapshot())
     nothing: tuple[LaunchRecord, ...] = ()
-    assert first == Snapshot(first.time, 64, free, 0, (), 0, nothing, Totals())
+    assert first == Snapshot(
+        first.time, 64, free, 0, (), 0, nothing, Totals(), CacheUse(num_tokens=first.cache.num_tokens)
+    )
     assert first == second
     assert 0.0 < first.time < second.time
 
@@ -94,7 +97,7 @@ async def test_tokens_kept_in_a_slot_are_seen_before_and_while_a_request_reuses_
             gate.allow(1)
             seen = await look_in_two_steps(engine, gate)
             await reader
-    assert kept.slots[0] == SlotSnapshot(SlotState.WARM, num_computed=40)
+    assert kept.slots[0] == SlotSnapshot(SlotState.WARM, num_computed=40, num_held=40)
     (running,) = [slot for slot in seen.slots if slot.state is SlotState.DECODING]
     assert (running.num_reused, running.num_prompt_tokens) == (40, 42)
     assert launches_of(seen)[1] == (2, 0, 1)

@@ -148,7 +148,7 @@ def test_slots_are_counted_from_what_is_free_and_weights_need_no_files(tmp_path:
     make_checkpoint(tmp_path, dtype=torch.bfloat16, head_dim=64, num_attention_heads=4)
     (tmp_path / "model.safetensors").unlink()
     free_bytes, _ = torch.cuda.mem_get_info(0)
-    with LLM(str(tmp_path), device="cuda:0", load_format="dummy", memory_fraction=0.5) as llm:
+    with LLM(str(tmp_path), device="cuda:0", load_format="dummy", kv_cache_memory_bytes=free_bytes // 2) as llm:
         assert llm.config.max_batch_size == 256
         num_cache_bytes = llm.config.max_batch_size * llm.config.slot_len * 2 * 3 * 2 * 64 * 2
         assert num_cache_bytes < free_bytes / 2

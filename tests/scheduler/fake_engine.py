@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from chairlift.cache.ledger import SlotCopy, SlotLedger
+from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.slots import SlotCopy
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from chairlift.scheduler import Grammar, Policy, Request, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
@@ -45,9 +46,10 @@ class Driver:
         max_queue_size: int = 100,
         policy: Policy = NO_REUSE,
         max_num_running: int | None = None,
+        cache_tokens: int | None = None,
     ) -> None:
         self.now = 0.0
-        self.slots = SlotLedger(num_slots, max_seq_len)
+        self.slots = SlotLedger(num_slots, max_seq_len, cache_tokens)
         self.scheduler = Scheduler(
             self.slots, budget, max_steps, max_queue_size, policy, lambda: self.now, max_num_running
         )
@@ -124,9 +126,12 @@ class FakeEngine(Driver):
         num_ahead: int = 0,
         say: Callable[[str], int] = lambda _: WORD,
         max_num_running: int | None = None,
+        cache_tokens: int | None = None,
     ) -> None:
         budget = max(budget, num_slots)
-        super().__init__(num_slots, budget, max_steps, max_seq_len, max_queue_size, policy, max_num_running)
+        super().__init__(
+            num_slots, budget, max_steps, max_seq_len, max_queue_size, policy, max_num_running, cache_tokens
+        )
         self.events: list[TokenEvent] = []  # of the latest step
         self.ends: Counter[str] = Counter()  # how often each request was said to be over
         self.rejections: dict[str, Exception] = {}  # by request

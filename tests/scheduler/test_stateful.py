@@ -14,8 +14,8 @@ from chairlift.errors import QueueFull
 from chairlift.scheduler import Policy, Request
 from tests.scheduler.fake_engine import EOS, FakeEngine, assert_nothing_is_left
 
-MAX_SEQ_LEN = 48
-FAMILIES = [list(range(10, 50)), list(range(10, 30)) + list(range(60, 80)), [7] * 40]
+MAX_SEQ_LEN = 192  # three chunks of memory
+FAMILIES = [list(range(10, 150)), list(range(10, 80)) + list(range(200, 270)), [7] * 140]
 
 policies = st.builds(
     Policy,
@@ -27,8 +27,8 @@ policies = st.builds(
 prompts = st.builds(
     lambda family, length, tail: [*FAMILIES[family][:length], *tail],
     st.integers(0, 2),
-    st.integers(1, 40),
-    st.lists(st.integers(90, 92), max_size=3),
+    st.integers(1, 40) | st.integers(60, 140),
+    st.lists(st.integers(500, 502), max_size=3),
 )
 
 
@@ -45,7 +45,8 @@ class Traffic(RuleBasedStateMachine):
         policy=policies,
         num_slots=st.integers(1, 5),
         num_spare=st.integers(0, 2),
-        budget=st.integers(1, 40),
+        budget=st.integers(1, 100),
+        cache_chunks=st.none() | st.integers(3, 8),
         max_steps=st.integers(1, 4),
         num_ahead=st.integers(0, 2),
         tokens=st.lists(st.sampled_from([EOS, 9, 9, 9, 9, 30]), min_size=1, max_size=20),
@@ -56,6 +57,7 @@ class Traffic(RuleBasedStateMachine):
         num_slots: int,
         num_spare: int,
         budget: int,
+        cache_chunks: int | None,
         max_steps: int,
         num_ahead: int,
         tokens: list[int],
@@ -71,12 +73,13 @@ class Traffic(RuleBasedStateMachine):
             num_ahead=num_ahead,
             say=lambda _: next(words),
             max_num_running=num_slots,
+            cache_tokens=None if cache_chunks is None else 64 * cache_chunks,
         )
 
     @rule(
         prompt=prompts,
         num_forks=st.integers(1, 3),
-        max_tokens=st.integers(1, 5),
+        max_tokens=st.integers(1, 5) | st.integers(50, 70),
         priority=st.integers(0, 2),
         tenant=st.sampled_from("ab"),
         salt=st.sampled_from(["", "", "", "x"]),

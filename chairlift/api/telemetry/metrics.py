@@ -22,6 +22,7 @@ from chairlift.engine.stats import TOKEN_COUNTS, WAIT_SECONDS, Distribution, Eng
 
 _CONFIG_FIELDS = (
     *("device", "dtype", "quantization", "attention_backend", "max_batch_size", "max_seq_len"),
+    "kv_cache_memory_bytes",
     *("max_num_batched_tokens", "max_steps_per_launch", "max_queue_size", "enable_prefix_caching"),
 )
 
@@ -37,7 +38,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
         lambda totals: totals.num_cached_tokens,
     ),
     ("chairlift_generated_tokens", "Tokens generated.", lambda totals: totals.num_generated_tokens),
-    ("chairlift_preemptions", "Times that a request lost its slot to another.", lambda totals: totals.num_preemptions),
+    (
+        "chairlift_preemptions",
+        "Times that a request lost its slot, to another or for lack of memory.",
+        lambda totals: totals.num_preemptions,
+    ),
 )
 """Name, to which Prometheus adds `_total`; description; where the engine counts it."""
 
@@ -116,6 +121,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily("chairlift_requests_running", "Requests that have a slot.", stats.num_running)
         yield GaugeMetricFamily("chairlift_requests_waiting", "Requests that wait for a slot.", stats.num_waiting)
         yield self._slots(stats)
+        yield from _cache(stats)
         for name, description, read_total in _COUNTERS:
             yield CounterMetricFamily(name, description, read_total(stats.totals))
         yield self._requests()
@@ -169,6 +175,16 @@ class Metrics(Collector):
         for (path, status), count in sorted(self._responses.items()):
             family.add_metric([path, str(status)], count)
         return family
+
+
+def _cache(stats: EngineStats) -> Iterator[Metric]:
+    use = stats.cache
+    family = GaugeMetricFamily("chairlift_cache_tokens", "Tokens that the cache has memory for.", labels=["state"])
+    for state, count in (("free", use.num_free), ("warm", use.num_warm), ("running", use.num_running)):
+        family.add_metric([state], count)
+    yield family
+    share = use.num_running / use.num_tokens
+    yield GaugeMetricFamily("chairlift_cache_usage", "Share of the cache's memory that requests hold, 0 to 1.", share)
 
 
 def _histogram(name: str, description: str, distribution: Distribution) -> Metric:

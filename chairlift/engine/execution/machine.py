@@ -8,10 +8,12 @@ is left.
 import logging
 import os
 import re
+from pathlib import Path
 
 import psutil
 import torch
 
+from chairlift.cache.memory import can_map
 from chairlift.config import DType, EngineConfig, ResolvedConfig
 from chairlift.engine.execution.forward import Forward, TorchForward
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots
@@ -23,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 _AMPERE = (8, 0)  # compute capability of the first GPUs that multiply bfloat16
 _GIB = 2**30
+_CGROUP = Path("/sys/fs/cgroup")  # of version 2, and of version 1 with its folders
+_CGROUP_FILES = (
+    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+)
 
 
 def inspect_machine(device: str) -> MachineFacts:
@@ -33,7 +40,8 @@ def inspect_machine(device: str) -> MachineFacts:
         return MachineFacts(
             device="cpu",
             fast_dtypes=_fast_cpu_dtypes(),
-            free_bytes=psutil.virtual_memory().available,
+            free_bytes=_free_memory(),
+            has_elastic_memory=can_map(torch.device("cpu")),
             num_threads=choose_num_threads(),
             has_fast_cpu_kernels=are_kernels_fast(),
         )
@@ -50,6 +58,15 @@ def inspect_machine(device: str) -> MachineFacts:
         free_bytes=torch.cuda.mem_get_info(index)[0],
         num_threads=choose_num_threads(),
     )
+
+
+def _free_memory() -> int:
+    """Bytes that this process may still take: of the machine's or, in a container with a limit, of that."""
+    free = [psutil.virtual_memory().available]
+    for limit, usage in _CGROUP_FILES:
+        if limit.exists() and usage.exists() and limit.read_text().strip().isdecimal():
+            free.append(max(0, int(limit.read_text()) - int(usage.read_text())))
+    return min(free)
 
 
 def choose_num_threads() -> int:
@@ -81,10 +98,9 @@ def fit_cache(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape,
         return resolved
     fitted = fit_slots(config, resolved, model, _measure_free_bytes(forward, resolved))
     logger.info(
-        "%d slots of %d tokens: %.0f%% of that for a cache of %.2f GiB",
+        "%d slots of %d tokens: a cache of %.2f GiB",
         fitted.num_slots,
         fitted.slot_len,
-        100 * fitted.memory_fraction,
         fitted.num_slots * fitted.slot_len * model.kv_elements_per_token * fitted.dtype.num_bytes / _GIB,
     )
     return fitted

@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from chairlift.cache.budget import CHUNK_TOKENS
 from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, ResolvedConfig
 from chairlift.errors import ConfigurationError
 from chairlift.models.backends import find_obstacle, keeps_groups, page_size_of
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 
-MAX_AUTO_SEQ_LEN = 4096  # a slot has memory for its longest sequence, so "auto" does not take all of a model's 128k
+MAX_AUTO_SEQ_LEN_GPU = 4096  # there every slot takes memory for so many tokens, so that is not all of a model's 128k
+AUTO_CACHE_SHARE = 0.8  # of the memory that is free beside the weights
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, and delay newcomers and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
@@ -25,6 +27,7 @@ class MachineFacts:
     device: str
     fast_dtypes: frozenset[DType]  # formats that the device multiplies natively
     free_bytes: int
+    has_elastic_memory: bool = False  # a cache takes memory as it is written
     num_threads: int = 1
     has_fast_cpu_kernels: bool = True  # the cpu backend is faster here than torch
 
@@ -74,7 +77,9 @@ def resolve(
         "fallback_reason": backend.fallback_reason,
         "page_size": page_size_of(backend.name),
         "num_threads": _or_default(config.num_threads, machine.num_threads),
-        "max_seq_len": _resolve_seq_len(config, model),
+        "max_seq_len": _resolve_seq_len(config, model, machine),
+        "is_cache_elastic": machine.has_elastic_memory,
+        "kv_cache_memory_bytes": _or_default(config.kv_cache_memory_bytes, 1),  # "auto" is decided with the slots
         "max_steps_per_launch": _or_default(
             config.max_steps_per_launch, AUTO_STEPS_PER_LAUNCH_GPU if machine.is_gpu else AUTO_STEPS_PER_LAUNCH_CPU
         ),
@@ -85,25 +90,77 @@ def resolve(
 
 
 def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, free_bytes: int) -> ResolvedConfig:
-    """`resolved` with the slots that `config` asks for, or with "auto" as many as fit, up to those it has.
+    """`resolved` with memory for the cache, and the slots that `config` asks for, or with "auto" as many as can be.
 
     `free_bytes`: what is free beside the weights and what a step needs; the cache may take its share of that.
     `ConfigurationError` if the slots asked for, or a single one, do not fit.
     """
-    slot_bytes = resolved.slot_len * model.kv_elements_per_token * resolved.dtype.num_bytes
-    cache_bytes = int(max(0, free_bytes) * resolved.memory_fraction)
+    given = config.kv_cache_memory_bytes
+    if given != "auto" and given > free_bytes:
+        raise ConfigurationError(
+            f"kv_cache_memory_bytes is {_gib(given)}, and {_gib(free_bytes)} are free beside the weights; lower it"
+        )
+    auto_origin = f"{AUTO_CACHE_SHARE:.0%} of the {_gib(free_bytes)} that are free beside the weights"
+    memory = _Memory(
+        num_bytes=_or_default(given, int(max(0, free_bytes) * AUTO_CACHE_SHARE)),
+        token_bytes=model.kv_elements_per_token * resolved.dtype.num_bytes,
+        origin=auto_origin if given == "auto" else "kv_cache_memory_bytes",
+    )
+    fit = _fit_elastic_slots if resolved.is_cache_elastic else _fit_full_slots
+    return resolved.model_copy(update={"kv_cache_memory_bytes": memory.num_bytes, **fit(config, resolved, memory)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What the cache may take."""
+
+    num_bytes: int
+    token_bytes: int
+    origin: str  # of the number, for messages
+
+    @property
+    def num_tokens(self) -> int:
+        """In whole chunks."""
+        return self.num_bytes // self.token_bytes // CHUNK_TOKENS * CHUNK_TOKENS
+
+    def refusal(self, what: str, num_tokens: int, advice: str) -> ConfigurationError:
+        """There is no room for what takes so many tokens."""
+        return ConfigurationError(
+            f"there is no room for {what}: that is {_gib(num_tokens * self.token_bytes)}, and {_gib(self.num_bytes)}"
+            f" may be used ({self.origin}); {advice}"
+        )
+
+
+def _fit_full_slots(config: EngineConfig, resolved: ResolvedConfig, memory: _Memory) -> dict[str, int]:
+    """Every slot has memory for its longest sequence."""
     num_spare = resolved.num_slots - resolved.max_batch_size
-    num_fitting = cache_bytes // slot_bytes - num_spare
+    num_fitting = memory.num_bytes // (resolved.slot_len * memory.token_bytes) - num_spare
     wanted = _or_default(config.max_batch_size, max(1, min(num_fitting, resolved.max_batch_size)))
     if wanted > num_fitting:
         spare = f" and {num_spare} spare" if num_spare else ""
-        raise ConfigurationError(
-            f"there is no room for {wanted}{spare} {'slot' if wanted == 1 else 'slots'} of {resolved.slot_len} tokens:"
-            f" that is {_gib((wanted + num_spare) * slot_bytes)}, and {_gib(cache_bytes)} may be used"
-            f" ({resolved.memory_fraction:.0%} of the {_gib(free_bytes)} that are free beside the weights);"
-            f" lower {'max_seq_len' if wanted == 1 else 'max_batch_size or max_seq_len'}"
+        raise memory.refusal(
+            f"{wanted}{spare} {'slot' if wanted == 1 else 'slots'} of {resolved.slot_len} tokens",
+            (wanted + num_spare) * resolved.slot_len,
+            f"lower {'max_seq_len' if wanted == 1 else 'max_batch_size or max_seq_len'}",
         )
-    return resolved.model_copy(update={"max_batch_size": wanted})
+    return {"max_batch_size": wanted, "cache_tokens": (wanted + num_spare) * resolved.slot_len}
+
+
+def _fit_elastic_slots(config: EngineConfig, resolved: ResolvedConfig, memory: _Memory) -> dict[str, int]:
+    """One sequence may take all memory, and every slot can have a chunk of it."""
+    num_tokens, num_spare = memory.num_tokens, resolved.num_slots - resolved.max_batch_size
+    longest = resolved.max_seq_len if config.max_seq_len != "auto" else min(resolved.max_seq_len, num_tokens)
+    if longest > num_tokens or not num_tokens:
+        raise memory.refusal(f"a sequence of {max(longest, 1)} tokens", max(longest, CHUNK_TOKENS), "lower max_seq_len")
+    num_fitting = max(1, num_tokens // CHUNK_TOKENS - num_spare)
+    wanted = _or_default(config.max_batch_size, min(num_fitting, resolved.max_batch_size))
+    if wanted > num_fitting:
+        raise memory.refusal(
+            f"{wanted} slots of at least {CHUNK_TOKENS} tokens",
+            (wanted + num_spare) * CHUNK_TOKENS,
+            "lower max_batch_size or raise kv_cache_memory_bytes",
+        )
+    return {"max_batch_size": wanted, "max_seq_len": longest, "cache_tokens": num_tokens}
 
 
 def _resolve_backend(
@@ -134,9 +191,10 @@ def _best_backend(machine: MachineFacts, find_obstacle: Callable[[AttentionBacke
     return _Backend(AttentionBackend.CPU if obstacle is None else AttentionBackend.TORCH, obstacle)
 
 
-def _resolve_seq_len(config: EngineConfig, model: ModelShape) -> int:
+def _resolve_seq_len(config: EngineConfig, model: ModelShape, machine: MachineFacts) -> int:
     if config.max_seq_len == "auto":
-        return min(model.unscaled_positions, MAX_AUTO_SEQ_LEN)
+        most = model.unscaled_positions
+        return most if machine.has_elastic_memory else min(most, MAX_AUTO_SEQ_LEN_GPU)
     if config.max_seq_len > model.max_position_embeddings:
         raise ConfigurationError(
             f"max_seq_len {config.max_seq_len} is more than the model's {model.max_position_embeddings} positions"

@@ -154,14 +154,12 @@ class ModelRunner:
         start = 0
         for index, row in enumerate(plan.rows):
             request = row.request
-            if (
-                request.prompt_logprobs is not None
-                and request.wants_prompt_scored
-                and request.num_computed < request.num_prompt_tokens - 1
-            ):
-                prompt = request.token_ids[: request.num_prompt_tokens]
-                following = prompt[request.num_computed + 1 :][: row.num_new_tokens]
-                own = hidden[start : start + len(following)]
+            first = max(request.num_computed, request.num_scored)  # what a preempted row computes again is not reported
+            end = min(request.num_computed + row.num_new_tokens, request.num_prompt_tokens - 1)
+            if request.prompt_logprobs is not None and first < end:
+                shift = start - request.num_computed
+                following = request.token_ids[first + 1 : end + 1]
+                own = hidden[first + shift : end + shift]
                 scores[index] = score_tokens(own, following, request.prompt_logprobs, self._forward.logits)
             start += row.num_new_tokens
         return scores

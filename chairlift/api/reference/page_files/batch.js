@@ -59,9 +59,22 @@ export class Batch {
     say("num-slots", `of ${plural(snapshot.slots.length, "slot")}`);
     say("num-waiting", count(snapshot.num_waiting));
     say("token-rate", rate(this.history.tokenRate()));
+    this.#drawMemory(snapshot.cache);
     say("reuse", numPrompt === 0 ? "–" : count((100 * numCached) / numPrompt));
     say("batch-summary", `${plural(numFinished, "request")} done · slots of ${plural(snapshot.slot_len, "token")}`);
     say("batch-brief", `${numRunning}/${snapshot.slots.length}`);
+  }
+
+  // What requests hold of the cache's memory, and behind it what warm slots do.
+  #drawMemory({ num_tokens: numTokens, num_running: numRunning = 0, num_warm: numWarm = 0 } = {}) {
+    if (!numTokens) return;
+    const bar = at("memory-bar");
+    const draw = (name, end) => (bar.querySelector(`.${name}`).style.translate = `${(100 * end) / numTokens - 100}%`);
+    draw("generated", numRunning);
+    draw("warm", numRunning + numWarm);
+    bar.title = `of ${plural(numTokens, "token")} requests hold ${count(numRunning)}, and ${count(numWarm)} are kept warm`;
+    say("memory", count((100 * numRunning) / numTokens));
+    say("memory-of", `% of ${plural(numTokens, "token")}`);
   }
 
   #drawQueue(snapshot) {

@@ -7,7 +7,7 @@ const COMPACT = 48;
 const SHORTEST_SCALE = 64; // tokens
 const SCALE_HELD_MS = 4000; // before the scale becomes finer again
 const NUM_TICKS = 4;
-const PARTS = ["warm", "todo", "generated", "prefilled", "reused"]; // each begins at 0 and covers those before it
+const PARTS = ["held", "warm", "todo", "generated", "prefilled", "reused"]; // each begins at 0 and covers those before it
 
 export class Slots {
   constructor(list, ticks, detail) {
@@ -113,7 +113,7 @@ class Row {
 
   description() {
     if (this.slot === undefined) return "";
-    const { state, num_reused, num_computed, num_prompt_tokens, num_tokens, request_id } = this.slot;
+    const { state, num_reused, num_computed, num_prompt_tokens, num_tokens, num_held, request_id } = this.slot;
     const name = `Slot ${this.index}`;
     if (state === "free") return `${name} is free.`;
     if (state === "warm") return `${name} is free; its ${plural(num_computed, "token")} are kept for a prompt that begins with them.`;
@@ -123,7 +123,8 @@ class Row {
       state === "prefilling"
         ? `computing its ${prompt}; ${count(num_computed)} are there`
         : `${prompt}; ${count(num_tokens - num_prompt_tokens)} generated`;
-    return `${name}, request ${request_id}${this.isOwn ? " (yours)" : ""}: ${doing}.`;
+    const memory = num_held === 0 ? "" : `; memory for ${plural(num_held, "token")}`;
+    return `${name}, request ${request_id}${this.isOwn ? " (yours)" : ""}: ${doing}${memory}.`;
   }
 
   #set(name, value, draw) {
@@ -140,11 +141,11 @@ function endsOf(slot) {
     case "free":
       return {};
     case "warm":
-      return { warm: slot.num_computed };
+      return { held: slot.num_held, warm: slot.num_computed };
     case "prefilling":
-      return { todo: slot.num_prompt_tokens, prefilled, reused: slot.num_reused };
+      return { held: slot.num_held, todo: slot.num_prompt_tokens, prefilled, reused: slot.num_reused };
     default:
-      return { generated: slot.num_tokens, prefilled, reused: slot.num_reused };
+      return { held: slot.num_held, generated: slot.num_tokens, prefilled, reused: slot.num_reused };
   }
 }
 

@@ -1,0 +1,142 @@
+"""The memory behind the blocks of a cache, which starts as zeros.
+
+    blocks [slot, keys or values, layer, token, head, element]
+
+The tokens of a slot are `2 * num_layers` ranges of memory, one per plane. `MappedMemory` reserves addresses for all
+slots in full and takes memory, a page at a time, when something is written; what is given back reads as zeros again.
+`DenseMemory` takes all of it at once. A provider that maps pages of a GPU on demand would be a third.
+"""
+
+import ctypes
+import math
+import mmap
+import os
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows the name from 3.13 on
+_SMAPS = Path("/proc/self/smaps")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+class BlockMemory(Protocol):
+    """One device's blocks."""
+
+    blocks: torch.Tensor
+    """`[n_slots, 2, num_layers, max_seq_len, heads, head_dim]`. All but the first three dimensions are dense."""
+
+    is_elastic: bool
+    """Only what was written takes memory, and what is given back can be used by others."""
+
+    def clear(self, slot: int, start: int) -> None:
+        """The slot's tokens from `start` on read as zeros; their memory is given back, where that is possible."""
+        ...
+
+    def num_resident(self) -> int:
+        """Bytes that are taken of the device at present."""
+        ...
+
+
+def can_map(device: torch.device) -> bool:
+    """Whether memory for blocks can be taken as it is used."""
+    return device.type == "cpu" and sys.platform == "linux"
+
+
+def allocate_blocks(shape: list[int], dtype: torch.dtype, device: torch.device) -> BlockMemory:
+    """Blocks of that shape, of zeros. Raises MemoryError, or RuntimeError as torch does, if there is no room."""
+    return MappedMemory(shape, dtype) if can_map(device) else DenseMemory(shape, dtype, device)
+
+
+class DenseMemory:
+    """Takes all memory at once and keeps it."""
+
+    is_elastic = False
+
+    def __init__(self, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.blocks = torch.zeros(shape, dtype=dtype, device=device)
+
+    def clear(self, slot: int, start: int) -> None:
+        """See `BlockMemory`."""
+        self.blocks[slot, :, :, start:].zero_()
+
+    def num_resident(self) -> int:
+        """See `BlockMemory`."""
+        return self.blocks.nbytes
+
+
+class MappedMemory:
+    """An anonymous private mapping of Linux, without reservation, which torch uses where it is.
+
+    Before and behind it lies a page of other properties: so the kernel never joins this mapping with another one, and
+    its report of what is resident is about the blocks alone.
+    """
+
+    is_elastic = True
+
+    def __init__(self, shape: list[int], dtype: torch.dtype) -> None:
+        num_elements = math.prod(shape)
+        self._num_planes = shape[1] * shape[2]
+        self._plane_bytes = math.prod(shape[3:]) * dtype.itemsize
+        self._token_bytes = math.prod(shape[4:]) * dtype.itemsize
+        size = _round_up(num_elements * dtype.itemsize)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            mapping = mmap.mmap(-1, size + 2 * mmap.PAGESIZE, flags=flags)
+        except OSError as error:
+            raise MemoryError(f"{size / 2**30:.1f} GiB of addresses cannot be reserved: {error}") from error
+        # Tensors of a buffer keep it, so that the mapping goes when the last one does.
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=mmap.PAGESIZE)
+        self.blocks = self._bytes.view(dtype)[:num_elements].view(shape)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._advise(0, size, mmap.MADV_DONTDUMP)  # what people said has no place in a dump
+        if _HUGE_PAGES.exists():
+            self._advise(0, size, mmap.MADV_NOHUGEPAGE)  # one token would take 2 MiB in every plane
+
+    def clear(self, slot: int, start: int) -> None:
+        """See `BlockMemory`. Whole pages are given back, and what shares a page with something else is overwritten."""
+        begin, end = (number * self._num_planes * self._plane_bytes for number in (slot, slot + 1))
+        if start == 0:
+            self._clear(begin, end)
+            return
+        for plane in range(begin, end, self._plane_bytes):
+            self._clear(plane + start * self._token_bytes, plane + self._plane_bytes)
+
+    def num_resident(self) -> int:
+        """See `BlockMemory`. Takes milliseconds."""
+        lines = iter(_SMAPS.read_text().splitlines())
+        address = self._bytes.data_ptr()
+        own = f"{address:x}-{address + self._bytes.nbytes:x} "
+        assert any(line.startswith(own) for line in lines), "the blocks are no mapping of their own"
+        resident = next(line for line in lines if line.startswith("Rss:"))
+        return int(resident.split()[1]) * 1024
+
+    def most_resident(self, num_tokens: int) -> int:
+        """Bytes of the pages that so many tokens of a slot lie in, at most."""
+        num_shared = mmap.PAGESIZE if self._plane_bytes % mmap.PAGESIZE else 0  # planes begin and end within pages
+        return self._num_planes * (_round_up(num_tokens * self._token_bytes) + num_shared)
+
+    def _clear(self, begin: int, end: int) -> None:
+        first_page, last_page = _round_up(begin), end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first_page >= last_page:
+            self._bytes[begin:end].zero_()
+            return
+        if begin < first_page:
+            self._bytes[begin:first_page].zero_()
+        self._advise(first_page, last_page - first_page, mmap.MADV_DONTNEED)
+        if last_page < end:
+            self._bytes[last_page:end].zero_()
+
+    def _advise(self, offset: int, size: int, advice: int) -> None:
+        """By libc rather than `mmap.madvise`, which would keep other threads waiting while pages are given back."""
+        address = ctypes.c_void_p(self._bytes.data_ptr() + offset)
+        if self._libc.madvise(address, ctypes.c_size_t(size), advice):
+            number = ctypes.get_errno()
+            raise OSError(number, f"madvise: {os.strerror(number)}")
+
+
+def _round_up(num_bytes: int) -> int:
+    """To whole pages."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,75 @@
+"""An engine whose requests would like ten times the memory that there is, and memory that comes back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from chairlift import LLM, SamplingParams
+from chairlift.cache import ContinuousBatchingKVCacheManager
+from chairlift.cache.memory import can_map
+from chairlift.errors import ContextLengthExceeded
+from tests.engine.support import ENGINE, core_of, make_tiny_checkpoint, tokens_of
+from tests.support.kernels import HAS_COMPILER
+
+elastic_only = pytest.mark.skipif(not can_map(torch.device("cpu")), reason="memory comes at once on this platform")
+pytestmark = elastic_only
+
+TOKEN_BYTES = 2 * 2 * 32 * 4  # two layers of keys and values of one head, in float32
+
+
+def prompts() -> list[list[int]]:
+    return [[(7 * i + 3 * j) % 90 + 5 for j in range(40 + 11 * i)] for i in range(24)]
+
+
+def params() -> list[SamplingParams]:
+    return [SamplingParams(temperature=0.0, max_tokens=60 + 5 * i, ignore_eos=True) for i in range(24)]
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[LLM]:
+    """Ten slots of 512 tokens with memory for 640, and results that do not depend on the batch."""
+    if not HAS_COMPILER:
+        pytest.skip("there is no C++ compiler")
+    model = make_tiny_checkpoint(tmp_path, head_dim=32, max_position_embeddings=512)
+    with LLM(model, **ENGINE, max_batch_size=10, kv_cache_memory_bytes=640 * TOKEN_BYTES) as llm:
+        yield llm
+
+
+def test_all_end_with_the_tokens_that_each_has_alone(llm: LLM) -> None:
+    together = tokens_of(llm.generate(prompts(), params()))  # 6,900 tokens in memory for 640
+    core = core_of(llm)
+    core.check()
+    assert core.read_stats().totals.num_preemptions > 0
+    llm.reset_prefix_cache()
+    alone = [tokens_of(llm.generate([prompt], own))[0] for prompt, own in zip(prompts(), params(), strict=True)]
+    assert together == alone
+
+
+def test_log_probabilities_of_a_prompt_are_whole_though_its_row_yields(llm: LLM) -> None:
+    scored = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, prompt_logprobs=1)
+    together = llm.generate(prompts()[:16], [scored] * 16)
+    assert core_of(llm).read_stats().totals.num_preemptions > 0
+    for prompt, output in zip(prompts(), together, strict=False):
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(prompt)
+
+
+def test_a_request_that_could_never_fit_is_refused_with_the_numbers(llm: LLM) -> None:
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 512 tokens"):
+        llm.generate([[5] * 600], SamplingParams(max_tokens=1))
+
+
+def test_memory_comes_with_tokens_and_goes_when_all_rests(llm: LLM) -> None:
+    core = core_of(llm)
+    assert isinstance(core.cache, ContinuousBatchingKVCacheManager)
+    (memory,) = core.cache.memories
+    assert memory.num_resident() == 0
+    llm.generate(prompts()[-2:], SamplingParams(max_tokens=1))
+    used = memory.num_resident()
+    assert used > 0
+    core.rest()
+    core.check()
+    assert memory.num_resident() <= used / 4
+    assert core.read_stats().cache.num_warm <= 64  # a tenth of 640 tokens

@@ -18,6 +18,8 @@ from chairlift.scheduler import RequestState, StepPlan
 from tests.api.conftest import SLOTS, Server
 from tests.api.conftest import serving as serving
 from tests.engine.async_support import DEADLINE_S, wait_until
+from tests.engine.async_support import Clock as Clock
+from tests.engine.async_support import clock_of as clock_of
 
 
 class Gate:
@@ -58,27 +60,6 @@ def held(owner: object, name: str) -> Iterator[Gate]:
             yield gate
         finally:
             gate.open()
-
-
-@dataclass
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@contextmanager
-def clock_of(llm: AsyncLLM) -> Iterator[Clock]:
-    """The scheduler's clock stands still unless it is moved."""
-    clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        scheduler = llm._core._scheduler
-        for keeper in (scheduler, scheduler.waiting):
-            patch.setattr(keeper, "_clock", clock)
-        yield clock
 
 
 def forward_of(llm: AsyncLLM) -> Any:

@@ -76,6 +76,12 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
         "messages.0.content.0.int",
         "unknown or unsupported field: messages.0.content.0.int",
     ),
+    "unknown field of a format": ({"response_format": {"type": "text", "x": 1}}, "response_format.x", "unknown"),
+    "unknown field of a function": (
+        {"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]},
+        "tools.0.function.x",
+        "unknown or unsupported field: tools.0.function.x",
+    ),
     "call without a name": (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"arguments": "{}"}}]}]},
         "messages",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import MAX_SEQ_LEN, Server
-from tests.api.contract import CHAT, check_chat, check_chat_chunk, chunks_of, counts, error_of, get, post, user
+from tests.api.contract import CHAT, check_chat, check_chat_chunk, chunks_of, counts, error_of, post, user
 
 QUESTION = user("What is 17 + 25?")
 GREEDY: dict[str, Any] = {"messages": QUESTION, "temperature": 0}
@@ -23,14 +23,6 @@ ACCEPTED: dict[str, Any] = {
     "reasoning_effort": "none",
     "tool_choice": "auto",
 }
-REFUSED: dict[str, Any] = {
-    "audio": {"voice": "alloy", "format": "wav"},
-    "functions": [{"name": "f"}],
-    "function_call": "auto",
-    "verbosity": "high",
-    "web_search_options": {},
-    "moderation": {},
-}
 
 
 async def content(server: Server, **fields: Any) -> str:
@@ -38,7 +30,7 @@ async def content(server: Server, **fields: Any) -> str:
     return reply.choices[0].message.content or ""
 
 
-# --- fields without an effect, and refused ones
+# --- fields without an effect
 
 
 async def test_accepted_fields_change_nothing(server: Server) -> None:
@@ -49,42 +41,7 @@ async def test_accepted_fields_change_nothing(server: Server) -> None:
         assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"])), name
     everything = await post(server, CHAT, {**GREEDY, **ACCEPTED})
     assert everything["choices"] == plain["choices"]
-
-
-async def test_refused_fields_are_named(server: Server) -> None:
-    for name, value in REFUSED.items():
-        error = await error_of(server, CHAT, {**GREEDY, name: value})
-        assert error["param"] == name
-        assert error["message"].startswith(f"{name} is not supported: ")
-    error = await error_of(server, CHAT, {**GREEDY, "reasoning_effort": "low"})
-    assert error["message"].startswith('reasoning_effort: only "none" is supported: ')
-
-
-async def test_null_means_left_out_for_every_field(server: Server) -> None:
-    document = await get(server, "/openapi.json")
-    fields = set(document["components"]["schemas"]["ChatCompletionRequest"]["properties"])
-    plain = await post(server, CHAT, GREEDY)
-    nulls = dict.fromkeys(fields - {"messages", "temperature"})
-    reply = await post(server, CHAT, {**GREEDY, **nulls})
-    assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"]))
-
-
-async def test_unknown_fields_are_refused_at_every_depth(server: Server) -> None:
-    bodies: list[tuple[dict[str, Any], str]] = [
-        ({"tempreature": 1}, "tempreature"),
-        ({"messages": [{"role": "user", "content": "a", "mood": "good"}]}, "messages.0.mood"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
-            "messages.0.content.0.x",
-        ),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools.0.function.x"),
-    ]
-    for fields, name in bodies:
-        error = await error_of(server, CHAT, {**GREEDY, **fields})
-        assert name in error["message"]
-        assert name.startswith(error["param"])
+    assert everything["id"] != plain["id"]
 
 
 # --- shapes
@@ -113,11 +70,6 @@ async def test_chunks_have_the_shape_and_the_order_of_the_specification(
         assert [choice.finish_reason for choice in own] == [None] * (len(own) - 1) + ["stop"]
         assert own[-1].delta.content is None
         assert "".join(choice.delta.content or "" for choice in own) == "17 + 25 = 42."
-
-
-async def test_ids_are_different_for_each_reply(server: Server) -> None:
-    ids = {(await post(server, CHAT, GREEDY))["id"] for _ in range(3)}
-    assert len(ids) == 3
 
 
 # --- fields that work

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from chairlift.api.errors import error_reply
 from chairlift.api.reference.description import fields_of
-from chairlift.api.wire.base import Fate, own_field_names
+from chairlift.api.wire.base import own_field_names
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ContextLengthExceeded, InvalidRequest
@@ -221,31 +221,6 @@ def test_every_field_that_the_client_can_send_is_known() -> None:
     ours = {"priority", "cache_salt", "timeout", "structured_outputs", "chat_template_kwargs", "parse_special_tokens"}
     sampling = set(SamplingParams.model_fields) - {"n", "max_tokens", "logprobs", "prompt_logprobs"}
     assert sent | ours | sampling == {row.name for row in fields_of(ResponsesRequest)}
-
-
-def test_a_field_changes_its_fate_only_where_somebody_decides_it() -> None:
-    rows = fields_of(ResponsesRequest)
-    assert {row.name for row in rows if row.fate is Fate.IGNORED} == {
-        *("metadata", "safety_identifier", "store", "service_tier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-    }
-    assert {row.name for row in rows if row.fate is Fate.REFUSED} == {
-        *("previous_response_id", "conversation", "prompt", "max_tool_calls"),
-        *("moderation", "context_management", "access_programs", "image"),
-    }
-
-
-@pytest.mark.parametrize("row", [row for row in fields_of(ResponsesRequest) if row.fate is Fate.REFUSED])
-@pytest.mark.parametrize("value", [0, "", "resp_1", [], {}, {"effort": "low"}, False])
-def test_a_refused_field_names_itself_whatever_its_value(row: Any, value: object) -> None:
-    param, message = complaint(**{row.name: value})
-    assert param == row.name
-    assert message.startswith(f"{row.name} is not supported: ")
-
-
-def test_null_counts_as_left_out() -> None:
-    rows = fields_of(ResponsesRequest)
-    assert parse(**{row.name: None for row in rows if not row.is_required}) == parse()
 
 
 def test_what_agents_send_whatever_the_model_is_accepted() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import aiohttp
 import pytest
 
-from tests.api.conftest import Server
+from tests.api.conftest import Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import serving
 
@@ -34,7 +34,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-@pytest.fixture
+@in_loop
 async def traced(exporter: InMemorySpanExporter) -> AsyncIterator[Server]:  # noqa: ARG001
     async with serving(max_queue_size=0) as server:
         yield server

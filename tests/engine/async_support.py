@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -72,6 +73,27 @@ def hold_back(engine: AsyncLLM) -> Iterator[StepGate]:
             yield gate
         finally:
             gate.open()
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def clock_of(engine: AsyncLLM) -> Iterator[Clock]:
+    """The scheduler's clock stands still unless it is moved."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        scheduler = engine._core._scheduler
+        for keeper in (scheduler, scheduler.waiting):
+            patch.setattr(keeper, "_clock", clock)
+        yield clock
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

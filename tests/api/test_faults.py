@@ -79,12 +79,7 @@ async def test_a_dead_engines_server_refuses_with_503_so_that_clients_go_elsewhe
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError(), RuntimeError("no luck")])
-async def test_a_thread_that_dies_ends_everything_at_once(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
+async def test_a_thread_that_dies_ends_everything_at_once(error: BaseException) -> None:
     async with serving() as server, client_of(server) as client:
         with held(forward_of(server.llm), "hidden") as gate:
             streaming = asyncio.create_task(read_stream(client))
@@ -92,8 +87,7 @@ async def test_a_thread_that_dies_ends_everything_at_once(
             for _ in range(3):
                 await gate.entered()
                 gate.allow()
-            monkeypatch.setattr(gate, "_function", fail)
-            gate.open()
+            gate.fail(error)
             said = f"a step failed: {type(error).__name__}: {error}"
             results = await asyncio.wait_for(asyncio.gather(streaming, waiting, return_exceptions=True), DEADLINE_S)
         assert isinstance(results[0], openai.APIError)

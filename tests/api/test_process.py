@@ -4,7 +4,6 @@ import asyncio
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -14,15 +13,11 @@ from chairlift.__main__ import main
 from chairlift.api.config import ServerConfig
 from chairlift.api.http.listening import Listener
 from chairlift.errors import ConfigurationError
-from tests.engine.async_support import DEADLINE_S
 from tests.support.server_process import SERVE, long_stream, run_to_end, running
 
 DIES_IN_A_STEP = """
 import sys
 from chairlift.__main__ import main
-from chairlift.api.config import ServerConfig
-from chairlift.api.http.listening import Listener
-from chairlift.errors import ConfigurationError
 from chairlift.engine.core import EngineCore
 
 real_step, num_steps = EngineCore.step, 0
@@ -42,9 +37,6 @@ sys.exit(main())
 FEW_FILES = """
 import os, resource, sys
 from chairlift.__main__ import main
-from chairlift.api.config import ServerConfig
-from chairlift.api.http.listening import Listener
-from chairlift.errors import ConfigurationError
 from chairlift.api import server
 
 real = server.start
@@ -192,10 +184,7 @@ def test_a_log_that_nobody_reads_holds_up_neither_requests_nor_the_end() -> None
 def test_at_the_limit_of_open_files_the_log_says_so_and_serving_goes_on_when_some_are_closed() -> None:
     with running(FEW_FILES) as process:
         connections = [socket.create_connection(("127.0.0.1", process.port), 20) for _ in range(100)]
-        deadline = time.monotonic() + DEADLINE_S
-        while not any("raise the limit (ulimit -n)" in line for line in process.log):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        process.until_logged("raise the limit (ulimit -n)")
         for connection in connections:
             connection.close()
         assert httpx.get(f"{process.url}/health", timeout=20).status_code == 200

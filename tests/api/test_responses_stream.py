@@ -13,7 +13,7 @@ from tests.api.conftest import Server
 from tests.api.contract import post, serving
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, without_identity
 from tests.api.test_responses import ANSWER, LOGPROBS, NAMED, QUESTION, RESPONSES, TOOL, Trip, check
-from tests.engine.async_support import StepGate, hold_back
+from tests.engine.async_support import Gate, hold_back
 
 
 async def stream(server: Server, **body: Any) -> Events:
@@ -121,7 +121,7 @@ async def test_the_client_parses_a_streamed_calls_arguments(hermes: AsyncOpenAI)
 async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(server: Server, client: AsyncOpenAI) -> None:
     seen: list[Any] = []
 
-    async def read_and_fail_after_the_first_text(gate: StepGate) -> None:
+    async def read_and_fail_after_the_first_text(gate: Gate) -> None:
         gate.allow(1)
         async for each in await client.responses.create(model="bundled", input=QUESTION, stream=True):
             seen.append(each)
@@ -166,8 +166,8 @@ async def test_a_stream_that_the_server_ends_is_incomplete_without_a_reason(serv
     with hold_back(server.llm) as gate:
         asking = asyncio.create_task(stream(server))
         gate.allow(1)
-        await gate.wait_until_in_step()
-        await gate.wait_until_in_step()
+        await gate.entered()
+        await gate.entered()
         await server.llm.abort_all()
         gate.open()
         events = await asking

@@ -4,7 +4,6 @@ import asyncio
 import signal
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,13 +140,13 @@ def test_sighup_reads_the_certificate_again_and_cuts_no_stream(files: Files) -> 
         first = certificate_of(process)
         files.key.write_text("no PEM at all\n")
         process.popen.send_signal(signal.SIGHUP)
-        until_logged(process, "the certificate was not renewed: ssl_certfile")
+        process.until_logged("the certificate was not renewed: ssl_certfile")
         assert certificate_of(process) == first
         issued = trustme.CA().issue_cert("127.0.0.1")
         issued.private_key_pem.write_to_path(files.key)
         issued.cert_chain_pems[0].write_to_path(files.cert)
         process.popen.send_signal(signal.SIGHUP)
-        until_logged(process, "the certificate was read again")
+        process.until_logged("the certificate was read again")
         assert certificate_of(process) == ssl.PEM_cert_to_DER_cert(files.cert.read_text()) != first
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
@@ -172,10 +171,3 @@ def certificate_of(process: Process) -> bytes:
         certificate = connection.getpeercert(binary_form=True)
     assert certificate is not None
     return certificate
-
-
-def until_logged(process: Process, words: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not any(words in line for line in process.log):
-        assert time.monotonic() < deadline, f"not logged: {words}"
-        time.sleep(0.01)

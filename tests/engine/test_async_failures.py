@@ -15,7 +15,7 @@ from chairlift.params import RequestOptions, StructuredOutputs
 from tests.engine.async_support import (
     DEADLINE_S,
     LONG,
-    StepGate,
+    Gate,
     engine_threads,
     hold_back,
     last,
@@ -33,7 +33,7 @@ async def test_who_comes_when_the_queue_is_full_is_refused_and_the_others_are_se
         with hold_back(engine) as gate:
             generations = [await engine.prepare(prompt, GREEDY) for prompt in PROMPTS[:5]]
             tasks = [asyncio.create_task(last(engine.run(generation))) for generation in generations[:2]]
-            await gate.wait_until_in_step()
+            await gate.entered()
             gate.allow(2)  # the second has come in with or after the first: both have their slots now
             await wait_until(lambda: engine._core.cache.slots_remaining == 0, "two run")
             tasks += [asyncio.create_task(last(engine.run(generation))) for generation in generations[2:]]
@@ -55,7 +55,7 @@ async def test_who_loses_its_place_in_the_queue_ends_with_all_of_its_choices_and
     async with make_async_llm(tiny, max_batch_size=1, max_queue_size=2) as engine:
         with hold_back(engine) as gate:
             running = asyncio.create_task(last(engine.generate("hi", GREEDY)))
-            await gate.wait_until_in_step()
+            await gate.entered()
             patient = [await engine.prepare("hi", two, options=RequestOptions(priority=1)) for _ in range(2)]
             urgent = await engine.prepare("hi", GREEDY)
             gate.allow(1)
@@ -177,12 +177,12 @@ async def test_two_engines_in_one_process_do_not_disturb_each_other(tiny: str) -
 def test_an_event_loop_that_is_closed_during_a_step_does_not_kill_the_engine_thread(tiny: str) -> None:
     engine = make_async_llm(tiny)
 
-    async def leave_in_a_step(gate: StepGate) -> None:
+    async def leave_in_a_step(gate: Gate) -> None:
         outputs = engine.generate("hi", LONG)
         gate.allow(1)
         await anext(outputs)
-        await gate.wait_until_in_step()
-        await gate.wait_until_in_step()
+        await gate.entered()
+        await gate.entered()
 
     with hold_back(engine) as gate:
         asyncio.run(leave_in_a_step(gate))

@@ -252,7 +252,8 @@ async def test_who_waits_too_long_is_told_so_and_the_others_go_on(tiny: str) -> 
             running, waiting = (asyncio.create_task(last(engine.generate(SHORT, LONG))) for _ in range(2))
             await wait_until(lambda: engine.num_unfinished == 2, "both have come in")
             gate.allow(2)
-            await wait_until(lambda: engine._core._scheduler.num_waiting == 1, "one runs")
+            scheduler, cache = engine._core._scheduler, engine._core.cache
+            await wait_until(lambda: (cache.slots_remaining, scheduler.num_waiting) == (0, 1), "one runs")
             clock.now += 6.0
             gate.open()
             with pytest.raises(QueueTimeout, match=r"no slot was free within 6\.0 s; try again later") as caught:
@@ -266,10 +267,10 @@ async def test_a_request_that_runs_out_of_time_keeps_what_it_has(tiny: str) -> N
         with hold_back(engine) as gate, clock_of(engine) as clock:
             options = RequestOptions(timeout=5.0)
             reader = asyncio.create_task(last(engine.generate(SHORT, LONG, options=options)))
-            await gate.wait_until_in_step()
+            await gate.entered()
             gate.allow(2)
-            await gate.wait_until_in_step()
-            await gate.wait_until_in_step()
+            await gate.entered()
+            await gate.entered()
             clock.now += 6.0
             gate.open()
             output = await reader

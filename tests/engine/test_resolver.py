@@ -132,10 +132,6 @@ def test_why_a_cpu_has_to_do_with_torch_is_said(
     assert resolved(machine, obstacles=obstacles, max_seq_len=64, **config).fallback_reason == reason
 
 
-def test_threads_are_those_of_the_machine_unless_given() -> None:
-    assert (resolved().num_threads, resolved(num_threads=2).num_threads) == (6, 2)
-
-
 @pytest.mark.parametrize(("max_position_embeddings", "max_seq_len"), [(2048, 2048), (4096, 4096), (131072, 4096)])
 def test_a_slot_holds_what_the_model_can_read_up_to_a_usual_length(
     max_position_embeddings: int, max_seq_len: int
@@ -153,26 +149,47 @@ def test_as_many_slots_as_fit_beside_the_weights_up_to_a_usual_number(
     assert resolved(room_for(num_fitting, short_by=short_by), memory_fraction=1.0).max_batch_size == num_slots
 
 
-def test_only_a_share_of_the_memory_beside_the_weights_is_taken() -> None:
-    assert resolved(room_for(20), memory_fraction=0.5).max_batch_size == 10
-    assert resolved(room_for(20)).max_batch_size == 16  # the default share is 0.8
+ALL = {"memory_fraction": 1.0}
+CHOICES: dict[str, tuple[MachineFacts, dict[str, Any], dict[str, Any]]] = {
+    "threads of the machine": (CPU, {}, {"num_threads": 6}),
+    "threads that were given": (CPU, {"num_threads": 2}, {"num_threads": 2}),
+    "the device that was found": (replace(GPU, device="cuda:1"), {"device": "cuda"}, {"device": "cuda:1"}),
+    "the only device": (CPU, {"device": "auto"}, {"device": "cpu"}),
+    "a share of the memory beside the weights": (room_for(20), {"memory_fraction": 0.5}, {"max_batch_size": 10}),
+    "80 % of it by default": (room_for(20), {}, {"max_batch_size": 16}),
+    # 2 GiB free: in bfloat16 6 slots beside 0.5 GiB of weights, in float32 2 slots of twice the size beside 1 GiB,
+    # and beside 0.25 GiB of weights in 8 bits one more
+    "slots of bfloat16": (room_for(6), ALL, {"max_batch_size": 6}),
+    "slots of float32": (room_for(6), {**ALL, "dtype": "float32"}, {"max_batch_size": 2}),
+    "slots beside weights in 8 bits": (room_for(6), {**ALL, "quantization": "int8"}, {"max_batch_size": 7}),
+    "slots that just fit": (room_for(40), {**ALL, "max_batch_size": 40}, {"max_batch_size": 40}),
+    "a spare slot beside the others": (
+        room_for(10),
+        {**ALL, "preempt_after": 5},
+        {"max_batch_size": 9, "num_slots": 10},
+    ),
+    "no spare slot": (CPU, {"max_batch_size": 3}, {"num_slots": 3}),
+    "no more slots than the token budget": (CPU, {"max_num_batched_tokens": 16}, {"max_batch_size": 16}),
+    "a token budget of the slots": (
+        CPU,
+        {"max_batch_size": 1500, "max_seq_len": 64},
+        {"max_num_batched_tokens": 1500},
+    ),
+    "a token budget that just suffices": (
+        CPU,
+        {"max_batch_size": 8, "max_num_batched_tokens": 8},
+        {"max_num_batched_tokens": 8},
+    ),
+    "all that the model can read": (CPU, {"max_seq_len": 8192}, {"max_seq_len": 8192}),
+    "whole pages of flash_attn": (GPU, {"max_seq_len": 300}, {"max_seq_len": 300, "slot_len": 512}),
+    "no pages of torch": (GPU, {"max_seq_len": 300, "attention_backend": "torch"}, {"slot_len": 300}),
+}
 
 
-def test_wider_numbers_leave_room_for_fewer_slots() -> None:
-    # 2 GiB free: in bfloat16 6 slots beside 0.5 GiB of weights, in float32 2 slots of twice the size beside 1 GiB
-    machine = room_for(6)
-    assert resolved(machine, memory_fraction=1.0).max_batch_size == 6
-    assert resolved(machine, memory_fraction=1.0, dtype="float32").max_batch_size == 2
-
-
-def test_weights_in_8_bits_leave_room_for_more_slots() -> None:
-    # 2 GiB free: 6 slots of 0.25 GiB beside 0.5 GiB of weights; with 0.25 GiB of weights one more
-    machine = room_for(6)
-    assert resolved(machine, memory_fraction=1.0, quantization="int8").max_batch_size == 7
-
-
-def test_the_token_budget_is_at_least_the_number_of_slots() -> None:
-    assert resolved(max_batch_size=1500, max_seq_len=64).max_num_batched_tokens == 1500
+@pytest.mark.parametrize(("machine", "config", "chosen"), CHOICES.values(), ids=CHOICES.keys())
+def test_chosen_is(machine: MachineFacts, config: dict[str, Any], chosen: dict[str, Any]) -> None:
+    found = resolved(machine, **config)
+    assert {name: getattr(found, name) for name in chosen} == chosen
 
 
 # What is given stays
@@ -200,21 +217,6 @@ def test_what_is_given_is_kept() -> None:
     assert {name: getattr(config, name) for name in given} == given
 
 
-def test_the_device_becomes_the_one_that_was_found() -> None:
-    assert resolved(replace(GPU, device="cuda:1"), device="cuda", max_seq_len=64).device == "cuda:1"
-    assert resolved(CPU, device="auto").device == "cpu"
-
-
-def test_a_given_number_of_slots_that_just_fits_is_taken() -> None:
-    assert resolved(room_for(40), memory_fraction=1.0, max_batch_size=40).max_batch_size == 40
-
-
-def test_a_spare_slot_is_there_for_requests_that_lose_theirs_and_takes_room_beside_the_others() -> None:
-    config = resolved(room_for(10), memory_fraction=1.0, preempt_after=5)
-    assert (config.max_batch_size, config.num_slots) == (9, 10)
-    assert resolved(max_batch_size=3).num_slots == 3
-
-
 def test_resolving_changes_nothing_that_was_put_in() -> None:
     config = EngineConfig()
     resolve(config, MODEL, NUM_PARAMETERS, CPU, lambda *_: None)
@@ -225,82 +227,54 @@ def test_resolving_changes_nothing_that_was_put_in() -> None:
 # Refusals
 
 
-def test_more_slots_than_fit_are_refused_with_all_the_numbers() -> None:
-    message = refusal(room_for(39), memory_fraction=1.0, max_batch_size=40)
-    assert "no room for 40 slots of 4096 tokens: that is 10.00 GiB" in message
-    assert "9.75 GiB may be used" in message
-    assert "100% of the 9.75 GiB that are free beside the weights" in message
-    assert "lower max_batch_size or max_seq_len" in message
+NEEDS_CPU = "quantization needs attention_backend cpu, "
+REFUSED: list[tuple[MachineFacts, dict[str, Any], list[str]]] = [
+    (
+        room_for(39),
+        {**ALL, "max_batch_size": 40},
+        [
+            *("no room for 40 slots of 4096 tokens: that is 10.00 GiB", "9.75 GiB may be used"),
+            *("100% of the 9.75 GiB that are free beside the weights", "; lower max_batch_size or max_seq_len"),
+        ],
+    ),
+    (
+        room_for(10),
+        {**ALL, "max_batch_size": 10, "preempt_after": 5},
+        ["no room for 10 and 1 spare slots of 4096 tokens: that is 2.75 GiB, and 2.50 GiB may be used"],
+    ),
+    (room_for(1, short_by=1), ALL, ["no room for 1 slot of 4096 tokens: that is 0.25 GiB", "; lower max_seq_len"]),
+    (
+        replace(CPU, free_bytes=GIB // 4),
+        {},
+        ["the weights do not fit: they need 0.50 GiB as bfloat16, and 0.25 GiB are free"],
+    ),
+    (CPU, {"max_seq_len": 8193}, ["max_seq_len 8193", "8192 positions"]),
+    (
+        CPU,
+        {"max_batch_size": 8, "max_num_batched_tokens": 7},
+        ["max_num_batched_tokens (7)", "max_batch_size (8)", "raise the first or lower the second"],
+    ),
+    (GPU, {"batch_invariant": True}, ["batch_invariant works on a CPU only, and the device is cuda:0"]),
+    (
+        CPU,
+        {"attention_backend": "flash_attn"},
+        ["attention_backend flash_attn does not work here: the package is not installed; choose torch, or change that"],
+    ),
+    (
+        CPU,
+        {"attention_backend": "cpu"},
+        ["attention_backend cpu does not work here: there is no C++ compiler; choose torch, or change that"],
+    ),
+    (CPU, {"quantization": "int8"}, [f"{NEEDS_CPU}which does not work here: there is no C++ compiler"]),
+    (CPU, {"quantization": "int8", "attention_backend": "torch"}, [f"{NEEDS_CPU}not torch"]),
+]
 
 
-def test_spare_slots_that_do_not_fit_are_refused_with_all_the_numbers() -> None:
-    message = refusal(room_for(10), memory_fraction=1.0, max_batch_size=10, preempt_after=5)
-    assert "no room for 10 and 1 spare slots of 4096 tokens: that is 2.75 GiB, and 2.50 GiB may be used" in message
-
-
-def test_a_machine_without_room_for_one_slot_is_refused() -> None:
-    message = refusal(room_for(1, short_by=1), memory_fraction=1.0)
-    assert "no room for 1 slot of 4096 tokens: that is 0.25 GiB" in message
-    assert message.endswith("lower max_seq_len")
-
-
-def test_a_machine_that_cannot_hold_the_weights_is_refused() -> None:
-    tiny = MachineFacts("cpu", frozenset({DType.BFLOAT16}), free_bytes=GIB // 4)
-    message = refusal(tiny)
-    assert message == "the weights do not fit: they need 0.50 GiB as bfloat16, and 0.25 GiB are free"
-
-
-def test_slots_left_open_follow_a_small_token_budget() -> None:
-    assert resolved(max_num_batched_tokens=16).max_batch_size == 16
-
-
-def test_a_slot_of_flash_attn_has_memory_for_a_multiple_of_256_tokens() -> None:
-    assert resolved(GPU, max_seq_len=300).slot_len == 512
-    assert resolved(GPU, max_seq_len=300, attention_backend="torch").slot_len == 300
-    assert resolved(GPU, max_seq_len=300).max_seq_len == 300
-
-
-def test_a_slot_longer_than_the_model_can_read_is_refused_with_both_numbers() -> None:
-    message = refusal(max_seq_len=8193)
-    assert "max_seq_len 8193" in message
-    assert "8192 positions" in message
-    assert resolved(max_seq_len=8192).max_seq_len == 8192
-
-
-def test_a_token_budget_below_the_slots_is_refused_with_both_numbers() -> None:
-    message = refusal(max_batch_size=8, max_num_batched_tokens=7)
-    assert "max_num_batched_tokens (7)" in message
-    assert "max_batch_size (8)" in message
-    assert "raise the first or lower the second" in message
-    assert resolved(max_batch_size=8, max_num_batched_tokens=8).max_num_batched_tokens == 8
-
-
-@pytest.mark.parametrize(
-    ("config", "complaint"),
-    [
-        (
-            {"attention_backend": "flash_attn"},
-            "attention_backend flash_attn does not work here: the package is not installed; choose torch, or change"
-            " that",
-        ),
-        (
-            {"attention_backend": "cpu"},
-            "attention_backend cpu does not work here: there is no C++ compiler; choose torch, or change that",
-        ),
-        (
-            {"quantization": "int8"},
-            "quantization needs attention_backend cpu, which does not work here: there is no C++ compiler",
-        ),
-        (
-            {"quantization": "int8", "attention_backend": "torch"},
-            "quantization needs attention_backend cpu, not torch",
-        ),
-    ],
-)
-def test_what_was_asked_for_and_does_not_work_here_is_refused_with_the_reason(
-    config: dict[str, Any], complaint: str
-) -> None:
-    assert refusal(obstacles={**NO_COMPILER, **NOT_INSTALLED}, **config) == complaint
+@pytest.mark.parametrize(("machine", "config", "words"), REFUSED, ids=[words[0] for _, _, words in REFUSED])
+def test_refused_is(machine: MachineFacts, config: dict[str, Any], words: list[str]) -> None:
+    obstacles = {**NO_COMPILER, **NOT_INSTALLED} if {"attention_backend", "quantization"} & config.keys() else {}
+    message = refusal(machine, obstacles, **config)
+    assert [each for each in words if each not in message] == []
 
 
 # What the weights left
@@ -339,7 +313,3 @@ def test_slots_that_were_asked_for_and_fit_no_more_are_refused() -> None:
 def test_a_gpu_without_room_for_one_slot_is_refused(free_bytes: int) -> None:
     with pytest.raises(ConfigurationError, match=r"1 slot of 4096 tokens: that is 0\.25 GiB.*; lower max_seq_len$"):
         refitted(free_bytes)
-
-
-def test_batch_invariance_on_a_gpu_is_refused() -> None:
-    assert refusal(GPU, batch_invariant=True) == "batch_invariant works on a CPU only, and the device is cuda:0"

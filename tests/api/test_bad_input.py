@@ -19,6 +19,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", "with logprobs: true"),
     ({"logprobs": False, "top_logprobs": 2}, "top_logprobs", "with logprobs: true"),
     ({"logprobs": 3}, "logprobs", "valid boolean"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs: Input should be less than or equal to 20"),
+    (
+        {"logprobs": True, "top_logprobs": -1},
+        "top_logprobs",
+        "top_logprobs: Input should be greater than or equal",
+    ),
     ({"messages": None}, "messages", "Field required"),
     ({"messages": []}, "messages", "messages is empty"),
     ({"max_tokens": "many"}, "max_tokens", "valid integer"),

@@ -46,7 +46,7 @@ def chunks(lines: Iterator[str]) -> list[dict[str, Any]]:
 
 def test_a_running_stream_finishes_while_new_work_is_refused() -> None:
     with running(SERVE) as process, httpx.Client(base_url=process.url, timeout=60) as client:
-        with client.stream("POST", "/v1/completions", json=long_stream(1500)) as stream:
+        with client.stream("POST", "/v1/completions", json=long_stream(2000)) as stream:
             lines = stream.iter_lines()
             next(lines)
             draining(process, client)

@@ -10,6 +10,7 @@ from chairlift.api.errors import error_reply
 from chairlift.api.reference.description import fields_of
 from chairlift.api.wire.base import own_field_names
 from chairlift.api.wire.chat import ChatCompletionRequest
+from chairlift.api.wire.completions import CompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ContextLengthExceeded, InvalidRequest
 from chairlift.params import SamplingParams, StructuredOutputs
@@ -238,7 +239,7 @@ def test_what_agents_send_whatever_the_model_is_accepted() -> None:
     assert not parse(include=["reasoning.encrypted_content"]).has_logprobs
 
 
-def test_a_response_is_sampled_with_the_same_fields_as_a_chat() -> None:
+def test_a_response_is_sampled_with_the_same_fields_as_a_chat_or_a_completion() -> None:
     fields: dict[str, Any] = {
         "top_k": 3,
         "min_p": 0.1,
@@ -261,6 +262,8 @@ def test_a_response_is_sampled_with_the_same_fields_as_a_chat() -> None:
     assert params == SamplingParams(**fields)
     chat = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **as_sent})
     assert chat.params(SamplingParams()) == params
+    completion = CompletionRequest.model_validate({"prompt": "a", **as_sent})
+    assert completion.params(SamplingParams()) == params
     wanted = parse(structured_outputs={"regex": "a"}).wanted_structure()
     assert wanted is not None
     assert wanted.outputs.regex == "a"

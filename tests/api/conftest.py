@@ -94,8 +94,9 @@ class SharedServer:
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[Server]:
         """For one test, after which nothing of it may go on. To the next one it is new, but for what it has counted."""
-        server = self._server or await self._stack.enter_async_context(serving(self.config, **self.engine))
-        self._server = server
+        if self._server is None:
+            self._server = await self._stack.enter_async_context(serving(self.config, **self.engine))
+        server = self._server
         try:
             yield server
         except BaseException:  # what the test has left is not known

@@ -34,23 +34,6 @@ sys.exit(main())
 """
 
 
-FEW_FILES = """
-import os, resource, sys
-from chairlift.__main__ import main
-from chairlift.api import server
-
-real = server.start
-
-async def start(*arguments):
-    await real(*arguments)
-    num_open = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 20, num_open + 20))
-
-server.start = start
-sys.exit(main())
-"""
-
-
 def test_a_fresh_interpreter_serves() -> None:
     with running(SERVE, is_forked=False) as process:
         body = {"messages": [{"role": "user", "content": "What is 17 + 25?"}]}
@@ -167,24 +150,3 @@ def test_generate_prints_the_answer_and_nothing_else() -> None:
     assert result.returncode == 0
     assert "42" in result.stdout
     assert len(result.stdout.splitlines()) == 1
-
-
-def test_a_log_that_nobody_reads_holds_up_neither_requests_nor_the_end() -> None:
-    with running(SERVE, reads_log=False) as process:
-        with httpx.Client(base_url=process.url, timeout=60, headers={"X-Request-Id": "x" * 128}) as client:
-            for _ in range(400):  # of lines that a pipe of 64 kB does not hold
-                assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
-            assert client.get("/health").status_code == 200
-        process.popen.terminate()
-        assert process.popen.wait(20) == 0
-
-
-def test_at_the_limit_of_open_files_the_log_says_so_and_serving_goes_on_when_some_are_closed() -> None:
-    with running(FEW_FILES) as process:
-        connections = [socket.create_connection(("127.0.0.1", process.port), 20) for _ in range(100)]
-        process.until_logged("raise the limit (ulimit -n)")
-        for connection in connections:
-            connection.close()
-        assert httpx.get(f"{process.url}/health", timeout=20).status_code == 200
-        warnings = [line for line in process.log if " WARNING " in line]
-    assert len(warnings) == 1

@@ -1,6 +1,7 @@
 """The examples work as they stand, as programs of their own against a running server."""
 
 import asyncio
+import runpy
 import sys
 from pathlib import Path
 
@@ -50,11 +51,12 @@ async def test_data_is_taken_out_of_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
-async def test_every_example_explains_itself_and_is_short(example: str) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(EXAMPLES / example), "--help", stdout=asyncio.subprocess.PIPE
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0
-    assert f"python examples/{example}" in output.decode()
+def test_every_example_explains_itself_and_is_short(
+    example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [example, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    assert ended.value.code == 0
+    assert f"python examples/{example}" in capsys.readouterr().out
     assert len((EXAMPLES / example).read_text().splitlines()) <= 60

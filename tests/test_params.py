@@ -163,10 +163,6 @@ def test_the_length_is_open_unless_the_caller_names_it(fields: dict[str, Any], i
     assert SamplingParams(**fields).is_max_tokens_open is is_open
 
 
-def test_finish_reasons_are_the_words_of_the_interface() -> None:
-    assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort"]
-
-
 def test_an_output_is_finished_when_every_choice_is() -> None:
     output = RequestOutput("a", "prompt", [1, 2], [CompletionOutput(0), CompletionOutput(1)])
     assert not output.finished

@@ -1,12 +1,14 @@
-"""A server on the production runner, in the test's own event loop, and clients for it."""
+"""A server on the production runner, in an event loop that the tests of a module share, and clients for it."""
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from aiohttp import web, web_app
 from openai import AsyncOpenAI
 
@@ -14,11 +16,23 @@ from chairlift.api.app import Api
 from chairlift.api.config import ServerConfig
 from chairlift.api.http.listening import Listener
 from chairlift.api.server import make_runner, start
+from chairlift.api.tools import ToolFamily
 from chairlift.engine.async_llm import AsyncLLM
+from tests.engine.async_support import wait_until
 
 SLOTS = 4
 MAX_SEQ_LEN = 512
 ENGINE: dict[str, Any] = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "dtype": "float32", "num_threads": 1}
+
+
+in_loop = pytest_asyncio.fixture(loop_scope="module")
+"""Makes a fixture of a coroutine or a generator, in the loop in which the tests run."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and pytest_asyncio.is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,13 @@ class Server:
     @property
     def num_free_slots(self) -> int:
         return self.llm._core.cache.slots_remaining
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs or waits, and no slot is taken."""
+        return (
+            not self.llm.num_unfinished and not self.api.num_active and self.num_free_slots == self.llm.config.num_slots
+        )
 
 
 @asynccontextmanager
@@ -61,21 +82,77 @@ async def serving_app(app: web.Application, **settings: Any) -> AsyncIterator[st
     await runner.cleanup()
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
-    """A server with room for two in the queue."""
-    async with serving(max_queue_size=2) as server:
+@dataclass
+class SharedServer:
+    """A server that the tests of a module use one after the other. One that cannot go on after a test is replaced."""
+
+    config: ServerConfig
+    engine: dict[str, Any] = field(default_factory=dict)
+    _server: Server | None = None
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[Server]:
+        """For one test, after which nothing of it may go on. To the next one it is new, but for what it has counted."""
+        if self._server is None:
+            self._server = await self._stack.enter_async_context(serving(self.config, **self.engine))
+        server = self._server
+        try:
+            yield server
+        except BaseException:  # what the test has left is not known
+            await self.close()
+            raise
+        if not server.llm.is_healthy or server.api.is_draining:
+            await self.close()
+            return
+        await wait_until(lambda: server.is_idle, "nothing of the test goes on")
+        await server.llm.reset_prefix_cache()
+
+    async def close(self) -> None:
+        self._server = None
+        await self._stack.aclose()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_server() -> AsyncIterator[SharedServer]:
+    """With room for two in the queue."""
+    shared = SharedServer(ServerConfig(), {"max_queue_size": 2})
+    yield shared
+    await shared.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_hermes() -> AsyncIterator[SharedServer]:
+    """That reads Hermes calls out of answers, whatever the template teaches."""
+    shared = SharedServer(ServerConfig(tool_call_parser=ToolFamily.HERMES))
+    yield shared
+    await shared.close()
+
+
+@in_loop
+async def server(shared_server: SharedServer) -> AsyncIterator[Server]:
+    async with shared_server.lent() as server:
         yield server
 
 
-@pytest.fixture
+@in_loop
 async def client(server: Server) -> AsyncIterator[AsyncOpenAI]:
-    """The official client, without retries of its own."""
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    async with client_of(server) as client:
         yield client
 
 
-@pytest.fixture
+@in_loop
+async def hermes(shared_hermes: SharedServer) -> AsyncIterator[AsyncOpenAI]:
+    async with shared_hermes.lent() as server, client_of(server) as client:
+        yield client
+
+
+def client_of(server: Server, key: str = "none") -> AsyncOpenAI:
+    """The official client, without retries of its own."""
+    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+@in_loop
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     """A plain HTTP client, for what the official one would not send."""
     async with aiohttp.ClientSession() as session:

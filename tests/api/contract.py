@@ -4,20 +4,17 @@ The judge of shapes is the official client's own pydantic models, in strict mode
 """
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import aiohttp
-from openai import AsyncOpenAI
 from openai import BaseModel as ClientModel
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from chairlift.api.config import ServerConfig
-from chairlift.api.tools import ToolFamily
 from tests.api.conftest import ENGINE as ENGINE
 from tests.api.conftest import Server
+from tests.api.conftest import client_of as client_of
 from tests.api.conftest import serving as serving
 
 CHAT = "/v1/chat/completions"
@@ -27,21 +24,6 @@ COMPLETIONS = "/v1/completions"
 _OUR_OWN_FIELDS = {"reasoning", "reasoning_content", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
 
 _Reply = TypeVar("_Reply", bound=ClientModel)
-
-
-@asynccontextmanager
-async def hermes_client(**config: Any) -> AsyncIterator[AsyncOpenAI]:
-    """A client of a server that reads Hermes calls out of answers, whatever the template teaches."""
-    async with (
-        serving(ServerConfig(tool_call_parser=ToolFamily.HERMES), **config) as server,
-        client_of(server) as client,
-    ):
-        yield client
-
-
-def client_of(server: Server, key: str = "none") -> AsyncOpenAI:
-    """The official client, without retries of its own."""
-    return AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
 def user(text: str) -> list[dict[str, Any]]:

@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -17,68 +16,11 @@ from chairlift.engine.execution.runner import Launch as Begun
 from chairlift.scheduler import RequestState, StepPlan
 from tests.api.conftest import SLOTS, Server
 from tests.api.conftest import serving as serving
-from tests.engine.async_support import DEADLINE_S, wait_until
-
-
-class Gate:
-    """Stands in the place of a function, on whatever thread; its calls wait until they are let through."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._permits = threading.Semaphore(0)
-        self._entered = threading.Semaphore(0)
-        self._is_open = False
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        self._entered.release()
-        if not self._is_open:
-            self._permits.acquire()
-        return self._function(*args, **named)
-
-    def allow(self, num_calls: int = 1) -> None:
-        self._permits.release(num_calls)
-
-    def open(self) -> None:
-        """Nobody waits here any more."""
-        self._is_open = True
-        self._permits.release()
-
-    async def entered(self) -> None:
-        """Returns when a call has come (one more than at the last call of this) and waits."""
-        assert await asyncio.to_thread(self._entered.acquire, timeout=DEADLINE_S), "nobody came to the gate"
-
-
-@contextmanager
-def held(owner: object, name: str) -> Iterator[Gate]:
-    """Calls of that method wait at a gate, which is open at the end."""
-    gate = Gate(getattr(owner, name))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, gate)
-        try:
-            yield gate
-        finally:
-            gate.open()
-
-
-@dataclass
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@contextmanager
-def clock_of(llm: AsyncLLM) -> Iterator[Clock]:
-    """The scheduler's clock stands still unless it is moved."""
-    clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        scheduler = llm._core._scheduler
-        for keeper in (scheduler, scheduler.waiting):
-            patch.setattr(keeper, "_clock", clock)
-        yield clock
+from tests.engine.async_support import Clock as Clock
+from tests.engine.async_support import Gate as Gate
+from tests.engine.async_support import clock_of as clock_of
+from tests.engine.async_support import held as held
+from tests.engine.async_support import wait_until
 
 
 def forward_of(llm: AsyncLLM) -> Any:

@@ -22,6 +22,7 @@ CALL_EVENTS = [
     "response.function_call_arguments.done",
     "response.output_item.done",
 ]
+_ANY_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)  # which takes a while to make
 OPENING, COMPLETED = ["response.created", "response.in_progress"], "response.completed"
 
 
@@ -43,7 +44,7 @@ class Events:
             name, data = block.split("\n")
             payloads.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {payloads[-1]['type']}"
-            TypeAdapter(ResponseStreamEvent).validate_json(json.dumps(payloads[-1]), strict=True)
+            _ANY_EVENT.validate_json(json.dumps(payloads[-1]), strict=True)
         assert [each["sequence_number"] for each in payloads] == list(range(len(payloads)))
         return cls(payloads)
 

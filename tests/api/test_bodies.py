@@ -39,11 +39,6 @@ async def send(server: Server, data: bytes, headers: dict[str, str], path: str =
 # --- kinds
 
 
-@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=UTF-8", "application/vnd.x+json"])
-async def test_json_is_taken_by_all_of_its_names(server: Server, kind: str) -> None:
-    assert await send(server, BODY, {"Content-Type": kind}) == (200, "")
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"])
 async def test_what_a_foreign_page_may_send_anywhere_is_a_415(server: Server, path: str) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json"):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import MAX_SEQ_LEN, Server
-from tests.api.contract import CHAT, check_chat, check_chat_chunk, chunks_of, counts, error_of, get, post, user
+from tests.api.contract import CHAT, check_chat, check_chat_chunk, chunks_of, counts, post, user
 
 QUESTION = user("What is 17 + 25?")
 GREEDY: dict[str, Any] = {"messages": QUESTION, "temperature": 0}
@@ -23,22 +23,9 @@ ACCEPTED: dict[str, Any] = {
     "reasoning_effort": "none",
     "tool_choice": "auto",
 }
-REFUSED: dict[str, Any] = {
-    "audio": {"voice": "alloy", "format": "wav"},
-    "functions": [{"name": "f"}],
-    "function_call": "auto",
-    "verbosity": "high",
-    "web_search_options": {},
-    "moderation": {},
-}
 
 
-async def content(server: Server, **fields: Any) -> str:
-    reply = check_chat(await post(server, CHAT, {**GREEDY, **fields}))
-    return reply.choices[0].message.content or ""
-
-
-# --- fields without an effect, and refused ones
+# --- fields without an effect
 
 
 async def test_accepted_fields_change_nothing(server: Server) -> None:
@@ -49,42 +36,7 @@ async def test_accepted_fields_change_nothing(server: Server) -> None:
         assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"])), name
     everything = await post(server, CHAT, {**GREEDY, **ACCEPTED})
     assert everything["choices"] == plain["choices"]
-
-
-async def test_refused_fields_are_named(server: Server) -> None:
-    for name, value in REFUSED.items():
-        error = await error_of(server, CHAT, {**GREEDY, name: value})
-        assert error["param"] == name
-        assert error["message"].startswith(f"{name} is not supported: ")
-    error = await error_of(server, CHAT, {**GREEDY, "reasoning_effort": "low"})
-    assert error["message"].startswith('reasoning_effort: only "none" is supported: ')
-
-
-async def test_null_means_left_out_for_every_field(server: Server) -> None:
-    document = await get(server, "/openapi.json")
-    fields = set(document["components"]["schemas"]["ChatCompletionRequest"]["properties"])
-    plain = await post(server, CHAT, GREEDY)
-    nulls = dict.fromkeys(fields - {"messages", "temperature"})
-    reply = await post(server, CHAT, {**GREEDY, **nulls})
-    assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"]))
-
-
-async def test_unknown_fields_are_refused_at_every_depth(server: Server) -> None:
-    bodies: list[tuple[dict[str, Any], str]] = [
-        ({"tempreature": 1}, "tempreature"),
-        ({"messages": [{"role": "user", "content": "a", "mood": "good"}]}, "messages.0.mood"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
-            "messages.0.content.0.x",
-        ),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools.0.function.x"),
-    ]
-    for fields, name in bodies:
-        error = await error_of(server, CHAT, {**GREEDY, **fields})
-        assert name in error["message"]
-        assert name.startswith(error["param"])
+    assert everything["id"] != plain["id"]
 
 
 # --- shapes
@@ -113,11 +65,6 @@ async def test_chunks_have_the_shape_and_the_order_of_the_specification(
         assert [choice.finish_reason for choice in own] == [None] * (len(own) - 1) + ["stop"]
         assert own[-1].delta.content is None
         assert "".join(choice.delta.content or "" for choice in own) == "17 + 25 = 42."
-
-
-async def test_ids_are_different_for_each_reply(server: Server) -> None:
-    ids = {(await post(server, CHAT, GREEDY))["id"] for _ in range(3)}
-    assert len(ids) == 3
 
 
 # --- fields that work
@@ -159,12 +106,6 @@ async def test_stop_strings_end_the_answer_and_are_not_in_it(
     assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", reason)
 
 
-async def test_a_stop_token_ends_the_answer_and_is_named(server: Server) -> None:
-    (choice,) = (await post(server, CHAT, {**GREEDY, "stop_token_ids": [ord("="), ord("!")]}))["choices"]
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("17 + 25 ", "stop")
-    assert choice["stop_reason"] == ord("=")
-
-
 async def test_a_seed_repeats_an_answer_and_choices_differ(server: Server) -> None:
     body = {"messages": user("Tell me a story."), "temperature": 2.0, "max_tokens": 60, "n": 4}
     first, second = [await post(server, CHAT, {**body, "seed": 11}) for _ in range(2)]
@@ -173,27 +114,3 @@ async def test_a_seed_repeats_an_answer_and_choices_differ(server: Server) -> No
     assert len({choice["message"]["content"] for choice in first["choices"]}) == 4
     other = await post(server, CHAT, {**body, "seed": 12})
     assert other["choices"][0] != first["choices"][0]
-
-
-@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0}])
-async def test_each_way_of_leaving_one_token_is_greedy(server: Server, fields: dict[str, Any]) -> None:
-    assert await content(server, **{"temperature": 5.0, "seed": 1, **fields}) == "17 + 25 = 42."
-
-
-async def test_a_bias_forbids_and_forces(server: Server) -> None:
-    assert "2" not in await content(server, logit_bias={str(ord("2")): -100}, max_tokens=20)
-    assert await content(server, logit_bias={str(ord("x")): 100}, max_tokens=5) == "xxxxx"
-
-
-@pytest.mark.parametrize("fields", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 100}])
-async def test_each_penalty_makes_an_answer_more_various(server: Server, fields: dict[str, Any]) -> None:
-    body = {"max_tokens": 200, "ignore_eos": True}
-    plain, penalised = await content(server, **body), await content(server, **body, **fields)
-    assert len(set(penalised)) > len(set(plain))
-
-
-async def test_min_tokens_holds_the_end_back(server: Server) -> None:
-    reply = await post(server, CHAT, {**GREEDY, "min_tokens": 40})
-    assert reply["usage"]["completion_tokens"] >= 40
-    error = await error_of(server, CHAT, {**GREEDY, "min_tokens": 4, "max_tokens": 3})
-    assert error["param"] == "min_tokens"

@@ -58,24 +58,6 @@ async def test_chunks_have_the_shape_and_the_order_of_the_specification(server: 
         assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + ["length"]
 
 
-async def test_a_stop_string_is_found_across_tokens_and_characters(server: Server) -> None:
-    fields = {"guided_choice": ["né 日本 end"], "max_tokens": 60}
-    for stop, expected in (("日本", "né "), ("é", "n"), ("本 e", "né 日"), ("n", "")):
-        body = {**GREEDY, **fields, "stop": stop}
-        (choice,) = (await post(server, COMPLETIONS, body))["choices"]
-        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
-        chunks = await chunks_of(server, COMPLETIONS, body)
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
-
-
-async def test_a_character_that_is_cut_in_two_is_shown_as_one_that_is_missing(server: Server) -> None:
-    body = {**GREEDY, "guided_choice": ["日本"], "max_tokens": 4}
-    (choice,) = (await post(server, COMPLETIONS, body))["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("日\N{REPLACEMENT CHARACTER}", "length")
-    chunks = [chunk["choices"][0]["text"] for chunk in await chunks_of(server, COMPLETIONS, body)]
-    assert "".join(chunks) == "日\N{REPLACEMENT CHARACTER}"
-
-
 async def test_the_end_token_can_be_ignored_or_be_any_token(server: Server) -> None:
     body = {"prompt": [259, *b"Hello!", 257, 260], "temperature": 0, "max_tokens": 50}
     ended = await post(server, COMPLETIONS, body)
@@ -95,11 +77,3 @@ async def test_prompts_that_are_the_same_are_answered_the_same_in_every_form(ser
     assert {*texts, *(choice["text"] for choice in several["choices"])} == {texts[0]}
     assert several["usage"]["prompt_tokens"] == 2 * len(tokens)
     assert several["usage"]["completion_tokens"] == 32
-
-
-async def test_seeds_of_all_choices_are_fixed_by_one(server: Server) -> None:
-    body = {"prompt": "Once upon", "temperature": 3.0, "max_tokens": 40, "seed": -7}
-    first = await post(server, COMPLETIONS, {**body, "n": 3})
-    second = await post(server, COMPLETIONS, {**body, "n": 3})
-    assert first["choices"] == second["choices"]
-    assert len({choice["text"] for choice in first["choices"]}) == 3

@@ -6,13 +6,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import aiohttp
-import pytest
 from aiohttp import web
 
 import chairlift.api.reference.page
 from chairlift.api.errors import error_middleware
 from chairlift.api.reference.page import PAGE_PATHS, SnapshotFeed, add_page_routes
-from tests.api.conftest import serving_app
+from tests.api.conftest import in_loop, serving_app
 from tests.support.fake_batch import FakeBatch
 
 FOLDER = Path(chairlift.api.reference.page.__file__).parent / "page_files"
@@ -39,7 +38,7 @@ class Markup(HTMLParser):
         return [value or "" for _, each, value in self.attributes if each == name]
 
 
-@pytest.fixture
+@in_loop
 async def url() -> AsyncIterator[str]:
     app = web.Application(middlewares=[error_middleware])
     add_page_routes(app, SnapshotFeed(FakeBatch(num_slots=1, slot_len=64)))

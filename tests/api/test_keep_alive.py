@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import time
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -12,7 +14,7 @@ from aiohttp import web
 from chairlift.api import sse
 from tests.api.conftest import Server
 from tests.api.contract import client_of
-from tests.api.fault_support import Gate, forward_of, held, post, serving, until_idle
+from tests.api.fault_support import forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
 
 COMMENT = ": keep-alive\n\n"
@@ -98,27 +100,30 @@ def assert_whole(stream: str) -> None:
         assert block in (": keep-alive", "data: [DONE]") or json.loads(block.removeprefix("data: "))
 
 
-async def raw_stream(server: Server, gate: Gate, pause_s: float) -> str:
-    """A stream with such a pause before each of its forward passes."""
-    async with aiohttp.ClientSession() as http:
-        asking = asyncio.create_task(http.post(f"{server.url}/v1/completions", json={**BODY, "ignore_eos": True}))
-        for _ in range(5):
-            await gate.entered()
-            await asyncio.sleep(pause_s)
-            gate.allow()
-        async with await asking as response:
-            return await response.text()
+async def test_comments_come_only_after_a_whole_interval_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the pauses between tokens fall: most are shorter here, and together longer."""
+    interval_s, writes = 0.05, list[tuple[float, bytes]]()
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", interval_s)
+    write = sse.EventStream._write
 
+    async def note(self: sse.EventStream, data: bytes) -> None:
+        writes.append((time.monotonic(), data))
+        await write(self, data)
 
-@pytest.mark.parametrize(("interval", "expects_comments"), [(0.5, False), (0.02, True)])
-async def test_comments_come_only_where_tokens_do_not(
-    interval: float, expects_comments: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", interval)
-    async with serving() as server:
+    monkeypatch.setattr(sse.EventStream, "_write", note)
+    async with serving() as server, aiohttp.ClientSession() as http:
         with held(forward_of(server.llm), "hidden") as gate:
-            stream = await raw_stream(server, gate, 0.15)  # together longer than the longer interval
-    assert (COMMENT in stream) is expects_comments
+            body = {**BODY, "max_tokens": 9, "ignore_eos": True}
+            asking = asyncio.create_task(http.post(f"{server.url}/v1/completions", json=body))
+            for pause_s in (*[0.03] * 8, 0.15):
+                await gate.entered()
+                await asyncio.sleep(pause_s)
+                gate.allow()
+            async with await asking as response:
+                stream = await response.text()
+    silences = [at - before for (before, _), (at, data) in pairwise(writes) if data == COMMENT.encode()]
+    assert silences
+    assert min(silences) >= 0.9 * interval_s
     assert stream.endswith("data: [DONE]\n\n")
     assert_whole(stream)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import openai
 import pytest
+import pytest_asyncio
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
 
@@ -16,7 +17,7 @@ from chairlift.flags import read_settings
 from tests.api.conftest import serving
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def url() -> AsyncIterator[str]:
     """A server that knows two keys."""
     config = ServerConfig.model_validate({"api_key": ["first key", "zweiter-Schlüssel"]})

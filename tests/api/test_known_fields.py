@@ -19,6 +19,7 @@ from chairlift.api.routes import ROUTES
 from chairlift.api.wire.base import REFUSED, Fate, Refused
 from chairlift.api.wire.chat import ChatCompletionRequest
 from chairlift.api.wire.completions import CompletionRequest
+from chairlift.api.wire.responses import ResponsesRequest
 
 VLLM_FIELDS = {
     *("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens"),
@@ -33,6 +34,7 @@ BODIES = [route.body for route in ROUTES if route.body is not None]
 GENERATING: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (ChatCompletionRequest, {"messages": [{"role": "user", "content": "hi"}]}),
     (CompletionRequest, {"prompt": "hi"}),
+    (ResponsesRequest, {"input": "hi"}),
 ]
 
 # What comes back has in it what other servers and clients have added.
@@ -89,6 +91,17 @@ def test_every_field_that_the_client_can_send_is_known(body: type[BaseModel], ex
                 *("prompt_cache_retention", "prompt_cache_options"),
             },
             {"suffix"},
+        ),
+        (
+            ResponsesRequest,
+            {
+                *("metadata", "safety_identifier", "store", "service_tier"),
+                *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+            },
+            {
+                *("previous_response_id", "conversation", "prompt", "max_tool_calls"),
+                *("moderation", "context_management", "access_programs", "image"),
+            },
         ),
     ],
 )

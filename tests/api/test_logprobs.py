@@ -67,21 +67,6 @@ async def test_the_bytes_of_characters_that_take_several_tokens_are_exact(server
     assert shown[:4] == ["n", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}", " "]
 
 
-async def test_top_logprobs_are_sorted_distinct_and_as_many_as_asked_for(server: Server) -> None:
-    reply = check_chat(await post(server, CHAT, chat(top_logprobs=20, temperature=2.0, seed=3, max_tokens=12)))
-    scored = reply.choices[0].logprobs
-    assert scored is not None
-    assert scored.content
-    for entry in scored.content:
-        values = [top.logprob for top in entry.top_logprobs]
-        assert len(values) == 20
-        assert values == sorted(values, reverse=True)
-        assert len({tuple(top.bytes or []) for top in entry.top_logprobs}) == 20
-        assert all(value <= 0.0 for value in [*values, entry.logprob])
-        same = [top.logprob for top in entry.top_logprobs if top.bytes == entry.bytes]
-        assert same in ([], [entry.logprob])
-
-
 async def test_logprobs_are_taken_before_temperature_bias_penalties_and_grammars(server: Server) -> None:
     changes = {"temperature": 1.7, "seed": 1, "logit_bias": {"32": 4.0}, "frequency_penalty": 1.0, "top_k": 3}
     reply = check_chat(await post(server, CHAT, chat(**changes, guided_regex="[0-9 ]{12}")))
@@ -149,13 +134,6 @@ async def test_without_logprobs_there_are_none_in_replies_or_chunks(server: Serv
         assert all(chunk["choices"][0]["logprobs"] is None for chunk in await chunks_of(server, CHAT, body))
 
 
-async def test_too_many_top_logprobs_are_refused_by_the_fields_own_name(server: Server) -> None:
-    for number in (21, -1):
-        error = await error_of(server, CHAT, chat(top_logprobs=number))
-        assert error["param"] == "top_logprobs"
-        assert "top_logprobs" in error["message"]
-
-
 # --- completions
 
 
@@ -204,15 +182,6 @@ async def test_a_streamed_completions_lists_add_up_to_the_whole_ones(server: Ser
     assert max(scored["text_offset"]) <= len(whole["choices"][0]["text"])
     for chunk in chunks:
         check_completion(chunk)
-
-
-async def test_logprobs_of_one_row_do_not_depend_on_what_else_is_in_the_batch(server: Server) -> None:
-    body = {"prompt": "Once upon a time", "logprobs": 2, "temperature": 0, "max_tokens": 20}
-    alone = (await post(server, COMPLETIONS, body))["choices"][0]["logprobs"]
-    among = await post(server, COMPLETIONS, {**body, "prompt": ["Once upon a time", "1 + 1 =", "Hello", "x"]})
-    first = among["choices"][0]["logprobs"]
-    assert first["tokens"] == alone["tokens"]
-    assert first["token_logprobs"] == pytest.approx(alone["token_logprobs"], abs=TOLERANCE)
 
 
 # --- prompts, and tokens by their ids

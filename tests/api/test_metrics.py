@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from chairlift.api.config import ServerConfig
-from tests.api.conftest import SLOTS, Server
+from tests.api.conftest import SLOTS, Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import forward_of, held, serving, until_idle
 from tests.api.metric_support import PATH, metrics_named_in, scrape
@@ -22,6 +23,13 @@ ROOT = Path(__file__).parents[2]
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 SIX = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
 LONG = {**SIX, "max_tokens": 400}
+
+
+@in_loop
+async def server() -> AsyncIterator[Server]:
+    """That has counted nothing."""
+    async with serving(max_queue_size=2) as server:
+        yield server
 
 
 async def test_every_family_has_a_type_a_help_and_a_name_of_ours_or_of_the_process(server: Server) -> None:
@@ -169,7 +177,7 @@ async def test_replies_are_counted_by_path_and_status_whatever_paths_clients_mak
 
 
 async def test_a_scrape_waits_for_no_step_and_tells_of_an_engine_that_hangs_and_of_a_dead_one() -> None:
-    async with serving(step_timeout=0.3) as server, aiohttp.ClientSession() as http:
+    async with serving(step_timeout=1.0) as server, aiohttp.ClientSession() as http:
         with held(forward_of(server.llm), "hidden") as gate:
             gate.allow(3)
             reading = asyncio.create_task(http.post(server.url + COMPLETIONS, json=LONG))

@@ -10,35 +10,8 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from chairlift import LLM, SamplingParams
 from tests.api.conftest import MAX_SEQ_LEN, SLOTS
-from tests.api.contract import counts
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 17 + 25?"}]
-
-
-async def test_a_chat_answers_with_what_the_model_knows(client: AsyncOpenAI) -> None:
-    reply = await client.chat.completions.create(model="bundled", messages=QUESTION)
-    assert "42" in (reply.choices[0].message.content or "")
-    assert reply.choices[0].finish_reason == "stop"
-    assert reply.choices[0].message.role == "assistant"
-    assert reply.usage is not None
-    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
-
-
-async def test_a_streamed_chat_adds_up_to_the_whole_one(client: AsyncOpenAI) -> None:
-    whole = await client.chat.completions.create(model="bundled", messages=QUESTION)
-    stream = await client.chat.completions.create(
-        model="bundled", messages=QUESTION, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = [chunk async for chunk in stream]
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert len({chunk.created for chunk in chunks}) == 1
-    assert chunks[0].choices[0].delta.role == "assistant"
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
-    assert reasons == [None] * (len(reasons) - 1) + ["stop"]
-    assert chunks[-1].choices == []
-    assert counts(chunks[-1].usage) == counts(whole.usage)
 
 
 async def test_the_server_says_what_the_python_call_says(client: AsyncOpenAI) -> None:

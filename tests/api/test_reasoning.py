@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from openai import AsyncOpenAI
 
 from chairlift.api.config import ServerConfig
 from chairlift.api.tools import ReasoningFamily, ToolFamily
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ConfigurationError
-from tests.api.conftest import Server
+from tests.api.conftest import Server, SharedServer
 from tests.api.contract import CHAT, chunks_of, client_of, error_of, post, serving, user
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events
 from tests.support.scripted_model import ALWAYS, END_TOKEN, HYBRID, MISTRAL, Script, install, make_thinking_checkpoint
@@ -50,18 +51,31 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     return install(monkeypatch)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers() -> AsyncIterator[dict[str, SharedServer]]:
+    """By template and configuration."""
+    servers: dict[str, SharedServer] = {}
+    yield servers
+    for each in servers.values():
+        await each.close()
+
+
 @pytest.fixture
-def serve(tmp_path: Path, script: Script) -> Serve:
-    """Starts a server whose model has this template, and wants to write that text."""
+def serve(tmp_path: Path, script: Script, servers: dict[str, SharedServer]) -> Serve:
+    """Lends a server whose model has this template, and wants to write that text."""
 
     @asynccontextmanager
-    async def start(template: str, text: str, **config: Any) -> AsyncIterator[Server]:
-        model = make_thinking_checkpoint(tmp_path, template)
-        async with serving(ServerConfig(**config), model=model) as server:
+    async def lend(template: str, text: str, **config: Any) -> AsyncIterator[Server]:
+        name = f"{template} {config}"
+        if name not in servers:
+            servers[name] = SharedServer(
+                ServerConfig(**config), {"model": make_thinking_checkpoint(tmp_path, template)}
+            )
+        async with servers[name].lent() as server:
             script.token_ids = [*server.llm.inputs.tokenizer.encode(text, add_special_tokens=False), END_TOKEN]
             yield server
 
-    return start
+    return lend
 
 
 async def ask(server: Server, **fields: Any) -> dict[str, Any]:

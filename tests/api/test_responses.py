@@ -10,7 +10,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.api.conftest import SLOTS, Server
-from tests.api.contract import CHAT, hermes_client, post
+from tests.api.contract import CHAT, post
 
 RESPONSES = "/v1/responses"
 QUESTION = "What is 17 + 25?"
@@ -223,11 +223,10 @@ async def test_a_schema_that_cannot_be_compiled_is_a_400_about_text(client: Asyn
 
 
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
-async def test_a_forced_call_fits_its_schema(tool_choice: Any) -> None:
-    async with hermes_client() as client:
-        reply = await client.responses.create(
-            model="bundled", input=QUESTION, tools=[TOOL], tool_choice=tool_choice, parallel_tool_calls=False
-        )
+async def test_a_forced_call_fits_its_schema(hermes: AsyncOpenAI, tool_choice: Any) -> None:
+    reply = await hermes.responses.create(
+        model="bundled", input=QUESTION, tools=[TOOL], tool_choice=tool_choice, parallel_tool_calls=False
+    )
     (call,) = reply.output
     assert call.type == "function_call"
     assert (call.name, call.status) == ("get_weather", "completed")
@@ -240,41 +239,39 @@ async def test_a_forced_call_fits_its_schema(tool_choice: Any) -> None:
     )
 
 
-async def test_a_call_and_its_output_are_sent_back() -> None:
-    async with hermes_client() as client:
-        history: list[Any] = [{"role": "user", "content": "Weather?"}]
-        first = await client.responses.create(model="bundled", input=history, tools=[TOOL], tool_choice=NAMED)
-        (call,) = first.output
-        assert call.type == "function_call"
-        history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
-        reply = await client.responses.create(model="bundled", input=history, tools=[TOOL], tool_choice="none")
-        chat = await client.chat.completions.create(
-            model="bundled",
-            messages=[
-                {"role": "user", "content": "Weather?"},
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        {
-                            "id": call.call_id,
-                            "type": "function",
-                            "function": {"name": "get_weather", "arguments": call.arguments},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"},
-            ],
-        )
+async def test_a_call_and_its_output_are_sent_back(hermes: AsyncOpenAI) -> None:
+    history: list[Any] = [{"role": "user", "content": "Weather?"}]
+    first = await hermes.responses.create(model="bundled", input=history, tools=[TOOL], tool_choice=NAMED)
+    (call,) = first.output
+    assert call.type == "function_call"
+    history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    reply = await hermes.responses.create(model="bundled", input=history, tools=[TOOL], tool_choice="none")
+    chat = await hermes.chat.completions.create(
+        model="bundled",
+        messages=[
+            {"role": "user", "content": "Weather?"},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {
+                        "id": call.call_id,
+                        "type": "function",
+                        "function": {"name": "get_weather", "arguments": call.arguments},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"},
+        ],
+    )
     assert reply.status == "completed"
     assert reply.output_text == chat.choices[0].message.content
     assert (reply.usage and reply.usage.input_tokens) == (chat.usage and chat.usage.prompt_tokens)
 
 
-async def test_a_call_that_is_cut_short_is_incomplete() -> None:
-    async with hermes_client() as client:
-        reply = await client.responses.create(
-            model="bundled", input=QUESTION, tools=[TOOL], tool_choice="required", max_output_tokens=58
-        )
+async def test_a_call_that_is_cut_short_is_incomplete(hermes: AsyncOpenAI) -> None:
+    reply = await hermes.responses.create(
+        model="bundled", input=QUESTION, tools=[TOOL], tool_choice="required", max_output_tokens=58
+    )
     (call,) = reply.output
     assert call.type == "function_call"
     assert '{"city": "Oslo"}'.startswith(call.arguments) or '{"city": "Rome"}'.startswith(call.arguments)

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from chairlift.api.errors import error_reply
 from chairlift.api.reference.description import fields_of
-from chairlift.api.wire.base import Fate, own_field_names
+from chairlift.api.wire.base import own_field_names
 from chairlift.api.wire.chat import ChatCompletionRequest
+from chairlift.api.wire.completions import CompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ContextLengthExceeded, InvalidRequest
 from chairlift.params import SamplingParams, StructuredOutputs
@@ -224,31 +225,6 @@ def test_every_field_that_the_client_can_send_is_known() -> None:
     assert sent | ours | codex | sampling == {row.name for row in fields_of(ResponsesRequest)}
 
 
-def test_a_field_changes_its_fate_only_where_somebody_decides_it() -> None:
-    rows = fields_of(ResponsesRequest)
-    assert {row.name for row in rows if row.fate is Fate.IGNORED} == {
-        *("metadata", "client_metadata", "safety_identifier", "service_tier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-    }
-    assert {row.name for row in rows if row.fate is Fate.REFUSED} == {
-        *("conversation", "prompt", "max_tool_calls"),
-        *("moderation", "context_management", "access_programs", "image"),
-    }
-
-
-@pytest.mark.parametrize("row", [row for row in fields_of(ResponsesRequest) if row.fate is Fate.REFUSED])
-@pytest.mark.parametrize("value", [0, "", "resp_1", [], {}, {"effort": "low"}, False])
-def test_a_refused_field_names_itself_whatever_its_value(row: Any, value: object) -> None:
-    param, message = complaint(**{row.name: value})
-    assert param == row.name
-    assert message.startswith(f"{row.name} is not supported: ")
-
-
-def test_null_counts_as_left_out() -> None:
-    rows = fields_of(ResponsesRequest)
-    assert parse(**{row.name: None for row in rows if not row.is_required}) == parse()
-
-
 def test_what_agents_send_whatever_the_model_is_accepted() -> None:
     parse(
         include=["reasoning.encrypted_content"],
@@ -264,7 +240,7 @@ def test_what_agents_send_whatever_the_model_is_accepted() -> None:
     assert not parse(include=["reasoning.encrypted_content"]).has_logprobs
 
 
-def test_a_response_is_sampled_with_the_same_fields_as_a_chat() -> None:
+def test_a_response_is_sampled_with_the_same_fields_as_a_chat_or_a_completion() -> None:
     fields: dict[str, Any] = {
         "top_k": 3,
         "min_p": 0.1,
@@ -287,6 +263,8 @@ def test_a_response_is_sampled_with_the_same_fields_as_a_chat() -> None:
     assert params == SamplingParams(**fields)
     chat = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **as_sent})
     assert chat.params(SamplingParams()) == params
+    completion = CompletionRequest.model_validate({"prompt": "a", **as_sent})
+    assert completion.params(SamplingParams()) == params
     wanted = parse(structured_outputs={"regex": "a"}).wanted_structure()
     assert wanted is not None
     assert wanted.outputs.regex == "a"

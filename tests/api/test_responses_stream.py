@@ -10,10 +10,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.api.conftest import Server
-from tests.api.contract import hermes_client, post, serving
+from tests.api.contract import post, serving
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, without_identity
 from tests.api.test_responses import ANSWER, LOGPROBS, NAMED, QUESTION, RESPONSES, TOOL, Trip, check
-from tests.engine.async_support import StepGate, hold_back
+from tests.engine.async_support import Gate, hold_back
 
 
 async def stream(server: Server, **body: Any) -> Events:
@@ -90,11 +90,10 @@ async def test_max_output_tokens_end_the_stream_incomplete(server: Server) -> No
 # --- calls
 
 
-async def test_a_call_is_told_in_this_order() -> None:
-    async with hermes_client() as client:
-        create: Any = client.responses.with_raw_response.create
-        raw = await create(model="bundled", input=QUESTION, tools=[TOOL], tool_choice=NAMED, stream=True)
-        events = Events.of((await raw.http_response.aread()).decode())
+async def test_a_call_is_told_in_this_order(hermes: AsyncOpenAI) -> None:
+    create: Any = hermes.responses.with_raw_response.create
+    raw = await create(model="bundled", input=QUESTION, tools=[TOOL], tool_choice=NAMED, stream=True)
+    events = Events.of((await raw.http_response.aread()).decode())
     assert events.types == [*OPENING, *CALL_EVENTS, COMPLETED]
     (item,) = events.last_response["output"]
     added, *_, arguments_done, item_done, _ = events.all[2:]
@@ -105,14 +104,13 @@ async def test_a_call_is_told_in_this_order() -> None:
     assert {each["item_id"] for each in events.all if "item_id" in each} == {item["id"]}
 
 
-async def test_the_client_parses_a_streamed_calls_arguments() -> None:
-    async with hermes_client() as client:
-        tool = openai.pydantic_function_tool(Trip)["function"]
-        tools: Any = [{"type": "function", **tool}]
-        async with client.responses.stream(
-            model="bundled", input=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False
-        ) as events:
-            (call,) = (await events.get_final_response()).output
+async def test_the_client_parses_a_streamed_calls_arguments(hermes: AsyncOpenAI) -> None:
+    tool = openai.pydantic_function_tool(Trip)["function"]
+    tools: Any = [{"type": "function", **tool}]
+    async with hermes.responses.stream(
+        model="bundled", input=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False
+    ) as events:
+        (call,) = (await events.get_final_response()).output
     assert call.type == "function_call"
     assert isinstance(Trip.model_validate(call.parsed_arguments), Trip)
 
@@ -123,7 +121,7 @@ async def test_the_client_parses_a_streamed_calls_arguments() -> None:
 async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(server: Server, client: AsyncOpenAI) -> None:
     seen: list[Any] = []
 
-    async def read_and_fail_after_the_first_text(gate: StepGate) -> None:
+    async def read_and_fail_after_the_first_text(gate: Gate) -> None:
         gate.allow(1)
         async for each in await client.responses.create(model="bundled", input=QUESTION, stream=True):
             seen.append(each)
@@ -168,8 +166,8 @@ async def test_a_stream_that_the_server_ends_is_incomplete_without_a_reason(serv
     with hold_back(server.llm) as gate:
         asking = asyncio.create_task(stream(server))
         gate.allow(1)
-        await gate.wait_until_in_step()
-        await gate.wait_until_in_step()
+        await gate.entered()
+        await gate.entered()
         await server.llm.abort_all()
         gate.open()
         events = await asking

@@ -10,6 +10,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from chairlift.api.errors import error_reply
+from chairlift.errors import QueueFull, QueueTimeout
 from tests.api.conftest import Server
 from tests.api.fault_support import Gate, clock_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
@@ -29,6 +31,16 @@ GOING_DOWN = {
     "param": None,
     "code": "unavailable",
 }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.01, "2"), (7.0, "7"), (59.5, "60")]
+)
+def test_estimates_are_rounded_up_to_whole_seconds(seconds: float, header: str) -> None:
+    full = error_reply(QueueFull("full", retry_after=seconds)).response()
+    late = error_reply(QueueTimeout("waited 5 s for a slot", retry_after=seconds)).response()
+    assert (full.status, full.headers["Retry-After"]) == (429, header)
+    assert (late.status, late.headers["Retry-After"]) == (503, header)
 
 
 class Answers:

@@ -95,7 +95,7 @@ async def test_a_client_that_stops_reading_is_cut_off_in_time(
             await ended(server)
             start = time.monotonic()
             await wait_until(lambda: server.api.num_active == 0 and transports[0].is_closing(), "it is cut off")
-            assert time.monotonic() - start < 5 * SHORT_S
+            assert time.monotonic() - start < LONG_S / 2
         await until_idle(server)
 
 
@@ -139,16 +139,17 @@ async def test_a_slow_reader_gets_all_of_it_in_the_end() -> None:
 
 @pytest.mark.usefixtures("transports")
 async def test_a_reader_that_pauses_for_less_than_the_timeout_again_and_again_is_not_cut_off() -> None:
+    timeout_s, pause_s = 1.0, 0.25
     async with (
-        serving(config=ServerConfig(port=0, client_timeout=SHORT_S)) as server,
+        serving(config=ServerConfig(port=0, client_timeout=timeout_s)) as server,
         await post_and_read_nothing(server, VERBOSE) as slow,
     ):
         await slow.head()
         pieces: list[str] = []
         while piece := await slow.chunk():
             pieces.append(piece)
-            if len(pieces) in (50, 100, 150):
-                await asyncio.sleep(0.6 * SHORT_S)
+            if len(pieces) in (30, 60, 90, 120, 150):  # together longer than the timeout
+                await asyncio.sleep(pause_s)
         assert set(choices_of(pieces)) == set(range(SLOTS))
 
 

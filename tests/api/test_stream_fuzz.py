@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.api.conftest import Server
+from tests.api.conftest import Server, in_loop
 from tests.api.fault_support import serving, until_idle
 from tests.engine.support import make_tiny_checkpoint
 
@@ -23,7 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
+@in_loop
 async def babbler(tiny: str) -> AsyncIterator[Server]:
     """A server of a model without sense: one token per byte, many of which make no character."""
     async with serving(model=tiny, max_seq_len=256, max_steps_per_launch=4) as server:

@@ -167,6 +167,13 @@ async def test_a_guided_regex_is_matched_by_the_whole_text(server: Server, regex
         assert re.fullmatch(regex, await content(server, structured_outputs={"regex": regex}, **fields))
 
 
+async def test_a_bias_chooses_within_the_grammar_and_never_beyond_it(server: Server) -> None:
+    fields = {"temperature": 0, "guided_choice": ["cat", "dog"]}
+    assert await content(server, logit_bias={str(ord("d")): 100}, **fields) == "dog"
+    assert await content(server, logit_bias={str(ord("c")): 100}, **fields) == "cat"
+    assert await content(server, logit_bias={str(ord("x")): 100, str(ord("d")): -100}, **fields) == "cat"
+
+
 LARK = 'start: sum " = " NUMBER\nsum: NUMBER (" + " NUMBER)~1..2\nNUMBER: /[1-9][0-9]?/\n'
 GBNF = 'root ::= number (" + " number){1,2} " = " number\nnumber ::= [1-9] [0-9]?\n'
 

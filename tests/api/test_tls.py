@@ -4,7 +4,6 @@ import asyncio
 import signal
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from chairlift.api.config import ServerConfig
 from chairlift.api.http.listening import Listener, tls_context
 from chairlift.errors import ConfigurationError
-from tests.api.conftest import serving
+from tests.api.conftest import in_loop, serving
 from tests.engine.async_support import DEADLINE_S
 from tests.support.server_process import SERVE, Process, long_stream, running
 
@@ -39,7 +38,7 @@ class Files:
 
     @property
     def config(self) -> ServerConfig:
-        return ServerConfig(port=0, ssl_certfile=self.cert, ssl_keyfile=self.key, client_timeout=0.2)
+        return ServerConfig(port=0, ssl_certfile=self.cert, ssl_keyfile=self.key)
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def files(tmp_path: Path) -> Files:
     return files
 
 
-@pytest.fixture
+@in_loop
 async def url(files: Files) -> AsyncIterator[str]:
     """A server with that certificate."""
     async with serving(files.config, max_batch_size=1, max_seq_len=64) as server:
@@ -77,10 +76,12 @@ async def test_who_does_not_trust_the_certificate_or_speaks_http_gets_nothing(ur
             await client.get(f"{url.replace('https', 'http')}/health")
 
 
-async def test_a_handshake_that_does_not_come_ends_the_connection(url: str) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(url).port)
-    assert await asyncio.wait_for(reader.read(1), 5) == b""
-    writer.close()
+async def test_a_handshake_that_does_not_come_ends_the_connection(files: Files) -> None:
+    config = files.config.model_copy(update={"client_timeout": 0.2})
+    async with serving(config, max_batch_size=1, max_seq_len=64) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(server.url).port)
+        assert await asyncio.wait_for(reader.read(1), DEADLINE_S) == b""
+        writer.close()
 
 
 def test_nothing_older_than_tls_1_2_is_spoken(files: Files) -> None:
@@ -139,13 +140,13 @@ def test_sighup_reads_the_certificate_again_and_cuts_no_stream(files: Files) -> 
         first = certificate_of(process)
         files.key.write_text("no PEM at all\n")
         process.popen.send_signal(signal.SIGHUP)
-        until_logged(process, "the certificate was not renewed: ssl_certfile")
+        process.until_logged("the certificate was not renewed: ssl_certfile")
         assert certificate_of(process) == first
         issued = trustme.CA().issue_cert("127.0.0.1")
         issued.private_key_pem.write_to_path(files.key)
         issued.cert_chain_pems[0].write_to_path(files.cert)
         process.popen.send_signal(signal.SIGHUP)
-        until_logged(process, "the certificate was read again")
+        process.until_logged("the certificate was read again")
         assert certificate_of(process) == ssl.PEM_cert_to_DER_cert(files.cert.read_text()) != first
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
@@ -170,10 +171,3 @@ def certificate_of(process: Process) -> bytes:
         certificate = connection.getpeercert(binary_form=True)
     assert certificate is not None
     return certificate
-
-
-def until_logged(process: Process, words: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not any(words in line for line in process.log):
-        assert time.monotonic() < deadline, f"not logged: {words}"
-        time.sleep(0.01)

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.api.contract import counts, hermes_client
+from tests.api.contract import counts
 from tests.api.tool_support import (
     BEGIN_A_CALL,
     BEGIN_AN_OBJECT,
@@ -28,11 +28,10 @@ from tests.api.tool_support import (
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
-async def test_a_required_call_is_made_and_is_valid(temperature: float) -> None:
-    async with hermes_client() as client:
-        reply = await complete(
-            client, tool_choice="required", temperature=temperature, seed=1, n=3, parallel_tool_calls=False
-        )
+async def test_a_required_call_is_made_and_is_valid(hermes: AsyncOpenAI, temperature: float) -> None:
+    reply = await complete(
+        hermes, tool_choice="required", temperature=temperature, seed=1, n=3, parallel_tool_calls=False
+    )
     for choice in reply.choices:
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         (call,) = choice.message.tool_calls
@@ -40,20 +39,18 @@ async def test_a_required_call_is_made_and_is_valid(temperature: float) -> None:
     assert len({choice.message.tool_calls[0].id for choice in reply.choices}) == 3
 
 
-async def test_the_tool_that_is_named_is_called() -> None:
-    async with hermes_client() as client:
-        for seed in range(3):
-            reply = await complete(client, tool_choice=NAMED, temperature=2.0, seed=seed, parallel_tool_calls=False)
-            (choice,) = reply.choices
-            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-            assert [call.function.name for call in choice.message.tool_calls] == ["paint"]
-            assert_is_valid(choice.message.tool_calls[0])
+async def test_the_tool_that_is_named_is_called(hermes: AsyncOpenAI) -> None:
+    for seed in range(3):
+        reply = await complete(hermes, tool_choice=NAMED, temperature=2.0, seed=seed, parallel_tool_calls=False)
+        (choice,) = reply.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert [call.function.name for call in choice.message.tool_calls] == ["paint"]
+        assert_is_valid(choice.message.tool_calls[0])
 
 
-async def test_none_means_that_the_model_does_not_even_hear_of_tools() -> None:
-    async with hermes_client() as client:
-        without = await complete(client, tools=openai.NOT_GIVEN)
-        none = await complete(client, tool_choice="none")
+async def test_none_means_that_the_model_does_not_even_hear_of_tools(hermes: AsyncOpenAI) -> None:
+    without = await complete(hermes, tools=openai.NOT_GIVEN)
+    none = await complete(hermes, tool_choice="none")
     assert none.choices[0].message == without.choices[0].message
     assert none.choices[0].message.tool_calls is None
     assert counts(none.usage) == counts(without.usage)
@@ -61,14 +58,13 @@ async def test_none_means_that_the_model_does_not_even_hear_of_tools() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", None])
-async def test_auto_leaves_it_to_the_model(choice: Literal["auto"] | None) -> None:
+async def test_auto_leaves_it_to_the_model(hermes: AsyncOpenAI, choice: Literal["auto"] | None) -> None:
     """Beside a wanted format the answer is either that or a call; a bias for the first character makes it sure."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
     strict = [tool("get_weather", strict=True), tool("paint", strict=True)]
     fields = {"tools": strict, "tool_choice": choice, "response_format": form, "parallel_tool_calls": False}
-    async with hermes_client() as client:
-        called = await complete(client, **fields, logit_bias=BEGIN_A_CALL)
-        answered = await complete(client, **fields, logit_bias=BEGIN_AN_OBJECT)
+    called = await complete(hermes, **fields, logit_bias=BEGIN_A_CALL)
+    answered = await complete(hermes, **fields, logit_bias=BEGIN_AN_OBJECT)
     assert (called.choices[0].finish_reason, called.choices[0].message.content) == ("tool_calls", None)
     (call,) = called.choices[0].message.tool_calls
     assert_is_valid(call)
@@ -76,30 +72,28 @@ async def test_auto_leaves_it_to_the_model(choice: Literal["auto"] | None) -> No
     assert answered.choices[0].message.tool_calls is None
 
 
-async def test_a_strict_function_is_called_with_what_fits_also_under_auto() -> None:
+async def test_a_strict_function_is_called_with_what_fits_also_under_auto(hermes: AsyncOpenAI) -> None:
     strict = [tool("get_weather", strict=True)]
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
-    async with hermes_client() as client:
-        for seed in range(3):
-            reply = await complete(
-                client,
-                tools=strict,
-                response_format=form,
-                logit_bias=BEGIN_A_CALL,
-                temperature=2.0,
-                seed=seed,
-                parallel_tool_calls=False,
-            )
-            assert reply.choices[0].finish_reason == "tool_calls"
-            assert_is_valid(reply.choices[0].message.tool_calls[0])
+    for seed in range(3):
+        reply = await complete(
+            hermes,
+            tools=strict,
+            response_format=form,
+            logit_bias=BEGIN_A_CALL,
+            temperature=2.0,
+            seed=seed,
+            parallel_tool_calls=False,
+        )
+        assert reply.choices[0].finish_reason == "tool_calls"
+        assert_is_valid(reply.choices[0].message.tool_calls[0])
 
 
-async def test_calls_may_be_several_unless_they_must_not() -> None:
+async def test_calls_may_be_several_unless_they_must_not(hermes: AsyncOpenAI) -> None:
     """The bias makes the model go on with another call for as long as it may."""
     fields = {"tool_choice": NAMED, "logit_bias": {"10": 100, "60": 100, "257": -100}, "max_tokens": 300}
-    async with hermes_client() as client:
-        several = (await complete(client, **fields)).choices[0]
-        single = (await complete(client, **fields, parallel_tool_calls=False)).choices[0]
+    several = (await complete(hermes, **fields)).choices[0]
+    single = (await complete(hermes, **fields, parallel_tool_calls=False)).choices[0]
     assert len(several.message.tool_calls) > 1
     assert several.finish_reason == "length"
     assert len({call.id for call in several.message.tool_calls}) == len(several.message.tool_calls)
@@ -151,19 +145,17 @@ async def test_a_response_with_at_most_one_call_ends_with_it(client: AsyncOpenAI
     assert reply.usage.output_tokens < 100
 
 
-async def test_a_forced_call_wins_over_a_wanted_format() -> None:
+async def test_a_forced_call_wins_over_a_wanted_format(hermes: AsyncOpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
-    async with hermes_client() as client:
-        for choice in (NAMED, "required"):
-            reply = await complete(client, tool_choice=choice, response_format=form, parallel_tool_calls=False)
-            (call,) = reply.choices[0].message.tool_calls
-            assert_is_valid(call)
-            assert (reply.choices[0].finish_reason, reply.choices[0].message.content) == ("tool_calls", None)
+    for choice in (NAMED, "required"):
+        reply = await complete(hermes, tool_choice=choice, response_format=form, parallel_tool_calls=False)
+        (call,) = reply.choices[0].message.tool_calls
+        assert_is_valid(call)
+        assert (reply.choices[0].finish_reason, reply.choices[0].message.content) == ("tool_calls", None)
 
 
-async def test_a_call_that_max_tokens_cuts_has_ended_for_that_reason() -> None:
-    async with hermes_client() as client:
-        (choice,) = (await complete(client, tool_choice=NAMED, max_tokens=56)).choices
+async def test_a_call_that_max_tokens_cuts_has_ended_for_that_reason(hermes: AsyncOpenAI) -> None:
+    (choice,) = (await complete(hermes, tool_choice=NAMED, max_tokens=56)).choices
     assert choice.finish_reason == "length"
     (call,) = choice.message.tool_calls
     assert call.function.name == "paint"
@@ -173,13 +165,12 @@ async def test_a_call_that_max_tokens_cuts_has_ended_for_that_reason() -> None:
 # --- streams
 
 
-async def test_a_streamed_call_that_the_client_puts_together_is_the_whole_one() -> None:
+async def test_a_streamed_call_that_the_client_puts_together_is_the_whole_one(hermes: AsyncOpenAI) -> None:
     fields = body(tool_choice="required", parallel_tool_calls=False)
-    async with hermes_client() as client:
-        whole = (await client.chat.completions.create(**fields)).choices[0]
-        async with client.chat.completions.stream(**fields) as stream:
-            kinds = [event.type async for event in stream]
-            final = (await stream.get_final_completion()).choices[0]
+    whole = (await hermes.chat.completions.create(**fields)).choices[0]
+    async with hermes.chat.completions.stream(**fields) as stream:
+        kinds = [event.type async for event in stream]
+        final = (await stream.get_final_completion()).choices[0]
     assert final.finish_reason == whole.finish_reason == "tool_calls"
     assert final.message.content is None or final.message.content == ""
     (streamed,), (call,) = final.message.tool_calls or [], whole.message.tool_calls or []
@@ -189,12 +180,11 @@ async def test_a_streamed_call_that_the_client_puts_together_is_the_whole_one() 
     assert kinds.count("tool_calls.function.arguments.done") == 1
 
 
-async def test_the_deltas_of_a_call_name_it_once_and_then_bring_its_arguments() -> None:
-    async with hermes_client() as client:
-        stream = await client.chat.completions.create(
-            **body(tool_choice=NAMED, parallel_tool_calls=False, stream=True, stream_options={"include_usage": True})
-        )
-        *chunks, usage = [chunk async for chunk in stream]
+async def test_the_deltas_of_a_call_name_it_once_and_then_bring_its_arguments(hermes: AsyncOpenAI) -> None:
+    stream = await hermes.chat.completions.create(
+        **body(tool_choice=NAMED, parallel_tool_calls=False, stream=True, stream_options={"include_usage": True})
+    )
+    *chunks, usage = [chunk async for chunk in stream]
     assert len({(chunk.id, chunk.created) for chunk in [*chunks, usage]}) == 1
     assert (usage.choices, usage.usage is None) == ([], False)
     deltas = [chunk.choices[0].delta for chunk in chunks]

@@ -8,31 +8,29 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.api.contract import counts, hermes_client
+from tests.api.contract import counts
 from tests.api.tool_support import QUESTION, body, complete
 
 
-async def test_a_call_and_its_result_can_be_sent_back_as_they_came() -> None:
-    async with hermes_client() as client:
-        message = (await complete(client, tool_choice="required", parallel_tool_calls=False)).choices[0].message
-        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny, 21 degrees."}
-        dumped = [*QUESTION, message.model_dump(), result]
-        reply = await complete(client, messages=dumped, tool_choice="none")
-        as_object = await complete(client, messages=[*QUESTION, message, result], tool_choice="none")
-        short = await complete(client, messages=QUESTION, tool_choice="none")
+async def test_a_call_and_its_result_can_be_sent_back_as_they_came(hermes: AsyncOpenAI) -> None:
+    message = (await complete(hermes, tool_choice="required", parallel_tool_calls=False)).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny, 21 degrees."}
+    dumped = [*QUESTION, message.model_dump(), result]
+    reply = await complete(hermes, messages=dumped, tool_choice="none")
+    as_object = await complete(hermes, messages=[*QUESTION, message, result], tool_choice="none")
+    short = await complete(hermes, messages=QUESTION, tool_choice="none")
     assert reply.choices[0].message.content
     assert as_object.choices[0].message == reply.choices[0].message
     assert reply.usage.prompt_tokens > short.usage.prompt_tokens + len("Sunny, 21 degrees.")
 
 
-async def test_what_a_tool_said_in_parts_is_the_same() -> None:
+async def test_what_a_tool_said_in_parts_is_the_same(hermes: AsyncOpenAI) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "paint", "arguments": '{"colours": ["red"]}'}}
     said = {"role": "tool", "tool_call_id": "a"}
     asked = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
-    async with hermes_client() as client:
-        whole = await complete(client, messages=[*asked, {**said, "content": "done"}])
-        parts = [{"type": "text", "text": "do"}, {"type": "text", "text": "ne"}]
-        pieces = await complete(client, messages=[*asked, {**said, "content": parts}])
+    whole = await complete(hermes, messages=[*asked, {**said, "content": "done"}])
+    parts = [{"type": "text", "text": "do"}, {"type": "text", "text": "ne"}]
+    pieces = await complete(hermes, messages=[*asked, {**said, "content": parts}])
     assert counts(pieces.usage) == counts(whole.usage)
     assert pieces.choices[0].message.content == whole.choices[0].message.content
 
@@ -49,35 +47,33 @@ class Forecast(BaseModel):
     days: int = Field(ge=1, le=7)
 
 
-async def test_parse_gives_a_calls_arguments_as_the_model_that_described_them() -> None:
-    async with hermes_client() as client:
-        reply = await client.chat.completions.parse(
-            model="bundled",
-            messages=[{"role": "user", "content": "Oslo?"}],
-            tools=[openai.pydantic_function_tool(Forecast)],
-            tool_choice="required",
-            parallel_tool_calls=False,
-            temperature=2.0,
-            seed=1,
-        )
+async def test_parse_gives_a_calls_arguments_as_the_model_that_described_them(hermes: AsyncOpenAI) -> None:
+    reply = await hermes.chat.completions.parse(
+        model="bundled",
+        messages=[{"role": "user", "content": "Oslo?"}],
+        tools=[openai.pydantic_function_tool(Forecast)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=2.0,
+        seed=1,
+    )
     (call,) = reply.choices[0].message.tool_calls or []
     assert call.function.name == "Forecast"
     assert isinstance(call.function.parsed_arguments, Forecast)
 
 
 @pytest.mark.parametrize("form", ["as the client's object", "dumped", "to_dict"])
-async def test_what_the_clients_helpers_return_can_be_sent_back(form: str) -> None:
+async def test_what_the_clients_helpers_return_can_be_sent_back(hermes: AsyncOpenAI, form: str) -> None:
     """They add fields of their own to it: parsed, parsed_arguments, and index where the call was streamed."""
     fields = body(tools=[openai.pydantic_function_tool(Forecast)], tool_choice="required", parallel_tool_calls=False)
-    async with hermes_client() as client:
-        parsed: Any = (await client.chat.completions.parse(**fields)).choices[0].message
-        async with client.chat.completions.stream(**fields) as stream:
-            streamed: Any = (await stream.get_final_completion()).choices[0].message
-        for message in (parsed, streamed):
-            sent = {"dumped": message.model_dump(), "to_dict": message.to_dict()}.get(form, message)
-            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny."}
-            reply = await complete(client, messages=[*QUESTION, sent, result], tools=openai.NOT_GIVEN, max_tokens=3)
-            assert reply.choices[0].finish_reason in ("stop", "length")
+    parsed: Any = (await hermes.chat.completions.parse(**fields)).choices[0].message
+    async with hermes.chat.completions.stream(**fields) as stream:
+        streamed: Any = (await stream.get_final_completion()).choices[0].message
+    for message in (parsed, streamed):
+        sent = {"dumped": message.model_dump(), "to_dict": message.to_dict()}.get(form, message)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny."}
+        reply = await complete(hermes, messages=[*QUESTION, sent, result], tools=openai.NOT_GIVEN, max_tokens=3)
+        assert reply.choices[0].finish_reason in ("stop", "length")
 
 
 # --- what the bundled model knows

@@ -1,15 +1,16 @@
 """Spans of requests for tokens, exported to memory by OpenTelemetry's own SDK; and none where it is not configured."""
 
-import subprocess
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
 
-from tests.api.conftest import Server
+from tests.api.conftest import Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import serving
+from tests.support.server_process import start_python
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
 
@@ -34,7 +35,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-@pytest.fixture
+@in_loop
 async def traced(exporter: InMemorySpanExporter) -> AsyncIterator[Server]:  # noqa: ARG001
     async with serving(max_queue_size=0) as server:
         yield server
@@ -111,7 +112,7 @@ def test_where_nobody_has_configured_it_nothing_of_it_is_imported() -> None:
         "import sys; from chairlift.api.telemetry.tracing import Tracing; import chairlift.api.app;"
         "assert Tracing('m')._tracer is None; sys.exit('opentelemetry' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert start_python(code, [], os.environ, sys.stderr.fileno()).wait(60) == 0
 
 
 async def test_a_provider_that_stands_for_none_costs_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:

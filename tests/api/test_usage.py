@@ -19,7 +19,6 @@ from tests.api.contract import (
     check_chat_chunk,
     check_completion,
     chunks_of,
-    client_of,
     post,
     serving,
     user,
@@ -117,23 +116,6 @@ async def test_a_prompt_that_comes_again_is_reused_but_for_its_last_token(client
     assert await cached(client) == len(STORY) - 1
     assert await cached(client, STORY + " that went up") == len(STORY)
     assert await cached(client, [STORY, "never seen", STORY]) == 2 * (len(STORY) - 1)
-
-
-async def test_a_salt_keeps_prompts_apart(client: AsyncOpenAI) -> None:
-    assert await cached(client, cache_salt="ours") == 0
-    assert await cached(client) == 0
-    assert await cached(client, cache_salt="theirs") == 0
-    assert await cached(client, cache_salt="ours") == len(STORY) - 1
-
-
-async def test_users_share_prompts_unless_they_have_salts(client: AsyncOpenAI) -> None:
-    assert await cached(client, user="ann") == 0
-    assert await cached(client, user="bob") == len(STORY) - 1
-
-
-async def test_reuse_can_be_turned_off() -> None:
-    async with serving(enable_prefix_caching=False) as server, client_of(server) as client:
-        assert [await cached(client), await cached(client)] == [0, 0]
 
 
 async def test_every_endpoint_and_both_kinds_of_replies_tell_of_it(server: Server) -> None:

@@ -101,8 +101,8 @@ def count_shots() -> Iterator[Shot]:
     for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES):
         names = ("n", "max_tokens", "min_tokens", "max_completion_tokens", "max_output_tokens", "logprobs", "top_k")
         for name in (*names, "top_logprobs", "best_of", "seed", "priority", "truncate_prompt_tokens", "timeout"):
-            for number in (10**8, 10**30, -(10**30)):
-                yield post(path, {**BASES[path], name: number}, f"{name} {number:.0e}")
+            for number in (10**8, 10**30, -(10**30), 10**4000):
+                yield post(path, {**BASES[path], name: number}, f"{name} of {len(str(number))} digits")
 
 
 def prompts_shots() -> Iterator[Shot]:

@@ -4,15 +4,14 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from chairlift import AsyncLLM, SamplingParams
-from chairlift.engine.core import EngineCore
 from chairlift.params import RequestOutput
-from chairlift.scheduler import TokenEvent
 from tests.engine.support import ENGINE
 
 DEADLINE_S = 20.0
@@ -20,42 +19,41 @@ NUM_SLOTS = 2
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
-class StepGate:
-    """Lets an engine take a step only when the test says so. Open it for good before closing the engine."""
+class Gate:
+    """Stands in the place of a function, on whatever thread; its calls wait until they are let through."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self._step = core.step
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         self._permits = threading.Semaphore(0)
-        self._is_open = False
         self._entered = threading.Semaphore(0)
+        self._is_open = False
 
-    def step(self) -> list[TokenEvent]:
-        """In the place of `core.step`."""
+    def __call__(self, *args: Any, **named: Any) -> Any:
         self._entered.release()
         if not self._is_open:
             self._permits.acquire()
-        return self._step()
+        return self._function(*args, **named)
 
-    def allow(self, num_steps: int) -> None:
-        self._permits.release(num_steps)
+    def allow(self, num_calls: int = 1) -> None:
+        self._permits.release(num_calls)
 
     def open(self) -> None:
-        """All steps may be taken from now on."""
+        """Nobody waits here any more."""
         self._is_open = True
         self._permits.release()
 
-    def fail(self, error: Exception) -> None:
-        """The step that waits, and all after it, raise this."""
+    def fail(self, error: BaseException) -> None:
+        """The call that waits, and all after it, raise this."""
 
-        def failing_step() -> list[TokenEvent]:
+        def raise_it(*_: Any, **__: Any) -> Any:
             raise error
 
-        self._step = failing_step
+        self._function = raise_it
         self.open()
 
-    async def wait_until_in_step(self) -> None:
-        """Returns when a step has begun (one more than at the last call) and waits at the gate."""
-        assert await asyncio.to_thread(self._entered.acquire, timeout=DEADLINE_S), "the engine takes no step"
+    async def entered(self) -> None:
+        """Returns when a call has come (one more than at the last call of this) and waits."""
+        assert await asyncio.to_thread(self._entered.acquire, timeout=DEADLINE_S), "nobody came to the gate"
 
 
 def make_async_llm(model: str, **config: Any) -> AsyncLLM:
@@ -63,15 +61,41 @@ def make_async_llm(model: str, **config: Any) -> AsyncLLM:
 
 
 @contextmanager
-def hold_back(engine: AsyncLLM) -> Iterator[StepGate]:
-    """The engine steps only when the gate allows it; at the end the gate is open."""
-    gate = StepGate(engine._core)
+def held(owner: object, name: str) -> Iterator[Gate]:
+    """Calls of that method wait at a gate, which is open at the end."""
+    gate = Gate(getattr(owner, name))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._core, "step", gate.step)
+        patch.setattr(owner, name, gate)
         try:
             yield gate
         finally:
             gate.open()
+
+
+def hold_back(engine: AsyncLLM) -> AbstractContextManager[Gate]:
+    """The engine steps only when the gate allows it; at the end the gate is open."""
+    return held(engine._core, "step")
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def clock_of(engine: AsyncLLM) -> Iterator[Clock]:
+    """The scheduler's clock stands still unless it is moved."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        scheduler = engine._core._scheduler
+        for keeper in (scheduler, scheduler.waiting):
+            patch.setattr(keeper, "_clock", clock)
+        yield clock
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

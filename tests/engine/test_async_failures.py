@@ -15,7 +15,7 @@ from chairlift.params import RequestOptions, StructuredOutputs
 from tests.engine.async_support import (
     DEADLINE_S,
     LONG,
-    StepGate,
+    Gate,
     engine_threads,
     hold_back,
     last,
@@ -33,7 +33,7 @@ async def test_who_comes_when_the_queue_is_full_is_refused_and_the_others_are_se
         with hold_back(engine) as gate:
             generations = [await engine.prepare(prompt, GREEDY) for prompt in PROMPTS[:5]]
             tasks = [asyncio.create_task(last(engine.run(generation))) for generation in generations[:2]]
-            await gate.wait_until_in_step()
+            await gate.entered()
             gate.allow(2)  # the second has come in with or after the first: both have their slots now
             await wait_until(lambda: engine._core.cache.slots_remaining == 0, "two run")
             tasks += [asyncio.create_task(last(engine.run(generation))) for generation in generations[2:]]
@@ -41,6 +41,7 @@ async def test_who_comes_when_the_queue_is_full_is_refused_and_the_others_are_se
             gate.open()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             await wait_until_idle(engine)
+            assert engine._outputs._routes == {}
             again = await last(engine.generate(PROMPTS[3], GREEDY))
     assert [result.outputs for result in results[:3] if not isinstance(result, BaseException)] == [
         output.outputs for output in expected
@@ -54,7 +55,7 @@ async def test_who_loses_its_place_in_the_queue_ends_with_all_of_its_choices_and
     async with make_async_llm(tiny, max_batch_size=1, max_queue_size=2) as engine:
         with hold_back(engine) as gate:
             running = asyncio.create_task(last(engine.generate("hi", GREEDY)))
-            await gate.wait_until_in_step()
+            await gate.entered()
             patient = [await engine.prepare("hi", two, options=RequestOptions(priority=1)) for _ in range(2)]
             urgent = await engine.prepare("hi", GREEDY)
             gate.allow(1)
@@ -94,17 +95,6 @@ async def test_a_generation_can_be_run_again_once_it_has_ended(tiny: str) -> Non
         generation = await engine.prepare("hi", GREEDY)
         first, second = [await last(engine.run(generation)) for _ in range(2)]
         assert first.outputs == second.outputs
-
-
-async def test_choices_are_queued_all_or_none(tiny: str) -> None:
-    async with make_async_llm(tiny, max_queue_size=1) as engine:
-        running = asyncio.create_task(last(engine.generate("hi", LONG)))
-        await wait_until(lambda: engine._core.cache.slots_remaining == 1, "one runs")
-        with pytest.raises(QueueFull, match="1 requests"):
-            await last(engine.generate("hi", GREEDY.model_copy(update={"n": 3})))
-        assert len((await last(engine.generate("hi", GREEDY.model_copy(update={"n": 2})))).outputs) == 2
-        assert (await running).finished
-        await wait_until_idle(engine)
 
 
 async def assert_dead(engine: AsyncLLM) -> None:
@@ -187,12 +177,12 @@ async def test_two_engines_in_one_process_do_not_disturb_each_other(tiny: str) -
 def test_an_event_loop_that_is_closed_during_a_step_does_not_kill_the_engine_thread(tiny: str) -> None:
     engine = make_async_llm(tiny)
 
-    async def leave_in_a_step(gate: StepGate) -> None:
+    async def leave_in_a_step(gate: Gate) -> None:
         outputs = engine.generate("hi", LONG)
         gate.allow(1)
         await anext(outputs)
-        await gate.wait_until_in_step()
-        await gate.wait_until_in_step()
+        await gate.entered()
+        await gate.entered()
 
     with hold_back(engine) as gate:
         asyncio.run(leave_in_a_step(gate))
@@ -232,22 +222,6 @@ async def test_a_text_that_cannot_be_made_ends_its_generation_and_no_other(
         assert len((await staying).outputs[0].token_ids) == 200
         assert engine.is_healthy
         await wait_until_idle(engine)
-
-
-async def test_a_rejected_generation_leaves_no_trace(tiny: str) -> None:
-    async with make_async_llm(tiny, max_queue_size=0) as engine:
-        with hold_back(engine) as gate:
-            running = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(2)]
-            await gate.wait_until_in_step()
-            await wait_until(lambda: engine.num_unfinished == 2, "both have come in")
-            refused = asyncio.create_task(last(engine.generate("hi", GREEDY)))
-            await wait_until(lambda: engine.num_unfinished == 3, "it has come in")
-            gate.open()
-            with pytest.raises(QueueFull):
-                await refused
-            assert len(tokens_of([await task for task in running])) == 2
-        await wait_until_idle(engine)
-        assert engine._outputs._routes == {}
 
 
 async def test_a_grammar_that_fails_after_its_client_has_left_is_nobodys_unseen_exception(tiny: str) -> None:

@@ -117,7 +117,7 @@ async def test_cancelling_before_the_first_token_frees_the_slot_or_the_place_in_
         with hold_back(engine) as gate:
             tasks = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(4)]  # two of them wait
             await wait_until(lambda: engine.num_unfinished == 4, "all have come in")
-            await gate.wait_until_in_step()
+            await gate.entered()
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -182,7 +182,7 @@ async def test_an_id_whose_generation_was_left_can_be_used_again_at_once(tiny: s
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
             first = asyncio.create_task(last(engine.generate("first", LONG, "mine")))
-            await gate.wait_until_in_step()
+            await gate.entered()
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
             second = asyncio.create_task(last(engine.generate("second", GREEDY, "mine")))

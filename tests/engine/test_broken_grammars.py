@@ -13,7 +13,7 @@ from chairlift import LLM
 from chairlift.engine.sampling.masks import TokenGrammar
 from chairlift.engine.text.inputs import Generation
 from chairlift.params import RequestOptions, RequestOutput, StructuredOutputs
-from tests.engine.async_support import DEADLINE_S, last, make_async_llm, wait_until_idle
+from tests.engine.async_support import DEADLINE_S, clock_of, last, make_async_llm, wait_until_idle
 from tests.engine.support import GREEDY, assert_idle, make_llm, tokens_of
 
 WORDS = GREEDY.model_copy(update={"structured_outputs": StructuredOutputs(regex="[a-z]{30}"), "max_tokens": 8})
@@ -133,11 +133,13 @@ async def test_others_go_on_while_a_mask_never_comes_and_a_deadline_ends_its_req
 ) -> None:
     async with make_async_llm(tiny) as engine:
         gate = Gate(monkeypatch)
-        stuck = asyncio.create_task(last(engine.generate("stuck", WORDS, options=RequestOptions(timeout=0.5))))
-        assert await asyncio.to_thread(gate.entered.wait, DEADLINE_S)
-        free = await last(engine.generate("free", GREEDY))
-        assert len(free.outputs[0].token_ids) == 12
-        output = await stuck
+        with clock_of(engine) as clock:
+            stuck = asyncio.create_task(last(engine.generate("stuck", WORDS, options=RequestOptions(timeout=5.0))))
+            assert await asyncio.to_thread(gate.entered.wait, DEADLINE_S)
+            free = await last(engine.generate("free", GREEDY))
+            assert len(free.outputs[0].token_ids) == 12
+            clock.now += 6.0
+            output = await stuck
         assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("abort", "timeout")
         assert not gate.may_go_on.is_set()
         await wait_until_idle(engine)

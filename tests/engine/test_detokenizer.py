@@ -1,7 +1,6 @@
 """Streamed text: its pieces are whole characters and add up to the decoding of the whole, for any kind of tokenizer."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, example, given
@@ -74,12 +73,24 @@ def test_bytes_that_are_no_text_come_out_as_decoding_all_at_once_gives_them(
     assert "".join(stream(byte_tokenizer, [], output)) == byte_tokenizer.decode(output)
 
 
-def test_a_character_comes_out_with_its_last_byte(byte_tokenizer: Tokenizer) -> None:
-    assert stream(byte_tokenizer, [], list("a€😀".encode())) == ["a", "", "", "€", "", "", "", "😀", ""]
-
-
-def test_an_unfinished_character_comes_out_at_the_end(byte_tokenizer: Tokenizer) -> None:
-    assert stream(byte_tokenizer, [], [ord("a"), 0xE2, 0x82]) == ["a", "", "", HALF]
+@pytest.mark.parametrize(
+    ("prompt", "output", "pieces"),
+    [
+        pytest.param(
+            b"", [*"a€😀".encode()], ["a", "", "", "€", "", "", "", "😀", ""], id="a character at its last byte"
+        ),
+        pytest.param(b"", [ord("a"), 0xE2, 0x82], ["a", "", "", HALF], id="an unfinished character at the end"),
+        pytest.param(
+            [END_TOKEN], [END_TOKEN, ord("a"), 257, ord("b"), 256], ["", "a", "", "b", "", ""], id="no special token"
+        ),
+        pytest.param(b"", [ord("a"), 300, ord("b"), 319], ["a", "", "b", "", ""], id="nothing of unknown ids"),
+        pytest.param(b"a\xe2\x82", [*b"bc"], ["b", "c", ""], id="what follows half a character"),
+    ],
+)
+def test_each_token_brings(
+    byte_tokenizer: Tokenizer, prompt: Sequence[int], output: list[int], pieces: list[str]
+) -> None:
+    assert stream(byte_tokenizer, [*prompt], output) == pieces
 
 
 def test_finishing_twice_says_nothing_twice(byte_tokenizer: Tokenizer) -> None:
@@ -87,23 +98,10 @@ def test_finishing_twice_says_nothing_twice(byte_tokenizer: Tokenizer) -> None:
     assert [detokenizer.push(0xE2), detokenizer.finish(), detokenizer.finish()] == ["", HALF, ""]
 
 
-def test_special_tokens_are_not_shown(byte_tokenizer: Tokenizer) -> None:
-    assert stream(byte_tokenizer, [END_TOKEN], [END_TOKEN, ord("a"), 257, ord("b"), 256]) == ["", "a", "", "b", "", ""]
-
-
-def test_ids_beyond_the_tokenizer_show_nothing(byte_tokenizer: Tokenizer) -> None:
-    assert "".join(stream(byte_tokenizer, [], [ord("a"), 300, ord("b"), 319])) == "ab"
-
-
 @given(prompt=TEXTS, output=TEXTS)
 def test_a_prompts_text_is_never_repeated(byte_tokenizer: Tokenizer, prompt: str, output: str) -> None:
     ids = byte_tokenizer.encode(prompt), byte_tokenizer.encode(output)
     assert "".join(stream(byte_tokenizer, *ids)) == output
-
-
-def test_a_prompt_that_ends_within_a_character_does_no_harm(byte_tokenizer: Tokenizer) -> None:
-    pieces = stream(byte_tokenizer, [ord("a"), 0xE2, 0x82], [ord("b"), ord("c")])
-    assert "".join(pieces) == "bc"
 
 
 # --- byte-level BPE
@@ -204,12 +202,6 @@ def test_a_metaspace_word_keeps_the_space_before_it_only_if_something_stands_the
     metaspace: Tokenizer, prompt: str, expected: str
 ) -> None:
     assert "".join(stream(metaspace, metaspace.encode(prompt), ids_of(metaspace, "▁hill"))) == expected
-
-
-def test_made_tokenizers_are_loaded_as_a_checkpoints_are(tmp_path: Path) -> None:
-    tokenizer = make_byte_level_bpe(tmp_path)
-    assert tokenizer.decode(tokenizer.encode("the hill, 日本語 😀")) == "the hill, 日本語 😀"
-    assert not tokenizer.has_chat_template
 
 
 @pytest.mark.parametrize("silent", [END_TOKEN, 10_000])  # a special token, and one that the tokenizer does not know

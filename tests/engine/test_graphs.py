@@ -5,7 +5,7 @@ is to run it again. What is special about graphs is all there: fixed places and 
 the one before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +106,21 @@ def test_batches_are_padded_to_one_of_a_few_sizes(max_batch_size: int, sizes: li
     assert batch_sizes(max_batch_size) == sizes
 
 
+@pytest.fixture(scope="module")
+def plain(tiny: str) -> Iterator[LLM]:
+    """An engine without graphs."""
+    with LLM(tiny, max_batch_size=NUM_SLOTS, attention_backend="torch", enable_prefix_caching=False, **ENGINE) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_without_graphs(
-    make: Callable[..., LLM], recorder: Recorder, case: str, steps: int, num_ahead: int
+    plain: LLM, make: Callable[..., LLM], recorder: Recorder, case: str, steps: int, num_ahead: int
 ) -> None:
     params = GREEDY.model_copy(update=CASES[case])
-    with make(None, max_steps_per_launch=steps) as llm:
-        expected = llm.generate(PROMPTS, params)
+    expected = plain.generate(PROMPTS, params)
     with make(recorder, num_ahead, max_steps_per_launch=steps) as llm:
         outputs = llm.generate(PROMPTS, params)
         core_of(llm).check()
@@ -132,14 +138,15 @@ def scores_of(logprobs: Sequence[dict[int, Any]] | None) -> list[float]:
 
 @pytest.mark.usefixtures("all_lazy")
 @pytest.mark.parametrize("steps", [1, 4])
-def test_kinds_of_requests_side_by_side_come_and_go(make: Callable[..., LLM], recorder: Recorder, steps: int) -> None:
+def test_kinds_of_requests_side_by_side_come_and_go(
+    plain: LLM, make: Callable[..., LLM], recorder: Recorder, steps: int
+) -> None:
     params = [
         GREEDY.model_copy(update={**CASES[case], "max_tokens": 3 + 4 * index})
         for index, case in enumerate(("greedy", "random", "filtered", "greedy", "ends by itself", "random", "scored"))
     ]
     prompts = PROMPTS[: len(params)]
-    with make(None, max_steps_per_launch=steps) as llm:
-        expected = tokens_of(llm.generate(prompts, params))
+    expected = tokens_of(plain.generate(prompts, params))
     with make(recorder, 1, max_steps_per_launch=steps) as llm:
         assert tokens_of(llm.generate(prompts, params)) == expected
 
@@ -186,11 +193,10 @@ def test_common_sizes_are_recorded_at_start(make: Callable[..., LLM], recorder: 
 
 @pytest.mark.usefixtures("all_lazy")
 def test_a_graph_that_is_recorded_for_a_launch_does_not_disturb_what_is_loaded(
-    make: Callable[..., LLM], recorder: Recorder
+    plain: LLM, make: Callable[..., LLM], recorder: Recorder
 ) -> None:
     params = GREEDY.model_copy(update={"temperature": 1.0, "seed": 3, "top_k": 9})
-    with make(None) as llm:
-        expected = tokens_of(llm.generate(PROMPTS[:3], params))
+    expected = tokens_of(plain.generate(PROMPTS[:3], params))
     with make(recorder, 1) as llm:
         assert tokens_of(llm.generate(PROMPTS[:3], params)) == expected
 

@@ -38,9 +38,9 @@ def make_inputs(path: Path, generation: dict[str, Any] | None = None, **config: 
     return InputProcessor(resolved_config(make_directory(path, generation), **config), VOCAB_SIZE)
 
 
-@pytest.fixture
-def inputs(tmp_path: Path) -> InputProcessor:
-    return make_inputs(tmp_path)
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> InputProcessor:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def refusal(inputs: InputProcessor, prompt: Any, params: SamplingParams | None = None) -> InvalidRequest:
@@ -437,7 +437,8 @@ def test_what_truncation_cannot_make_fit_is_refused(inputs: InputProcessor) -> N
     assert type(refusal(inputs, "x" * 100, SamplingParams(truncate_prompt_tokens=64))) is ContextLengthExceeded
 
 
-def test_what_is_prepared_for_parameters_is_shared_by_choices_and_prompts(inputs: InputProcessor) -> None:
+def test_what_is_prepared_for_parameters_is_shared_by_choices_and_prompts(tmp_path: Path) -> None:
+    inputs = make_inputs(tmp_path)
     params = SamplingParams(n=3, stop=["x"], bad_words=["ab"])
     first, second = inputs.prepare("r", "x", params), inputs.prepare("s", "y", params)
     assert first.stops is second.stops

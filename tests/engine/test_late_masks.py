@@ -1,7 +1,7 @@
 """A mask or a token that is late costs its own row a turn: the answer is the same, and nobody else waits."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -65,19 +65,28 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
     return [(output.outputs, output.prompt_logprobs) for output in outputs]
 
 
+# Who is in the batch with whom differs, so log-probabilities are only equal if that leaves no trace.
+TRACELESS = {"max_num_batched_tokens": 16, "batch_invariant": True}
+
+
+@pytest.fixture(scope="module")
+def punctual(native: str) -> Iterator[LLM]:
+    """An engine to ask before anybody is late."""
+    with make_llm(native, **TRACELESS, enable_prefix_caching=False) as llm:
+        yield llm
+
+
 @pytest.mark.usefixtures("pacing")
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_of_grammars_that_are_never_late(
-    native: str, lateness: Lateness, case: str, steps: int
+    native: str, punctual: LLM, lateness: Lateness, case: str, steps: int
 ) -> None:
     params = WORDS.model_copy(update=CASES[case])
     mixed = [params if index % 3 else GREEDY for index in range(len(PROMPTS))]
-    # Who is in the batch with whom differs, so log-probabilities are only equal if that leaves no trace.
-    config = {"max_steps_per_launch": steps, "max_num_batched_tokens": 16, "batch_invariant": True}
-    with make_llm(native, **config) as llm:
-        expected = llm.generate(PROMPTS, mixed)
-        assert all(choice.error is None for output in expected for choice in output.outputs)
+    expected = punctual.generate(PROMPTS, mixed)
+    assert all(choice.error is None for output in expected for choice in output.outputs)
+    with make_llm(native, **TRACELESS, max_steps_per_launch=steps) as llm:
         lateness.begin()
         assert answers(llm.generate(PROMPTS, mixed)) == answers(expected)
         assert_idle(llm)

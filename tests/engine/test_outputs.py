@@ -1,7 +1,8 @@
 """From literal token events to what callers see."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -70,97 +71,83 @@ def test_a_snapshot_does_not_change_with_later_tokens(byte_tokenizer: Tokenizer)
     assert before.outputs == [CompletionOutput(0, "a", [97], None, None)]
 
 
-def test_an_end_token_is_in_the_tokens_but_not_in_the_text(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams())
-    follower.text("hi", FinishReason.STOP, end=END_TOKEN)
-    assert follower.outputs == [CompletionOutput(0, "hi", [104, 105, END_TOKEN], FinishReason.STOP, None)]
+HALF = "\N{REPLACEMENT CHARACTER}"
+NOTHING, STOP, LENGTH, ABORT = None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
+END = bytes([255])  # stands for the end token in what is said
 
 
-def test_a_stop_token_is_in_the_tokens_but_not_in_the_text_and_is_the_stop_reason(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(stop_token_ids=[33]))
-    delivery = follower.text("hi", FinishReason.STOP, stop_reason=33, end=33)
-    assert follower.outputs == [CompletionOutput(0, "hi", [104, 105, 33], FinishReason.STOP, 33)]
-    assert delivery.to_abort == []
+@dataclass(frozen=True)
+class Ending:
+    """What is said event by event, what is shown after each, and how it ends; `aborts`: the engine is told to."""
+
+    fields: dict[str, Any]
+    said: list[tuple[bytes, FinishReason | None]]
+    shown: list[str]
+    reason: FinishReason
+    stop_reason: str | int | None = None
+    aborts: bool = False
+    num_tokens: int | None = None  # fewer than were said
 
 
-def test_an_ordinary_looking_end_token_that_was_ignored_is_shown_if_it_has_text(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(ignore_eos=True))
-    follower.text("a", end=END_TOKEN)
-    follower.text("b", FinishReason.LENGTH)
-    assert follower.outputs == [CompletionOutput(0, "ab", [97, END_TOKEN, 98], FinishReason.LENGTH, None)]
+ENDINGS = {
+    "an end token, which is not shown": Ending({}, [(b"hi" + END, STOP)], ["hi"], STOP),
+    "a stop token, which is not shown": Ending({"stop_token_ids": [33]}, [(b"hi!", STOP)], ["hi"], STOP, 33),
+    "an end token that was ignored": Ending(
+        {"ignore_eos": True}, [(b"a" + END, NOTHING), (b"b", LENGTH)], ["a", "ab"], LENGTH
+    ),
+    "a stop string over several events": Ending(
+        {"stop": ["END"]}, [(b"xE", NOTHING), (b"N", NOTHING), (b"D", NOTHING)], ["x"] * 3, STOP, "END", aborts=True
+    ),
+    "a stop string within an event": Ending(
+        {"stop": ["b"]}, [(b"abcd", NOTHING)], ["a"], STOP, "b", aborts=True, num_tokens=2
+    ),
+    "a stop string before surplus events": Ending(
+        {"stop": ["b"]},
+        [(b"ab", NOTHING), (b"cd", NOTHING), (b"", ABORT)],
+        ["a"] * 3,
+        STOP,
+        "b",
+        aborts=True,
+        num_tokens=2,
+    ),
+    "a stop string in the last step": Ending({"stop": ["b"]}, [(b"abc", LENGTH)], ["a"], STOP, "b", num_tokens=2),
+    "a stop string before an end token": Ending(
+        {"stop": ["b"]}, [(b"abc" + END, STOP)], ["a"], STOP, "b", num_tokens=2
+    ),
+    "half a stop string, which is shown then": Ending(
+        {"stop": ["END"]}, [(b"xEN", NOTHING), (END, STOP)], ["x", "xEN"], STOP
+    ),
+    "half a character, which is shown then": Ending(
+        {}, [(b"a\xe2\x82", NOTHING), (b"", ABORT)], ["a", "a" + HALF], ABORT
+    ),
+    "half a character that is a stop string": Ending({"stop": [HALF]}, [(b"a\xe2", LENGTH)], ["a"], STOP, HALF),
+    "a stop string after min_tokens": Ending(
+        {"stop": ["b"], "min_tokens": 3},
+        [(b"abb", NOTHING), (b"abc", NOTHING)],
+        ["abb", "abba"],
+        STOP,
+        "b",
+        aborts=True,
+        num_tokens=5,
+    ),
+    "an abort, with what there is": Ending({}, [(b"ab", NOTHING), (b"", ABORT)], ["ab", "ab"], ABORT),
+}
 
 
-def test_a_stop_string_across_tokens_ends_the_text_before_it_and_asks_for_an_abort(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(stop=["END"]))
-    assert follower.text("xE").to_abort == []
-    assert follower.text("N") == Delivery([follower.state], [])
-    assert follower.outputs[0].text == "x"
-    assert follower.text("D") == Delivery([follower.state], ["g-0"])
-    assert follower.outputs == [CompletionOutput(0, "x", [120, 69, 78, 68], FinishReason.STOP, "END")]
-
-
-def test_tokens_end_with_the_one_that_completes_the_stop_string(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(stop=["b"]))
-    delivery = follower.text("abcd")
-    assert delivery.to_abort == ["g-0"]
-    assert follower.outputs == [CompletionOutput(0, "a", [97, 98], FinishReason.STOP, "b")]
-
-
-def test_surplus_events_after_a_stop_string_are_dropped(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(stop=["b"]))
-    follower.text("ab")
-    assert follower.text("cd").to_abort == []
-    assert follower.processor.process([event("g-0", [], FinishReason.ABORT)]).to_abort == []
-    assert follower.outputs == [CompletionOutput(0, "a", [97, 98], FinishReason.STOP, "b")]
-
-
-def test_no_abort_is_asked_for_if_the_sequence_ended_by_itself_in_the_same_step(byte_tokenizer: Tokenizer) -> None:
-    for reason, end in [(FinishReason.LENGTH, None), (FinishReason.STOP, END_TOKEN)]:
-        follower = Follower(byte_tokenizer, SamplingParams(stop=["b"]))
-        assert follower.text("abc", reason, end=end).to_abort == []
-        assert follower.outputs == [CompletionOutput(0, "a", [97, 98], FinishReason.STOP, "b")]
-
-
-def test_what_might_have_become_a_stop_string_is_shown_at_the_end(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(stop=["END"]))
-    follower.text("xEN")
-    assert follower.outputs[0].text == "x"
-    follower.text("", FinishReason.STOP, end=END_TOKEN)
-    assert follower.outputs[0].text == "xEN"
-    assert follower.outputs[0].stop_reason is None
-
-
-def test_an_unfinished_character_is_shown_at_the_end(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams())
-    follower.processor.process([event("g-0", [97, 0xE2, 0x82])])
-    assert follower.outputs[0].text == "a"
-    follower.processor.process([event("g-0", [], FinishReason.ABORT)])
-    assert follower.outputs[0].text == "a\N{REPLACEMENT CHARACTER}"
-
-
-def test_a_stop_string_that_the_last_held_text_completes_still_counts(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(stop=["\N{REPLACEMENT CHARACTER}"]))
-    delivery = follower.processor.process([event("g-0", [97, 0xE2], FinishReason.LENGTH)])
-    assert delivery.to_abort == []
-    assert follower.outputs[0].text == "a"
-    assert follower.outputs[0].finish_reason == "stop"
-    assert follower.outputs[0].stop_reason == "\N{REPLACEMENT CHARACTER}"
-
-
-def test_stop_strings_do_not_count_within_min_tokens(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(stop=["b"], min_tokens=3))
-    assert follower.text("abb").to_abort == []
-    assert follower.outputs[0].text == "abb"
-    assert follower.text("abc").to_abort == ["g-0"]
-    assert follower.outputs == [CompletionOutput(0, "abba", list(b"abbab"), FinishReason.STOP, "b")]
-
-
-def test_an_abort_ends_with_what_there_is(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams())
-    follower.text("ab")
-    delivery = follower.processor.process([event("g-0", [], FinishReason.ABORT)])
-    assert delivery == Delivery([follower.state], [])
-    assert follower.outputs == [CompletionOutput(0, "ab", [97, 98], FinishReason.ABORT, None)]
+@pytest.mark.parametrize("case", ENDINGS.values(), ids=ENDINGS.keys())
+def test_a_text_ends_with(byte_tokenizer: Tokenizer, case: Ending) -> None:
+    follower = Follower(byte_tokenizer, SamplingParams(**case.fields))
+    shown, aborted, tokens = [], [], []
+    for said, reason in case.said:
+        spoken = [END_TOKEN if byte == END[0] else byte for byte in said]
+        stop_reason = case.stop_reason if isinstance(case.stop_reason, int) else None
+        aborted += follower.processor.process([event("g-0", spoken, reason, stop_reason)]).to_abort
+        shown.append(follower.outputs[0].text)
+        tokens += spoken
+    assert shown == case.shown
+    assert aborted == ["g-0"] * case.aborts
+    expected = CompletionOutput(0, shown[-1], tokens[: case.num_tokens], case.reason, case.stop_reason)
+    assert follower.outputs == [expected]
 
 
 def test_choices_grow_and_end_each_on_their_own(byte_tokenizer: Tokenizer) -> None:

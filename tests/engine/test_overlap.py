@@ -5,13 +5,14 @@ are taken one launch later all the same.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 import torch
 
+from chairlift import LLM
 from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore, Pacing
 from chairlift.engine.execution.runner import Launch
@@ -67,34 +68,40 @@ def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=1))
 
 
+# Who is in the batch with whom differs, so log-probabilities are only equal if that leaves no trace.
+TRACELESS = {"max_num_batched_tokens": 16, "batch_invariant": True}
+
+
+@pytest.fixture(scope="module")
+def waiting(native: str) -> Iterator[LLM]:
+    """An engine that keeps no launch ahead."""
+    with make_llm(native, **TRACELESS, enable_prefix_caching=False) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_of_an_engine_that_waits(
-    native: str, ahead: Callable[[], None], case: str, steps: int
+    native: str, waiting: LLM, ahead: Callable[[], None], case: str, steps: int
 ) -> None:
     params = GREEDY.model_copy(update=CASES[case])
-    # Who is in the batch with whom differs, so log-probabilities are only equal if that leaves no trace.
-    config = {"max_steps_per_launch": steps, "max_num_batched_tokens": 16, "batch_invariant": True}
-    with make_llm(native, **config) as llm:
-        expected = llm.generate(PROMPTS, params)
+    expected = answers(waiting.generate(PROMPTS, params))
     ahead()
-    with make_llm(native, **config) as llm:
-        assert answers(llm.generate(PROMPTS, params)) == answers(expected)
+    with make_llm(native, **TRACELESS, max_steps_per_launch=steps) as llm:
+        assert answers(llm.generate(PROMPTS, params)) == expected
         assert_idle(llm)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_so_are_those_of_requests_of_every_kind_side_by_side(
-    native: str, ahead: Callable[[], None], steps: int
+    native: str, waiting: LLM, ahead: Callable[[], None], steps: int
 ) -> None:
     params = [GREEDY.model_copy(update=CASES[case]) for case in CASES]
     prompts = (PROMPTS * 2)[: len(params)]
-    config = {"max_steps_per_launch": steps, "batch_invariant": True}
-    with make_llm(native, **config) as llm:
-        expected = llm.generate(prompts, params)
+    expected = answers(waiting.generate(prompts, params))
     ahead()
-    with make_llm(native, **config) as llm:
-        assert answers(llm.generate(prompts, params)) == answers(expected)
+    with make_llm(native, batch_invariant=True, max_steps_per_launch=steps) as llm:
+        assert answers(llm.generate(prompts, params)) == expected
         assert_idle(llm)
 
 

@@ -1,20 +1,21 @@
 """Prompts that begin like earlier ones, in a real engine: the same answers, and less to compute."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from chairlift import LLM
 from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore, Pacing
 from chairlift.engine.execution.runner import ModelRunner
 from chairlift.errors import EngineClosed, QueueTimeout
 from chairlift.params import RequestOptions, RequestOutput, SamplingParams
 from chairlift.scheduler import Scheduler, StepPlan, TokenEvent
-from tests.engine.async_support import LONG, hold_back, last, make_async_llm, wait_until
+from tests.engine.async_support import LONG, clock_of, hold_back, last, make_async_llm, wait_until
 from tests.engine.support import GREEDY, assert_idle, core_of, make_llm, state_of, tokens_of
 from tests.engine.test_poison import POISON, assert_failed, poisoned
 from tests.support.checkpoints import random_prompts
@@ -44,6 +45,13 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.fixture(scope="module")
+def forgetful(native: str) -> Iterator[LLM]:
+    """An engine that reuses nothing."""
+    with make_llm(native, batch_invariant=True, enable_prefix_caching=False) as llm:
+        yield llm
+
+
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "random": {"temperature": 1.0, "seed": 5},
@@ -56,15 +64,14 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("budget", "steps", "num_ahead"), [(16, 1, 0), (256, 4, 0), (16, 4, 1), (256, 1, 1)])
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_of_an_engine_that_reuses_nothing(
-    native: str, monkeypatch: pytest.MonkeyPatch, case: str, budget: int, steps: int, num_ahead: int
+    native: str, forgetful: LLM, monkeypatch: pytest.MonkeyPatch, case: str, budget: int, steps: int, num_ahead: int
 ) -> None:
     params = SCORED.model_copy(update=CASES[case])
     prompts = [*PROMPTS, *PROMPTS[:2], SYSTEM, SYSTEM[:30]]
     # Bit for bit, where the batch in which a token was computed leaves no trace.
     config = {"max_num_batched_tokens": budget, "max_steps_per_launch": steps, "batch_invariant": True}
-    with make_llm(native, **config, enable_prefix_caching=False) as llm:
-        expected = llm.generate(prompts, params)
-        assert cached(expected) == [0] * len(prompts)
+    expected = forgetful.generate(prompts, params)
+    assert cached(expected) == [0] * len(prompts)
     monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=num_ahead))
     with make_llm(native, **config) as llm:
         first, second = llm.generate(prompts, params), llm.generate(prompts, params)
@@ -163,11 +170,10 @@ def test_a_reset_forgets_what_was_computed_and_reuse_begins_anew(tiny: str) -> N
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
 async def test_a_reset_while_launches_are_in_flight_costs_nobody_a_token(
-    native: str, monkeypatch: pytest.MonkeyPatch, num_ahead: int
+    native: str, forgetful: LLM, monkeypatch: pytest.MonkeyPatch, num_ahead: int
 ) -> None:
     long = GREEDY.model_copy(update={"max_tokens": 150})
-    with make_llm(native, enable_prefix_caching=False, batch_invariant=True) as llm:
-        (expected,) = llm.generate([SYSTEM], long)
+    (expected,) = forgetful.generate([SYSTEM], long)
     monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=num_ahead))
     async with make_async_llm(native, batch_invariant=True) as engine:
         outputs = engine.generate(list(SYSTEM), long)
@@ -241,32 +247,36 @@ def _alone(model: str) -> list[list[int]]:
 
 
 async def test_who_waits_too_long_is_told_so_and_the_others_go_on(tiny: str) -> None:
-    async with make_async_llm(tiny, max_batch_size=1, queue_timeout=0.05) as engine:
-        running = asyncio.create_task(last(engine.generate(SHORT, LONG)))
-        await wait_until(lambda: engine._core.has_work, "it runs")
-        with pytest.raises(QueueTimeout, match=r"no slot was free within 0\.\d s; try again later") as caught:
-            await last(engine.generate(SHORT, LONG))
-        assert caught.value.retry_after >= 1.0
-        assert not running.done()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    async with make_async_llm(tiny, max_batch_size=1, queue_timeout=5.0) as engine:
+        with hold_back(engine) as gate, clock_of(engine) as clock:
+            running, waiting = (asyncio.create_task(last(engine.generate(SHORT, LONG))) for _ in range(2))
+            await wait_until(lambda: engine.num_unfinished == 2, "both have come in")
+            gate.allow(2)
+            scheduler, cache = engine._core._scheduler, engine._core.cache
+            await wait_until(lambda: (cache.slots_remaining, scheduler.num_waiting) == (0, 1), "one runs")
+            clock.now += 6.0
+            gate.open()
+            with pytest.raises(QueueTimeout, match=r"no slot was free within 6\.0 s; try again later") as caught:
+                await waiting
+            assert caught.value.retry_after >= 1.0
+            assert len((await running).outputs[0].token_ids) == 200
 
 
 async def test_a_request_that_runs_out_of_time_keeps_what_it_has(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
-        with hold_back(engine) as gate:
-            options = RequestOptions(timeout=0.05)
+        with hold_back(engine) as gate, clock_of(engine) as clock:
+            options = RequestOptions(timeout=5.0)
             reader = asyncio.create_task(last(engine.generate(SHORT, LONG, options=options)))
-            await gate.wait_until_in_step()
+            await gate.entered()
             gate.allow(2)
-            await gate.wait_until_in_step()
-            await gate.wait_until_in_step()
-            await asyncio.sleep(0.06)
+            await gate.entered()
+            await gate.entered()
+            clock.now += 6.0
             gate.open()
             output = await reader
     (choice,) = output.outputs
     assert (choice.finish_reason, choice.stop_reason, choice.error) == ("abort", "timeout", None)
-    assert choice.token_ids
+    assert len(choice.token_ids) == 2
 
 
 def test_a_call_from_python_ends_in_time_and_keeps_what_there_is(tiny: str, clock: Callable[[float], None]) -> None:
@@ -297,11 +307,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return tick
 
 
-def test_a_preempted_request_says_what_it_would_have_said(native: str) -> None:
+def test_a_preempted_request_says_what_it_would_have_said(native: str, forgetful: LLM) -> None:
     low, high = RequestOptions(priority=1), RequestOptions(priority=0)
     params = GREEDY.model_copy(update={"max_tokens": 10, "prompt_logprobs": 1})
-    with make_llm(native, batch_invariant=True) as llm:
-        expected = tokens_of(llm.generate([PROMPTS[0], PROMPTS[1]], params))
+    expected = tokens_of(forgetful.generate([PROMPTS[0], PROMPTS[1]], params))
     with make_llm(native, max_batch_size=1, preempt_after=2, max_steps_per_launch=1, batch_invariant=True) as llm:
         core = core_of(llm)
         generations = [

@@ -37,11 +37,6 @@ def sample_once(requests: Sequence[RequestState], logits: torch.Tensor, sampler:
     return tokens
 
 
-def sample_one(logits: list[float], seed: int = 0, **params: Any) -> int:
-    """The token that one request draws from these logits."""
-    return sample_once([make_request(SamplingParams(**params), seed=seed)], torch.tensor([logits]))[0]
-
-
 def drawable(logits: list[float], **params: Any) -> set[int]:
     """The tokens that 400 seeds draw."""
     requests = [make_request(SamplingParams(**params), seed=seed) for seed in range(400)]
@@ -149,39 +144,36 @@ def test_draws_of_one_seed_over_many_steps_follow_the_distribution() -> None:
     assert chi_square(tokens, exact_probabilities(EIGHT, request.params)) < LIMIT
 
 
-def test_logit_bias_of_minus_100_bans_and_of_100_forces() -> None:
-    assert sample_one([1.0, 5.0, 3.0], temperature=0.0) == 1
-    assert sample_one([1.0, 5.0, 3.0], temperature=0.0, logit_bias={1: -100.0}) == 2
-    assert sample_one([1.0, 5.0, 3.0], temperature=0.0, logit_bias={0: 100.0}) == 0
-    assert drawable([1.0, 1.0, 1.0], logit_bias={1: -100.0}) == {0, 2}
-    assert drawable([1.0, 1.0, 1.0], logit_bias={1: 100.0}) == {1}
+SHARES = [float(np.log(share)) for share in (0.1, 0.5, 0.15, 0.25)]
+TIED = [0.0, 2.0, 2.0, 2.0, -1.0]
 
 
-def test_top_k_keeps_the_likeliest_and_all_that_tie_with_the_last_of_them() -> None:
-    assert drawable([0.0, 3.0, 1.0, 2.0], top_k=1) == {1}
-    assert drawable([0.0, 3.0, 1.0, 2.0], top_k=3) == {1, 2, 3}
-    assert drawable([0.0, 2.0, 2.0, 2.0, -1.0], top_k=2) == {1, 2, 3}
-    assert drawable([0.0, 1.0, 0.5], top_k=3) == drawable([0.0, 1.0, 0.5], top_k=1000) == {0, 1, 2}
-
-
-def test_top_p_keeps_the_fewest_that_reach_the_mass_and_always_one() -> None:
-    logits = [float(np.log(share)) for share in (0.1, 0.5, 0.15, 0.25)]
-    assert drawable(logits, top_p=1e-9) == {1}
-    assert drawable(logits, top_p=0.45) == {1}
-    assert drawable(logits, top_p=0.55) == {1, 3}
-    assert drawable(logits, top_p=0.8) == {1, 2, 3}
-    assert drawable(logits, top_p=0.95) == {0, 1, 2, 3}
-
-
-def test_min_p_drops_what_is_below_that_share_of_the_likeliest() -> None:
-    logits = [float(np.log(share)) for share in (0.1, 0.5, 0.15, 0.25)]
-    assert drawable(logits, min_p=0.4) == {1, 3}
-    assert drawable(logits, min_p=0.25) == {1, 2, 3}
-    assert drawable(logits, min_p=0.15) == {0, 1, 2, 3}
-
-
-def test_a_tiny_temperature_draws_the_likeliest() -> None:
-    assert drawable([0.0, 0.1, 0.2, -5.0], temperature=1e-30) == {2}
+@pytest.mark.parametrize(
+    ("logits", "params", "drawn"),
+    [
+        ([1.0, 5.0, 3.0], {"temperature": 0.0}, {1}),
+        ([1.0, 5.0, 3.0], {"temperature": 0.0, "logit_bias": {1: -100.0}}, {2}),
+        ([1.0, 5.0, 3.0], {"temperature": 0.0, "logit_bias": {0: 100.0}}, {0}),
+        ([1.0, 1.0, 1.0], {"logit_bias": {1: -100.0}}, {0, 2}),
+        ([1.0, 1.0, 1.0], {"logit_bias": {1: 100.0}}, {1}),
+        ([0.0, 3.0, 1.0, 2.0], {"top_k": 1}, {1}),
+        ([0.0, 3.0, 1.0, 2.0], {"top_k": 3}, {1, 2, 3}),
+        (TIED, {"top_k": 2}, {1, 2, 3}),  # all that tie with the last of them stay
+        ([0.0, 1.0, 0.5], {"top_k": 3}, {0, 1, 2}),
+        ([0.0, 1.0, 0.5], {"top_k": 1000}, {0, 1, 2}),
+        *((SHARES, {"top_p": 1e-9}, {1}), (SHARES, {"top_p": 0.45}, {1}), (SHARES, {"top_p": 0.55}, {1, 3})),
+        *((SHARES, {"top_p": 0.8}, {1, 2, 3}), (SHARES, {"top_p": 0.95}, {0, 1, 2, 3})),
+        (SHARES, {"min_p": 0.4}, {1, 3}),
+        (SHARES, {"min_p": 0.25}, {1, 2, 3}),
+        (SHARES, {"min_p": 0.15}, {0, 1, 2, 3}),
+        ([0.0, 0.1, 0.2, -5.0], {"temperature": 1e-30}, {2}),
+    ],
+    ids=lambda value: None if isinstance(value, list) else str(value),
+)
+def test_just_those_tokens_can_be_drawn_that_the_parameters_leave(
+    logits: list[float], params: dict[str, Any], drawn: set[int]
+) -> None:
+    assert drawable(logits, **params) == drawn
 
 
 def test_greedy_rows_take_the_likeliest_whatever_random_rows_are_beside_them() -> None:

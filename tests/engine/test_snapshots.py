@@ -11,7 +11,7 @@ from chairlift import AsyncLLM, SamplingParams
 from chairlift.cache.budget import CacheUse
 from chairlift.engine.stats import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
 from chairlift.errors import EngineClosed, EngineDead
-from tests.engine.async_support import LONG, NUM_SLOTS, StepGate, hold_back, last, make_async_llm, wait_until
+from tests.engine.async_support import LONG, NUM_SLOTS, Gate, hold_back, last, make_async_llm, wait_until
 from tests.engine.support import GREEDY
 
 PROMPT = [5, 6, 7, 8]
@@ -22,10 +22,10 @@ def launches_of(snapshot: Snapshot) -> list[tuple[int, int, int]]:
     return [(launch.num_prefill_tokens, launch.num_decode_rows, launch.num_steps) for launch in snapshot.launches]
 
 
-async def look_in_two_steps(engine: AsyncLLM, gate: StepGate) -> Snapshot:
+async def look_in_two_steps(engine: AsyncLLM, gate: Gate) -> Snapshot:
     """A snapshot taken after the second step from here, after which the engine runs freely."""
-    await gate.wait_until_in_step()
-    await gate.wait_until_in_step()
+    await gate.entered()
+    await gate.entered()
     look = asyncio.create_task(engine.take_snapshot())
     await asyncio.sleep(0)
     gate.allow(1)
@@ -53,7 +53,7 @@ async def test_slots_queue_launches_and_totals_are_those_between_two_launches(ti
             readers = [
                 asyncio.create_task(last(engine.generate([7] * length, LONG, name))) for name, length in lengths.items()
             ]
-            await gate.wait_until_in_step()
+            await gate.entered()
             await wait_until(lambda: engine.num_unfinished == 3, "all have come")
             gate.allow(2)
             seen = await look_in_two_steps(engine, gate)
@@ -116,7 +116,7 @@ async def test_a_request_is_found_by_the_id_of_its_generation(tiny: str) -> None
         with hold_back(engine) as gate:
             reader = asyncio.create_task(last(engine.generate(PROMPT, LONG, "mine")))
             gate.allow(1)
-            await gate.wait_until_in_step()
+            await gate.entered()
             look = asyncio.create_task(engine.take_snapshot())
             await asyncio.sleep(0)
             gate.allow(1)
@@ -141,7 +141,7 @@ async def test_an_engine_that_dies_or_is_closed_tells_who_waits_and_who_comes_la
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:
             reader = asyncio.create_task(last(engine.generate(PROMPT, LONG)))
-            await gate.wait_until_in_step()
+            await gate.entered()
             look = asyncio.create_task(engine.take_snapshot())
             await asyncio.sleep(0)
             gate.fail(RuntimeError("broken"))
@@ -161,8 +161,8 @@ async def test_statistics_do_not_wait_for_a_step_and_outlive_the_engine(tiny: st
         with hold_back(engine) as gate:
             reader = asyncio.create_task(last(engine.generate(PROMPT, LONG)))
             gate.allow(1)
-            await gate.wait_until_in_step()
-            await gate.wait_until_in_step()
+            await gate.entered()
+            await gate.entered()
             held = engine.read_stats()
             gate.fail(RuntimeError("broken"))
             await asyncio.gather(reader, return_exceptions=True)

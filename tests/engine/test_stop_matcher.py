@@ -5,7 +5,6 @@ import string
 import time
 import tracemalloc
 from collections.abc import Sequence
-from itertools import accumulate
 
 import pytest
 from hypothesis import example, given
@@ -31,44 +30,6 @@ def run(stops: Sequence[str], pieces: Sequence[str]) -> tuple[list[str], str | N
     return [*out, matcher.finish()], None
 
 
-def earliest(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first stop string of a text begins."""
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-
-
-def without_containers(stops: Sequence[str]) -> list[str]:
-    """Those stop strings that contain no other: of them, the first to begin is the first to be complete."""
-    return [stop for stop in stops if not any(other != stop and other in stop for other in stops)]
-
-
-@given(stops=st.lists(SHORT, max_size=4), pieces=PIECES)
-@example(stops=["abb", "bba"], pieces=["a", "ab", "b", "a"])
-@example(stops=["aab"], pieces=["a", "a", "a", "a", "b"])
-def test_the_text_is_cut_at_the_earliest_stop_of_the_whole(stops: list[str], pieces: list[str]) -> None:
-    stops = without_containers(stops)
-    out, stop = run(stops, pieces)
-    whole = "".join(pieces)
-    at = earliest(whole, stops)
-    assert "".join(out) == (whole if at is None else whole[:at])
-    assert (stop is None) == (at is None)
-    if at is not None and stop is not None:
-        assert whole.startswith(stop, at)
-
-
-@given(stops=st.lists(SHORT, max_size=4), pieces=PIECES)
-@example(stops=["abba", "bb"], pieces=["abb", "a"])
-def test_stops_within_stops_are_judged_as_soon_as_one_is_complete(stops: list[str], pieces: list[str]) -> None:
-    out, stop = run(stops, pieces)
-    for text_so_far in accumulate(pieces):
-        at = earliest(text_so_far, stops)
-        if at is not None:
-            assert "".join(out) == text_so_far[:at]
-            assert stop is not None
-            return
-    assert "".join(out) == "".join(pieces)
-    assert stop is None
-
-
 @given(stops=st.lists(SHORT, min_size=1, max_size=3), pieces=PIECES)
 def test_text_goes_out_as_soon_as_it_cannot_begin_a_stop(stops: list[str], pieces: list[str]) -> None:
     matcher = StopMatcher(StopStrings(stops))
@@ -83,16 +44,26 @@ def test_text_goes_out_as_soon_as_it_cannot_begin_a_stop(stops: list[str], piece
         assert not any(stop.startswith(whole[start:]) for stop in stops for start in range(len(out)))
 
 
-def test_without_stop_strings_everything_goes_out_at_once() -> None:
-    assert run([], ["some", "", " text"]) == (["some", "", " text", ""], None)
-
-
-def test_a_stop_may_span_many_pieces() -> None:
-    assert run(["<|end of text|>"], ["so ", *"<|end of text|>", "more"]) == (["so ", *[""] * 15], "<|end of text|>")
-
-
-def test_what_only_looked_like_a_stop_goes_out_when_it_turns_into_something_else() -> None:
-    assert run(["###"], ["a#", "#", "b#"]) == (["a", "", "##b", "#"], None)
+@pytest.mark.parametrize(
+    ("stops", "pieces", "out", "stop"),
+    [
+        pytest.param([], ["some", "", " text"], ["some", "", " text", ""], None, id="none"),
+        pytest.param(["<|eot|>"], ["so ", *"<|eot|>", "more"], ["so ", *[""] * 7], "<|eot|>", id="over many pieces"),
+        pytest.param(["###"], ["a#", "#", "b#"], ["a", "", "##b", "#"], None, id="only looks like one"),
+        pytest.param(["\n"], ["one line\nanother"], ["one line"], "\n", id="in the middle of a piece"),
+        pytest.param(["later", "now"], ["x now or later"], ["x "], "now", id="the first to begin wins"),
+        pytest.param(["abc", "bcd"], ["xab", "cd"], ["x", ""], "abc", id="overlapping"),
+        pytest.param(["bcd", "abcde"], ["xabc", "d"], ["x", "a"], "bcd", id="overlapping, the later one complete"),
+        pytest.param(["😀."], ["a😀", "😀", "."], ["a", "😀", ""], "😀.", id="several code units"),
+        pytest.param(["ab", "abc"], ["xabcd"], ["x"], "ab", id="of the same place the first named"),
+        pytest.param(["abc", "ab"], ["xabcd"], ["x"], "abc", id="of the same place the first named, the longer"),
+        pytest.param(["abc", "ab"], ["xab", "cd"], ["x"], "ab", id="as soon as one is complete"),
+    ],
+)
+def test_each_piece_goes_out_up_to_where_a_stop_may_begin(
+    stops: list[str], pieces: list[str], out: list[str], stop: str | None
+) -> None:
+    assert run(stops, pieces) == (out, stop)
 
 
 def test_what_is_held_at_the_end_goes_out_once() -> None:
@@ -100,29 +71,6 @@ def test_what_is_held_at_the_end_goes_out_once() -> None:
     assert matcher.push("the EN") == StopMatch("the ", None)
     assert matcher.finish() == "EN"
     assert matcher.finish() == ""
-
-
-def test_a_stop_in_the_middle_of_a_piece_cuts_it_and_drops_the_rest() -> None:
-    assert run(["\n"], ["one line\nanother"]) == (["one line"], "\n")
-
-
-def test_the_stop_that_begins_first_wins_over_the_one_that_is_named_first() -> None:
-    assert run(["later", "now"], ["x now or later"]) == (["x "], "now")
-
-
-def test_overlapping_stops_are_cut_where_the_first_begins() -> None:
-    assert run(["abc", "bcd"], ["xab", "cd"]) == (["x", ""], "abc")
-    assert run(["bcd", "abcde"], ["xabc", "d"]) == (["x", "a"], "bcd")
-
-
-def test_characters_of_several_code_units_are_matched_whole() -> None:
-    assert run(["😀."], ["a😀", "😀", "."]) == (["a", "😀", ""], "😀.")
-
-
-def test_of_stops_that_begin_at_the_same_place_the_one_that_is_named_first_counts() -> None:
-    assert run(["ab", "abc"], ["xabcd"]) == (["x"], "ab")
-    assert run(["abc", "ab"], ["xabcd"]) == (["x"], "abc")
-    assert run(["abc", "ab"], ["xab", "cd"]) == (["x"], "ab")  # as soon as one is complete
 
 
 def plain_search(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
@@ -139,6 +87,9 @@ def plain_search(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str 
 
 @given(stops=st.lists(SHORT, max_size=6), pieces=PIECES)
 @example(stops=["abba", "bb", "b", "bba"], pieces=["a", "abba"])
+@example(stops=["abb", "bba"], pieces=["a", "ab", "b", "a"])
+@example(stops=["aab"], pieces=["a", "a", "a", "a", "b"])
+@example(stops=["abba", "bb"], pieces=["abb", "a"])
 def test_any_stops_end_the_text_where_a_plain_search_does(stops: list[str], pieces: list[str]) -> None:
     out, stop = run(stops, pieces)
     assert ("".join(out), stop) == plain_search(stops, pieces)

@@ -1,7 +1,7 @@
 """Fixtures of the load test's tests."""
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
@@ -19,8 +19,8 @@ async def server() -> AsyncIterator[NullServer]:
 
 
 @pytest.fixture
-def dead_url() -> str:
-    """A URL at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+def dead_url() -> Iterator[str]:
+    """A URL at which nothing listens, nor can while the test lasts."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"

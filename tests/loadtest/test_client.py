@@ -106,10 +106,10 @@ async def test_chunks_cut_anywhere_and_comments_between_them(server: NullServer)
 
 
 async def test_chunks_are_stamped_as_they_arrive(server: NullServer) -> None:
-    server.answer = slow_stream(token(), token("x", "length") + usage(5, 2) + DONE)
+    server.answer = slow_stream(token(), token("x", "length") + usage(5, 2) + DONE, seconds=0.2)
     record = await send_one(server.url)
     [gap] = record.inter_token_latencies
-    assert gap >= 0.015
+    assert gap >= 0.1  # less than the pause, since the first may be read late
 
 
 async def ask_for_model(url: str, **settings: object) -> str:

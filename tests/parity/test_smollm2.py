@@ -105,6 +105,7 @@ def perplexity(llm: LLM, token_ids: list[int]) -> float:
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
+@pytest.mark.slow  # as the next two: test_families and test_greedy show it of small models
 def test_greedy_tokens_of_twenty_prompts_are_those_of_transformers(exact: LLM, reference: Reference) -> None:
     chats = [exact.inputs.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     prompts = [*chats, *(exact.inputs.tokenize(beginning) for beginning in BEGINNINGS)]
@@ -116,6 +117,7 @@ def test_greedy_tokens_of_twenty_prompts_are_those_of_transformers(exact: LLM, r
         assert len(answer) == NUM_TOKENS
 
 
+@pytest.mark.slow
 def test_perplexity_in_float32_is_that_of_transformers_and_of_the_file(exact: LLM, reference: Reference) -> None:
     token_ids = exact.inputs.tokenize(PROSE)
     ours = perplexity(exact, token_ids)
@@ -123,6 +125,7 @@ def test_perplexity_in_float32_is_that_of_transformers_and_of_the_file(exact: LL
     assert ours == pytest.approx(PERPLEXITY_OF_THE_FILE, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_perplexity_in_bfloat16_is_that_of_transformers(reference: Reference) -> None:
     with LLM("smollm2", **ENGINE) as llm:
         assert llm.config.dtype == "bfloat16"

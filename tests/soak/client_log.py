@@ -47,10 +47,6 @@ class ClientLog:
             raise ValueError(f"request {entry.number} ended twice: {entry.ending}, then {ending}")
         entry.ending, entry.complaint = ending, complaint
 
-    @property
-    def num_open(self) -> int:
-        return sum(entry.ending is None for entry in self.entries)
-
     def count(self) -> dict[str, Counter[str]]:
         """Endings by kind."""
         counts: dict[str, Counter[str]] = {}

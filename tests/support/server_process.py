@@ -7,6 +7,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,13 @@ class Process:
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
+
+    def until_logged(self, words: str) -> None:
+        """Waits for a line with these words."""
+        deadline = time.monotonic() + 20
+        while not any(words in line for line in self.log):
+            assert time.monotonic() < deadline, f"not logged: {words}"
+            time.sleep(0.01)
 
     def exit_code(self) -> int:
         """Of a process that is about to end; its log is complete then."""

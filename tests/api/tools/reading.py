@@ -19,6 +19,11 @@ def read(family: ToolFamily, texts: Iterable[str], max_calls: int | None = None)
     return pieces + parser.finish()
 
 
+def assert_streams(reader: AnswerReader, *steps: tuple[str, list[Piece]]) -> None:
+    """Each text brings just these pieces."""
+    assert [(text, reader.push(text)) for text, _ in steps] == list(steps)
+
+
 def joined(pieces: Sequence[Piece]) -> list[str | Call]:
     """Content as strings and calls as `Call`s, in order. Checks that pieces keep to their rules."""
     items: list[str | Call] = []

@@ -10,11 +10,10 @@ from chairlift.api.tools import (
     CallPiece,
     ContentPiece,
     FunctionSpec,
-    Piece,
     ToolFamily,
     forced_calls_grammar,
 )
-from tests.api.tools.reading import Call, joined, read_whole
+from tests.api.tools.reading import Call, assert_streams, joined, read_whole
 
 MISTRAL, CODER, PYTHONIC = ToolFamily.MISTRAL, ToolFamily.QWEN3_CODER, ToolFamily.PYTHONIC
 SCHEMAS = {
@@ -156,8 +155,8 @@ def test_elements_are_calls(text: str, items: list[str | Call]) -> None:
 
 
 def test_text_of_an_element_streams_while_it_is_written() -> None:
-    reader = AnswerReader(CODER, None, SCHEMAS)
-    steps: list[tuple[str, list[Piece]]] = [
+    assert_streams(
+        AnswerReader(CODER, None, SCHEMAS),
         ("Well. \n<tool", [ContentPiece("Well.")]),
         ("_call>\n<function=f>\n", []),
         ("<parameter=text>", [CallPiece(0, "f", ""), CallPiece(0, None, '{"text": ')]),
@@ -168,8 +167,7 @@ def test_text_of_an_element_streams_while_it_is_written() -> None:
         ("<parameter=n>\n1", [CallPiece(0, None, ', "n": ')]),
         ("2\n</parameter>", [CallPiece(0, None, "12")]),
         ("</function></tool_call>", [CallPiece(0, None, "}")]),
-    ]
-    assert [(text, reader.push(text)) for text, _ in steps] == steps
+    )
 
 
 # --- Python
@@ -228,16 +226,15 @@ def test_a_list_of_python_calls_is_calls(text: str, items: list[str | Call]) -> 
 
 
 def test_arguments_of_a_python_call_stream_one_by_one() -> None:
-    reader = AnswerReader(PYTHONIC)
-    steps: list[tuple[str, list[Piece]]] = [
+    assert_streams(
+        AnswerReader(PYTHONIC),
         ("[weather(city", []),
         ("=", [CallPiece(0, "weather", ""), CallPiece(0, None, '{"city": ')]),
         ("'Rome'", []),
         (", da", [CallPiece(0, None, '"Rome"')]),
         ("ys=3", [CallPiece(0, None, ', "days": ')]),
         (")]", [CallPiece(0, None, "3"), CallPiece(0, None, "}")]),
-    ]
-    assert [(text, reader.push(text)) for text, _ in steps] == steps
+    )
 
 
 def test_calls_beyond_the_last_wanted_one_are_dropped() -> None:

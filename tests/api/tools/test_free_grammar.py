@@ -17,61 +17,63 @@ HERMES, LLAMA = ToolFamily.HERMES, ToolFamily.LLAMA3_JSON
 COMPLETE, INCOMPLETE, REFUSED = Verdict.COMPLETE, Verdict.INCOMPLETE, Verdict.REFUSED
 
 
-@TOKENIZERS
-def test_hermes_text_is_free_until_a_call_begins(tokenizer: LLTokenizer) -> None:
-    one = free_grammar(HERMES, FUNCTIONS, is_parallel=False, answer_schema=None, tokens={})
-    many = free_grammar(HERMES, FUNCTIONS, is_parallel=True, answer_schema=None, tokens={})
-    call = call_text(HERMES, "weather", ARGUMENTS)
-    verdicts = {
-        "": (COMPLETE, COMPLETE),
-        'Text.\n {"name": "é <tool </tool_call> <tool_cal': (COMPLETE, COMPLETE),
-        "Text <tool_call>": (INCOMPLETE, INCOMPLETE),
-        "Text <tool_call>x": (REFUSED, REFUSED),
-        "Text <tool_call>\nx": (REFUSED, REFUSED),
-        'Text <tool_call>\n{"name": "wrong"': (REFUSED, REFUSED),
-        "<<tool_call>x": (REFUSED, REFUSED),
-        call: (COMPLETE, COMPLETE),
-        f"Text\n{call}": (COMPLETE, COMPLETE),
-        f"Text\n{call}\n": (REFUSED, INCOMPLETE),
-        f"Text\n{call}\n{call}": (REFUSED, COMPLETE),
-        f"Text\n{call}\nText": (REFUSED, REFUSED),
-        f"Text\n{call}Text": (REFUSED, REFUSED),
-        call_text(HERMES, "weather", "{}"): (REFUSED, REFUSED),
-        call_text(HERMES, "search", '{"not": ["q"]}'): (COMPLETE, COMPLETE),  # not strict: any object
-        call_text(HERMES, "search", "[]"): (REFUSED, REFUSED),
-    }
-    assert {text: (judge(one, text, tokenizer), judge(many, text, tokenizer)) for text in verdicts} == verdicts
+BOTH, NEITHER, BEGUN, SEVERAL = (COMPLETE, COMPLETE), (REFUSED, REFUSED), (INCOMPLETE, INCOMPLETE), (REFUSED, COMPLETE)
+HERMES_CALL, LLAMA_CALL = call_text(HERMES, "weather", ARGUMENTS), call_text(LLAMA, "weather", ARGUMENTS)
+# What is free until a call begins, and what unless a call begins it: with at most one call, and with any number.
+FREE_TEXTS: dict[ToolFamily, dict[str, tuple[Verdict, Verdict]]] = {
+    HERMES: {
+        "": BOTH,
+        'Text.\n {"name": "é <tool </tool_call> <tool_cal': BOTH,
+        "Text <tool_call>": BEGUN,
+        "Text <tool_call>x": NEITHER,
+        "Text <tool_call>\nx": NEITHER,
+        'Text <tool_call>\n{"name": "wrong"': NEITHER,
+        "<<tool_call>x": NEITHER,
+        HERMES_CALL: BOTH,
+        f"Text\n{HERMES_CALL}": BOTH,
+        f"Text\n{HERMES_CALL}\n": (REFUSED, INCOMPLETE),
+        f"Text\n{HERMES_CALL}\n{HERMES_CALL}": SEVERAL,
+        f"Text\n{HERMES_CALL}\nText": NEITHER,
+        f"Text\n{HERMES_CALL}Text": NEITHER,
+        call_text(HERMES, "weather", "{}"): NEITHER,
+        call_text(HERMES, "search", '{"not": ["q"]}'): BOTH,  # not strict: any object
+        call_text(HERMES, "search", "[]"): NEITHER,
+    },
+    LLAMA: {
+        "": BOTH,
+        " \n": BOTH,
+        "Text é {}": BOTH,
+        " Text": BOTH,
+        "<|python": BOTH,
+        "<|python_tag|>": BEGUN,
+        "a <|python_tag|>": BEGUN,
+        "a <|python_tag|>print(1)": NEITHER,
+        f"<|python_tag|>{LLAMA_CALL}": BOTH,
+        f"a\n<|python_tag|>{LLAMA_CALL}": BOTH,
+        f"a <|python_tag|>{LLAMA_CALL}; {LLAMA_CALL}": SEVERAL,
+        "{": BEGUN,
+        " {": NEITHER,
+        "{x": NEITHER,
+        '{"answer": 1}': NEITHER,
+        LLAMA_CALL: BOTH,
+        f"{LLAMA_CALL}; ": (REFUSED, INCOMPLETE),
+        f"{LLAMA_CALL}; {LLAMA_CALL}": SEVERAL,
+        f"{LLAMA_CALL}\n{LLAMA_CALL}": NEITHER,
+        f"{LLAMA_CALL} Text": NEITHER,
+        call_text(LLAMA, "weather", "{}"): NEITHER,
+        call_text(LLAMA, "search", '{"not": ["q"]}'): BOTH,
+    },
+}
 
 
 @TOKENIZERS
-def test_llama_text_is_free_unless_a_call_begins_it(tokenizer: LLTokenizer) -> None:
-    one = free_grammar(LLAMA, FUNCTIONS, is_parallel=False, answer_schema=None, tokens={})
-    many = free_grammar(LLAMA, FUNCTIONS, is_parallel=True, answer_schema=None, tokens={})
-    call = call_text(LLAMA, "weather", ARGUMENTS)
-    verdicts = {
-        "": (COMPLETE, COMPLETE),
-        " \n": (COMPLETE, COMPLETE),
-        "Text é {}": (COMPLETE, COMPLETE),
-        " Text": (COMPLETE, COMPLETE),
-        "<|python": (COMPLETE, COMPLETE),
-        "<|python_tag|>": (INCOMPLETE, INCOMPLETE),
-        "a <|python_tag|>": (INCOMPLETE, INCOMPLETE),
-        "a <|python_tag|>print(1)": (REFUSED, REFUSED),
-        f"<|python_tag|>{call}": (COMPLETE, COMPLETE),
-        f"a\n<|python_tag|>{call}": (COMPLETE, COMPLETE),
-        f"a <|python_tag|>{call}; {call}": (REFUSED, COMPLETE),
-        "{": (INCOMPLETE, INCOMPLETE),
-        " {": (REFUSED, REFUSED),
-        "{x": (REFUSED, REFUSED),
-        '{"answer": 1}': (REFUSED, REFUSED),
-        call: (COMPLETE, COMPLETE),
-        f"{call}; ": (REFUSED, INCOMPLETE),
-        f"{call}; {call}": (REFUSED, COMPLETE),
-        f"{call}\n{call}": (REFUSED, REFUSED),
-        f"{call} Text": (REFUSED, REFUSED),
-        call_text(LLAMA, "weather", "{}"): (REFUSED, REFUSED),
-        call_text(LLAMA, "search", '{"not": ["q"]}'): (COMPLETE, COMPLETE),
-    }
+@pytest.mark.parametrize("family", FREE_TEXTS)
+def test_text_is_free_up_to_calls(family: ToolFamily, tokenizer: LLTokenizer) -> None:
+    one, many = (
+        free_grammar(family, FUNCTIONS, is_parallel=is_parallel, answer_schema=None, tokens={})
+        for is_parallel in (False, True)
+    )
+    verdicts = FREE_TEXTS[family]
     assert {text: (judge(one, text, tokenizer), judge(many, text, tokenizer)) for text in verdicts} == verdicts
 
 

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece, ToolFamily
-from tests.api.tools.reading import Call, read, read_whole
+from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, ToolFamily
+from tests.api.tools.reading import Call, assert_streams, read, read_whole
 
 HERMES = ToolFamily.HERMES
 
@@ -169,7 +169,8 @@ def test_a_broken_call_counts_and_streams_to_its_end() -> None:
 
 def test_pieces_come_as_early_as_they_can() -> None:
     parser = AnswerReader(HERMES)
-    steps: list[tuple[str, list[Piece]]] = [
+    assert_streams(
+        parser,
         ("Hel", [ContentPiece("Hel")]),
         ("lo ", [ContentPiece("lo")]),
         ("you\n", [ContentPiece(" you")]),
@@ -186,8 +187,7 @@ def test_pieces_come_as_early_as_they_can() -> None:
         ("call>\n<tool_call>", []),
         ('{"name": "g", "arguments": {}', [CallPiece(1, "g", ""), CallPiece(1, None, "{}")]),
         ("}</tool_call>", []),
-    ]
-    assert [(text, parser.push(text)) for text, _ in steps] == steps
+    )
     assert parser.finish() == []
 
 

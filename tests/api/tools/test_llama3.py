@@ -1,7 +1,7 @@
 import pytest
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece, ToolFamily
-from tests.api.tools.reading import Call, read, read_whole
+from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, ToolFamily
+from tests.api.tools.reading import Call, assert_streams, read, read_whole
 
 LLAMA = ToolFamily.LLAMA3_JSON
 
@@ -128,7 +128,8 @@ def test_everything_after_the_last_wanted_call_is_swallowed(tail: str) -> None:
 
 def test_pieces_come_as_early_as_they_can() -> None:
     parser = AnswerReader(LLAMA)
-    steps: list[tuple[str, list[Piece]]] = [
+    assert_streams(
+        parser,
         (" ", []),
         ("<|python_", []),
         ("tag|>", []),
@@ -139,27 +140,24 @@ def test_pieces_come_as_early_as_they_can() -> None:
         ("}; ", []),
         ('{"name": "g", "parameters": {"b"', [CallPiece(1, "g", ""), CallPiece(1, None, '{"b"')]),
         (": 2}}", [CallPiece(1, None, ": 2}")]),
-    ]
-    assert [(text, parser.push(text)) for text, _ in steps] == steps
+    )
     assert parser.finish() == []
 
 
 def test_text_streams_at_once() -> None:
-    parser = AnswerReader(LLAMA)
-    steps: list[tuple[str, list[Piece]]] = [
+    assert_streams(
+        AnswerReader(LLAMA),
         ("\n", []),
         ("Hel", [ContentPiece("\nHel")]),
         ("lo \n", [ContentPiece("lo \n")]),
         ('{"name"', [ContentPiece('{"name"')]),
-    ]
-    assert [(text, parser.push(text)) for text, _ in steps] == steps
+    )
 
 
 def test_an_object_streams_as_content_from_where_it_cannot_be_a_call_any_more() -> None:
-    parser = AnswerReader(LLAMA)
-    steps: list[tuple[str, list[Piece]]] = [
+    assert_streams(
+        AnswerReader(LLAMA),
         ('{"a": ', []),
         ("1, ?", [ContentPiece('{"a": 1, ?')]),
         (" c", [ContentPiece(" c")]),
-    ]
-    assert [(text, parser.push(text)) for text, _ in steps] == steps
+    )

@@ -2,7 +2,8 @@
 
 import pytest
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece, ReasoningPiece, Thoughts, ToolFamily
+from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, ReasoningPiece, Thoughts, ToolFamily
+from tests.api.tools.reading import assert_streams
 
 MAY_BEGIN, HAS_BEGUN = Thoughts("<think>", "</think>", False), Thoughts("<think>", "</think>", True)
 
@@ -54,8 +55,8 @@ def test_calls_are_looked_for_behind_the_thoughts_only(family: ToolFamily) -> No
 
 
 def test_thoughts_stream_at_once() -> None:
-    reader = AnswerReader(None, thoughts=MAY_BEGIN)
-    steps: list[tuple[str, list[Piece]]] = [
+    assert_streams(
+        AnswerReader(None, thoughts=MAY_BEGIN),
         ("<thi", []),
         ("nk>\n", []),
         ("Hm. ", [ReasoningPiece("Hm. ")]),
@@ -63,5 +64,4 @@ def test_thoughts_stream_at_once() -> None:
         ("b>", [ReasoningPiece("\n</b>")]),
         ("</think>", []),
         ("\n\nYes", [ContentPiece("Yes")]),
-    ]
-    assert [(text, reader.push(text)) for text, _ in steps] == steps
+    )

@@ -1,6 +1,6 @@
 """What 8 and 4 bits cost a real model, in the perplexity of tests/parity/prose.txt and in its answers.
 
-With 1,300 tokens the perplexity itself is uncertain by 0.2 %: so much differs between two ways to round that are equally
+With 1,300 tokens it is uncertain by 0.2 %: so much lies between two ways to round that are equally
 good. On 10,000 tokens of other English text int8 was 0.24 % above bfloat16.
 """
 

@@ -40,11 +40,11 @@ class InstructionSet:
 
 
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
-_AMX = ("amx_tile", "amx_bf16", "amx_int8")
+_AMX = ("amx_tile", "amx_bf16")
 _AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 
 INSTRUCTION_SETS = (  # the best first
-    InstructionSet("amx", (*_AVX512, *_AMX), (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    InstructionSet("amx", (*_AVX512, *_AMX), (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")),
     InstructionSet("avx512_bf16", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx512", _AVX512[:4], ("-march=x86-64-v4",)),
     InstructionSet("avx2", ("avx2", "fma3", "f16c"), ("-march=x86-64-v3",)),

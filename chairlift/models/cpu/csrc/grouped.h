@@ -34,7 +34,27 @@ struct Group {
     float scale;
     float sum;      // of the elements: what offsets are multiplied by
     int32_t shift;  // -ZERO times the sum of values: with it, a sum of products with bytes is one with values
-    int32_t rest;   // so many groups on is what rounding took; 0: that does not matter
+    int32_t unused;
+};
+
+// Up to 32 rows that are multiplied at once, by depth first: so a product reads on while it goes through them.
+struct GroupedRows {
+    const Group* groups;      // [depth / GROUP][stride]
+    const Group* rests;       // likewise: what rounding took, where
+    const uint8_t* has_rest;  // is 1; 32 bytes can be read from any place
+    int64_t stride;
+
+    // The rows that have a rest, a bit each.
+    INLINE uint32_t rests_of(int64_t place, int rows) const {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+        const __m256i flags = load<__m256i>(has_rest + place);
+        return uint32_t(_mm256_test_epi8_mask(flags, flags) & ((uint64_t(1) << rows) - 1));
+#else
+        uint32_t bits = 0;
+        for (int r = 0; r < rows; r++) bits |= uint32_t(has_rest[place + r]) << r;
+        return bits;
+#endif
+    }
 };
 
 // Symmetric: the largest magnitude, which is returned, becomes 127. If something is no number, the scale is none.
@@ -53,7 +73,6 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
     to.scale = largest / 127 + (largest - largest);
     to.sum = to.scale * float(sum);
     to.shift = -ZERO * sum;
-    to.rest = 0;
     first -= to.scale * low;
     second -= to.scale * high;
     return largest;
@@ -95,64 +114,68 @@ template <int BITS> INLINE void load_words(const char* from, u32x16 (&words)[GRO
     }
 }
 
-// C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on. A's groups lie by depth first: `lda` rows are between a
-// group of a row and its next.
+// Adds a group's products with `words` to elements of C.
+template <bool IS_AROUND_ZERO, bool HAS_OFFSETS, int PANELS>
+INLINE void add_group(const Group& group, const u32x16 (&words)[PANELS][GROUP_WORDS], const f32x16 (&scales)[PANELS],
+                      const f32x16 (&offsets)[PANELS], float* to) {
+    i32x16 dots[PANELS];
+    for (int p = 0; p < PANELS; p++) dots[p] = (IS_AROUND_ZERO ? group.shift : 0) - i32x16{};
+#pragma GCC unroll 8
+    for (int w = 0; w < GROUP_WORDS; w++)
+        for (int p = 0; p < PANELS; p++) multiply_add(dots[p], group.values + 4 * w, words[p][w]);
+    for (int p = 0; p < PANELS; p++) {
+        const f32x16 dot = __builtin_convertvector(dots[p], f32x16);
+        f32x16 sum = fma16(group.scale * scales[p], dot, load16(to + p * LANES));
+        if (HAS_OFFSETS) sum = fma16(splat(group.sum), offsets[p], sum);
+        store16(to + p * LANES, sum);
+    }
+}
+
+// C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on.
 template <int BITS, bool HAS_OFFSETS, int PANELS>
-static void multiply_groups(const Group* a, int64_t lda, int rows, const Matrix& matrix, int64_t panel, float* c,
-                            int64_t ldc) {
+static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, float* c, int64_t ldc) {
     constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
     constexpr int64_t GROUP_BYTES = GROUP * LANES * BITS / 8;
     const int64_t panel_bytes = matrix.depth / GROUP * GROUP_BYTES;
     const int64_t panel_scales = matrix.depth / matrix.group_size * LANES;
     const char* b = static_cast<const char*>(matrix.panels) + panel * panel_bytes;
-    int64_t scale = panel * panel_scales;
+    int64_t scale = panel * panel_scales, place = 0;
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < PANELS; p++) store16(c + r * ldc + p * LANES, f32x16{});
     for (int64_t start = 0; start < matrix.depth; start += matrix.group_size, scale += LANES) {
-        f32x16 scales[PANELS], offsets[PANELS];
+        f32x16 scales[PANELS], offsets[PANELS] = {};
         for (int p = 0; p < PANELS; p++) {
             scales[p] = load_scales(matrix, scale + p * panel_scales);
             if (HAS_OFFSETS) offsets[p] = load_offsets(matrix, scale + p * panel_scales);
         }
-        for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, a += lda) {
+        for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
             u32x16 words[PANELS][GROUP_WORDS];
             for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, words[p]);
-            for (int r = 0; r < rows; r++) {
-                float* to = c + r * ldc;
-                for (const Group* group = a + r;; group += group->rest) {
-                    i32x16 dots[PANELS];
-                    for (int p = 0; p < PANELS; p++) dots[p] = (IS_AROUND_ZERO ? group->shift : 0) - i32x16{};
-#pragma GCC unroll 8
-                    for (int w = 0; w < GROUP_WORDS; w++)
-                        for (int p = 0; p < PANELS; p++) multiply_add(dots[p], group->values + 4 * w, words[p][w]);
-                    for (int p = 0; p < PANELS; p++) {
-                        const f32x16 dot = __builtin_convertvector(dots[p], f32x16);
-                        f32x16 sum = fma16(group->scale * scales[p], dot, load16(to + p * LANES));
-                        if (HAS_OFFSETS) sum = fma16(splat(group->sum), offsets[p], sum);
-                        store16(to + p * LANES, sum);
-                    }
-                    if (!group->rest) break;
-                }
+            for (int r = 0; r < rows; r++)
+                add_group<IS_AROUND_ZERO, HAS_OFFSETS>(a.groups[place + r], words, scales, offsets, c + r * ldc);
+            for (uint32_t left = a.rests_of(place, rows); left; left &= left - 1) {
+                const int r = __builtin_ctz(left);
+                add_group<IS_AROUND_ZERO, HAS_OFFSETS>(a.rests[place + r], words, scales, offsets, c + r * ldc);
             }
         }
     }
 }
 
 template <int BITS, bool HAS_OFFSETS>
-static void multiply_format(const Group* a, int64_t lda, int rows, const Matrix& matrix, int64_t panel, int panels,
-                            float* c, int64_t ldc) {
+static void multiply_format(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
+                            int64_t ldc) {
     int p = 0;
     for (; p + 2 <= panels; p += 2)
-        multiply_groups<BITS, HAS_OFFSETS, 2>(a, lda, rows, matrix, panel + p, c + p * LANES, ldc);
-    if (p < panels) multiply_groups<BITS, HAS_OFFSETS, 1>(a, lda, rows, matrix, panel + p, c + p * LANES, ldc);
+        multiply_groups<BITS, HAS_OFFSETS, 2>(a, rows, matrix, panel + p, c + p * LANES, ldc);
+    if (p < panels) multiply_groups<BITS, HAS_OFFSETS, 1>(a, rows, matrix, panel + p, c + p * LANES, ldc);
 }
 
 // As many panels, times the units.
-static void multiply(const Group* a, int64_t lda, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
+static void multiply(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
                      int64_t ldc) {
     const auto format = matrix.num_bits == 8 ? (matrix.offsets ? multiply_format<8, true> : multiply_format<8, false>)
                                              : (matrix.offsets ? multiply_format<4, true> : multiply_format<4, false>);
-    format(a, lda, rows, matrix, panel, panels, c, ldc);
+    format(a, rows, matrix, panel, panels, c, ldc);
     for (int r = 0; r < rows; r++)
         for (int k = 0; k < panels * LANES; k += LANES)
             store16(c + r * ldc + k, load16(c + r * ldc + k) * load16(matrix.units + panel * LANES + k));

@@ -5,7 +5,6 @@
 #include "rows.h"
 #include "team.h"
 
-constexpr int ROWS_AT_ONCE = 32;
 constexpr int TWO_TILES_LINES = 32;  // what a step of a product takes of the weights
 constexpr int UNIT_PANELS = 4;  // what a thread takes at a time: 64 columns
 constexpr int MOST_HEAD_DIM = 256;

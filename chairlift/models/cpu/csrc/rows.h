@@ -3,6 +3,8 @@
 
 #include "grouped.h"
 
+constexpr int ROWS_AT_ONCE = 32;
+
 constexpr int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Cuts one piece of memory into arrays that start at a cache line.
@@ -44,33 +46,45 @@ template <class W> struct Rows {
     }
 };
 
-// By depth first: a product goes through all rows of a group before it takes the next, and so reads what it is to.
-// Behind them are as many groups for what rounding takes.
+// In blocks of rows that are multiplied at once, and there by depth first.
 template <> struct Rows<Group> {
     static constexpr bool IS_QUANTIZED = true;
     static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, and what rounding took
-    Group* groups;  // [2][stride / GROUP][count]
-    int64_t count, stride;
+    Group *groups, *rests;  // [count / block_rows][stride / GROUP][block_rows]
+    uint8_t* has_rest;      // likewise
+    int64_t block_rows, stride;
 
-    Rows(Arena& arena, int64_t n, int64_t width)
-        : groups(arena.take<Group>(2 * n * pad(width, 64) / GROUP)), count(n), stride(pad(width, 64)) {}
+    Rows(Arena& arena, int64_t count, int64_t width)
+        : block_rows(count < ROWS_AT_ONCE ? count : ROWS_AT_ONCE), stride(pad(width, 64)) {
+        const int64_t num_groups = pad(count, block_rows ? block_rows : 1) * stride / GROUP;
+        groups = arena.take<Group>(num_groups);
+        rests = arena.take<Group>(num_groups);
+        has_rest = arena.take<uint8_t>(num_groups + ROWS_AT_ONCE);
+    }
 
-    // A group with a magnitude above the limit is stored with what rounding takes of it.
+    int64_t place_of(int64_t row, int64_t k) const {
+        return (row / block_rows * (stride / GROUP) + k / GROUP) * block_rows + row % block_rows;
+    }
+
+    // What rounding takes of a group with a magnitude above the limit is stored as well.
     void put(int64_t row, int64_t k, f32x16 first, f32x16 second, float limit) const {
-        Group& group = groups[k / GROUP * count + row];
-        if (quantize(first, second, group) <= limit) return;
-        const int64_t rest = count * stride / GROUP;
-        quantize(first, second, (&group)[rest]);
-        group.rest = int32_t(rest);
+        const int64_t place = place_of(row, k);
+        has_rest[place] = !(quantize(first, second, groups[place]) <= limit);
+        if (has_rest[place]) quantize(first, second, rests[place]);
     }
 
     void clear_padding(int64_t row, int64_t width) const {
-        for (int64_t k = width; k < stride; k += GROUP) groups[k / GROUP * count + row] = {};
+        for (int64_t k = width; k < stride; k += GROUP) {
+            groups[place_of(row, k)] = {};
+            has_rest[place_of(row, k)] = 0;
+        }
     }
 
+    // `row` begins a block.
     void multiply_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c, int64_t ldc,
                      Fetch) const {
-        multiply(groups + row, count, rows, matrix, panel, panels, c, ldc);
+        const int64_t place = place_of(row, 0);
+        multiply({groups + place, rests + place, has_rest + place, block_rows}, rows, matrix, panel, panels, c, ldc);
     }
 };
 

@@ -1,11 +1,14 @@
 """A tokenizer that is written into a GGUF file comes back: the same tokens, the same text."""
 
+import contextlib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as BackendTokenizer
 
@@ -72,6 +75,11 @@ def train(pre_tokenizer: pre_tokenizers.PreTokenizer, *, ignore_merges: bool = F
 def ids_of(backend: BackendTokenizer) -> list[int]:
     """Of the special tokens."""
     return [token for each in SPECIALS if (token := backend.token_to_id(each)) is not None]
+
+
+@cache
+def small() -> BackendTokenizer:
+    return train(gpt2())
 
 
 def written(path: Path, write: Callable[[GGUFWriter], object]) -> Tokenizer:
@@ -198,3 +206,17 @@ def test_a_kind_that_is_not_known_is_refused(tmp_path: Path) -> None:
         CheckpointError, match="its tokenizer is of the kind 'bert', and only gpt2 and llama can be read"
     ):
         written(tmp_path / "model.gguf", lambda writer: writer.add_tokenizer_model("bert"))
+
+
+@given(st.data())
+def test_whatever_bytes_are_flipped_a_tokenizer_is_made_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("flipped") / "model.gguf"
+    written(path, partial(add_byte_level_tokenizer, backend=small(), rule="qwen2", add_bos_token=True))
+    damaged = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(damaged)
+    with contextlib.suppress(CheckpointError):
+        Tokenizer(path)

@@ -4,8 +4,7 @@ The converter takes text apart by GPT-2's rule wherever it does not know the fil
 in no error, only in a model that reads worse. So the rule must be known, to the converter or here.
 """
 
-import json
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer as BackendTokenizer
@@ -74,9 +73,14 @@ def _without_more_tokens(backend: BackendTokenizer, size: int) -> BackendTokeniz
     """The converter adds special tokens that its classes have by default, which the model knows nothing of."""
     if backend.get_vocab_size(with_added_tokens=True) <= size:
         return backend
-    state = json.loads(backend.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
-    return BackendTokenizer.from_str(json.dumps(state))
+    rebuilt: Any = BackendTokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(backend, part)) is not None:
+            setattr(rebuilt, part, value)
+    added = [token for index, token in sorted(backend.get_added_tokens_decoder().items()) if index < size]
+    rebuilt.add_special_tokens([token for token in added if token.special])
+    rebuilt.add_tokens([token for token in added if not token.special])
+    return cast("BackendTokenizer", rebuilt)
 
 
 def _set_rule(backend: BackendTokenizer, rule: object) -> None:

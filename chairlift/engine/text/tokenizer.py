@@ -53,8 +53,11 @@ class Tokenizer:
     def __init__(self, path: Path, chat_template_file: str | None = None) -> None:
         """`path`: a directory, or a GGUF file."""
         try:
-            is_gguf = path.suffix == GGUF_SUFFIX
-            tokenizer = make_gguf_tokenizer(open_gguf(path)) if is_gguf else AutoTokenizer.from_pretrained(path)
+            tokenizer: object
+            if path.suffix == GGUF_SUFFIX:
+                tokenizer = make_gguf_tokenizer(open_gguf(path))
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         except Exception as error:  # whatever transformers raises is about the files
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if "custom code" in reason:

@@ -31,6 +31,11 @@ class CacheUse:
     def num_free(self) -> int:
         return self.num_tokens - self.num_running - self.num_warm
 
+    @property
+    def share(self) -> float:
+        """Of the budget, what requests hold: 0 to 1."""
+        return self.num_running / self.num_tokens if self.num_tokens else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -131,7 +131,7 @@ class EngineCore:
     def rest(self) -> None:
         """Gives memory back that nobody uses. For when there has been no work for a while; frees some warm slots."""
         if self.cache.is_elastic and not self.has_work:
-            self._scheduler.rest()
+            self._scheduler.placement.rest()
             self.cache.settle()
             self._journal.look_around()
 

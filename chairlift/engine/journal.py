@@ -46,7 +46,7 @@ class Journal:
         self._num_launches = 0
         self._totals = Totals()
         self._num_waiting = self._num_running = self._num_prefilling = self._num_warm = 0
-        self._cache = scheduler.cache_use
+        self._cache = scheduler.placement.cache_use
         self._has_moved = False  # a prompt may have been begun or completed, or a request have ended, since then
         self._step_seconds = Histogram(STEP_SECONDS)
         self._step_rows = Histogram(ROW_COUNTS)
@@ -128,7 +128,7 @@ class Journal:
             num_launches=self._num_launches,
             launches=tuple(self._launches),
             totals=replace(self._totals),
-            cache=self._scheduler.cache_use,
+            cache=self._scheduler.placement.cache_use,
         )
 
     def _look_around(self) -> None:
@@ -141,7 +141,7 @@ class Journal:
         self._num_waiting = self._scheduler.num_waiting
         self._totals.num_preemptions = self._scheduler.waiting.num_preemptions
         self._num_warm = len(self._scheduler.warm)
-        self._cache = self._scheduler.cache_use
+        self._cache = self._scheduler.placement.cache_use
 
     def _note_request(self, event: TokenEvent, times: RequestTimes) -> None:
         """Counts a request's prompt, with the first token or, if only the prompt was wanted, the end; and its end."""

@@ -16,7 +16,7 @@ the request waits in its slot for that leader, and then copies the prefix: equal
 
 from dataclasses import dataclass
 
-from chairlift.cache.budget import CHUNK_TOKENS, chunks_of
+from chairlift.cache.budget import CHUNK_TOKENS, CacheUse, chunks_of
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, pack_tokens
 from chairlift.params import FinishReason
@@ -51,6 +51,11 @@ class Placement:
     def owners(self) -> list[RequestState]:
         """Requests that have a slot, and those that ended while a launch still writes to theirs."""
         return list(self._owners.values())
+
+    @property
+    def cache_use(self) -> CacheUse:
+        """What the cache's memory is used for."""
+        return self._slots.budget.use
 
     def place(self, request: RequestState) -> None:
         """Gives the request a slot, of which there must be one, and reuses what some slot holds of its tokens."""
@@ -156,7 +161,7 @@ class Placement:
         self._slots.free_warm(self._slots.warm)
 
     def rest(self) -> None:
-        """Gives back what memory nobody holds, and what warm slots hold beyond their share: the oldest first."""
+        """Without work for a while: gives memory back, but for a small share that the last prompts keep."""
         use = self._slots.budget.use
         self._shrink_warm(use.num_warm - int(_KEPT_AT_REST * use.num_tokens), None)
         self._slots.give_back()

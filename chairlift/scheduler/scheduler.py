@@ -15,7 +15,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from chairlift.cache.budget import CacheUse
 from chairlift.cache.ledger import Reservation, SlotLedger
 from chairlift.params import FinishReason
 from chairlift.scheduler.placement import Placement
@@ -48,7 +47,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_steps_per_launch = max_steps_per_launch
         self._clock = clock
-        self._placement = Placement(slots, policy.enable_prefix_caching)
+        self.placement = Placement(slots, policy.enable_prefix_caching)
         self.waiting = WaitingQueue(max_queue_size, policy, clock)
         self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
         self._unstarted: list[TokenEvent] = []  # ends of requests that could not start, not yet told
@@ -70,11 +69,6 @@ class Scheduler:
     def warm(self) -> dict[int, int]:
         """The reusable tokens of each warm slot."""
         return self._slots.warm
-
-    @property
-    def cache_use(self) -> CacheUse:
-        """What the cache's memory is used for."""
-        return self._slots.budget.use
 
     @property
     def has_work(self) -> bool:
@@ -119,11 +113,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Nothing that was computed so far will be reused by others; running requests go on."""
-        self._placement.forget_prefixes()
-
-    def rest(self) -> None:
-        """Without work for a while: memory goes back, but for a small part that the last prompts keep."""
-        self._placement.rest()
+        self.placement.forget_prefixes()
 
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.
@@ -146,9 +136,10 @@ class Scheduler:
                     growing.append(request)
             else:
                 begun.append(request)
-        if growing and not self._grow(growing):
+        short = {request for request in growing if not self._grow(request)}
+        if growing and not self._slots.budget.is_ample:  # some may have yielded
             begun = [request for request in begun if _keeps_slot(request)]
-            draft.decode = [row for row in draft.decode if self._has_memory(row.request)]
+            draft.decode = [row for row in draft.decode if _keeps_slot(row.request) and row.request not in short]
         draft.num_left -= len(draft.decode)
         self._go_on(begun, draft)
         self._admit(draft)
@@ -184,7 +175,7 @@ class Scheduler:
                 self._release_if_idle(request)
                 continue
             if result.is_late:
-                self._placement.step_back(request)
+                self.placement.step_back(request)
             kept = [] if result.is_late else request.accept(result.token_ids, result.error, result.stop_reason)
             if kept or result.prompt_logprobs or request.finish_reason is not None:
                 events.append(TokenEvent.of(request, kept, result, now))
@@ -193,19 +184,19 @@ class Scheduler:
             elif request.is_yielding:
                 self._release_if_idle(request)
             elif request.contents.has_bad_surplus:
-                self._placement.scrub_surplus(request)
+                self.placement.scrub_surplus(request)
         return events
 
     def abandon(self) -> None:
         """After a failed or interrupted step all requests with a slot leave, without an event; those that wait stay."""
-        self._placement.abandon()
+        self.placement.abandon()
         self._running.clear()
 
     def check(self) -> None:
         """Asserts that requests and slots agree. For tests, and for when the engine is idle."""
-        self._placement.check()
+        self.placement.check()
         self.waiting.check()
-        running = {request.request_id for request in self._placement.owners if request.finish_reason is None}
+        running = {request.request_id for request in self.placement.owners if request.finish_reason is None}
         assert running == set(self._running), "a request runs without a slot, or has one and does not run"
 
     @property
@@ -213,7 +204,7 @@ class Scheduler:
         """Requests that may start to run: none while there is no memory for the next one."""
         num_places = min(self._slots.slots_remaining, self._max_num_running - len(self._running))
         if num_places and len(self.waiting):
-            num_places *= self._placement.has_memory_for(self.waiting.peek(), len(self._running))
+            num_places *= self.placement.has_memory_for(self.waiting.peek(), len(self._running))
         return num_places
 
     def _go_on(self, begun: list[RequestState], draft: Draft) -> None:
@@ -222,7 +213,7 @@ class Scheduler:
             if not draft.num_left:
                 return
             if request.leader is not None:
-                self._placement.follow(request)
+                self.placement.follow(request)
             if request.leader is None:
                 draft.add_prompt(request)
 
@@ -233,7 +224,7 @@ class Scheduler:
             if request.finish_reason is not None:
                 self._unstarted.append(TokenEvent.of(request, [], _NO_RESULT, self._clock()))
                 continue
-            self._placement.place(request)
+            self.placement.place(request)
             self._running[request.request_id] = RowPlan(request, 1, is_sampled=True)
             if request.leader is None:
                 draft.add_prompt(request)
@@ -243,32 +234,19 @@ class Scheduler:
         if len(self.waiting) and not self._num_places:
             victim = self.waiting.choose_victim(self.running)
             if victim is not None:
-                victim.is_yielding = True
-                self._release_if_idle(victim)
+                self._make_yield(victim)
 
-    def _grow(self, requests: list[RequestState]) -> bool:
-        """Memory for the next tokens of decode rows, the oldest first. False if some row yields or waits for it."""
-        is_enough = True
-        for request in requests:
-            while _keeps_slot(request) and not self._placement.provide(request, self._num_wanted(request)):
-                is_enough = False
-                if not self._make_last_yield():
-                    break
-        return is_enough
+    def _grow(self, request: RequestState) -> bool:
+        """Memory for a decode row's next launch, for which others yield. False if it yields itself, or has to wait."""
+        wanted = min(request.num_computed + self._max_steps_per_launch, self._slots.max_seq_len)
+        while _keeps_slot(request) and not self.placement.provide(request, wanted):
+            victim = self.waiting.choose_last(list(self.running))
+            if victim is None or not self._make_yield(victim):
+                return False  # what is in flight writes to slots that will be given back
+        return _keeps_slot(request)
 
-    def _num_wanted(self, request: RequestState) -> int:
-        """Tokens that its slot needs memory for in a launch, however many steps that has."""
-        return min(request.num_computed + self._max_steps_per_launch, self._slots.max_seq_len)
-
-    def _has_memory(self, request: RequestState) -> bool:
-        return _keeps_slot(request) and request.num_held >= self._num_wanted(request)
-
-    def _make_last_yield(self) -> bool:
-        """The row that came last of the lowest priority gives its slot back. False if that has to wait for a launch."""
-        running = list(self.running)
-        if any(request.is_yielding for request in running) or len(running) == 1:
-            return False  # what is in flight writes to slots that will be given back
-        victim = max(reversed(running[1:]), key=lambda request: request.options.priority)
+    def _make_yield(self, victim: RequestState) -> bool:
+        """Takes a running request's slot. False if that has to wait for launches that write to it."""
         victim.is_yielding = True
         self._release_if_idle(victim)
         return victim.slot is None
@@ -292,7 +270,7 @@ class Scheduler:
         """Takes the slot of a request that ended or yields it, once no launch writes to it."""
         if request.num_launches:
             return
-        self._placement.release(request)
+        self.placement.release(request)
         if request.finish_reason is None:
             del self._running[request.request_id]
             request.is_yielding = False

@@ -100,6 +100,17 @@ class WaitingQueue(FairQueue):
                 victim, lowest = request, request.options.priority
         return victim
 
+    @staticmethod
+    def choose_last(running: Sequence[RequestState]) -> RequestState | None:
+        """The request that yields for lack of memory: of the lowest priority the last, but never the first of all.
+
+        None if there is none, or one yields already, when its launches are over.
+        """
+        others = running[1:]
+        if not others or any(request.is_yielding for request in running):
+            return None
+        return max(reversed(others), key=lambda request: request.options.priority)
+
     def take_overdue(self) -> RequestState | None:
         """A request whose time is up, to be ended at once; it waits no more. None if there is none (any more)."""
         deadline = self._deadlines.first()

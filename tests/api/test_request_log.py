@@ -141,6 +141,7 @@ def test_a_line_about_the_batch_tells_what_was_done_since_the_one_before() -> No
         "waiting": 1,
         "slots": 8,
         "warm": 2,
+        "cache_usage": 0.0,
         "batch_size": 3.5,
         "prompt_tokens_per_second": 20.0,
         "generated_tokens_per_second": 14.0,

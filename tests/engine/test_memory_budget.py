@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.cache import ContinuousBatchingKVCacheManager
+from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.cache.memory import can_map
+from chairlift.engine import thread
 from chairlift.errors import ContextLengthExceeded
+from tests.engine.async_support import last, make_async_llm, wait_until
 from tests.engine.support import ENGINE, core_of, make_tiny_checkpoint, tokens_of
+from tests.models.cpu.support import BASE, FLOAT32, cpu_bench
+from tests.support.forward_bench import SLOT_LEN, Row
 from tests.support.kernels import HAS_COMPILER
 
 elastic_only = pytest.mark.skipif(not can_map(torch.device("cpu")), reason="memory comes at once on this platform")
@@ -73,3 +77,32 @@ def test_memory_comes_with_tokens_and_goes_when_all_rests(llm: LLM) -> None:
     core.check()
     assert memory.num_resident() <= used / 4
     assert core.read_stats().cache.num_warm <= 64  # a tenth of 640 tokens
+
+
+def test_a_slot_beyond_four_gigabytes_and_two_to_the_31_elements_holds_what_any_other_does() -> None:
+    if not HAS_COMPILER:
+        pytest.skip("there is no C++ compiler")
+    bench = cpu_bench(BASE, FLOAT32)
+    tokens = [(5 * i) % 261 for i in range(150)]
+    (expected,) = bench.run([Row(0, tokens)])
+    num_slots = 2**31 // bench.blocks[0].numel() + 9
+    params = KVCacheParams(torch.float32, BASE.num_kv_heads, BASE.head_dim)
+    bench.cache = ContinuousBatchingKVCacheManager(params, num_slots, SLOT_LEN, BASE.num_layers, ["cpu"])
+    bench.cache.claim_slot(num_slots - 1)
+    assert bench.blocks.stride(0) * (num_slots - 1) > 2**31
+    (logits,) = bench.run([Row(num_slots - 1, tokens)])
+    assert torch.equal(logits, expected)
+    bench.cache.check()
+
+
+async def test_an_engine_that_has_had_nothing_to_do_for_a_while_rests(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "REST_AFTER_S", 0.01)
+    async with make_async_llm(tiny) as engine:
+        await last(engine.generate([7] * 100, SamplingParams(max_tokens=1), "a"))
+        (memory,) = engine._core.cache.memories
+        assert memory.num_resident() > 0  # a tenth may stay warm
+        await engine.reset_prefix_cache()
+        await wait_until(lambda: memory.num_resident() == 0, "memory is back")
+        await last(engine.generate([7] * 100, SamplingParams(max_tokens=1), "b"))  # it works on

@@ -261,7 +261,7 @@ class FakeEngine(Driver):
 
 def assert_nothing_is_left(scheduler: Scheduler) -> None:
     """What a scheduler without work still knows are the tokens of warm slots; once they are forgotten, nothing."""
-    queue, placement, slots = scheduler.waiting, scheduler._placement, scheduler._slots
+    queue, placement, slots = scheduler.waiting, scheduler.placement, scheduler._slots
     assert (scheduler._running, scheduler._unstarted) == ({}, [])
     assert (queue._requests, queue._levels, queue._num_by_tenant) == ({}, {}, {})
     assert queue._deadlines.first() is None

@@ -201,6 +201,7 @@ def activity_fields(before: "EngineStats", now: "EngineStats", num_slots: int) -
         "waiting": now.num_waiting,
         "slots": num_slots,
         "warm": now.num_warm,
+        "cache_usage": round(now.cache.share, 3),
         "batch_size": round((now.step_rows.sum - before.step_rows.sum) / num_steps, 1) if num_steps else None,
         "prompt_tokens_per_second": round(num_prompt / seconds, 1),
         "generated_tokens_per_second": round(num_generated / seconds, 1),

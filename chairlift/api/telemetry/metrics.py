@@ -183,8 +183,8 @@ def _cache(stats: EngineStats) -> Iterator[Metric]:
     for state, count in (("free", use.num_free), ("warm", use.num_warm), ("running", use.num_running)):
         family.add_metric([state], count)
     yield family
-    share = use.num_running / use.num_tokens
-    yield GaugeMetricFamily("chairlift_cache_usage", "Share of the cache's memory that requests hold, 0 to 1.", share)
+    description = "Share of the cache's memory that requests hold, 0 to 1."
+    yield GaugeMetricFamily("chairlift_cache_usage", description, use.share)
 
 
 def _histogram(name: str, description: str, distribution: Distribution) -> Metric:

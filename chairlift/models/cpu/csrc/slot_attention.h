@@ -28,7 +28,7 @@ template <class T> struct SlotAttention {
         : model(m), batch(b), tasks(m, b, num_threads, arena), num_tokens(b.num_tokens), attended(output),
           attended_stride(stride) {
         queries = arena.take<T>(num_tokens * m.num_heads * m.head_dim);
-        partials = arena.take<float>(tasks.num_groups * tasks.most_chunks * MOST_HEADS * partial_floats());
+        partials = arena.take<float>(tasks.num_partials * partial_floats());
         shares_done = arena.take<std::atomic<int32_t>>(tasks.num_groups);
         scratch_bytes = take_scratch(nullptr);
         scratch = arena.take<char>(scratch_bytes * num_threads);
@@ -83,7 +83,7 @@ template <class T> struct SlotAttention {
                 attend_chunk<T>(scratch, view, first, n, nullptr);
             } else {
                 Partial results[MOST_HEADS];
-                for (int i = 0; i < task.num_heads; i++) results[i] = partial(task.group, chunk, i);
+                for (int i = 0; i < task.num_heads; i++) results[i] = partial(task, chunk, i);
                 attend_chunk(scratch, view, first, n, results);
             }
         }
@@ -92,7 +92,7 @@ template <class T> struct SlotAttention {
     }
 
   private:
-    float* partials;                    // [group][chunk][head]
+    float* partials;                    // by group: [chunk][head]
     std::atomic<int32_t>* shares_done;  // [group]
     char* scratch;                      // per thread
     int64_t scratch_bytes;
@@ -120,8 +120,8 @@ template <class T> struct SlotAttention {
         return arena.used;
     }
 
-    Partial partial(int64_t group, int64_t chunk, int64_t head) const {
-        const int64_t index = (group * tasks.most_chunks + chunk) * MOST_HEADS + head;
+    Partial partial(const Task& task, int64_t chunk, int64_t head) const {
+        const int64_t index = task.first_partial + chunk * task.num_heads + head;
         return Partial::at(partials + index * partial_floats(), LANES);
     }
 
@@ -132,7 +132,7 @@ template <class T> struct SlotAttention {
         for (int i = 0; i < task.num_heads; i++) {
             start_merging(scratch.merged[i], task.num_queries, int(model.head_dim));
             for (int chunk = chunks.begin; chunk < chunks.end; chunk++)
-                merge(scratch.merged[i], partial(task.group, chunk, i), task.num_queries, int(model.head_dim));
+                merge(scratch.merged[i], partial(task, chunk, i), task.num_queries, int(model.head_dim));
         }
         return true;
     }

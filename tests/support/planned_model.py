@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def make_agents_checkpoint(directory: Path, max_seq_len: int) -> str:
 
     The template shows tools first, then the turns.
     """
-    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    shape: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
     make_checkpoint(directory, eos_token_id=END_TOKEN, max_position_embeddings=max_seq_len, **shape)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in MARKS])
@@ -41,7 +42,7 @@ def install_plan(monkeypatch: pytest.MonkeyPatch, directory: str, plan: Plan) ->
 
     def script_of(state: RequestState) -> list[int]:
         if state.request_id not in written:
-            text = plan(tokenizer.decode(state.token_ids[: state.num_prompt_tokens]))
+            text = plan(str(tokenizer.decode(state.token_ids[: state.num_prompt_tokens])))
             written[state.request_id] = [*tokenizer.encode(text, add_special_tokens=False), END_TOKEN]
         return written[state.request_id]
 

@@ -14,8 +14,7 @@ from chairlift.__main__ import main
 from chairlift.api.config import ServerConfig
 from chairlift.chat import ChatConfig, Message, Server, converse
 from tests.api.conftest import serving
-from tests.api.test_messages import write
-from tests.support.scripted_model import HYBRID, install, make_thinking_checkpoint
+from tests.support.scripted_model import END_TOKEN, HYBRID, install, make_thinking_checkpoint
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 17 + 25?"}]
 
@@ -139,7 +138,8 @@ async def test_a_server_answers_with_thoughts_and_text(tmp_path: Path, monkeypat
     script = install(monkeypatch)
     config = ServerConfig.model_validate({"api_key": ["k"]})
     async with serving(config, model=make_thinking_checkpoint(tmp_path, HYBRID)) as server:
-        write(server, script, "<think>\nHm.\n</think>\n\nFour.")
+        tokenizer = server.llm.inputs.tokenizer
+        script.token_ids = [*tokenizer.encode("<think>\nHm.\n</think>\n\nFour.", add_special_tokens=False), END_TOKEN]
         for url in (server.url, f"{server.url}/v1/"):
             speaker = Server(ChatConfig(url=url, api_key=SecretStr("k"), temperature=0.0), "bundled")
             assert await said(speaker) == [("thought", "Hm."), ("text", "Four.")]

@@ -80,9 +80,7 @@ class Drafter:
         """`InvalidRequest` or `pydantic.ValidationError` if the body asks for what there is not."""
         if isinstance(body, CompletionRequest):
             return self._draft_completion(body, client)
-        assert isinstance(body, ChatCompletionRequest | ResponsesRequest | MessagesRequest), (
-            "what the table of endpoints has"
-        )
+        assert isinstance(body, Conversation), "what the table of endpoints has"
         return self._draft_conversation(body, client)
 
     def count_tokens(self, body: CountTokensRequest) -> TokenCount:
@@ -144,7 +142,8 @@ class Drafter:
         options = client.options_of(body)
         chat_options = body.chat_options(shows_tools=bool(functions))
         token_ids = self._encode(body, chat_options, params.truncates_prompt)
-        if isinstance(body, MessagesRequest):  # clients of this API ask for more than there may be room for
+        if isinstance(body, MessagesRequest) and not params.truncates_prompt:
+            # Clients of this API ask for more than there may be room for.
             room = max(1, inputs.max_seq_len - len(token_ids))
             params = params.model_copy(update={"max_tokens": min(body.max_tokens, room)})
         reading = self._dialect.reading(body, functions, token_ids, chat_options.continue_final_message)

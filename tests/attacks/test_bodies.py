@@ -194,6 +194,8 @@ WITH_SCHEMA = {
 }
 INPUT_ITEMS = {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}], "max_output_tokens": 16}
 
+MANY_BLOCKS = repeated('{"type":"text","text":"' + "a" * 850 + '"},')  # about as many as a body may hold
+
 DEEP_PLACES: list[Shot] = [
     *(fill(CHAT, filler, "messages", 0, "content") for filler in ("text", "escapes", "wide characters", "nesting")),
     fill(CHAT, "text", "messages", 0, "name"),
@@ -212,6 +214,7 @@ DEEP_PLACES: list[Shot] = [
     fill(RESPONSES, "text", "input", 0, "content", 0, "text", base=INPUT_ITEMS),
     fill(RESPONSES, "ones", "input", 0, "content", base=INPUT_ITEMS),
     *(fill(MESSAGES, filler, "messages", 0, "content") for filler in ("text", "ones", "objects", "nesting")),
+    Shot(MESSAGES, partial(filled, MESSAGES, MANY_BLOCKS, "messages", 0, "content"), "many blocks"),
     fill(MESSAGES, "text", "system"),
     fill(COUNT_TOKENS, "text", "messages", 0, "content"),
     fill(TOKENIZE, "text", "messages", 0, "content", base={"messages": [HELLO]}),

@@ -16,9 +16,9 @@ from chairlift.api.wire.anthropic_turns import (
     ModelTurn,
     TextBlock,
     Turn,
-    append_turn,
     check_calls,
     joined,
+    merged,
 )
 from chairlift.api.wire.base import Body, Ignored, Label, only, only_types
 from chairlift.api.wire.generation import (
@@ -201,10 +201,8 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
         return {}
 
     def template_messages(self) -> list[Message]:
-        messages: list[Message] = [] if not self.system else [{"role": "system", "content": joined(self.system)}]
-        for turn in self.messages:
-            for message in turn.as_template_input():
-                append_turn(messages, message)
+        lead: list[Message] = [] if not self.system else [{"role": "system", "content": joined(self.system)}]
+        messages = merged([*lead, *(message for turn in self.messages for message in turn.as_template_input())])
         check_calls(messages)
         return messages
 

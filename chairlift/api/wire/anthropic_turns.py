@@ -1,6 +1,8 @@
 """The turns that a conversation is made of in `/v1/messages`, and the messages that they become."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, StrictBool, Tag
@@ -99,16 +101,15 @@ class UserTurn(Body):
     content: str | list[UserBlock]
 
     def as_template_input(self) -> list[Message]:
-        """A message for each result and for the text between them, in order."""
+        """A message for each block, in order; see `merged`."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        messages: list[Message] = []
-        for block in self.content:
-            if isinstance(block, ToolResultBlock):
-                messages.append(block.as_template_input())
-            else:
-                append_turn(messages, {"role": self.role, "content": block.text})
-        return messages
+        return [
+            block.as_template_input()
+            if isinstance(block, ToolResultBlock)
+            else {"role": self.role, "content": block.text}
+            for block in self.content
+        ]
 
 
 class ModelTurn(Written):
@@ -148,17 +149,24 @@ def joined(content: str | Sequence[TextBlock | WrittenTextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-def append_turn(messages: list[Message], message: Message) -> None:
+def merged(messages: Iterable[Message]) -> list[Message]:
     """Turns of the same speaker that follow each other are one, since many templates know no others."""
-    last = messages[-1] if messages else None
-    if last is None or message["role"] == "tool" or last["role"] != message["role"]:
-        messages.append(message)
-        return
-    parts = [text for text in (last["content"], message["content"]) if text]
-    merged = {**last, **message, "content": "\n".join(parts)}
-    if "tool_calls" in last or "tool_calls" in message:
-        merged["tool_calls"] = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
-    messages[-1] = merged
+    turns: list[Message] = []
+    for role, run in groupby(messages, key=itemgetter("role")):
+        turn = list(run)
+        turns += turn if role == "tool" else [_as_one(role, turn)]
+    return turns
+
+
+def _as_one(role: str, turns: Sequence[Message]) -> Message:
+    message: Message = {"role": role, "content": "\n".join(turn["content"] for turn in turns if turn["content"])}
+    thoughts = [turn["reasoning_content"] for turn in turns if "reasoning_content" in turn]
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    calls = [call for turn in turns for call in turn.get("tool_calls", ())]
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def check_calls(messages: Sequence[Message]) -> None:

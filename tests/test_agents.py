@@ -1,0 +1,183 @@
+"""Agents as their own packages run them, on prompts of 20,000 tokens: calls, aborts, retries, sub-agents, prefixes.
+
+The model is random and small; a plan says what it writes, and the rest of the server is real.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import (
+    Agent,
+    Model,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionChunk
+
+from chairlift.api.config import ServerConfig
+from tests.api.anthropic_support import anthropic_client
+from tests.api.conftest import Server, serving
+from tests.api.contract import client_of
+from tests.support.planned_model import install_plan, make_agents_checkpoint
+
+FILES = {f"file_{number}.py": f"print({number})" for number in range(4)}
+LONG = "You are a coding agent. " + "Read before you write, and say what you did. " * 370  # 16,674 tokens, one a byte
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"path": {"type": "string", "description": "Which file, from the root of the repository. " * 30}},
+    "required": ["path"],
+    "additionalProperties": False,
+}
+NAMES = ("read_file", "write_file", "run")
+CLAUDE_TOOLS: Any = [{"name": name, "description": name, "input_schema": SCHEMA} for name in NAMES]
+OPENAI_TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": SCHEMA}} for name in NAMES
+]
+_TURN = re.compile(r"<\|(\w+)\|>(.*?)<\|im_end\|>", re.DOTALL)
+
+Serve = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+def plan(prompt: str) -> str:
+    """Asked to read a file the model calls a tool, and told what is in it, it says so."""
+    role, content = _TURN.findall(prompt)[-1]
+    if role == "tool":
+        return f"<think>I know it.</think>It says {content}."
+    call = json.dumps({"name": "read_file", "arguments": {"path": content.rpartition(" ")[2]}})
+    return f"<think>I look.</think>Let me see.<tool_call>{call}</tool_call>"
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """A server with four slots of 24,576 tokens."""
+    set_tracing_disabled(True)
+    model = make_agents_checkpoint(tmp_path, max_seq_len=24_576)
+    install_plan(monkeypatch, model, plan)
+
+    @asynccontextmanager
+    async def start(**config: Any) -> AsyncIterator[Server]:
+        async with serving(ServerConfig(**config), model=model, max_seq_len=24_576) as server:
+            yield server
+            assert server.num_free_slots == 4
+
+    return start
+
+
+def billing_line(number: int) -> str:
+    """As Claude Code begins its system prompts."""
+    return f"x-anthropic-billing-header: cc_version=2.1.37.{number:03x}; cc_entrypoint=cli; cch={number * 7919:05x};"
+
+
+async def claude_turn(server: Server, messages: list[Any], number: int) -> Any:
+    """One request of an agent; its whole reply, which is added to the conversation."""
+    system: Any = [{"type": "text", "text": text} for text in (billing_line(number), LONG)]
+    async with (
+        anthropic_client(server) as client,
+        client.messages.stream(
+            model="bundled", max_tokens=1000, system=system, tools=CLAUDE_TOOLS, messages=messages
+        ) as stream,
+    ):
+        reply = await stream.get_final_message()
+    messages.append({"role": "assistant", "content": [block.to_dict() for block in reply.content]})
+    return reply
+
+
+async def share_of_first_turn(server: Server) -> float:
+    """How much of the tokens of a first turn, prompt and answer, the second one finds in the cache."""
+    messages: list[Any] = [{"role": "user", "content": "Read file_3.py"}]
+    first = await claude_turn(server, messages, 1)
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+    call = first.content[-1]
+    assert (call.name, call.input, first.stop_reason) == ("read_file", {"path": "file_3.py"}, "tool_use")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": FILES[call.input["path"]]}
+    messages.append({"role": "user", "content": [result]})
+    second = await claude_turn(server, messages, 2)
+    assert [block.type for block in second.content] == ["thinking", "text"]
+    assert second.content[-1].text == "It says print(3)."
+    num_first = first.usage.input_tokens + first.usage.output_tokens
+    assert num_first > 20_000
+    share: float = second.usage.cache_read_input_tokens / num_first
+    return share
+
+
+async def test_the_second_turn_of_an_agent_finds_the_first_in_the_cache(serve: Serve) -> None:
+    async with serve() as server:
+        assert await share_of_first_turn(server) >= 0.99
+
+
+async def test_with_the_billing_line_kept_nothing_behind_it_is_found(serve: Serve) -> None:
+    async with serve(keep_billing_line=True) as server:
+        assert await share_of_first_turn(server) < 0.25  # the tools, which this template shows before the system
+
+
+async def chat_stream(client: AsyncOpenAI, messages: list[Any]) -> AsyncIterator[ChatCompletionChunk]:
+    stream: Any = await client.chat.completions.create(
+        model="bundled",
+        messages=[{"role": "system", "content": LONG}, *messages],
+        tools=OPENAI_TOOLS,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    async with stream:
+        async for chunk in stream:
+            yield chunk
+
+
+async def test_an_agent_that_leaves_in_the_middle_of_a_call_and_asks_again_finds_its_prompt(serve: Serve) -> None:
+    messages = [{"role": "user", "content": "Read file_1.py"}]
+    async with serve() as server, client_of(server) as client:
+        for _ in range(3):
+            chunks = chat_stream(client, messages)
+            async for chunk in chunks:
+                if chunk.choices and chunk.choices[0].delta.tool_calls:
+                    break
+            await chunks.aclose()  # type: ignore[attr-defined]
+        last = [chunk async for chunk in chat_stream(client, messages)]
+        calls = [call for chunk in last if chunk.choices for call in chunk.choices[0].delta.tool_calls or []]
+        assert calls[0].function is not None
+        assert calls[0].function.name == "read_file"
+        arguments = "".join(call.function.arguments or "" for call in calls if call.function is not None)
+        assert json.loads(arguments) == {"path": "file_1.py"}
+        usage = last[-1].usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1 > 20_000
+
+
+def agent_of(model: Model, asked: list[str]) -> Agent[None]:
+    @function_tool(strict_mode=False)  # a grammar would want JSON without the spaces of the plan
+    def read_file(path: str) -> str:
+        """Reads a file."""
+        asked.append(path)
+        return FILES[path]
+
+    return Agent("coder", instructions=LONG + LONG[:4000], model=model, tools=[read_file])
+
+
+@pytest.mark.parametrize("shape", [OpenAIResponsesModel, OpenAIChatCompletionsModel])
+async def test_sub_agents_of_openais_package_run_side_by_side(serve: Serve, shape: Callable[..., Model]) -> None:
+    asked: list[str] = []
+    async with serve() as server, client_of(server) as client:
+        agent = agent_of(shape(model="bundled", openai_client=client), asked)
+        config = RunConfig(tracing_disabled=True)
+        first = await Runner.run(agent, "Read file_0.py", run_config=config)
+        others = await asyncio.gather(
+            *(Runner.run(agent, f"Read {name}", run_config=config) for name in list(FILES)[1:])
+        )
+    assert [run.final_output for run in (first, *others)] == [f"It says print({number})." for number in range(4)]
+    assert sorted(asked) == sorted(FILES)
+    usages = [run.context_wrapper.usage for run in others]
+    assert all(usage.requests == 2 and usage.input_tokens > 40_000 for usage in usages)
+    num_cached = sum(usage.input_tokens_details.cached_tokens for usage in usages)
+    assert num_cached > 0.99 * sum(usage.input_tokens for usage in usages)

@@ -167,6 +167,7 @@ class ResolvedConfig(EngineConfig):
     kv_cache_memory_bytes: int
     cache_tokens: int = 0  # that all slots together have memory for
     is_cache_elastic: bool = False  # memory is taken as sequences grow, so that not every slot can be full
+    keeps_groups: bool = False  # weights that are stored in groups are multiplied as they are
     page_size: int = 1  # tokens; the attention backend reads a slot in pages of that size
     fallback_reason: str | None = None  # why "auto" on a CPU became torch rather than native code
 

@@ -13,7 +13,6 @@ from chairlift.models.config import ModelShape
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-_MULTIPLY_GROUPS = frozenset({AttentionBackend.CPU})
 
 
 def find_obstacle(backend: AttentionBackend, model: ModelShape, dtype: DType, device: str) -> str | None:
@@ -33,11 +32,6 @@ def find_obstacle(backend: AttentionBackend, model: ModelShape, dtype: DType, de
 def page_size_of(backend: AttentionBackend) -> int:
     """Tokens of which a slot must have memory for a multiple."""
     return flash.PAGE_SIZE if backend is AttentionBackend.FLASH_ATTN else 1
-
-
-def keeps_groups(backend: AttentionBackend) -> bool:
-    """Whether it multiplies weights in groups as they are stored; for others they become numbers of a dtype."""
-    return backend in _MULTIPLY_GROUPS
 
 
 def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, device: torch.device = _CPU) -> Backend:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from chairlift.config import AttentionBackend, DType, EngineConfig, LoadFormat, Quantization, ResolvedConfig
-from chairlift.engine.execution import resolver
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots, resolve
 from chairlift.errors import ChairliftError, ConfigurationError
 from chairlift.models.config import ModelConfig, ModelShape
@@ -211,12 +210,18 @@ def test_quantized_weights_leave_room_for_more_memory() -> None:
     assert tokens == [6528, 9600, 11264]
 
 
-def test_weights_that_are_stored_in_groups_are_counted_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_stored_in_groups_are_kept_by_the_cpu_backend_unless_float32_is_asked_for() -> None:
     grouped = GroupedSize(num_parameters=3 * 2**26, num_bytes=GIB // 8)  # of the 0.25 Gi above
-    machine = replace(CPU, free_bytes=GIB)
-    for is_kept, num_tokens in ((True, 9792), (False, 6528)):
-        monkeypatch.setattr(resolver, "keeps_groups", {AttentionBackend.CPU: is_kept}.get)
-        assert resolved(machine, grouped=grouped, max_seq_len=64).cache_tokens == num_tokens
+    machine = replace(CPU, free_bytes=2 * GIB)
+    for fields, is_kept, weight_gib in (
+        ({}, True, 0.25),
+        ({"attention_backend": "torch"}, False, 0.5),
+        ({"dtype": "float32"}, False, 1.0),
+    ):
+        config = resolved(machine, grouped=grouped, **fields)
+        assert (config.keeps_groups, config.kv_cache_memory_bytes) == (is_kept, int((2 - weight_gib) * GIB * 0.8))
+    without_bfloat16 = replace(machine, fast_dtypes=frozenset({DType.FLOAT32}))
+    assert resolved(without_bfloat16, grouped=grouped).keeps_groups
 
 
 def test_the_token_budget_is_at_least_the_number_of_slots() -> None:

@@ -14,7 +14,7 @@ from chairlift.models.adapter import AdaptedConfig, AdaptedDecoder
 from chairlift.models.attention import Backend, BatchMetadata
 from chairlift.models.attention.batch import token_slots
 from chairlift.models.attention.torch_sdpa import attend_alone
-from chairlift.models.backends import keeps_groups, load_backend
+from chairlift.models.backends import load_backend
 from chairlift.models.config import ModelShape
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
@@ -54,8 +54,7 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
     if config.load_format is LoadFormat.DUMMY:
         model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)
     else:
-        is_kept = keeps_groups(config.attention_backend)
-        model = load_model(checkpoint, config.dtype, config.device, *lengths, keeps_groups=is_kept)
+        model = load_model(checkpoint, config.dtype, config.device, *lengths, keeps_groups=config.keeps_groups)
     if config.attention_backend is AttentionBackend.CPU:
         return CpuDecoder(model, config.slot_len, quantization=config.quantization)
     model.pack()

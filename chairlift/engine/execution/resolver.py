@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from chairlift.cache.budget import CHUNK_TOKENS
 from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, ResolvedConfig
 from chairlift.errors import ConfigurationError
-from chairlift.models.backends import find_obstacle, keeps_groups, page_size_of
+from chairlift.models.backends import find_obstacle, page_size_of
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 
@@ -52,7 +52,8 @@ def resolve(
 ) -> ResolvedConfig:
     """A new configuration without "auto". `ConfigurationError` says what cannot work, and what to change.
 
-    `grouped`: what of the checkpoint's weights is in groups already, where the backend keeps them.
+    `grouped`: what of the checkpoint's weights is in groups already. The cpu backend multiplies it as it is, unless
+    float32 is asked for: rows of small integers do not give its results.
     """
     if config.quantization is not None and grouped is not None:
         raise ConfigurationError("the checkpoint's weights are quantized already; leave quantization out")
@@ -63,7 +64,8 @@ def resolve(
         dtype = model.dtype if model.dtype in machine.fast_dtypes else DType.FLOAT32
     backend = _resolve_backend(config, machine, lambda name: find_obstacle(name, model, dtype, machine.device))
     weight_bytes = int(num_parameters * (config.quantization or dtype).num_bytes)
-    if grouped is not None and keeps_groups(backend.name):
+    keeps_groups = backend.name is AttentionBackend.CPU and config.dtype != DType.FLOAT32
+    if grouped is not None and keeps_groups:
         weight_bytes = (num_parameters - grouped.num_parameters) * dtype.num_bytes + grouped.num_bytes
     if weight_bytes >= machine.free_bytes:
         raise ConfigurationError(
@@ -78,6 +80,7 @@ def resolve(
         "page_size": page_size_of(backend.name),
         "num_threads": _or_default(config.num_threads, machine.num_threads),
         "max_seq_len": _resolve_seq_len(config, model, machine),
+        "keeps_groups": keeps_groups,
         "is_cache_elastic": machine.has_elastic_memory,
         "kv_cache_memory_bytes": _or_default(config.kv_cache_memory_bytes, 1),  # "auto" is decided with the slots
         "max_steps_per_launch": _or_default(

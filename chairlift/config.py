@@ -126,9 +126,15 @@ class EngineConfig(BaseModel):
     )
     kv_cache_memory_bytes: Count | Auto = Field(
         "auto",
-        description="memory that the cache may take, on a CPU as sequences grow, on a GPU at once; auto: 80 % of what"
-        " is free beside the weights (on a GPU: beside the weights and what the largest step needs; CUDA graphs live in"
-        " the rest)",
+        description="memory that the cache may take, on a CPU as sequences grow, on a GPU at once; auto: the"
+        " memory_fraction of what is free",
+    )
+    memory_fraction: float = Field(
+        0.8,
+        gt=0.0,
+        le=1.0,
+        description="share that the cache may take of the memory that is free beside the weights (on a GPU: beside the"
+        " weights and what the largest step needs; CUDA graphs live in the rest)",
     )
     enable_prefix_caching: bool = Field(
         True, description="reuse the keys and values of earlier prompts that begin with the same tokens"

@@ -210,6 +210,14 @@ def test_quantized_weights_leave_room_for_more_memory() -> None:
     assert tokens == [6528, 9600, 11264]
 
 
+def test_the_cache_takes_its_share_of_what_is_free_beside_the_weights() -> None:
+    machine = replace(CPU, free_bytes=2 * GIB)
+    for fields, share in (({}, 0.8), ({"memory_fraction": 0.5}, 0.5), ({"memory_fraction": 1.0}, 1.0)):
+        assert resolved(machine, **fields).kv_cache_memory_bytes == int(1.5 * GIB * share)
+    given = resolved(machine, memory_fraction=0.5, kv_cache_memory_bytes=GIB)
+    assert given.kv_cache_memory_bytes == GIB
+
+
 def test_weights_that_are_stored_in_groups_are_kept_by_the_cpu_backend_unless_float32_is_asked_for() -> None:
     grouped = GroupedSize(num_parameters=3 * 2**26, num_bytes=GIB // 8)  # of the 0.25 Gi above
     machine = replace(CPU, free_bytes=2 * GIB)

@@ -11,7 +11,6 @@ from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 
 MAX_AUTO_SEQ_LEN_GPU = 4096  # there every slot takes memory for so many tokens, so that is not all of a model's 128k
-AUTO_CACHE_SHARE = 0.8  # of the memory that is free beside the weights
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, and delay newcomers and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
@@ -103,9 +102,9 @@ def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape,
         raise ConfigurationError(
             f"kv_cache_memory_bytes is {_gib(given)}, and {_gib(free_bytes)} are free beside the weights; lower it"
         )
-    auto_origin = f"{AUTO_CACHE_SHARE:.0%} of the {_gib(free_bytes)} that are free beside the weights"
+    auto_origin = f"{resolved.memory_fraction:.0%} of the {_gib(free_bytes)} that are free beside the weights"
     memory = _Memory(
-        num_bytes=_or_default(given, int(max(0, free_bytes) * AUTO_CACHE_SHARE)),
+        num_bytes=_or_default(given, int(max(0, free_bytes) * resolved.memory_fraction)),
         token_bytes=model.kv_elements_per_token * resolved.dtype.num_bytes,
         origin=auto_origin if given == "auto" else "kv_cache_memory_bytes",
     )

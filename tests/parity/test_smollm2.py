@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from chairlift import LLM, SamplingParams
@@ -48,23 +49,41 @@ ENGINE: dict[str, Any] = {"max_batch_size": 10, "max_seq_len": 1280, "max_num_ba
 PERPLEXITY_OF_THE_FILE = 22.8196
 
 
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the numbers that the file's integers stand for.
+
+    Bit for bit what transformers reads of the file (tests/models/test_smollm2.py), for which it wants accelerate.
+    """
+    directory = tmp_path_factory.mktemp("smollm2")
+    weights = open_checkpoint("smollm2").open_weights()
+    tensors = {name: weights.read(name) for name in weights.names}
+    exact = {name: each if isinstance(each, torch.Tensor) else each.dequantize() for name, each in tensors.items()}
+    save_file(exact, directory / "model.safetensors", metadata={"format": "pt"})
+    LlamaConfig(**describe_gguf(open_gguf(find_model("smollm2")))).save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture(scope="module", params=["torch", pytest.param("cpu", marks=needs_kernels)])
-def exact(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with LLM("smollm2", dtype="float32", attention_backend=request.param, **ENGINE) as llm:
+def exact(request: pytest.FixtureRequest, numbers: Path) -> Iterator[LLM]:
+    """torch computes with the file's numbers, and native code with its integers; so that gets them as numbers."""
+    model = "smollm2" if request.param == "torch" else str(numbers)
+    with LLM(model, tokenizer="smollm2", dtype="float32", attention_backend=request.param, **ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[LLM]:
+    """As everyone gets it."""
+    with LLM("smollm2", **ENGINE) as llm:
         yield llm
 
 
 class Reference:
     """transformers' own model. It computes the same only once, as two engines are compared with it."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        fields, weights = describe_gguf(open_gguf(find_model("smollm2"))), open_checkpoint("smollm2").open_weights()
-        # Bit for bit what transformers reads of the file (tests/models/test_smollm2.py), for which it wants accelerate.
-        tensors = {name: weights.read(name) for name in weights.names}
-        exact = {name: each if isinstance(each, torch.Tensor) else each.dequantize() for name, each in tensors.items()}
-        make: Any = AutoModelForCausalLM.from_config
-        self._model: Any = make(LlamaConfig(**fields), dtype=dtype).eval()
-        self._model.load_state_dict({**exact, "lm_head.weight": exact["model.embed_tokens.weight"]})
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
         self._computed: dict[tuple[int, ...], tuple[list[int], float]] = {}
 
     def next_tokens(self, token_ids: list[int]) -> list[int]:
@@ -85,8 +104,8 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Reference:
-    return Reference(torch.float32)
+def reference(numbers: Path) -> Reference:
+    return Reference(numbers, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -126,18 +145,17 @@ def test_perplexity_in_float32_is_that_of_transformers_and_of_the_file(exact: LL
 
 
 @pytest.mark.slow
-def test_perplexity_in_bfloat16_is_that_of_transformers(reference: Reference) -> None:
-    with LLM("smollm2", **ENGINE) as llm:
-        assert llm.config.dtype == "bfloat16"
-        token_ids = llm.inputs.tokenize(PROSE)
-        ours = perplexity(llm, token_ids)
-    assert ours == pytest.approx(Reference(torch.bfloat16).perplexity(token_ids), rel=3e-3)
+def test_perplexity_in_bfloat16_is_that_of_transformers(served: LLM, numbers: Path, reference: Reference) -> None:
+    assert served.config.dtype == "bfloat16"
+    token_ids = served.inputs.tokenize(PROSE)
+    ours = perplexity(served, token_ids)
+    assert ours == pytest.approx(Reference(numbers, torch.bfloat16).perplexity(token_ids), rel=3e-3)
     assert ours == pytest.approx(reference.perplexity(token_ids), rel=3e-3)
 
 
-def test_an_answer_ends_with_its_turn_and_is_sampled_as_the_models_card_has_it(exact: LLM) -> None:
-    assert exact.inputs.default_params == SamplingParams(temperature=0.2, top_p=0.9)
-    (output,) = exact.chat([{"role": "user", "content": QUESTIONS[0]}], SamplingParams(temperature=0, max_tokens=20))
+def test_an_answer_ends_with_its_turn_and_is_sampled_as_the_models_card_has_it(served: LLM) -> None:
+    assert served.inputs.default_params == SamplingParams(temperature=0.2, top_p=0.9)
+    (output,) = served.chat([{"role": "user", "content": QUESTIONS[0]}], SamplingParams(temperature=0, max_tokens=20))
     assert output.outputs[0].text == "The capital of France is Paris."
     assert output.outputs[0].finish_reason == "stop"
 

@@ -221,8 +221,8 @@ def describe_gguf(file: GGUFFile) -> _Config:
     }
     config["rope_parameters"] = _rope(file, fields, config, architecture)
     config |= {theirs: fields.number(ours) for ours, theirs in architecture.numbers.items() if fields.has(ours)}
-    if "sliding_window" in architecture.numbers.values():
-        config["sliding_window"] = int(config["sliding_window"]) if "sliding_window" in config else None
+    if "sliding_window" in config:
+        config["sliding_window"] = int(config["sliding_window"])
     config = architecture.extend(config, fields)
     fields.refuse_leftover()
     return config
@@ -232,8 +232,9 @@ def end_tokens(file: GGUFFile) -> list[int]:
     """Token ids at which an answer ends: those that the metadata name, and special tokens that are known to be one."""
     given = {name.removeprefix("tokenizer.ggml."): value for name, value in file.metadata.items()}
     named = [given.get(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
-    kinds = enumerate(zip(given.get("tokens", ()), given.get("token_type", ()), strict=False))
-    known = [index for index, (token, kind) in kinds if kind == _CONTROL and token in _END_TOKENS]
+    tokens, kinds = given.get("tokens"), given.get("token_type")
+    pairs = zip(tokens, kinds, strict=False) if isinstance(tokens, list) and isinstance(kinds, np.ndarray) else ()
+    known = [index for index, (token, kind) in enumerate(pairs) if kind == _CONTROL and token in _END_TOKENS]
     return sorted({*known, *(token for token in named if type(token) is int)})
 
 

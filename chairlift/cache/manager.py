@@ -222,7 +222,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         return all(memory.is_elastic for memory in self.memories)
 
     def check_memory(self) -> None:
-        """Asserts that no more memory is resident than the books say. Takes milliseconds, so it is no part of `check`."""
+        """Asserts that no more memory is resident than the books say. Takes milliseconds: no part of `check`."""
         self.settle()
         with self._lock:
             num_tokens = [self.budget.num_backed_of(slot) for slot in range(self.num_slots)]

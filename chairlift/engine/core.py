@@ -199,8 +199,9 @@ class EngineCore:
         return self._journal.read_stats()
 
     def check(self) -> None:
-        """Asserts that requests, slots and lengths agree."""
+        """Asserts that requests, slots, lengths and memory agree."""
         self._scheduler.check()
+        self.cache.check_memory()
 
 
 def _allocate(

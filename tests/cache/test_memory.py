@@ -92,7 +92,7 @@ def test_checking_a_cache_finds_memory_that_the_books_do_not_know() -> None:
     inputs = manager.fetch([slot], [100])
     manager.blocks[0][slot, :, :, :100] = 1
     manager.step([100], inputs)
-    manager.check()
+    manager.check_memory()
     manager.blocks[0][slot, :, :, 128] = 1
     with pytest.raises(AssertionError, match="bytes are resident, and the books say 98304 at most"):
-        manager.check()
+        manager.check_memory()

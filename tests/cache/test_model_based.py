@@ -151,6 +151,9 @@ class Cache(RuleBasedStateMachine):
             assert self.manager.contains(seq_id) == (seq_id in self.lengths)
         assert {seq_id: self.manager.cache_length_of(seq_id) for seq_id in self.lengths} == self.lengths
 
+    def teardown(self) -> None:
+        self.manager.check_memory()
+
     def _in_flight(self) -> set[int]:
         return {seq_id for launch in self.flying for seq_id in launch.rows}
 

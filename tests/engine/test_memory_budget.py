@@ -92,7 +92,7 @@ def test_a_slot_beyond_four_gigabytes_and_two_to_the_31_elements_holds_what_any_
     assert bench.blocks.stride(0) * (num_slots - 1) > 2**31
     (logits,) = bench.run([Row(num_slots - 1, tokens)])
     assert torch.equal(logits, expected)
-    bench.cache.check()
+    bench.cache.check_memory()
 
 
 async def test_an_engine_that_has_had_nothing_to_do_for_a_while_rests(

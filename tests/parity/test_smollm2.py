@@ -11,13 +11,9 @@ from typing import Any
 import openai
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, SamplingParams
-from chairlift.models import open_checkpoint
-from chairlift.models.checkpoint import find_model
-from chairlift.models.gguf import describe_gguf, open_gguf
 from tests.support.kernels import needs_kernels
 from tests.support.server_process import SERVE, Process, running
 
@@ -49,26 +45,10 @@ ENGINE: dict[str, Any] = {"max_batch_size": 10, "max_seq_len": 1280, "max_num_ba
 PERPLEXITY_OF_THE_FILE = 22.8196
 
 
-@pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the numbers that the file's integers stand for.
-
-    Bit for bit what transformers reads of the file (tests/models/test_smollm2.py), for which it wants accelerate.
-    """
-    directory = tmp_path_factory.mktemp("smollm2")
-    weights = open_checkpoint("smollm2").open_weights()
-    tensors = {name: weights.read(name) for name in weights.names}
-    exact = {name: each if isinstance(each, torch.Tensor) else each.dequantize() for name, each in tensors.items()}
-    save_file(exact, directory / "model.safetensors", metadata={"format": "pt"})
-    LlamaConfig(**describe_gguf(open_gguf(find_model("smollm2")))).save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture(scope="module", params=["torch", pytest.param("cpu", marks=needs_kernels)])
-def exact(request: pytest.FixtureRequest, numbers: Path) -> Iterator[LLM]:
-    """torch computes with the file's numbers, and native code with its integers; so that gets them as numbers."""
-    model = "smollm2" if request.param == "torch" else str(numbers)
-    with LLM(model, tokenizer="smollm2", dtype="float32", attention_backend=request.param, **ENGINE) as llm:
+def exact(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM("smollm2", dtype="float32", attention_backend=request.param, **ENGINE) as llm:
+        assert not llm.config.keeps_groups
         yield llm
 
 

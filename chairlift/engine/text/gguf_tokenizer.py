@@ -31,8 +31,10 @@ _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pa
 
 def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     """From a file's metadata. CheckpointError for a kind, or a rule of taking text apart, that is not known."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer  # slow to import
-
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer  # slow to import
+    except ImportError as error:
+        raise CheckpointError("a GGUF file's tokenizer needs transformers 5.18 or newer; upgrade it") from error
     given = {name.removeprefix(_PREFIX): value for name, value in file.metadata.items() if name.startswith(_PREFIX)}
     kind, rule = given.get("model"), given.get("pre")
     if kind not in (_SENTENCE_PIECE, _BYTE_LEVEL):

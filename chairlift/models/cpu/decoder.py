@@ -200,6 +200,7 @@ class _Weights:
 
     def take(self, model: Decoder, max_seq_len: int) -> _Model:
         config = model.config
+        head = self._matrix(model.lm_head, is_head=True)
         ropes: dict[RopeConfig | None, _Rope] = {None: _Rope(None, config.head_dim)}
         for rope, table in model.ropes.items():
             ropes[rope] = _Rope(self._keep(rope_table(rope, config.head_dim, max_seq_len)), table.shape[-1])
@@ -208,7 +209,6 @@ class _Weights:
         for index, (layer, each) in enumerate(zip(model.layers, config.layers, strict=True)):
             layers[index] = self._layer(layer, ropes[each.rope], each.window)
         embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
-        head = self._matrix(model.lm_head, is_head=True)
         del model.model.embed_tokens  # the last reference to a tied head, which is packed now
         return _Model(
             num_layers=config.num_layers,

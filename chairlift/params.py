@@ -27,7 +27,8 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else ([] if value is None else value)
 
 
-Strings = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_as_list)]
+String = Annotated[str, Field(min_length=1, max_length=1024)]
+Strings = Annotated[list[String], BeforeValidator(_as_list)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 

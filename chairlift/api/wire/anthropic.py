@@ -40,7 +40,7 @@ from chairlift.api.wire.messages import (
 )
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
-from chairlift.params import SamplingParams, Strings
+from chairlift.params import SamplingParams, String
 
 # --- tools
 
@@ -233,7 +233,7 @@ class MessagesRequest(
     max_tokens: StrictInt = Field(
         ge=0, description="most new tokens; the room in the slot also bounds it; 0: the prompt is only computed ahead"
     )
-    stop_sequences: Strings | None = Field(None, description="strings that end the text and are not part of it")
+    stop_sequences: list[String] | None = Field(None, description="strings that end the text and are not part of it")
     metadata: RequestMetadata | None = Field(None, description="whose request it is")
     service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
     inference_geo: Annotated[Label | None, Ignored("there is one place")] = None

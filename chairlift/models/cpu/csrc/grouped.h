@@ -99,12 +99,13 @@ INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place) {
                                    : load16(static_cast<const uint8_t*>(matrix.offsets) + place) * OFFSET_OF_BYTE;
 }
 
-template <int BITS> INLINE void load_words(const char* from, u32x16 (&words)[GROUP_WORDS]) {
+// `ahead`: how far from here is what the same place of the next panels has, which is fetched into the second-level cache.
+template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x16 (&words)[GROUP_WORDS]) {
     constexpr int STEP = 8 / BITS;
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w += STEP, from += 64) {
         const u32x16 bytes = load<u32x16>(from);
-        __builtin_prefetch(from + PREFETCH_BYTES);
+        __builtin_prefetch(from + ahead, 0, 2);
         if (BITS == 8) {
             words[w] = bytes;
         } else {
@@ -150,7 +151,7 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
         }
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
             u32x16 words[PANELS][GROUP_WORDS];
-            for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, words[p]);
+            for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, PANELS * panel_bytes, words[p]);
             for (int r = 0; r < rows; r++)
                 add_group<IS_AROUND_ZERO, HAS_OFFSETS>(a.groups[place + r], words, scales, offsets, c + r * ldc);
             for (uint32_t left = a.rests_of(place, rows); left; left &= left - 1) {

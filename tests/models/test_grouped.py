@@ -1,6 +1,7 @@
 """Matrices of small integers in groups: what they stand for, and rounding to them."""
 
 import math
+from operator import itemgetter
 
 import pytest
 import torch
@@ -92,8 +93,8 @@ def test_multiples_of_a_scale_are_found_again_in_8_bits() -> None:
 def test_8_bits_are_off_by_half_a_step_at_most() -> None:
     weight = random_weight(50, 320) * torch.logspace(-30, 30, 50)[:, None]
     grouped = quantize(weight, 8)
-    steps = weight.unflatten(1, (-1, 32)).abs().amax(dim=2, keepdim=True) / 127
-    errors = (grouped.dequantize() - weight).unflatten(1, (-1, 32)).abs()
+    steps = weight.view(50, -1, 32).abs().amax(dim=2, keepdim=True) / 127
+    errors = (grouped.dequantize() - weight).view(50, -1, 32).abs()
     assert (errors <= 0.56 * steps).all()  # scales have 11 bits: 127 steps may lack a sixteenth of one
     assert (grouped.scales.view(torch.int32) & 0x1FFF == 0).all()
     assert lost(random_weight(50, 320), quantize(random_weight(50, 320), 8)) < 3e-5
@@ -167,4 +168,4 @@ def test_a_large_matrix_is_rounded_as_its_rows_are(num_bits: int) -> None:
     whole = quantize(weight, num_bits)
     for row in (0, 818, 819, 1638, 2499):
         alone = quantize(weight[row : row + 1], num_bits)
-        assert torch.equal(alone.dequantize(), whole.map_rows(lambda rows, row=row: rows[row : row + 1]).dequantize())
+        assert torch.equal(alone.dequantize(), whole.map_rows(itemgetter(slice(row, row + 1))).dequantize())

@@ -203,8 +203,17 @@ def in_float32(model: Decoder) -> Decoder:
     return wide
 
 
+def round_groups(groups: torch.Tensor) -> torch.Tensor:
+    """`[T, n, 32]` to 8 bits: the largest magnitude of a group is 127 of its steps."""
+    scales = groups.abs().amax(dim=-1, keepdim=True) / 127
+    return (groups / scales).nan_to_num().round() * scales
+
+
 class GroupedLinear(nn.Module):
-    """What a product with integers in groups is to give: rows in groups of 32, too, and an exact sum."""
+    """What a product with integers in groups is to give: an exact sum, with rows in groups of 32, too.
+
+    A group with a number above 6 times the root of its row's mean square is rounded, and so is what that took.
+    """
 
     def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -214,8 +223,11 @@ class GroupedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in] -> [T, out]`"""
         groups = nn.functional.pad(x, (0, self.weight.shape[1] - x.shape[1])).double().unflatten(1, (-1, 32))
-        scales = groups.abs().amax(dim=-1, keepdim=True) / 127
-        rounded = (groups / scales).nan_to_num().round() * scales
+        width = -(-x.shape[1] // 16) * 16
+        limits = 6 * (x.double().square().sum(dim=1) / width).sqrt()
+        rounded = round_groups(groups)
+        is_dwarfing = groups.abs().amax(dim=-1) > limits[:, None]
+        rounded += is_dwarfing[..., None] * round_groups(groups - rounded)
         product = (rounded.flatten(1) @ self.weight.T).float()
         return product if self.bias is None else product + self.bias
 

@@ -90,6 +90,13 @@ def test_scales_beyond_the_range_of_float16_lose_nothing(factor: float) -> None:
     assert torch.equal(decoder(scaled, torch.float32).logits(rows), expected)
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e-33, 1e-38, 1e-42])
+def test_rows_of_next_to_nothing_give_next_to_nothing(size: float, isa: str) -> None:
+    logits = decoder(random_weight("Q8_0", 192), torch.float32, isa).logits(random_rows(4, 192, torch.float32) * size)
+    assert logits.isfinite().all()
+    assert float(logits.abs().max()) < 1e5 * size
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])
 def test_a_row_with_what_is_no_number_spoils_itself_only(name: str, value: float, isa: str) -> None:

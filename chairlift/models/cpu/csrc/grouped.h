@@ -5,11 +5,11 @@
 // of a byte as it stands, and scales are a 16th: so where there are no offsets and 8 is meant as zero, both are bytes
 // around 128. Scales and offsets are multiples of their column's unit, in the order of reading:
 //
-//     panel p, 8 bits:  [depth / 4][16][4]    4 bits:  [depth / 8][16][4], low halves word 2 i and high ones 2 i + 1
+//     panel p, 8 bits:  [depth / 4][16][4]    4 bits:  [depth / 8][16][4], low halves word 2 i, high ones 2 i + 1
 //     scales, offsets:  [columns / 16][depth / group_size][16]
 //
-// They are float16, or bytes without a sign: such a scale is the byte, and such an offset -240 times it. (With scales up to
-// 255 units an offset by 15 * 16 times as much, below 0, is all that weights on both sides of 0 can need.)
+// They are float16, or bytes without a sign: such a scale is the byte, and such an offset -240 times it. (With scales
+// up to 255 units an offset by 15 * 16 times as much, below 0, is all that weights on both sides of 0 can need.)
 //
 // Rows are integers of 8 bits in groups of 32, whatever the weights' groups are. Where a number dwarfs the row's others,
 // its group would lose more than all the rest: so there what rounding took is a group of its own, with a scale of its
@@ -26,7 +26,8 @@ constexpr int GROUP_WORDS = GROUP / 4;
 constexpr int32_t ZERO = 128;  // the byte that stands for 0
 
 constexpr float OFFSET_OF_BYTE = -240;
-constexpr float DWARFING = 6;  // times the root of the row's mean square
+constexpr float DWARFING = 6;      // times the root of the row's mean square
+constexpr float NEARLY_0 = 1e-30;  // what is no larger becomes 0, as its inverse could not be represented
 
 // 32 elements of a row: scale * value each.
 struct Group {
@@ -63,7 +64,7 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
     // As integers, what is no number is above all that are.
     const i32x16 low_size = bit_cast<i32x16>(abs16(first)), high_size = bit_cast<i32x16>(abs16(second));
     const float largest = bit_cast<float>(max_of16(low_size > high_size ? low_size : high_size));
-    const float inverse = largest > 0 ? 127 / largest : 0;
+    const float inverse = largest > NEARLY_0 ? 127 / largest : 0;
     constexpr float ROUND = 12582912.0f;
     const f32x16 low = (first * inverse + ROUND) - ROUND, high = (second * inverse + ROUND) - ROUND;
     const i32x16 low_value = __builtin_convertvector(low, i32x16), high_value = __builtin_convertvector(high, i32x16);
@@ -99,12 +100,13 @@ INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place) {
                                    : load16(static_cast<const uint8_t*>(matrix.offsets) + place) * OFFSET_OF_BYTE;
 }
 
-template <int BITS> INLINE void load_words(const char* from, u32x16 (&words)[GROUP_WORDS]) {
+// `ahead`: how far from here the same place of the next panels is, which is fetched into the second-level cache.
+template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x16 (&words)[GROUP_WORDS]) {
     constexpr int STEP = 8 / BITS;
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w += STEP, from += 64) {
         const u32x16 bytes = load<u32x16>(from);
-        __builtin_prefetch(from + PREFETCH_BYTES);
+        __builtin_prefetch(from + ahead, 0, 2);
         if (BITS == 8) {
             words[w] = bytes;
         } else {
@@ -133,7 +135,8 @@ INLINE void add_group(const Group& group, const u32x16 (&words)[PANELS][GROUP_WO
 
 // C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on.
 template <int BITS, bool HAS_OFFSETS, int PANELS>
-static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, float* c, int64_t ldc) {
+static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, float* c,
+                            int64_t ldc) {
     constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
     constexpr int64_t GROUP_BYTES = GROUP * LANES * BITS / 8;
     const int64_t panel_bytes = matrix.depth / GROUP * GROUP_BYTES;
@@ -150,7 +153,7 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
         }
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
             u32x16 words[PANELS][GROUP_WORDS];
-            for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, words[p]);
+            for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, PANELS * panel_bytes, words[p]);
             for (int r = 0; r < rows; r++)
                 add_group<IS_AROUND_ZERO, HAS_OFFSETS>(a.groups[place + r], words, scales, offsets, c + r * ldc);
             for (uint32_t left = a.rests_of(place, rows); left; left &= left - 1) {

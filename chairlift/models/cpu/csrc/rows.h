@@ -94,7 +94,7 @@ template <class W, class X> INLINE void put_row(const Rows<W>& rows, int64_t row
     if (Rows<W>::IS_QUANTIZED) {
         f32x16 squares{};
         for (int64_t k = 0; k < width; k += LANES) squares += x(k) * x(k);
-        limit = DWARFING * __builtin_sqrtf(sum16(squares) / width);
+        limit = DWARFING * __builtin_sqrtf(sum16(squares) / pad(width, LANES));
     }
     int64_t k = 0;
     for (; k < width; k += 2 * LANES) rows.put(row, k, x(k), k + LANES < width ? x(k + LANES) : f32x16{}, limit);

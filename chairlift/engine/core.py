@@ -179,8 +179,9 @@ class EngineCore:
         return events
 
     def _make_graphs(self, recorder: GraphRecorder, forward: Forward, last_tokens: LastTokens) -> DecodeGraphs:
-        self.cache.claim_slot(self.cache.max_cache_batch_size - 1)  # what pads a batch has to work on something
-        max_steps = self.config.max_steps_per_launch
+        scratch, max_steps = self.cache.max_cache_batch_size - 1, self.config.max_steps_per_launch
+        self.cache.claim_slot(scratch)  # what pads a batch has to work on something
+        self.cache.hold(scratch, min(max_steps, self.config.slot_len))
         try:
             graphs = DecodeGraphs(forward, self.cache.blocks[0], last_tokens, recorder, self.vocab_size, max_steps)
             graphs.record_common()

@@ -83,7 +83,7 @@ def quantize(weight: torch.Tensor, num_bits: int) -> GroupedWeight:
     padded = pad(weight, (0, missing)) if (missing := -weight.shape[1] % _QUANTIZED_GROUP) else weight
     rounded = _round_to_8_bits if num_bits == 8 else _round_to_4_bits
     num_rows = max(1, _ELEMENTS_AT_ONCE // padded.shape[1])
-    parts = [rounded(rows.float().unflatten(1, (-1, _QUANTIZED_GROUP))) for rows in torch.split(padded, num_rows)]
+    parts = [rounded(rows.float().reshape(len(rows), -1, _QUANTIZED_GROUP)) for rows in torch.split(padded, num_rows)]
     values, scales, *offsets = (torch.cat(part) for part in zip(*parts, strict=True))
     return GroupedWeight(num_bits, values.flatten(1), scales, *offsets)
 

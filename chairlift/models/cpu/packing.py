@@ -125,7 +125,7 @@ def _bytes_of(weight: GroupedWeight) -> torch.Tensor:
     """uint8 `[out, in * bits / 8]`"""
     if weight.num_bits == 8:
         return weight.values.view(torch.uint8) ^ 128
-    pairs = weight.values.unflatten(1, (-1, 2, 2))  # of eight neighbours 0 1, 2 3 and 4 5, 6 7
+    pairs = weight.values.reshape(weight.num_outputs, -1, 2, 2)  # of eight neighbours 0 1, 2 3 and 4 5, 6 7
     first, second = pairs[:, :, 0], pairs[:, :, 1]
     return torch.stack(((first & 15) | (second << 4), (first >> 4) | (second & 240)), dim=-1).flatten(1)
 
@@ -149,7 +149,7 @@ def _panels(rows: torch.Tensor) -> torch.Tensor:
 
 def _by_panel(rows: torch.Tensor) -> torch.Tensor:
     """`[out, n]` -> `[padded out / 16, n, 16]`"""
-    return _pad_outputs(rows).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
+    return _pad_outputs(rows).view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()
 
 
 def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:

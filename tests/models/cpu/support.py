@@ -206,7 +206,8 @@ def in_float32(model: Decoder) -> Decoder:
 def round_groups(groups: torch.Tensor) -> torch.Tensor:
     """`[T, n, 32]` to 8 bits: the largest magnitude of a group is 127 of its steps."""
     scales = groups.abs().amax(dim=-1, keepdim=True) / 127
-    return (groups / scales).nan_to_num().round() * scales
+    rounded: torch.Tensor = (groups / scales).nan_to_num().round() * scales
+    return rounded
 
 
 class GroupedLinear(nn.Module):
@@ -222,7 +223,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, in] -> [T, out]`"""
-        groups = nn.functional.pad(x, (0, self.weight.shape[1] - x.shape[1])).double().unflatten(1, (-1, 32))
+        groups = nn.functional.pad(x, (0, self.weight.shape[1] - x.shape[1])).double().view(len(x), -1, 32)
         width = -(-x.shape[1] // 16) * 16
         limits = 6 * (x.double().square().sum(dim=1) / width).sqrt()
         rounded = round_groups(groups)

@@ -95,11 +95,11 @@ def test_every_field_that_the_client_can_send_is_known(body: type[BaseModel], ex
         (
             ResponsesRequest,
             {
-                *("metadata", "safety_identifier", "store", "service_tier"),
+                *("metadata", "client_metadata", "safety_identifier", "service_tier"),
                 *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
             },
             {
-                *("previous_response_id", "conversation", "prompt", "max_tool_calls"),
+                *("conversation", "prompt", "max_tool_calls"),
                 *("moderation", "context_management", "access_programs", "image"),
             },
         ),

@@ -16,7 +16,7 @@ from chairlift import LLM, SamplingParams
 from tests.parity.test_smollm2 import ENGINE, PROSE, perplexity
 from tests.support.kernels import needs_kernels
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.slow]
 
 FACTS = {
     "What is the capital of France?": "The capital of France is Paris.",
@@ -33,29 +33,37 @@ def load(checkpoint: Path, quantization: str | None) -> LLM:
     return LLM(str(checkpoint), quantization=quantization, **fields)
 
 
-def perplexity_of(checkpoint: Path, quantization: str | None) -> float:
-    with load(checkpoint, quantization) as llm:
-        return perplexity(llm, llm.inputs.tokenize(PROSE))
+def perplexity_of(llm: LLM) -> float:
+    return perplexity(llm, llm.inputs.tokenize(PROSE))
+
+
+def assert_answers_alike(llm: LLM) -> None:
+    messages = [[{"role": "user", "content": question}] for question in FACTS]
+    answers = [output.outputs[0].text for output in llm.chat(messages, GREEDY)]
+    for answer, expected in zip(answers, FACTS.values(), strict=True):
+        assert answer.startswith(expected)
 
 
 @pytest.fixture(scope="module")
 def plain(numbers: Path) -> float:
-    return perplexity_of(numbers, None)
+    with load(numbers, None) as llm:
+        assert_answers_alike(llm)
+        return perplexity_of(llm)
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 1.005), ("int4", 1.02)])
-def test_perplexity_stays_near_that_of_bfloat16(quantization: str, most: float, numbers: Path, plain: float) -> None:
-    assert 0.995 * plain < perplexity_of(numbers, quantization) < most * plain
+def test_8_bits_cost_little_and_answers_begin_alike(numbers: Path, plain: float) -> None:
+    with load(numbers, "int8") as llm:
+        assert perplexity_of(llm) == pytest.approx(plain, rel=5e-3)
+        assert_answers_alike(llm)
 
 
 def test_the_integers_of_the_file_cost_little_more_than_their_numbers(plain: float) -> None:
     with LLM("smollm2", attention_backend="cpu", **ENGINE) as llm:
         assert llm.config.keeps_groups
-        assert perplexity(llm, llm.inputs.tokenize(PROSE)) == pytest.approx(plain, rel=3e-3)
+        assert perplexity_of(llm) == pytest.approx(plain, rel=3e-3)
 
 
-@pytest.mark.slow
-def test_int4_is_better_than_q4_0_of_the_same_weights(numbers: Path, tmp_path: Path, plain: float) -> None:
+def test_4_bits_cost_less_than_q4_0_of_the_same_weights(numbers: Path, tmp_path: Path, plain: float) -> None:
     q4_0 = gguf.GGMLQuantizationType.Q4_0
     weights = load_file(numbers / "model.safetensors")
     for name, weight in weights.items():
@@ -64,15 +72,9 @@ def test_int4_is_better_than_q4_0_of_the_same_weights(numbers: Path, tmp_path: P
             weights[name] = torch.from_numpy(values)
     (tmp_path / "config.json").write_bytes((numbers / "config.json").read_bytes())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    of_q4_0 = perplexity_of(tmp_path, None)
-    assert perplexity_of(numbers, "int4") < of_q4_0
+    with load(tmp_path, None) as llm:
+        of_q4_0 = perplexity_of(llm)
     assert of_q4_0 > 1.05 * plain
-
-
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_questions_are_answered_alike(quantization: str | None, numbers: Path) -> None:
-    messages = [[{"role": "user", "content": question}] for question in FACTS]
-    with load(numbers, quantization) as llm:
-        answers = [output.outputs[0].text for output in llm.chat(messages, GREEDY)]
-    for answer, expected in zip(answers, FACTS.values(), strict=True):
-        assert answer.startswith(expected)
+    with load(numbers, "int4") as llm:
+        assert perplexity_of(llm) == pytest.approx(plain, rel=2e-2)
+        assert_answers_alike(llm)

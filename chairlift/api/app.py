@@ -69,7 +69,7 @@ class Api:
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
         self._reply_workers = Workers(1)
         self._metrics = Metrics(llm, self._model_name)
-        self._scraping = asyncio.Lock()
+        self._turn = asyncio.Lock()  # of replies that take the loop milliseconds: one in a turn of it
         self.is_draining = False
         self.num_active = 0  # requests from their headers to the last byte of their replies
 
@@ -156,7 +156,7 @@ class Api:
         return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
-        async with self._scraping:  # one in a turn of the event loop, since each takes it milliseconds
+        async with self._turn:
             body, content_type = self._metrics.render(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
@@ -164,10 +164,12 @@ class Api:
         return _json(Version(version=chairlift.__version__))
 
     async def openapi(self, _: web.Request) -> web.Response:
-        return await self._quick_workers.for_client(_READERS)(openapi_reply)
+        async with self._turn:
+            return await self._quick_workers.for_client(_READERS)(openapi_reply)
 
     async def docs(self, _: web.Request) -> web.Response:
-        return await self._quick_workers.for_client(_READERS)(docs_page)
+        async with self._turn:
+            return await self._quick_workers.for_client(_READERS)(docs_page)
 
     async def _generate(self, request: web.Request, body_type: type[BaseModel]) -> web.StreamResponse:
         """Two coroutines, so that nothing keeps the body or what was read out of it while the request runs."""

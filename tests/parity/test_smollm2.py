@@ -37,7 +37,7 @@ BEGINNINGS = (
     "Water boils at a temperature of",
     *(PROSE[:length].rpartition(" ")[0] for length in (150, 300, 600, 1000, 1500, 2000)),
 )
-NUM_TOKENS = 48
+NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 ENGINE: dict[str, Any] = {"max_batch_size": 10, "max_seq_len": 1280, "max_num_batched_tokens": 512}
 

@@ -1,17 +1,17 @@
 """What the tests of `/v1/messages` share: the official client, and the strictest reading of what the server says."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 from anthropic import AsyncAnthropic
-from anthropic import BaseModel as ClientModel
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from tests.api.conftest import Server
+from tests.api.contract import undeclared
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 QUESTION: Any = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -49,7 +49,7 @@ async def whole_of(server: Server, **fields: Any) -> Message:
         text = await response.text()
         assert response.status == 200, text
     message = Message.model_validate_json(text, strict=True)
-    assert not list(_undeclared(message))
+    assert not list(undeclared(message))
     return message
 
 
@@ -66,7 +66,7 @@ async def events_of(server: Server, **fields: Any) -> list[Any]:
         name, data = each.split("\n")
         event = _EVENT.validate_json(data.removeprefix("data: "), strict=True)
         assert name == f"event: {event.type}"
-        assert not list(_undeclared(event))
+        assert not list(undeclared(event))
         events.append(event)
     return events
 
@@ -84,14 +84,3 @@ async def error_of(server: Server, status: int, body: Any, path: str = MESSAGES,
     )
     error: dict[str, Any] = reply["error"]
     return error
-
-
-def _undeclared(value: object) -> Iterator[str]:
-    """Names of fields that the client's models do not know, at any depth."""
-    if isinstance(value, list):
-        for each in value:
-            yield from _undeclared(each)
-    elif isinstance(value, ClientModel):
-        yield from value.model_extra or {}
-        for name in type(value).model_fields:
-            yield from _undeclared(getattr(value, name))

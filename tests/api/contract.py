@@ -11,6 +11,7 @@ import aiohttp
 from openai import BaseModel as ClientModel
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 
 from tests.api.conftest import ENGINE as ENGINE
 from tests.api.conftest import Server
@@ -105,16 +106,16 @@ def check_completion(reply: dict[str, Any]) -> Completion:
 
 def _check(model: type[_Reply], payload: dict[str, Any]) -> _Reply:
     checked = model.model_validate_json(json.dumps(payload), strict=True)
-    assert set(_undeclared(checked)) <= _OUR_OWN_FIELDS
+    assert set(undeclared(checked)) <= _OUR_OWN_FIELDS
     return checked
 
 
-def _undeclared(value: object) -> Iterator[str]:
-    """Names of fields that the client's models do not know, at any depth."""
+def undeclared(value: object) -> Iterator[str]:
+    """Names of fields that a client's models do not know, at any depth."""
     if isinstance(value, list):
         for each in value:
-            yield from _undeclared(each)
-    elif isinstance(value, ClientModel):
+            yield from undeclared(each)
+    elif isinstance(value, BaseModel):
         yield from value.model_extra or {}
         for name in type(value).model_fields:
-            yield from _undeclared(getattr(value, name))
+            yield from undeclared(getattr(value, name))

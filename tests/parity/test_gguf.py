@@ -14,11 +14,12 @@ from chairlift.engine.execution.forward import TorchForward
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.checkpoint import find_model
+from tests.parity.test_families import FAMILIES as SHAPES
+from tests.parity.test_families import WINDOW, YARN
 from tests.support.checkpoints import make_checkpoint, random_prompts, reference_tokens
 from tests.support.forward_bench import SLOT_LEN, Bench, Row
 from tests.support.gguf_files import Kind, add_byte_level_tokenizer, write_model
 
-WINDOW = 24
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -27,14 +28,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * i for i in range(12)],
-    "long_factor": [2.0 + 0.3 * i for i in range(12)],
-    "original_max_position_embeddings": 400,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LINEAR},
@@ -47,26 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama 3": {"model_type": "llama", "rope_parameters": LLAMA3},
     "mistral, window": {"model_type": "mistral", "sliding_window": WINDOW},
     "qwen2, yarn": {"model_type": "qwen2", "rope_parameters": YARN},
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    **{name: SHAPES[name] for name in ("qwen3", "granite", "phi3", "phi3, partial longrope", "olmo2")},
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": 0},
-    "granite": {
-        "model_type": "granite",
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.015625,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 8.0,
-    },
-    "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": WINDOW, "num_key_value_heads": 4},
-    "phi3, partial longrope": {
-        "model_type": "phi3",
-        "hidden_size": 128,
-        "pad_token_id": 0,
-        "max_position_embeddings": 2048,
-        "original_max_position_embeddings": 400,
-        "partial_rotary_factor": 0.75,
-        "rope_parameters": LONG,
-    },
-    "olmo2": {"model_type": "olmo2"},
     "gemma2": {
         "model_type": "gemma2",
         "query_pre_attn_scalar": 32,

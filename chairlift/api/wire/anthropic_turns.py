@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, StrictBool, Tag
 
 from chairlift.api.wire.base import Body, Ignored, Written, by_type, only_types
 from chairlift.api.wire.generation import FOR_CACHING
+from chairlift.api.wire.messages import is_of_assistant
 from chairlift.engine.text.tokenizer import Message
 from chairlift.errors import InvalidRequest
 
@@ -134,8 +135,7 @@ class ModelTurn(Written):
 
 
 def _kind_of(message: Any) -> str:
-    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    return ModelTurn.__name__ if role == "assistant" else UserTurn.__name__
+    return (ModelTurn if is_of_assistant(message) else UserTurn).__name__
 
 
 Turn = Annotated[

@@ -118,9 +118,14 @@ def _text(content: str | Sequence[TextPart] | None) -> str:
     return "".join(part.text or part.refusal or "" for part in content or [])
 
 
-def _kind_of(message: Any) -> str:
+def is_of_assistant(message: Any) -> bool:
+    """Of a message as it was parsed from JSON, or as a model has it."""
     role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    return AssistantTurn.__name__ if role == "assistant" else ChatMessage.__name__
+    return bool(role == "assistant")
+
+
+def _kind_of(message: Any) -> str:
+    return (AssistantTurn if is_of_assistant(message) else ChatMessage).__name__
 
 
 AnyMessage = Annotated[

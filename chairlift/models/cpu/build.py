@@ -30,14 +30,15 @@ from chairlift.models.cpu.compiler import (
     file_name,
     find_compiler,
 )
-from chairlift.models.user_cache import CACHE_VARIABLE, CacheUnusable, cache_directory, is_own, own_directory
 
 logger = logging.getLogger(__name__)
 
 ISA_VARIABLE = "CHAIRLIFT_CPU_ISA"
+CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 
 _PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, which are trusted as its other code is
 _FAST = ("amx", "avx512_bf16", "avx512")
+_ROOT = 0
 _MARK = b"chairlift-sha256"  # begins what is behind the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
 _UNUSED_AFTER_S = 30 * 24 * 3600.0
@@ -147,19 +148,45 @@ def _load(path: Path) -> ctypes.CDLL:
         raise
 
 
+def cache_directory() -> Path:
+    """$CHAIRLIFT_CACHE_DIR, or `chairlift` in the user's cache directory. RuntimeError if there is no home."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift"
+
+
 @contextlib.contextmanager
 def _own_directory(path: Path) -> Iterator[int]:
-    """The cache directory, if no other user can write to it. FileNotFoundError if there is none."""
+    """A descriptor of the directory, if no other user can write to it. FileNotFoundError if there is none."""
+    refusal = f"compiled kernels cannot be kept in {path}: %s; delete it, or name another in ${CACHE_VARIABLE}"
     try:
-        with own_directory(path) as directory:
-            yield directory
-    except CacheUnusable as error:
-        raise CpuKernelsUnavailable(f"compiled kernels cannot be kept in {error}") from error
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = "it is a symbolic link" if path.is_symlink() else error.strerror
+        raise CpuKernelsUnavailable(refusal % reason) from error
+    try:
+        info = os.fstat(directory)
+        if not _is_own(info):
+            raise CpuKernelsUnavailable(refusal % "it belongs to another user")
+        if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CpuKernelsUnavailable(refusal % "other users can write to it, and may have")
+        if info.st_mode & (stat.S_IRWXG | stat.S_IRWXO) and info.st_uid == os.geteuid():
+            os.fchmod(directory, stat.S_IRWXU)
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _is_own(info: os.stat_result) -> bool:
+    """True for what belongs to this user, or to root, who can change everything anyway."""
+    return info.st_uid in (os.geteuid(), _ROOT)
 
 
 def _verify(library: int) -> None:
     info = os.fstat(library)
-    if not stat.S_ISREG(info.st_mode) or not is_own(info):
+    if not stat.S_ISREG(info.st_mode) or not _is_own(info):
         raise _Damaged("is not this user's file")
     with open(library, "rb", closefd=False) as file:
         content = file.read()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from chairlift import LLM
-from chairlift.models import cpu, user_cache
+from chairlift.models import cpu
 from chairlift.models.cpu import CpuKernelsUnavailable, build, compiler, load_library
 from chairlift.models.cpu.build import usable_instruction_sets
 from tests.support.kernels import needs_kernels
@@ -181,6 +181,15 @@ def test_a_cache_directory_that_cannot_be_made_is_named(tmp_path: Path, monkeypa
         build.load_library.__wrapped__()
 
 
+def test_the_users_cache_directory_is_taken_if_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHAIRLIFT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert build.cache_directory() == Path("/somewhere/chairlift")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert build.cache_directory() == Path("/home/someone/.cache/chairlift")
+
+
 def only_library(cache: Path) -> Path:
     (name,) = names(cache)
     return cache / name
@@ -261,7 +270,7 @@ def test_a_directory_that_others_can_write_to_is_refused_and_nothing_in_it_is_ru
 def test_a_directory_of_another_user_is_refused(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load()
     owner = cache.stat().st_uid
-    monkeypatch.setattr(user_cache, "_ROOT", -1)
+    monkeypatch.setattr(build, "_ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     assert f"compiled kernels cannot be kept in {cache}: it belongs to another user; " in refusal()
     assert num_compiled(copying) == 1

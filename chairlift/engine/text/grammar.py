@@ -22,7 +22,7 @@ from chairlift.params import StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 4
+_NUM_THREADS = 3  # each may have a child at work that adds `rehearsal._MAX_BYTES`
 _MAX_UNFINISHED = 64  # grammars that are compiled or wait for it
 _MAX_CACHE_BYTES = 2**27
 

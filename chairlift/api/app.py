@@ -68,8 +68,9 @@ class Api:
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
         self._reply_workers = Workers(1)
-        self._metrics = Metrics(llm, self._model_name)
+        self._metrics = Metrics(llm, self._model_name, config.vllm_metrics)
         self._turn = asyncio.Lock()  # of replies that take the loop milliseconds: one in a turn of it
+        self.is_leaving = False
         self.is_draining = False
         self.num_active = 0  # requests from their headers to the last byte of their replies
 
@@ -96,9 +97,13 @@ class Api:
         self.cors.install(app)
         return app
 
+    def leave(self) -> None:
+        """Says on /health that the server goes, and serves on."""
+        self.is_leaving = True
+
     def drain(self) -> None:
         """Takes no more requests, and gives up on those that have not come whole."""
-        self.is_draining = True
+        self.is_leaving = self.is_draining = True
         self._bodies.close()
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -145,15 +150,19 @@ class Api:
 
     async def health(self, _: web.Request) -> web.Response:
         """200 while the engine's thread answers and new requests are served, else 503."""
+        self.check_health()
+        return _json(Health())
+
+    def check_health(self) -> None:
+        """`EngineClosed` unless new requests are served."""
         if self._llm.death is not None:
             raise EngineClosed(f"the engine died: {self._llm.death}")
-        if self.is_draining:
+        if self.is_leaving:
             raise EngineClosed("the server is shutting down")
         if not self._llm.is_healthy:
             raise EngineClosed("the engine does not answer")
         if any(workers.is_stuck for workers in self._all_workers):
             raise EngineClosed("a request is being checked for too long; the server may have to be started again")
-        return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
         async with self._turn:

@@ -85,9 +85,19 @@ class ServerConfig(BaseModel):
         " later request from its first byte, for a body, and to read what is sent to it",
     )
     idle_timeout: Timeout = Field(75.0, description="seconds that a connection may be silent between two requests")
-    drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after SIGTERM")
+    drain_delay: Seconds = Field(
+        0.0,
+        description="seconds after SIGTERM in which /health says 503 while requests are still served, so that a router"
+        " leaves first",
+    )
+    drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after SIGTERM and drain_delay")
 
-    # What is logged
+    # What is counted and logged
+    vllm_metrics: bool = Field(
+        False,
+        description="show on /metrics what routers ask for under vLLM's names too: requests that run and wait, use of"
+        " the cache, its size, its hits",
+    )
     log_format: LogFormat = Field(LogFormat.TEXT, description="text: lines for people; json: one object per record")
     log_interval: Seconds = Field(
         10.0, description="seconds between two lines about the batch in the log; 0: no such lines"

@@ -48,6 +48,8 @@ async def serve(llm: AsyncLLM, config: ServerConfig, listener: Listener) -> int:
                 )
             logger.info("serving on %s", listener.url)
             await _first_of(stop.wait(), llm.died.wait())
+            api.leave()
+            await _delay(llm, config.drain_delay, hurry)
             api.drain()
             was_cut_short = await _wind_down(llm, api, config.drain_timeout, hurry)
     finally:
@@ -121,6 +123,14 @@ def reporting(llm: AsyncLLM, interval_s: float) -> Iterator[None]:
         yield
     finally:
         task.cancel()
+
+
+async def _delay(llm: AsyncLLM, delay_s: float, hurry: asyncio.Event) -> None:
+    """Gives routers the time to read on /health that the server goes."""
+    if delay_s and llm.death is None:
+        logger.info("/health says 503, and requests are served for %.0f s more", delay_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_first_of(hurry.wait(), llm.died.wait()), delay_s)
 
 
 async def _wind_down(llm: AsyncLLM, api: Api, timeout_s: float, hurry: asyncio.Event) -> bool:

@@ -60,6 +60,15 @@ def test_a_running_stream_finishes_while_new_work_is_refused() -> None:
         assert process.exit_code() == 0
 
 
+def test_a_router_reads_503_before_requests_are_refused() -> None:
+    with running(SERVE, "--drain-delay", "60") as process, httpx.Client(base_url=process.url, timeout=60) as client:
+        draining(process, client)
+        late = client.post("/v1/completions", json={"prompt": "late", "max_tokens": 1})
+        assert late.status_code == 200
+        process.popen.send_signal(signal.SIGTERM)  # which ends the delay
+        assert process.exit_code() == 0
+
+
 @pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
 def test_what_is_cut_short_ends_with_a_proper_last_chunk(second: signal.Signals | None) -> None:
     """By the drain timeout, or at once by a second signal."""

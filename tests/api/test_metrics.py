@@ -84,6 +84,26 @@ async def test_tokens_steps_and_times_are_those_of_the_requests(server: Server) 
     assert 0 < steps <= whole
 
 
+async def test_routers_find_vllms_names_where_they_are_wanted() -> None:
+    """As the Gateway API inference extension, llm-d and vLLM's production stack ask for them."""
+    async with serving(ServerConfig(vllm_metrics=True)) as server:
+        for _ in range(2):
+            await post(server, COMPLETIONS, SIX)
+        seen = await scrape(server)
+        cache_tokens = server.llm.config.cache_tokens
+    expected = {
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0,
+        "gpu_cache_usage_perc": 0,
+        "prefix_cache_queries_total": 16,
+        "prefix_cache_hits_total": 7,
+    }
+    assert {name: seen.value(f"vllm:{name}", model_name="bundled") for name in expected} == expected
+    size = {"model_name": "bundled", "block_size": "16", "num_gpu_blocks": str(cache_tokens // 16)}
+    assert seen.value("vllm:cache_config_info", **size) == 1
+
+
 async def test_buckets_grow_to_the_count(server: Server) -> None:
     await post(server, COMPLETIONS, {**SIX, "n": 3})
     for name, family in (await scrape(server)).families.items():

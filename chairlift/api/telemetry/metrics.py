@@ -46,6 +46,26 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
 )
 """Name, to which Prometheus adds `_total`; description; where the engine counts it."""
 
+_VLLM_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    ("vllm:num_requests_running", "chairlift_requests_running.", lambda stats: stats.num_running),
+    ("vllm:num_requests_waiting", "chairlift_requests_waiting.", lambda stats: stats.num_waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "chairlift_cache_usage, a share in spite of its name.",
+        lambda stats: stats.cache.share,
+    ),
+    (
+        "vllm:gpu_cache_usage_perc",
+        "chairlift_cache_usage, as older routers ask for it.",
+        lambda stats: stats.cache.share,
+    ),
+)
+_VLLM_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
+    ("vllm:prefix_cache_queries", "chairlift_prompt_tokens_total.", lambda totals: totals.num_prompt_tokens),
+    ("vllm:prefix_cache_hits", "chairlift_cached_tokens_total.", lambda totals: totals.num_cached_tokens),
+)
+_VLLM_BLOCK = 16  # tokens. Our cache has no blocks; routers multiply by their number, and hash prompts in such pieces
+
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineStats], Distribution]], ...] = (
     (
         "chairlift_step_duration_seconds",
@@ -75,9 +95,10 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineStats], Distribution]], ...] 
 class Metrics(Collector):
     """The counts of one server. Used from its event loop."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+    def __init__(self, llm: AsyncLLM, model_name: str, has_vllm_names: bool = False) -> None:
         self._llm = llm
         self._model_name = model_name
+        self._has_vllm_names = has_vllm_names
         self._outcomes: Counter[Outcome] = Counter()
         self._responses: Counter[tuple[str, int]] = Counter()
         self._request_seconds = Histogram(WAIT_SECONDS)
@@ -139,6 +160,8 @@ class Metrics(Collector):
         yield _histogram(
             "chairlift_request_generated_tokens", "Length of what was generated.", self._output_lengths.read()
         )
+        if self._has_vllm_names:
+            yield from self._vllm_families(stats)
 
     def _info(self) -> Metric:
         config = self._llm.config
@@ -149,6 +172,21 @@ class Metrics(Collector):
             "The model that is served, the version that serves it, and its configuration.",
             {"model": self._model_name, "version": chairlift.__version__, **labels},
         )
+
+    def _vllm_families(self, stats: EngineStats) -> Iterator[Metric]:
+        """What the Gateway API inference extension, llm-d and vLLM's production stack read, with vLLM's label."""
+        labels = {"model_name": self._model_name}
+        for name, description, read in _VLLM_GAUGES:
+            gauge = GaugeMetricFamily(name, description, labels=list(labels))
+            gauge.add_metric(list(labels.values()), read(stats))
+            yield gauge
+        for name, description, read_total in _VLLM_COUNTERS:
+            counter = CounterMetricFamily(name, description, labels=list(labels))
+            counter.add_metric(list(labels.values()), read_total(stats.totals))
+            yield counter
+        num_blocks = stats.cache.num_tokens // _VLLM_BLOCK
+        blocks = {"block_size": str(_VLLM_BLOCK), "num_gpu_blocks": str(num_blocks)}
+        yield InfoMetricFamily("vllm:cache_config", "The size of the cache.", labels | blocks)
 
     def _slots(self, stats: EngineStats) -> Metric:
         counts = {

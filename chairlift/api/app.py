@@ -68,7 +68,7 @@ class Api:
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
         self._reply_workers = Workers(1)
-        self._metrics = Metrics(llm, self._model_name, config.vllm_metrics)
+        self.metrics = Metrics(llm, self._model_name, config.vllm_metrics)
         self._turn = asyncio.Lock()  # of replies that take the loop milliseconds: one in a turn of it
         self.is_leaving = False
         self.is_draining = False
@@ -92,8 +92,8 @@ class Api:
                 app.router.add_route(method, path, handler, expect_handler=meet_expectation)
         add_page_routes(app, SnapshotFeed(self._llm))
         tracing = Tracing(self._model_name)
-        note_end = [self._metrics.note_request, log_request]
-        Observer(_TOLD_PATHS, tracing.span, self._metrics.note_response, note_end).install(app)
+        note_end = [self.metrics.note_request, log_request]
+        Observer(_TOLD_PATHS, tracing.span, self.metrics.note_response, note_end).install(app)
         self.cors.install(app)
         return app
 
@@ -166,7 +166,7 @@ class Api:
 
     async def metrics_text(self, request: web.Request) -> web.Response:
         async with self._turn:
-            body, content_type = self._metrics.render(request.headers.get("Accept", ""))
+            body, content_type = self.metrics.render(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def version(self, _: web.Request) -> web.Response:

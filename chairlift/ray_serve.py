@@ -1,0 +1,280 @@
+"""Chairlift on Ray Serve: replicas of one engine each, behind an ingress that sends prompts where they are warm.
+
+    serve run chairlift.ray_serve:build_app model=smollm2 num_replicas=2
+
+The ingress reads a request's body, names the blocks of its prompt, and hands the request to a replica, whose answer it
+passes on as it comes. A replica is the whole HTTP application on a socket of its own, so that streams, errors, keys and
+clients that leave are what they are without Ray. What a replica counts, Ray's metrics have with its name.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic_core import from_json
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.metrics import Gauge
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from yarl import URL
+
+from chairlift.api.config import ServerConfig
+from chairlift.config import EngineConfig
+from chairlift.errors import ConfigurationError
+from chairlift.routing import PrefixRouter, name_blocks
+
+_METRICS_INTERVAL_S = 5.0
+_NUM_TRIES = 2  # a request whose replica died before it answered goes to another one, once
+_PROMPT_FIELDS = ("tools", "system", "instructions", "input", "prompt", "messages")  # in the order of chat templates
+_OWN_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "date", "server"}
+_READ_BUFFER_BYTES = 2**20
+
+
+class ReplicaConfig(BaseModel):
+    """How many replicas there are, and what each may take of a node."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_replicas: PositiveInt = Field(1, description="replicas, or the fewest of them if max_replicas is set")
+    max_replicas: PositiveInt | None = Field(None, description="replicas are added up to so many as requests come")
+    target_requests: PositiveInt = Field(16, description="requests at a replica at which another one is added")
+    max_requests: PositiveInt = Field(256, description="requests that a replica may hold, waiting ones included")
+    upscale_delay: float = Field(10.0, ge=0.0, description="seconds of more load before replicas are added")
+    downscale_delay: float = Field(300.0, ge=0.0, description="seconds of less load before replicas are taken away")
+    num_cpus: float = Field(1.0, ge=0.0, description="CPUs of a replica, fractions allowed")
+    num_gpus: float = Field(0.0, ge=0.0, description="GPUs of a replica, fractions allowed")
+    num_ingresses: PositiveInt = Field(1, description="replicas of the ingress; each learns by itself what is warm where")
+    is_prefix_aware: bool = Field(True, description="send prompts where their beginning is warm; else Ray's own choice")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request on its way to a replica; `blocks` are what the router looks at."""
+
+    method: str
+    target: str  # path and query, as they were sent
+    headers: list[tuple[str, str]]
+    body: bytes
+    blocks: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How an answer begins."""
+
+    status: int
+    headers: list[tuple[str, str]]
+
+
+class WarmReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
+    """Ray Serve's request router over `PrefixRouter`. Loads are the queue lengths that Ray keeps."""
+
+    def initialize_state(self, slack: int = 8) -> None:
+        """Called by Ray in the place of a constructor."""
+        self._prefixes = PrefixRouter[ReplicaID](slack)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Each replica is a rank of its own, so that the best one that takes requests gets this one."""
+        replicas = {replica.replica_id: replica for replica in candidate_replicas}
+        lengths = self.replica_queue_len_cache
+        loads = {replica_id: lengths.get(replica_id) or 0 for replica_id in replicas}
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # all were tried: wait before the next round
+        return [[replicas[chosen]] for chosen in self._prefixes.rank(_blocks_of(pending_request), loads)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, _: Any) -> None:
+        """The replica has taken it."""
+        self._prefixes.note(_blocks_of(pending_request), replica_id)
+
+
+class Replica:
+    """One engine with its HTTP application, on a Unix socket."""
+
+    async def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
+        """Loads the model, and what it takes to: the ingress, and who deploys both, have no use for torch."""
+        from chairlift.api.app import Api
+        from chairlift.api.http.connections import connections_of
+        from chairlift.api.server import make_runner
+        from chairlift.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM(**engine.model_dump())
+        self._api = Api(self._llm, server)
+        self._runner = make_runner(self._api)
+        await self._runner.setup()
+        assert self._runner.server is not None, "set up"
+        self._folder = tempfile.TemporaryDirectory(prefix="chairlift-")
+        path = str(Path(self._folder.name) / "http")
+        make_connection = connections_of(self._runner.server, server)
+        self._socket = await asyncio.get_running_loop().create_unix_server(make_connection, path)
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(path, limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=None),
+            auto_decompress=False,
+            read_bufsize=_READ_BUFFER_BYTES,
+            skip_auto_headers=["User-Agent", "Accept", "Accept-Encoding", "Content-Type"],
+        )
+        self._reporting = asyncio.create_task(self._report(), name="chairlift-ray-metrics")
+
+    async def forward(self, call: Call) -> AsyncGenerator[Head | bytes]:
+        """The answer: its head, then its body as it comes. Who stops reading ends the request and frees its slot."""
+        url = URL(f"http://replica{call.target}", encoded=True)
+        async with self._http.request(
+            call.method, url, headers=call.headers, data=call.body or None, allow_redirects=False
+        ) as answer:
+            headers = [each for each in _end_to_end(answer.headers) if each[0] != "X-Request-Id"]  # Ray adds it
+            yield Head(answer.status, headers)
+            async for chunk in answer.content.iter_any():
+                yield chunk
+
+    def check_health(self) -> None:
+        """Called by Ray, which starts a replica anew if this raises."""
+        self._api.check_health()
+
+    async def __del__(self) -> None:
+        """Called by Ray once, when the replica's requests have ended."""
+        self._reporting.cancel()
+        self._api.drain()
+        await self._http.close()
+        self._socket.close()
+        await self._llm.close()
+        await self._runner.cleanup()
+        self._folder.cleanup()
+
+    async def _report(self) -> None:
+        """Keeps Ray's metrics as new as the engine's, under the same names."""
+        gauges: dict[str, Gauge] = {}
+        while True:
+            for family in self._api.metrics.collect():
+                for sample in family.samples:
+                    if sample.name not in gauges:
+                        keys = tuple(sample.labels)
+                        gauges[sample.name] = Gauge(sample.name, family.documentation, tag_keys=keys)
+                    gauges[sample.name].set(sample.value, tags=sample.labels)
+            await asyncio.sleep(_METRICS_INTERVAL_S)
+
+
+class Ingress:
+    """Where requests come in."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._forward = replicas.options(stream=True).forward
+
+    async def __call__(self, request: Request) -> Response:
+        """A replica's answer; 503 if no replica can give one."""
+        body = await request.body()
+        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        blocks = _name_prompt(request.headers, body) if request.method == "POST" else []
+        call = Call(request.method, target, _end_to_end(request.headers), body, blocks)
+        for _ in range(_NUM_TRIES):
+            chunks = self._forward.remote(call)
+            try:
+                head = await anext(aiter(chunks))
+            except RayActorError:
+                continue
+            except (BackPressureError, DeploymentUnavailableError) as error:
+                return _unavailable(str(error))
+            answer = StreamingResponse(_following(chunks), head.status)
+            answer.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.headers]
+            return answer
+        return _unavailable("the replicas that this request was sent to died; try again")
+
+
+async def _following(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """What is left of an answer. If its replica dies the error goes on, and the client's connection is cut."""
+    async for chunk in chunks:
+        yield chunk
+
+
+def _unavailable(message: str) -> Response:
+    error = {"message": message, "type": "server_error", "param": None, "code": "unavailable"}
+    return JSONResponse({"error": error}, 503, {"Retry-After": "1"})
+
+
+def _end_to_end(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Without those that are about one connection."""
+    return [(name, value) for name, value in headers.items() if name.lower() not in _OWN_HEADERS]
+
+
+def _name_prompt(headers: Mapping[str, str], body: bytes) -> list[bytes]:
+    """The blocks of whatever the body asks about; none if it makes no sense, which a replica will say better."""
+    try:
+        fields = from_json(body)
+    except ValueError:
+        return []
+    if not isinstance(fields, dict):
+        return []
+    owner = repr((headers.get("authorization"), headers.get("x-api-key"), fields.get("cache_salt")))
+    return name_blocks(owner.encode(), repr([fields.get(name) for name in _PROMPT_FIELDS]).encode())
+
+
+def _blocks_of(pending_request: PendingRequest | None) -> list[bytes]:
+    """Ray pickles the router with its module, whose `Call` is then another class than the ingress's: no isinstance."""
+    calls = [] if pending_request is None else pending_request.args
+    return calls[0].blocks if calls else []
+
+
+def deployment(
+    engine: EngineConfig = EngineConfig(),  # noqa: B008 - frozen
+    server: ServerConfig = ServerConfig(),  # noqa: B008
+    replicas: ReplicaConfig = ReplicaConfig(),  # noqa: B008
+) -> serve.Application:
+    """The application, for `serve.run`. A replica that is taken away ends its requests first, for `drain_timeout`."""
+    scaling: dict[str, Any] = {"num_replicas": replicas.num_replicas}
+    if replicas.max_replicas is not None:
+        autoscaling = {
+            "min_replicas": replicas.num_replicas,
+            "max_replicas": replicas.max_replicas,
+            "target_ongoing_requests": replicas.target_requests,
+            "upscale_delay_s": replicas.upscale_delay,
+            "downscale_delay_s": replicas.downscale_delay,
+        }
+        scaling = {"autoscaling_config": autoscaling}
+    if replicas.is_prefix_aware:
+        scaling["request_router_config"] = {"request_router_class": f"{__name__}:{WarmReplicaRouter.__name__}"}
+    behind = serve.deployment(
+        Replica,
+        max_ongoing_requests=replicas.max_requests,
+        ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
+        graceful_shutdown_timeout_s=server.drain_timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+        **scaling,
+    )
+    before = serve.deployment(
+        Ingress,
+        num_replicas=replicas.num_ingresses,
+        max_ongoing_requests=2**20,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=server.drain_timeout,
+    )
+    return before.bind(behind.bind(engine, server))
+
+
+def build_app(settings: dict[str, Any]) -> serve.Application:
+    """For `serve run` and Serve's configuration files: fields of `EngineConfig`, `ServerConfig` and `ReplicaConfig`.
+
+    `ConfigurationError` for a setting that there is not.
+    """
+    models = EngineConfig, ServerConfig, ReplicaConfig
+    unknown = settings.keys() - {name for model in models for name in model.model_fields}
+    if unknown:
+        raise ConfigurationError(f"there is no setting {min(unknown)!r}: see chairlift serve --help and docs/scaling.md")
+    engine, server, replicas = (
+        model.model_validate({name: value for name, value in settings.items() if name in model.model_fields})
+        for model in models
+    )
+    assert isinstance(engine, EngineConfig)
+    assert isinstance(server, ServerConfig)
+    assert isinstance(replicas, ReplicaConfig)
+    return deployment(engine, server, replicas)

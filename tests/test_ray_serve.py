@@ -1,0 +1,163 @@
+"""Replicas on Ray Serve: what clients see is the server's, and no request is lost when replicas come, go or die.
+
+One small cluster on this machine, whose tests run in order: with one replica first, then with two.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.async_support import wait_until
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: it takes the extra [ray]")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.filterwarnings("default")]  # Ray has its own
+
+URL = "http://127.0.0.1:8129"
+SETTINGS: dict[str, Any] = {"num_threads": 1, "num_cpus": 0.5, "log_interval": 0, "upscale_delay": 0.5}
+LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "stream": True}
+
+
+def deploy(num_replicas: int) -> None:
+    """Returns once there are so many, however many there were."""
+    from ray import serve
+
+    from chairlift.ray_serve import build_app
+
+    serve.run(build_app({**SETTINGS, "num_replicas": num_replicas}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    from ray import serve
+
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
+    serve.start(http_options={"port": 8129})
+    deploy(1)
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+def replica_pids() -> list[int]:
+    listed = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:default:Replica"], stdout=subprocess.PIPE, check=False)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+async def stream_whole(client: httpx.AsyncClient) -> int:
+    """How many tokens a stream brought, which must end properly; an error if it does not."""
+    async with client.stream("POST", "/v1/completions", json=LONG) as answer:
+        answer.raise_for_status()
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return len(lines) - 1
+
+
+async def test_the_openai_client_gets_a_stream_a_body_an_error_and_one_request_id() -> None:
+    client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+    question: Any = [{"role": "user", "content": "What is 17 + 25?"}]
+    stream = await client.chat.completions.create(model="bundled", messages=question, stream=True)
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert len(pieces) > 3
+    assert "".join(pieces) == "17 + 25 = 42."
+    raw = await client.chat.completions.with_raw_response.create(
+        model="bundled", messages=question, extra_headers={"X-Request-Id": "mine"}
+    )
+    assert raw.parse().choices[0].message.content == "17 + 25 = 42."
+    assert raw.headers["X-Request-Id"] == "mine"
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(model="bundled", messages=question, temperature=-1)
+    assert (refused.value.param, refused.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("another/model")
+    await client.close()
+
+
+async def test_a_client_that_leaves_frees_its_slot() -> None:
+    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
+
+        async def num_running() -> float:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return float(next(line.split()[1] for line in lines if line.startswith("chairlift_requests_running ")))
+
+        async with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 1900}) as answer:
+            await anext(answer.aiter_lines())
+            assert await num_running() == 1
+        while await num_running():
+            pass
+        lines = (await client.get("/metrics")).text.splitlines()
+        (aborted,) = (line for line in lines if line.startswith('chairlift_requests_total{outcome="abort"}'))
+        assert aborted.split()[1] == "1.0"
+
+
+async def test_no_request_is_lost_while_there_are_one_two_and_one_replicas() -> None:
+    is_over = False
+
+    async def keep_asking(client: httpx.AsyncClient) -> list[int]:
+        lengths = []
+        while not is_over:
+            lengths.append(await stream_whole(client))
+        return lengths
+
+    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
+        asking = [asyncio.create_task(keep_asking(client)) for _ in range(3)]
+        await asyncio.to_thread(deploy, 2)
+        assert len(replica_pids()) == 2
+        await asyncio.to_thread(deploy, 1)
+        await wait_until(lambda: len(replica_pids()) == 1, "the second replica is gone", 30)
+        is_over = True
+        lengths = [length for each in asking for length in await each]
+    assert len(lengths) > 6
+    assert min(lengths) > 100  # tokens of one chunk merge
+
+
+async def test_conversations_stay_where_their_beginning_is_warm() -> None:
+    await asyncio.to_thread(deploy, 2)
+    client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+
+    async def converse(number: int) -> tuple[int, int]:
+        """Prompt tokens that an earlier turn had computed, and those of them that were reused."""
+        system = " ".join(f"Rule {number}.{rule}: be kind." for rule in range(12))
+        messages: Any = [{"role": "system", "content": system}]
+        known = known_sum = cached_sum = 0
+        for turn in range(5):
+            messages.append({"role": "user", "content": f"Tell me more about number {turn}."})
+            answer = await client.chat.completions.create(model="bundled", messages=messages, max_tokens=12)
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            known_sum += known
+            cached_sum += min(known, answer.usage.prompt_tokens_details.cached_tokens or 0)
+            known = answer.usage.prompt_tokens
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        return known_sum, cached_sum
+
+    sums = await asyncio.gather(*(converse(number) for number in range(10)))
+    await client.close()
+    known, cached = (sum(column) for column in zip(*sums, strict=True))
+    assert known > 5000
+    assert cached / known >= 0.85
+
+
+async def test_when_a_replica_is_killed_every_request_is_answered_or_fails_with_an_error() -> None:
+    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
+        asking = [asyncio.create_task(stream_whole(client)) for _ in range(8)]
+        whole = [asyncio.create_task(client.post("/v1/completions", json={**LONG, "stream": False})) for _ in range(8)]
+        victim, _ = replica_pids()
+        await asyncio.sleep(0)
+        async with client.stream("POST", "/v1/completions", json=LONG) as answer:
+            await anext(answer.aiter_lines())  # so the others have come, too
+            os.kill(victim, signal.SIGKILL)
+            ends = await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), 60)
+            answers = await asyncio.wait_for(asyncio.gather(*whole), 60)
+        cut = [end for end in ends if isinstance(end, BaseException)]
+        assert all(isinstance(end, httpx.RemoteProtocolError | httpx.HTTPStatusError) for end in cut), cut
+        assert len(cut) < len(ends)
+        assert [answer.status_code for answer in answers] == [200] * 8  # sent to the other replica
+        assert await stream_whole(client) > 100

@@ -10,7 +10,6 @@ clients that leave are what they are without Ray. What a replica counts, Ray's m
 import asyncio
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,9 @@ class ReplicaConfig(BaseModel):
     downscale_delay: float = Field(300.0, ge=0.0, description="seconds of less load before replicas are taken away")
     num_cpus: float = Field(1.0, ge=0.0, description="CPUs of a replica, fractions allowed")
     num_gpus: float = Field(0.0, ge=0.0, description="GPUs of a replica, fractions allowed")
-    num_ingresses: PositiveInt = Field(1, description="replicas of the ingress; each learns by itself what is warm where")
+    num_ingresses: PositiveInt = Field(
+        1, description="replicas of the ingress; each learns by itself what is warm where"
+    )
     is_prefix_aware: bool = Field(True, description="send prompts where their beginning is warm; else Ray's own choice")
 
 
@@ -133,7 +134,7 @@ class Replica:
         async with self._http.request(
             call.method, url, headers=call.headers, data=call.body or None, allow_redirects=False
         ) as answer:
-            headers = [each for each in _end_to_end(answer.headers) if each[0] != "X-Request-Id"]  # Ray adds it
+            headers = [each for each in _end_to_end(answer.headers) if each[0].lower() != "x-request-id"]  # Ray adds it
             yield Head(answer.status, headers)
             async for chunk in answer.content.iter_any():
                 yield chunk
@@ -269,7 +270,9 @@ def build_app(settings: dict[str, Any]) -> serve.Application:
     models = EngineConfig, ServerConfig, ReplicaConfig
     unknown = settings.keys() - {name for model in models for name in model.model_fields}
     if unknown:
-        raise ConfigurationError(f"there is no setting {min(unknown)!r}: see chairlift serve --help and docs/scaling.md")
+        raise ConfigurationError(
+            f"there is no setting {min(unknown)!r}: see chairlift serve --help and docs/scaling.md"
+        )
     engine, server, replicas = (
         model.model_validate({name: value for name, value in settings.items() if name in model.model_fields})
         for model in models

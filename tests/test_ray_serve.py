@@ -1,20 +1,18 @@
 """Replicas on Ray Serve: what clients see is the server's, and no request is lost when replicas come, go or die.
 
-One small cluster on this machine, whose tests run in order: with one replica first, then with two.
+One small cluster on this machine, and its tests run in order: one replica, two, one after a death, two again, and one.
 """
 
 import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-
-from tests.engine.async_support import wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: it takes the extra [ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.filterwarnings("default")]  # Ray has its own
@@ -46,18 +44,47 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+def num_replicas() -> int:
+    """Those that take requests."""
+    from ray import serve
+
+    running: int = serve.status().applications["default"].deployments["Replica"].replica_states.get("RUNNING", 0)
+    return running
+
+
 def replica_pids() -> list[int]:
     listed = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:default:Replica"], stdout=subprocess.PIPE, check=False)
     return [int(pid) for pid in listed.stdout.split()]
 
 
 async def stream_whole(client: httpx.AsyncClient) -> int:
-    """How many tokens a stream brought, which must end properly; an error if it does not."""
+    """How many chunks a stream brought, which must end properly; an error if it does not."""
     async with client.stream("POST", "/v1/completions", json=LONG) as answer:
         answer.raise_for_status()
         lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]"
     return len(lines) - 1
+
+
+async def keep_asking_until(change: Awaitable[None]) -> None:
+    """Streams, one after another and two at a time, until the change has been made; each must end properly."""
+    changing = asyncio.ensure_future(change)
+    lengths = []
+
+    async def keep_asking(client: httpx.AsyncClient) -> None:
+        while not changing.done():
+            lengths.append(await stream_whole(client))
+
+    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
+        await asyncio.gather(changing, keep_asking(client), keep_asking(client))
+    assert len(lengths) > 3
+    assert min(lengths) > 100  # chunks, which may hold several tokens
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Asks again and again; the test's time limit is the only one."""
+    while not await asyncio.to_thread(is_so):
+        pass
 
 
 async def test_the_openai_client_gets_a_stream_a_body_an_error_and_one_request_id() -> None:
@@ -89,7 +116,8 @@ async def test_a_client_that_leaves_frees_its_slot() -> None:
 
         async with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 1900}) as answer:
             await anext(answer.aiter_lines())
-            assert await num_running() == 1
+            while await num_running() != 1:
+                pass
         while await num_running():
             pass
         lines = (await client.get("/metrics")).text.splitlines()
@@ -97,29 +125,12 @@ async def test_a_client_that_leaves_frees_its_slot() -> None:
         assert aborted.split()[1] == "1.0"
 
 
-async def test_no_request_is_lost_while_there_are_one_two_and_one_replicas() -> None:
-    is_over = False
-
-    async def keep_asking(client: httpx.AsyncClient) -> list[int]:
-        lengths = []
-        while not is_over:
-            lengths.append(await stream_whole(client))
-        return lengths
-
-    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
-        asking = [asyncio.create_task(keep_asking(client)) for _ in range(3)]
-        await asyncio.to_thread(deploy, 2)
-        assert len(replica_pids()) == 2
-        await asyncio.to_thread(deploy, 1)
-        await wait_until(lambda: len(replica_pids()) == 1, "the second replica is gone", 30)
-        is_over = True
-        lengths = [length for each in asking for length in await each]
-    assert len(lengths) > 6
-    assert min(lengths) > 100  # tokens of one chunk merge
+async def test_no_request_is_lost_while_a_replica_is_added() -> None:
+    await keep_asking_until(asyncio.to_thread(deploy, 2))
+    assert num_replicas() == 2
 
 
 async def test_conversations_stay_where_their_beginning_is_warm() -> None:
-    await asyncio.to_thread(deploy, 2)
     client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 
     async def converse(number: int) -> tuple[int, int]:
@@ -150,7 +161,6 @@ async def test_when_a_replica_is_killed_every_request_is_answered_or_fails_with_
         asking = [asyncio.create_task(stream_whole(client)) for _ in range(8)]
         whole = [asyncio.create_task(client.post("/v1/completions", json={**LONG, "stream": False})) for _ in range(8)]
         victim, _ = replica_pids()
-        await asyncio.sleep(0)
         async with client.stream("POST", "/v1/completions", json=LONG) as answer:
             await anext(answer.aiter_lines())  # so the others have come, too
             os.kill(victim, signal.SIGKILL)
@@ -161,3 +171,12 @@ async def test_when_a_replica_is_killed_every_request_is_answered_or_fails_with_
         assert len(cut) < len(ends)
         assert [answer.status_code for answer in answers] == [200] * 8  # sent to the other replica
         assert await stream_whole(client) > 100
+
+
+async def test_no_request_is_lost_while_the_dead_replica_comes_back_and_one_is_taken_away() -> None:
+    async def change() -> None:
+        await until(lambda: num_replicas() == 2)
+        await asyncio.to_thread(deploy, 1)
+        await until(lambda: len(replica_pids()) == 1)
+
+    await keep_asking_until(change())

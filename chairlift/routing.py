@@ -1,4 +1,4 @@
-"""Which replica serves a prompt: the one that has most of its beginning warm, unless it is loaded more than others.
+"""Which replica serves a prompt: the one that has most of its beginning warm, unless it is loaded more.
 
 Plain Python over byte strings and names, so that Ray Serve's router and the simulation of a fleet are the same code.
 A prompt is cut into blocks, and each block's name is a digest of everything up to its end. Where a block was last sent
@@ -61,7 +61,7 @@ class PrefixRouter(Generic[Replica]):
             self._homes.popitem(last=False)
 
     def _count_warm(self, blocks: Sequence[bytes], loads: Mapping[Replica, int]) -> dict[Replica, int]:
-        """How many first blocks a replica has, as far as is remembered: where a later block went, all before it went."""
+        """How many of the first blocks a replica has, as far as is remembered: a block went where all before it went."""
         warm: dict[Replica, int] = {}
         for position, block in enumerate(blocks, start=1):
             home = self._homes.get(block)

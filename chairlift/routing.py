@@ -61,7 +61,7 @@ class PrefixRouter(Generic[Replica]):
             self._homes.popitem(last=False)
 
     def _count_warm(self, blocks: Sequence[bytes], loads: Mapping[Replica, int]) -> dict[Replica, int]:
-        """How many of the first blocks a replica has, as far as is remembered: a block went where all before it went."""
+        """How many first blocks a replica has, as far as is remembered: where a block went, all before it went."""
         warm: dict[Replica, int] = {}
         for position, block in enumerate(blocks, start=1):
             home = self._homes.get(block)

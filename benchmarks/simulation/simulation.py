@@ -150,7 +150,7 @@ class Simulation:
         self._note_admissions()
         requests = [self._requests[row.request.request_id] for row in plan.rows]
         num_copied = take_copies(self._slots)
-        seconds = self._cost.seconds(_shape_of(plan, num_copied)) * plan.num_steps
+        seconds = self._cost.seconds(shape_of(plan, num_copied)) * plan.num_steps
         num_backlogged = self._scheduler.num_running if self._scheduler.num_waiting else 0
         self._meter.note_step(plan, requests, seconds, num_backlogged, num_copied, self._clock.now)
         results = self._compute(plan, requests)
@@ -232,7 +232,8 @@ class Simulation:
             self._agenda.plan(self._clock.now + conversation.turns[following].pause, submit)
 
 
-def _shape_of(plan: StepPlan, num_copied_tokens: int) -> StepShape:
+def shape_of(plan: StepPlan, num_copied_tokens: int) -> StepShape:
+    """What the plan asks of the model."""
     return StepShape(
         num_prompt_tokens=sum(row.num_new_tokens for row in plan.rows[plan.num_decode_rows :]),
         num_decode_rows=plan.num_decode_rows,

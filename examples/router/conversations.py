@@ -14,7 +14,9 @@ from typing import Any
 import openai
 
 
-async def converse(client: openai.AsyncOpenAI, arguments: argparse.Namespace, number: int, counts: dict[str, int]) -> None:
+async def converse(
+    client: openai.AsyncOpenAI, arguments: argparse.Namespace, number: int, counts: dict[str, int]
+) -> None:
     """One conversation; a turn that fails is counted, and asked again."""
     rng = random.Random(number)
     system = f"You are assistant {number}. " + " ".join(f"Rule {rng.randrange(10**6)}: be kind." for _ in range(12))

@@ -1,12 +1,15 @@
 """The examples work as they stand, as programs of their own against a running server."""
 
 import asyncio
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
+from chairlift.commands import serve_command
+from chairlift.flags import read_settings
 from tests.api.conftest import SLOTS
 from tests.api.contract import serving
 
@@ -60,3 +63,14 @@ def test_every_example_explains_itself_and_is_short(
     assert ended.value.code == 0
     assert f"python examples/{example}" in capsys.readouterr().out
     assert len((EXAMPLES / example).read_text().splitlines()) <= 60
+
+
+def test_the_server_in_a_cluster_is_started_with_settings_that_there_are() -> None:
+    text = (EXAMPLES / "kubernetes" / "chairlift.yaml").read_text(encoding="utf-8")
+    found = re.search(r"command: \[chairlift, serve, ([^]]*)\]", text)
+    assert found is not None
+    arguments = [argument.strip().strip('"') for argument in found[1].split(",")]
+    _, server = read_settings(serve_command(), arguments)
+    grace = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
+    assert grace is not None
+    assert server.drain_delay + server.drain_timeout < int(grace[1])

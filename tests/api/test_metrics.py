@@ -267,6 +267,7 @@ async def test_the_document_lists_the_metrics_that_there_are_with_their_labels(s
         there_are.add((full_name, () if is_info else tuple(sorted(labels)), family.type))
     assert told == there_are
     assert metrics_named_in(read("docs/metrics.md")) <= seen.names
+    assert metrics_named_in(read("examples/kubernetes/endpoint-picker.yaml")) <= seen.names
 
 
 async def test_the_dashboard_asks_for_metrics_that_there_are_with_labels_that_they_have(server: Server) -> None:

@@ -139,9 +139,9 @@ class Replica:
             async for chunk in answer.content.iter_any():
                 yield chunk
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Called by Ray, which starts a replica anew if this raises."""
-        self._api.check_health()
+        await self._api.health()
 
     async def __del__(self) -> None:
         """Called by Ray once, when the replica's requests have ended."""

@@ -70,8 +70,7 @@ class Api:
         self._reply_workers = Workers(1)
         self.metrics = Metrics(llm, self._model_name, config.vllm_metrics)
         self._turn = asyncio.Lock()  # of replies that take the loop milliseconds: one in a turn of it
-        self.is_leaving = False
-        self.is_draining = False
+        self.is_leaving = self.is_draining = False  # /health says so; requests are refused
         self.num_active = 0  # requests from their headers to the last byte of their replies
 
     def make_app(self) -> web.Application:
@@ -96,10 +95,6 @@ class Api:
         Observer(_TOLD_PATHS, tracing.span, self.metrics.note_response, note_end).install(app)
         self.cors.install(app)
         return app
-
-    def leave(self) -> None:
-        """Says on /health that the server goes, and serves on."""
-        self.is_leaving = True
 
     def drain(self) -> None:
         """Takes no more requests, and gives up on those that have not come whole."""
@@ -148,13 +143,8 @@ class Api:
         self._check_model(request.match_info["model"])
         return _json(self._card())
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def health(self, _: web.Request | None = None) -> web.Response:
         """200 while the engine's thread answers and new requests are served, else 503."""
-        self.check_health()
-        return _json(Health())
-
-    def check_health(self) -> None:
-        """`EngineClosed` unless new requests are served."""
         if self._llm.death is not None:
             raise EngineClosed(f"the engine died: {self._llm.death}")
         if self.is_leaving:
@@ -163,6 +153,7 @@ class Api:
             raise EngineClosed("the engine does not answer")
         if any(workers.is_stuck for workers in self._all_workers):
             raise EngineClosed("a request is being checked for too long; the server may have to be started again")
+        return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
         async with self._turn:

@@ -48,7 +48,7 @@ async def serve(llm: AsyncLLM, config: ServerConfig, listener: Listener) -> int:
                 )
             logger.info("serving on %s", listener.url)
             await _first_of(stop.wait(), llm.died.wait())
-            api.leave()
+            api.is_leaving = True
             await _delay(llm, config.drain_delay, hurry)
             api.drain()
             was_cut_short = await _wind_down(llm, api, config.drain_timeout, hurry)

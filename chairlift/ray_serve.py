@@ -8,6 +8,7 @@ clients that leave are what they are without Ray. What a replica counts, Ray's m
 """
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from chairlift.api.config import ServerConfig
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError
 from chairlift.routing import PrefixRouter, name_blocks
+
+logger = logging.getLogger(__name__)
 
 _METRICS_INTERVAL_S = 5.0
 _NUM_TRIES = 2  # a request whose replica died before it answered goes to another one, once
@@ -154,16 +157,19 @@ class Replica:
         self._folder.cleanup()
 
     async def _report(self) -> None:
-        """Keeps Ray's metrics as new as the engine's, under the same names."""
+        """Keeps Ray's metrics as new as the engine's, under the same names. An error ends it, and not the replica."""
         gauges: dict[str, Gauge] = {}
-        while True:
-            for family in self._api.metrics.collect():
-                for sample in family.samples:
-                    if sample.name not in gauges:
-                        keys = tuple(sample.labels)
-                        gauges[sample.name] = Gauge(sample.name, family.documentation, tag_keys=keys)
-                    gauges[sample.name].set(sample.value, tags=sample.labels)
-            await asyncio.sleep(_METRICS_INTERVAL_S)
+        try:
+            while True:
+                for family in self._api.metrics.collect():
+                    for sample in family.samples:
+                        if sample.name not in gauges:
+                            keys = tuple(sample.labels)
+                            gauges[sample.name] = Gauge(sample.name, family.documentation, tag_keys=keys)
+                        gauges[sample.name].set(sample.value, tags=sample.labels)
+                await asyncio.sleep(_METRICS_INTERVAL_S)
+        except Exception:
+            logger.exception("Ray gets no metrics of this replica any more")
 
 
 class Ingress:

@@ -83,9 +83,9 @@ class Head:
 class WarmReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
     """Ray Serve's request router over `PrefixRouter`. Loads are the queue lengths that Ray keeps."""
 
-    def initialize_state(self, slack: int = 8) -> None:
+    def initialize_state(self) -> None:
         """Called by Ray in the place of a constructor."""
-        self._prefixes = PrefixRouter[ReplicaID](slack)
+        self._prefixes = PrefixRouter[ReplicaID]()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -218,7 +218,7 @@ class Fleet:
         for simulated in lost.requests.values():
             self._num_asked_again += 1
             num_new = simulated.turn.num_new_tokens
-            history = simulated.request.prompt_token_ids[:-num_new]
+            history = list(simulated.request.prompt_token_ids[:-num_new])
             arrival = self._arrivals.pop(simulated.request.request_id)
             self._ask(simulated.conversation, simulated.index, history, arrival)
 

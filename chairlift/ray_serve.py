@@ -58,6 +58,9 @@ class ReplicaConfig(BaseModel):
     num_ingresses: PositiveInt = Field(
         1, description="replicas of the ingress; each learns by itself what is warm where"
     )
+    stream_interval: float = Field(
+        0.05, ge=0.0, description="seconds between two pieces of a stream; tokens that come meanwhile are one piece"
+    )
     is_prefix_aware: bool = Field(True, description="send prompts where their beginning is warm; else Ray's own choice")
 
 
@@ -106,13 +109,14 @@ class WarmReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped 
 class Replica:
     """One engine with its HTTP application, on a Unix socket."""
 
-    async def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
+    async def __init__(self, engine: EngineConfig, server: ServerConfig, stream_interval: float) -> None:
         """Loads the model, and what it takes to: the ingress, and who deploys both, have no use for torch."""
         from chairlift.api.app import Api
         from chairlift.api.http.connections import connections_of
         from chairlift.api.server import make_runner
         from chairlift.engine.async_llm import AsyncLLM
 
+        self._stream_interval = stream_interval
         self._llm = AsyncLLM(**engine.model_dump())
         self._api = Api(self._llm, server)
         self._runner = make_runner(self._api)
@@ -141,6 +145,8 @@ class Replica:
             yield Head(answer.status, headers)
             async for chunk in answer.content.iter_any():
                 yield chunk
+                if not answer.content.at_eof():  # Ray's processes together take some milliseconds for each piece
+                    await asyncio.sleep(self._stream_interval)
 
     async def check_health(self) -> None:
         """Called by Ray, which starts a replica anew if this raises."""
@@ -265,7 +271,7 @@ def deployment(
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=server.drain_timeout,
     )
-    return before.bind(behind.bind(engine, server))
+    return before.bind(behind.bind(engine, server, replicas.stream_interval))
 
 
 def build_app(settings: dict[str, Any]) -> serve.Application:

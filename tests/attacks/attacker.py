@@ -126,12 +126,15 @@ class Attacker:
         async def one() -> None:
             _, writer = await self.connect()
             writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's transport
-            with contextlib.suppress(OSError, TimeoutError):
+            try:
                 async with asyncio.timeout(seconds):
                     writer.write(raw)
                     await writer.drain()
                     await asyncio.sleep(seconds)
-            writer.transport.abort()
+            except (OSError, TimeoutError):
+                return
+            finally:
+                writer.transport.abort()
 
         await asyncio.gather(*(one() for _ in range(number)))
 

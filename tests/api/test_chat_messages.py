@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from chairlift.api.wire.chat import ChatCompletionRequest
+from chairlift.api.wire.completions import ChatCompletionRequest
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, check_chat, counts, error_of, post, user
 

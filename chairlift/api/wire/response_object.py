@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, RootModel
 
 from chairlift.api.wire.base import ErrorDetail, LeftOutIfNone
-from chairlift.api.wire.chat import TokenLogprob
-from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.completions import TokenLogprob, Usage
 from chairlift.api.wire.messages import Effort
-from chairlift.api.wire.response_items import ItemStatus
+from chairlift.api.wire.responses import ItemStatus
 
 
 class OutputText(BaseModel):

@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import TypeAdapter
 
-from chairlift.api.sse import EventStream
+from chairlift.api.replies import EventStream
 from chairlift.engine.stats import Snapshot, SnapshotSource
 
 WATCH_PATH = "/watch"

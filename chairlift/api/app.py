@@ -13,11 +13,10 @@ import chairlift
 from chairlift.api.config import ServerConfig
 from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
-from chairlift.api.http.bodies import BodyReader
+from chairlift.api.http.bodies import BodyReader, Workers
 from chairlift.api.http.connections import meet_expectation
 from chairlift.api.jobs import Drafter, Job, answer
-from chairlift.api.page import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes
-from chairlift.api.reference import docs_page, openapi_reply
+from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
 from chairlift.api.replies.responses import NOT_STORED, ResponseStore
 from chairlift.api.routes import (
     ROUTES,
@@ -36,7 +35,6 @@ from chairlift.api.telemetry.metrics import Metrics
 from chairlift.api.telemetry.observation import OBSERVATION, Observer, Tracing
 from chairlift.api.wire.anthropic import CountTokensRequest
 from chairlift.api.wire.response_object import DeletedResponse
-from chairlift.api.workers import Workers
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.errors import EngineClosed, ModelNotFound
 

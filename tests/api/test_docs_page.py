@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import aiohttp
 
-from chairlift.api.reference import fields_of
+from chairlift.api.pages import fields_of
 from chairlift.api.routes import ROUTES
 from tests.api.conftest import Server
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from chairlift.api import page
+from chairlift.api import pages
 from chairlift.api.errors import error_middleware
-from chairlift.api.page import PAGE_PATHS, SnapshotFeed, add_page_routes
+from chairlift.api.pages import PAGE_PATHS, SnapshotFeed, add_page_routes
 from tests.api.conftest import in_loop, serving_app
 from tests.support.fake_batch import FakeBatch
 
-FOLDER = Path(page.__file__).parent / "page_files"
+FOLDER = Path(pages.__file__).parent / "page_files"
 KINDS = {
     ".html": "text/html",
     ".css": "text/css",

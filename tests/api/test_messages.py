@@ -12,7 +12,7 @@ from anthropic.types.beta import message_count_tokens_params as beta_count_param
 from anthropic.types.beta import message_create_params as beta_create_params
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.reference import fields_of
+from chairlift.api.pages import fields_of
 from chairlift.api.tools import ToolFamily
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.base import Fate

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.page import WATCH_PATH
+from chairlift.api.pages import WATCH_PATH
 from tests.api.conftest import Server
 from tests.api.contract import COMPLETIONS
 from tests.api.fault_support import serving

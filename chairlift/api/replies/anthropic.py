@@ -36,8 +36,7 @@ from chairlift.api.wire.anthropic_message import (
     ThinkingDelta,
     Thoughts,
 )
-from chairlift.api.wire.base import ErrorDetail
-from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.base import ErrorDetail, Usage
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 

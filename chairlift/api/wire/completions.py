@@ -1,6 +1,5 @@
 """`/v1/completions` and `/v1/chat/completions`."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +16,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from chairlift.api.wire.base import Ignored, LeftOutIfNone, Texts, TokenIds, let_others_run, only_types
+from chairlift.api.wire.base import Ignored, LeftOutIfNone, Texts, TokenIds, Usage, let_others_run, only_types
 from chairlift.api.wire.generation import CompletionsRequest
 from chairlift.api.wire.messages import (
     Effort,
@@ -29,7 +28,7 @@ from chairlift.api.wire.messages import (
 )
 from chairlift.engine.text.tokenizer import ChatOptions
 from chairlift.errors import InvalidRequest
-from chairlift.params import MAX_LOGPROBS, FinishReason, RequestOutput, SamplingParams
+from chairlift.params import MAX_LOGPROBS, FinishReason, SamplingParams
 
 
 class CompletionRequest(CompletionsRequest, refuses=("suffix",)):
@@ -77,42 +76,6 @@ class CompletionRequest(CompletionsRequest, refuses=("suffix",)):
         wanted = (self.logprobs if self.echo else None, self.prompt_logprobs)
         for_prompt = max((each for each in wanted if each is not None), default=None)
         return self.sampling_params(defaults, logprobs=self.logprobs, prompt_logprobs=for_prompt)
-
-
-class PromptTokensDetails(BaseModel):
-    """How many tokens of the prompts had been computed for other requests."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(BaseModel):
-    """How many of the generated tokens are thoughts."""
-
-    reasoning_tokens: int
-
-
-class Usage(BaseModel):
-    """Summed over prompts; a prompt counts once, however many choices continue it."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-    @classmethod
-    def of(cls, outputs: Sequence[RequestOutput]) -> Self:
-        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        choices = [choice for output in outputs for choice in output.outputs]
-        num_generated = sum(len(choice.token_ids) for choice in choices)
-        num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
-        return cls(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_generated,
-            total_tokens=num_prompt + num_generated,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(each.num_cached_tokens for each in outputs)),
-            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning),
-        )
 
 
 class PromptLogprob(BaseModel):

@@ -1,5 +1,6 @@
 """Settings that hold for every test: no hub, few threads, quiet tokenizers, how many examples hypothesis makes up."""
 
+import ctypes
 import gc
 import os
 from pathlib import Path
@@ -26,6 +27,8 @@ for _name, _num_examples in (("everyday", 40), ("ci", 200)):
     )
 settings.load_profile("everyday")
 
+_libc = ctypes.CDLL(None)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     is_spreading = bool(getattr(config.option, "numprocesses", None))  # over workers, which then share a fork server
@@ -37,10 +40,13 @@ def pytest_collection_finish() -> None:
     _freeze()
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures of the file, whose engines would stay frozen otherwise
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    is_last_of_file = nextitem is None or nextitem.path != item.path
-    if is_last_of_file and not gc.get_freeze_count():  # a server that ended in this process has undone it
-        _freeze()
+    if nextitem is None or nextitem.path != item.path:
+        if not gc.get_freeze_count():  # a server that ended in this process has undone it
+            _freeze()
+        if hasattr(_libc, "malloc_trim"):  # threads that have ended leave what they freed with the C library
+            _libc.malloc_trim(0)
 
 
 def _freeze() -> None:

@@ -18,7 +18,7 @@ from chairlift.api.replies.answer import (
     scored_prompt,
 )
 from chairlift.api.tools import CallPiece, ContentPiece, Piece
-from chairlift.api.wire.base import ErrorBody, ErrorDetail
+from chairlift.api.wire.base import ErrorBody, ErrorDetail, Usage
 from chairlift.api.wire.completions import (
     AssistantMessage,
     ChatChoice,
@@ -35,7 +35,6 @@ from chairlift.api.wire.completions import (
     FunctionCall,
     MessageToolCall,
     TokenLogprob,
-    Usage,
 )
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.tokenizer import Vocabulary

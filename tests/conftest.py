@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import sys
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,8 +28,6 @@ for _name, _num_examples in (("everyday", 40), ("ci", 200)):
     )
 settings.load_profile("everyday")
 
-_libc = ctypes.CDLL(None)
-
 
 def pytest_configure(config: pytest.Config) -> None:
     is_spreading = bool(getattr(config.option, "numprocesses", None))  # over workers, which then share a fork server
@@ -45,8 +44,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         if not gc.get_freeze_count():  # a server that ended in this process has undone it
             _freeze()
-        if hasattr(_libc, "malloc_trim"):  # threads that have ended leave what they freed with the C library
-            _libc.malloc_trim(0)
+        if sys.platform == "linux":  # threads that have ended leave what they freed with the C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _freeze() -> None:

@@ -224,6 +224,8 @@ def _warning(left_out: Sequence[str]) -> Mapping[str, str]:
     return {"Warning": f'299 - "tools of type {types} are not supported here and were left out"'}
 
 
+# --- from the job to its reply
+
 _LARGE = 500  # scored tokens, which take 5 to 10 microseconds each
 _CHARACTERS_PER_SCORE = 100  # that take about as long
 _Made = TypeVar("_Made")

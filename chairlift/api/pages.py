@@ -256,6 +256,8 @@ def _type_of(schema: _Schema) -> str:
     return str(schema.get("type", "any"))
 
 
+# --- the page
+
 WATCH_PATH = "/watch"
 MAX_WATCHERS = 64
 SNAPSHOT_INTERVAL_S = 0.1

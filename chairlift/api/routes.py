@@ -107,6 +107,9 @@ class Version(BaseModel):
     version: str
 
 
+# --- the table
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """One endpoint. With a `chunk` it generates; otherwise `name` is the method of `Api` that answers."""

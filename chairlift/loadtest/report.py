@@ -14,15 +14,18 @@ from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chairlift.loadtest.summary import BenchResult, Distribution, RequestRecord, Summary, Sweep
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from chairlift.loadtest.summary import MS_PER_S, running_at, token_rates
+from chairlift.loadtest.summary import (
+    MS_PER_S,
+    BenchResult,
+    Distribution,
+    RequestRecord,
+    Summary,
+    Sweep,
+    running_at,
+    token_rates,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,6 +123,8 @@ def _finish(
     if axes.get_legend_handles_labels()[1]:
         axes.legend()
 
+
+# --- the report
 
 LABEL_WIDTH = 26
 COLUMN_WIDTH = 12

@@ -204,6 +204,9 @@ async def watching(num_requests: int) -> AsyncIterator[Watch]:
             await asyncio.wait([sampling])
 
 
+# --- one test or a sweep
+
+
 def run(config: BenchConfig, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> int:
     """Make the test that `config` describes and report it; returns the process's exit code."""
     try:

@@ -127,6 +127,8 @@ class RequestRecord:
 
 
 # The lag that is still small beside the latencies of a served model, and the busy share that leaves no room for bursts.
+# --- tests and sweeps
+
 TOLERABLE_LAG_MS = 10.0
 TOLERABLE_BUSY_SHARE = 0.9
 

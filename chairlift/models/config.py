@@ -106,6 +106,9 @@ def read_rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeC
     return RopeConfig(parameters.get("rope_theta", 10000.0), kind, tuple(sorted(frozen.items())))
 
 
+# --- the description
+
+
 class Activation(StrEnum):
     """What the MLP's gate goes through."""
 

@@ -93,6 +93,8 @@ class SafetensorsWeights:
         return tensor
 
 
+# --- compressed safetensors
+
 _BITS = (4, 8)
 _GROUP_SIZES = (32, 64, 128)
 _SPREAD_OVER = 128  # inputs; a scale of a whole row is written once for each so many, or fewer where these do not fit

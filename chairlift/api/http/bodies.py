@@ -132,6 +132,8 @@ class Workers:
         return sum(turn.client == client for turn in self._running)
 
 
+# --- bodies
+
 MAX_WAITING_BYTES = 2**28
 """Bytes of all bodies whose replies have not begun; half of it for one client."""
 

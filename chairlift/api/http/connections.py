@@ -188,6 +188,8 @@ def _explain(error: ssl.SSLError, config: ServerConfig) -> str:
     )
 
 
+# --- connections
+
 _ALARM_INTERVAL_S = 10.0
 _RESERVED_FILES = 4  # within so many of the limit it counts as reached
 _NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it rests

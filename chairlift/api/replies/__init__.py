@@ -47,6 +47,8 @@ class Reply(Protocol):
         ...
 
 
+# --- server-sent events
+
 DONE = "data: [DONE]\n\n"
 KEEP_ALIVE_S = 10.0  # proxies and clients take a connection for dead after a minute or so
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients pass over and proxies count as life

@@ -326,6 +326,8 @@ def _response_at_its_start(
     )
 
 
+# --- stored responses
+
 MAX_STORED_BYTES = 2**26
 """Of all conversations and replies together."""
 

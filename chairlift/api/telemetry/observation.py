@@ -6,10 +6,12 @@ program that embeds the server, or the variable OTEL_PYTHON_TRACER_PROVIDER. Oth
 Attributes are those of its semantic conventions for HTTP servers and for generative AI; texts are not among them.
 """
 
+import os
 import re
+import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import reduce
@@ -18,24 +20,16 @@ from uuid import uuid4
 
 from aiohttp import web
 
+import chairlift
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, RequestTimes
 
 if TYPE_CHECKING:  # settings are checked with parts of the server that need no engine
-    from chairlift.engine.async_llm import Numbered
-    from chairlift.engine.text.inputs import Generation
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-import chairlift
-
-if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
     from opentelemetry.util.types import AttributeValue
 
+    from chairlift.engine.async_llm import Numbered
+    from chairlift.engine.text.inputs import Generation
 
 CLIENT_LEFT = 499
 """The status of a request whose client left before there was a reply, as nginx has it."""
@@ -228,6 +222,8 @@ def request_id_of(request: web.BaseRequest) -> str:
         request[_REQUEST_ID] = sent if _SANE_ID.fullmatch(sent) else uuid4().hex
     return request[_REQUEST_ID]
 
+
+# --- traces
 
 _PROVIDER_VARIABLE = "OTEL_PYTHON_TRACER_PROVIDER"
 _OPERATIONS = {"/v1/completions": "text_completion"} | dict.fromkeys(

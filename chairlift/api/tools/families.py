@@ -75,6 +75,8 @@ def reasoning_of_template(template: str) -> ReasoningFamily:
     return next(known, ReasoningFamily.NONE)
 
 
+# --- reading an answer
+
 _NO_SCHEMAS: Schemas = {}
 _LINE_BREAKS = re.compile(r"\n*")
 

@@ -132,6 +132,9 @@ class Completion(ChoicesBody):
     choices: list[CompletionChoice]
 
 
+# --- chats
+
+
 class ChatCompletionRequest(
     Rendering,
     ParallelToolUse,

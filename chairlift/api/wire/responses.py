@@ -213,6 +213,8 @@ def template_messages(items: Sequence[Item], earlier: Sequence[Message] = ()) ->
     return messages
 
 
+# --- the request
+
 LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
 

@@ -209,6 +209,8 @@ def _format(name: str, kind: int) -> str:
     return _SCALARS[kind]
 
 
+# --- blocks
+
 Kind = GGMLQuantizationType
 
 GROUP_SIZE = 32

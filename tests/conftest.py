@@ -28,6 +28,8 @@ for _name, _num_examples in (("everyday", 40), ("ci", 200)):
     )
 settings.load_profile("everyday")
 
+gc.disable()  # until all tests are collected, which makes millions of objects and no garbage
+
 
 def pytest_configure(config: pytest.Config) -> None:
     is_spreading = bool(getattr(config.option, "numprocesses", None))  # over workers, which then share a fork server
@@ -36,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     _freeze()
 
 

@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from chairlift.errors import ConfigurationError
+
 ray = pytest.importorskip("ray", reason="Ray is not installed: it takes the extra [ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.filterwarnings("default")]  # Ray has its own
 
@@ -86,6 +88,16 @@ async def until(is_so: Callable[[], bool]) -> None:
     """Asks again and again; the test's time limit is the only one."""
     while not await asyncio.to_thread(is_so):
         pass
+
+
+def test_settings_come_as_texts_from_the_command_line_and_unknown_ones_are_refused() -> None:
+    from chairlift.ray_serve import build_app
+
+    build_app({"max_replicas": "3", "num_gpus": "0.5", "max_batch_size": "8", "vllm_metrics": "true"})
+    with pytest.raises(ConfigurationError, match="there is no setting 'replicas'"):
+        build_app({"replicas": "2", "model": "bundled"})
+    with pytest.raises(ValueError, match="num_replicas"):
+        build_app({"num_replicas": "none"})
 
 
 async def test_the_openai_client_gets_a_stream_a_body_an_error_and_one_request_id() -> None:

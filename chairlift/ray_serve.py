@@ -109,7 +109,9 @@ class WarmReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped 
 class Replica:
     """One engine with its HTTP application, on a Unix socket."""
 
-    async def __init__(self, engine: EngineConfig, server: ServerConfig, stream_interval: float) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, engine: EngineConfig, server: ServerConfig, stream_interval: float
+    ) -> None:
         """Loads the model, and what it takes to: the ingress, and who deploys both, have no use for torch."""
         from chairlift.api.app import Api
         from chairlift.api.http.connections import connections_of

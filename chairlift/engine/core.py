@@ -28,7 +28,7 @@ from chairlift.engine.stats import EngineStats, Snapshot
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from chairlift.models.loader import TORCH_DTYPES, count_parameters, grouped_size
-from chairlift.scheduler import Policy, Request, Scheduler, TokenEvent
+from chairlift.scheduler import Policy, Request, Scheduler, Speculation, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,9 @@ class EngineCore:
         graphs = self._make_graphs(self._pacing.recorder, forward, last_tokens) if self._pacing.recorder else None
         sampler = Sampler(shape.vocab_size, num_slots, device)
         self._runner = ModelRunner(forward, self.cache, sampler, last_tokens, graphs)
+        self._speculation = None
+        if self.config.speculation is not None:
+            self._speculation = Speculation(self.config.num_speculative_tokens)
         self._scheduler = Scheduler(
             self.cache,
             self.config.max_num_batched_tokens,
@@ -89,6 +92,7 @@ class EngineCore:
                 self.config.queue_timeout,
             ),
             max_num_running=self.config.max_batch_size,
+            speculation=self._speculation,
         )
         self._journal = Journal(self._scheduler)
         logger.info(
@@ -169,7 +173,10 @@ class EngineCore:
         results = launch.wait()
         events = self._scheduler.update(launch.plan, results)
         self._launches.popleft()
-        self._journal.note_launch(launch.plan, launch.begin)
+        seconds = self._journal.note_launch(launch.plan, launch.begin)
+        if self._speculation is not None:
+            num_tokens = sum(row.num_new_tokens for row in launch.plan.rows)
+            self._speculation.note_step(num_tokens, seconds / launch.plan.num_steps)
         return self._noted(events)
 
     def _noted(self, events: list[TokenEvent]) -> list[TokenEvent]:

@@ -75,9 +75,11 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """How many of the generated tokens are thoughts."""
+    """How many of the generated tokens are thoughts, how many were guessed rightly, and how many guesses were wrong."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(BaseModel):
@@ -100,7 +102,11 @@ class Usage(BaseModel):
             completion_tokens=num_generated,
             total_tokens=num_prompt + num_generated,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(each.num_cached_tokens for each in outputs)),
-            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning),
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=num_reasoning,
+                accepted_prediction_tokens=sum(choice.num_accepted_tokens for choice in choices),
+                rejected_prediction_tokens=sum(choice.num_rejected_tokens for choice in choices),
+            ),
         )
 
 

@@ -26,7 +26,7 @@ from chairlift.models.checkpoint import find_model
 from chairlift.models.gguf import GGUF_SUFFIX, end_tokens, open_gguf, sampling_of
 from chairlift.models.smollm2 import SMOLLM2, SMOLLM2_SAMPLING
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
-from chairlift.scheduler import Request
+from chairlift.scheduler import Drafter, Request
 
 Prompt = str | list[int]
 
@@ -98,6 +98,7 @@ class InputProcessor:
         path = find_model(config.model)
         self.tokenizer = Tokenizer(find_model(config.tokenizer or config.model), config.chat_template)
         self.max_seq_len = config.max_seq_len
+        self._speculates = config.speculation is not None
         self._capacity = config.max_batch_size + config.max_queue_size
         self._vocab_size = vocab_size
         self._serials = count()
@@ -145,6 +146,7 @@ class InputProcessor:
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection
         prompt_token_ids = tuple(token_ids)  # the list is the caller's
+        new_drafter = self._drafter_maker(len(token_ids), max_tokens, options)
         requests = [
             Request(
                 f"{request_id}-{serial}-{index}",
@@ -158,6 +160,7 @@ class InputProcessor:
                 options=options,
                 new_token_filter=None if rules is None else partial(RuleFilter, rules),
                 new_repetition_watch=None if repetition is None else partial(PatternWatch, repetition),
+                new_drafter=new_drafter,
             )
             for index in range(params.n)
         ]
@@ -231,6 +234,16 @@ class InputProcessor:
                 while len(self._prepared) > _NUM_PREPARED:
                     del self._prepared[next(iter(self._prepared))]
         return prepared
+
+    def _drafter_maker(
+        self, num_prompt_tokens: int, max_tokens: int, options: RequestOptions
+    ) -> Callable[[], Drafter] | None:
+        """What makes guesses for each sequence of a prompt; None if nothing is to be guessed."""
+        if not self._speculates or options.speculation == "off":
+            return None
+        prediction = options.prediction[: max_tokens * self.tokenizer.longest_token]
+        tokens = self.tokenizer.encode(prediction, add_special_tokens=False)[:max_tokens] if prediction else []
+        return partial(Drafter, num_prompt_tokens, tokens)
 
     def _encode_word(self, word: str) -> list[int]:
         return self.tokenizer.encode(word, add_special_tokens=False, param="bad_words")

@@ -1,0 +1,146 @@
+"""Speculation: which guesses at the next tokens of decode rows a step verifies.
+
+A step that computes a row's newest token computes its guess beside it, and the sampler draws a token behind each of
+them. While a draw is the token that was guessed, the next one counts as well; the first that differs is the last.
+A draw depends on a row's seed and the token's index, and logits do not depend on what else is computed, so that the
+row's tokens are those that it would have without speculation. Only the time changes.
+
+How much to guess is a question of time. A step of `num_tokens` takes `StepTimes` seconds, which is learned as steps
+go by; a guess saves a share of a step if it is right, and how often guesses are is learned by row. What is expected to
+take longer than it saves is not verified.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from chairlift.config import Auto
+from chairlift.scheduler.drafting import Guess
+from chairlift.scheduler.request import RequestState
+
+MAX_DRAFT = 16
+"""Tokens of a row's guess: what "auto" verifies at most."""
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_NEWEST_STEP = 0.1  # its weight in the average
+_UNKNOWN_COST = 0.02  # of a further token, as a share of the shortest step: little, so that it is tried
+_MIN_GAIN = 1.1  # of what a token is expected to save over what it is expected to take
+
+
+class StepTimes:
+    """Seconds of a step by the tokens that it computes, as they have been lately. Sizes between are interpolated."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}  # by index of `_SIZES`
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step took so long. Of sizes between two, the nearer one learns."""
+        index = min(bisect_left(_SIZES, num_tokens), len(_SIZES) - 1)
+        if index and num_tokens - _SIZES[index - 1] < _SIZES[index] - num_tokens:
+            index -= 1
+        seconds *= _SIZES[index] / num_tokens if num_tokens > _SIZES[-1] else 1.0
+        known = self._known.get(index)
+        self._known[index] = seconds if known is None else known + _NEWEST_STEP * (seconds - known)
+
+    def of(self, num_tokens: int) -> float:
+        """0 while nothing is known at all."""
+        if not self._known:
+            return 0.0
+        below = max((index for index in self._known if _SIZES[index] <= num_tokens), default=None)
+        above = min((index for index in self._known if _SIZES[index] >= num_tokens), default=None)
+        if below is None or above is None:
+            nearest = below if below is not None else above
+            assert nearest is not None, "something is known"
+            seconds = self._known[nearest]
+            return seconds * (1 + _UNKNOWN_COST * max(0, num_tokens - _SIZES[nearest]))
+        if above == below:
+            return self._known[below]
+        share = (num_tokens - _SIZES[below]) / (_SIZES[above] - _SIZES[below])
+        return self._known[below] + share * (self._known[above] - self._known[below])
+
+
+class Speculation:
+    """Chooses what is verified, and learns from what came of it. Belongs to the scheduler."""
+
+    def __init__(self, max_tokens: int | Auto = "auto") -> None:
+        """`max_tokens`: of every guess, whatever it takes; "auto": as many as are expected to save time."""
+        self._max_tokens = max_tokens
+        self._times = StepTimes()
+        # Since it was made. What was verified and is not part of an answer was in vain.
+        self.num_drafted = self.num_accepted = 0
+        self.accepted_at: list[int] = []  # by place in the guess
+
+    def choose(self, requests: Sequence[RequestState], num_tokens: int, num_left: int) -> dict[str, Guess]:
+        """By request: what a step verifies that computes `num_tokens` without it, and may compute `num_left` more.
+
+        `requests`: those that decode in it.
+        """
+        most = MAX_DRAFT if self._max_tokens == "auto" else self._max_tokens
+        guesses: dict[str, Guess] = {}
+        rates: dict[str, float] = {}
+        for request in requests:
+            num_wanted = min(most, request.num_remaining - 1)
+            if request.drafter is None or request.num_pending or num_wanted <= 0:
+                continue
+            guess = request.drafter.guess(request.token_ids, num_wanted)
+            if guess.tokens:
+                guesses[request.request_id] = guess
+                rates[request.request_id] = request.drafter.rates.of(guess)
+        if self._max_tokens == "auto":
+            guesses = self._worthwhile(guesses, rates, len(requests), num_tokens)
+        return _within(guesses, num_left)
+
+    def learn(self, request: RequestState, guess: Guess, num_accepted: int) -> None:
+        """A guess was verified, and so many of its tokens are part of the request's answer."""
+        assert request.drafter is not None, "who has none makes no guess"
+        request.drafter.rates.note(guess, num_accepted)
+        request.num_drafted += len(guess.tokens)
+        request.num_accepted += num_accepted
+        self.num_drafted += len(guess.tokens)
+        self.num_accepted += num_accepted
+        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """A step that computed so many tokens took so long."""
+        self._times.note(num_tokens, seconds)
+
+    def _worthwhile(
+        self, guesses: dict[str, Guess], rates: dict[str, float], num_rows: int, num_tokens: int
+    ) -> dict[str, Guess]:
+        """The guesses as far as each token is expected to save more than it takes.
+
+        The i-th token of a guess is right with a probability of rate ** i, and saves one row's share of a step that
+        only decodes. It takes as long as the tokens of all guesses take on average, so what is worthwhile is worked out
+        twice: the second time with the tokens that were left.
+        """
+        saved = self._times.of(num_rows) / num_rows
+        chosen = guesses
+        for _ in range(2):
+            num_drafted = sum(len(guess.tokens) for guess in chosen.values())
+            if not num_drafted or not saved:
+                break
+            taken = (self._times.of(num_tokens + num_drafted) - self._times.of(num_tokens)) / num_drafted
+            threshold = _MIN_GAIN * taken / saved
+            counts = {name: _num_above(rates[name], threshold, len(guess.tokens)) for name, guess in guesses.items()}
+            chosen = {name: guesses[name].cut(count) for name, count in counts.items() if count}
+        return chosen
+
+
+def _num_above(rate: float, threshold: float, most: int) -> int:
+    """The largest count, up to `most`, for which rate ** count is above the threshold."""
+    count, chance = 0, rate
+    while count < most and chance > threshold:
+        count, chance = count + 1, chance * rate
+    return count
+
+
+def _within(guesses: dict[str, Guess], num_left: int) -> dict[str, Guess]:
+    """The first of the guesses, as far as so many tokens go."""
+    fitting = {}
+    for name, guess in guesses.items():
+        if num_left <= 0:
+            break
+        fitting[name] = guess.cut(num_left)
+        num_left -= len(fitting[name].tokens)
+    return fitting

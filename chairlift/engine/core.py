@@ -68,6 +68,8 @@ class EngineCore:
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
         self._pacing = pacing or Pacing.of(device)
+        is_ahead = self._pacing.num_launches_ahead > 0
+        assert config.speculation is None or not is_ahead, "guesses need the tokens of the launch before"
         if not shape.can_record:
             self._pacing = replace(self._pacing, recorder=None)
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun

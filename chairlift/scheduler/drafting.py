@@ -21,6 +21,7 @@ _MAX_PLACES = 6  # that end as the text does: the newest
 _PREDICTED_MATCH = 16  # what a place in the prediction counts for at least: somebody means it to be the answer
 _MATCHES = (3, 6, 16)  # tokens before a guess from which on it counts as likelier
 _FIRST_RATES = (0.2, 0.4, 0.7, 0.9)  # of guesses with fewer, and so on, until the row has shown what they are
+_MAX_INDEXED = 1024  # in a look-up: a long prompt delays no step by more than some two milliseconds
 _NEWEST_TOKEN = 0.1  # its weight in a rate
 
 
@@ -112,15 +113,16 @@ class Drafter:
         return most
 
     def _index(self) -> None:
-        """All places but the last, which is what is looked for."""
+        """All places but the last, which is what is looked for; of a long prompt in several goes."""
         tokens, newest, earlier = self._tokens, self._newest_long, self._earlier
-        for place in range(self._num_indexed, len(tokens) - 1):
+        places = range(len(tokens) - 1)[self._num_indexed :][:_MAX_INDEXED]
+        for place in places:
             run = tuple(tokens[place - _LONG + 1 : place + 1])
             earlier.append(newest.get(run, _NONE))
             newest[run] = place
             if place:
                 self._newest_short[tokens[place - 1], tokens[place]] = place
-        self._num_indexed = max(self._num_indexed, len(tokens) - 1)
+        self._num_indexed += len(places)
 
 
 def _repeated(tokens: list[int], num_tokens: int) -> list[int]:

@@ -15,6 +15,7 @@ import statistics
 import textwrap
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from chairlift import LLM, SamplingParams
 from chairlift.params import RequestOptions
@@ -80,7 +81,9 @@ def measure(llm: LLM, prompts: Sequence[str], arguments: argparse.Namespace, pre
     return round(statistics.median(ratios[1:]), 3)  # the first pair reads the weights and learns what steps take
 
 
-def run(llm: LLM, prompts: Sequence[str], num_tokens: int, speculation: str, prediction: str = "") -> Run:
+def run(
+    llm: LLM, prompts: Sequence[str], num_tokens: int, speculation: Literal["auto", "off"], prediction: str = ""
+) -> Run:
     """Answers all prompts at once: the first greedily, the others with a seed of their own."""
     params = [
         SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.3 if row else 0.0, seed=row)

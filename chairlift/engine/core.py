@@ -79,9 +79,7 @@ class EngineCore:
         graphs = self._make_graphs(self._pacing.recorder, forward, last_tokens) if self._pacing.recorder else None
         sampler = Sampler(shape.vocab_size, num_slots, device)
         self._runner = ModelRunner(forward, self.cache, sampler, last_tokens, graphs)
-        self._speculation = None
-        if self.config.speculation is not None:
-            self._speculation = Speculation(self.config.num_speculative_tokens)
+        self._speculation = Speculation(config.num_speculative_tokens) if config.speculation else None
         self._scheduler = Scheduler(
             self.cache,
             self.config.max_num_batched_tokens,
@@ -177,8 +175,7 @@ class EngineCore:
         self._launches.popleft()
         seconds = self._journal.note_launch(launch.plan, launch.begin)
         if self._speculation is not None:
-            num_tokens = sum(row.num_new_tokens for row in launch.plan.rows)
-            self._speculation.note_step(num_tokens, seconds / launch.plan.num_steps)
+            self._speculation.note_launch(launch.plan, seconds)
         return self._noted(events)
 
     def _noted(self, events: list[TokenEvent]) -> list[TokenEvent]:

@@ -10,6 +10,7 @@ from typing import Self
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import FinishReason, RequestTimes, TokenLogprobs
 from chairlift.scheduler.drafting import NO_GUESS, Guess
+from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.request import RequestState
 
 
@@ -22,6 +23,10 @@ class RowPlan:
     is_sampled: bool  # True if the row catches up with all its tokens, so that a new one can be sampled
     # Tokens that may follow its newest one: they are among the new tokens, and a token is sampled behind each of them.
     guess: Guess = NO_GUESS
+
+    def num_valid(self, num_expected: int) -> int:
+        """Tokens of the slot that it computes if it gets so many tokens; the last sampled has no key and value yet."""
+        return self.num_new_tokens + max(num_expected - 1 - len(self.guess.tokens), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,16 @@ class NextStep:
         num_new = min(num_wanted, self.num_left)
         self.num_left -= num_new
         self.prefill.append(RowPlan(request, num_new, is_sampled=num_new == num_wanted))
+
+    def go_on(self, begun: list[RequestState], placement: Placement) -> None:
+        """Adds the next chunks of prompts that have slots, except those that wait for a leader."""
+        for request in begun:
+            if not self.num_left:
+                return
+            if request.leader is not None:
+                placement.follow(request)
+            if request.leader is None:
+                self.add_prompt(request)
 
     def add_guesses(self, guesses: Mapping[str, Guess]) -> None:
         """Those decode rows for which there is a guess, by request, compute it as well."""

@@ -41,18 +41,14 @@ class Scheduler:
         max_num_running: int | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """`clock`: seconds, which never go back. `max_num_running`: None: as many as there are slots.
-
-        With `speculation` a step must be updated before the next one is planned.
-        """
+        """`clock`: seconds, which never go back. `max_num_running`: None: as many as there are slots."""
         self._slots = slots
         self._max_num_running = slots.slots_remaining if max_num_running is None else max_num_running
         if max_num_batched_tokens < self._max_num_running:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_steps_per_launch = max_steps_per_launch
-        self._clock = clock
-        self.speculation = speculation
+        self._clock, self.speculation = clock, speculation
         self.placement = Placement(slots, policy.enable_prefix_caching)
         self.waiting = WaitingQueue(max_queue_size, policy, clock)
         self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
@@ -90,9 +86,8 @@ class Scheduler:
         `QueueFull` if too many would wait and none of them is served after these.
         """
         names = [request.request_id for request in requests]
-        for name in names:
-            if names.count(name) > 1 or self.find(name) is not None:
-                raise ValueError(f"request {name!r} is already here")
+        if twice := [name for name in names if names.count(name) > 1 or self.find(name) is not None]:
+            raise ValueError(f"request {twice[0]!r} is already here")
         return self.waiting.add(requests, self._num_places)
 
     def find(self, request_id: str) -> RequestState | None:
@@ -128,8 +123,7 @@ class Scheduler:
         """
         self._preempt_if_wanted()
         step = NextStep(self._max_num_batched_tokens)
-        begun: list[RequestState] = []
-        growing: list[RequestState] = []
+        begun, growing = list[RequestState](), list[RequestState]()
         reach = self._max_steps_per_launch
         for row in self._running.values():
             request = row.request
@@ -147,10 +141,10 @@ class Scheduler:
             begun = [request for request in begun if _keeps_slot(request)]
             step.decode = [row for row in step.decode if _keeps_slot(row.request) and row.request not in short]
         step.num_left -= len(step.decode)
-        self._go_on(begun, step)
+        step.go_on(begun, self.placement)
         self._admit(step)
         if self.speculation is not None and step.decode:
-            self._add_guesses(step, self.speculation)
+            self.speculation.add_guesses(step, self.placement)
         is_alone = not step.prefill and not len(self.waiting)
         return step.finish(self._max_steps_per_launch if is_alone else 1, self._slots.max_seq_len)
 
@@ -159,9 +153,7 @@ class Scheduler:
         valid_lengths = []
         for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
             request = row.request
-            # The last token sampled has no key and value yet: it is the first input of the next step.
-            num_further_steps = num_expected - 1 - len(row.guess.tokens) if num_expected else 0
-            num_valid = row.num_new_tokens + num_further_steps
+            num_valid = row.num_valid(num_expected)
             request.num_computed += num_valid
             request.num_pending += num_expected
             request.num_launches += 1
@@ -196,16 +188,14 @@ class Scheduler:
 
     def _take(self, row: RowPlan, num_expected: int, result: RowResult) -> list[int]:
         """Books the tokens that a row got, and takes back what was computed in vain. Returns those that count."""
-        request = row.request
         if result.is_late:
-            self.placement.step_back(request)
+            self.placement.step_back(row.request)
             return []
         if row.guess.tokens:
-            self.placement.step_back(request, num_expected - len(result.token_ids))
-        kept = request.accept(result.token_ids, result.error, result.stop_reason)
+            self.placement.step_back(row.request, num_expected - len(result.token_ids))
+        kept = row.request.accept(result.token_ids, result.error, result.stop_reason)
         if row.guess.tokens and self.speculation is not None:
-            num_right = max(len(result.token_ids) - 1, 0)  # the last one sampled was not guessed, or wrongly
-            self.speculation.learn(request, row.guess, min(len(kept), num_right))
+            self.speculation.learn(row, len(kept), len(result.token_ids))
         return kept
 
     def abandon(self) -> None:
@@ -228,16 +218,6 @@ class Scheduler:
             num_places *= self.placement.has_memory_for(self.waiting.peek(), len(self._running))
         return num_places
 
-    def _go_on(self, begun: list[RequestState], step: NextStep) -> None:
-        """The next chunks of prompts that have slots, except those that wait for a leader."""
-        for request in begun:
-            if not step.num_left:
-                return
-            if request.leader is not None:
-                self.placement.follow(request)
-            if request.leader is None:
-                step.add_prompt(request)
-
     def _admit(self, step: NextStep) -> None:
         """Gives waiting requests slots, in their order, while there are a slot, memory and budget for each."""
         while len(self.waiting) and step.num_left and self._num_places:
@@ -249,20 +229,6 @@ class Scheduler:
             self._running[request.request_id] = RowPlan(request, 1, is_sampled=True)
             if request.leader is None:
                 step.add_prompt(request)
-
-    def _add_guesses(self, step: NextStep, speculation: Speculation) -> None:
-        """What decode rows verify, with what the prompts left of the budget. No other row yields memory for that."""
-        num_prefill_tokens = sum(row.num_new_tokens for row in step.prefill)
-        requests = [row.request for row in step.decode]
-        guesses = speculation.choose(requests, len(requests) + num_prefill_tokens, step.num_left)
-        for request in requests:
-            guess = guesses.get(request.request_id)
-            if guess is None:
-                continue
-            wanted = request.num_computed + 1 + len(guess.tokens)
-            if wanted > request.num_held and not self.placement.provide(request, wanted):
-                guesses[request.request_id] = guess.cut(request.num_held - request.num_computed - 1)
-        step.add_guesses(guesses)
 
     def _preempt_if_wanted(self) -> None:
         """Takes the slot of a running request if one of higher priority waits and there is no other."""

@@ -14,7 +14,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from chairlift.config import Auto
-from chairlift.scheduler.drafting import Guess
+from chairlift.scheduler.drafting import NO_GUESS, Guess
+from chairlift.scheduler.placement import Placement
+from chairlift.scheduler.plan import NextStep, RowPlan, StepPlan
 from chairlift.scheduler.request import RequestState
 
 MAX_DRAFT = 16
@@ -64,16 +66,49 @@ class Speculation:
     def __init__(self, max_tokens: int | Auto = "auto") -> None:
         """`max_tokens`: of every guess, whatever it takes; "auto": as many as are expected to save time."""
         self._max_tokens = max_tokens
-        self._times = StepTimes()
+        self.times = StepTimes()
         # Since it was made. What was verified and is not part of an answer was in vain.
         self.num_drafted = self.num_accepted = 0
         self.accepted_at: list[int] = []  # by place in the guess
 
-    def choose(self, requests: Sequence[RequestState], num_tokens: int, num_left: int) -> dict[str, Guess]:
-        """By request: what a step verifies that computes `num_tokens` without it, and may compute `num_left` more.
+    def add_guesses(self, step: NextStep, placement: Placement) -> None:
+        """Adds what decode rows verify, with what prompts left of the budget. No row yields memory for a guess."""
+        requests = [row.request for row in step.decode]
+        num_tokens = len(requests) + sum(row.num_new_tokens for row in step.prefill)
+        guesses = self._choose(requests, num_tokens)
+        fitting: dict[str, Guess] = {}
+        for request in requests:
+            guess = guesses.get(request.request_id, NO_GUESS).cut(step.num_left)
+            wanted = request.num_computed + 1 + len(guess.tokens)
+            if guess.tokens and wanted > request.num_held and not placement.provide(request, wanted):
+                guess = guess.cut(request.num_held - request.num_computed - 1)
+            if guess.tokens:
+                fitting[request.request_id] = guess
+                step.num_left -= len(guess.tokens)
+        step.add_guesses(fitting)
 
-        `requests`: those that decode in it.
+    def learn(self, row: RowPlan, num_kept: int, num_sampled: int) -> None:
+        """A row's guess was verified: so many tokens were sampled up to the first that was not guessed, and so many of
+        them are part of the answer.
         """
+        request, num_drafted = row.request, len(row.guess.tokens)
+        num_accepted = min(num_kept, max(num_sampled - 1, 0))
+        assert request.drafter is not None, "who has none makes no guess"
+        request.drafter.rates.note(row.guess, num_accepted)
+        request.num_drafted += num_drafted
+        request.num_accepted += num_accepted
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
+
+    def note_launch(self, plan: StepPlan, seconds: float) -> None:
+        """A launch took so long, all of its steps together."""
+        self.times.note(sum(row.num_new_tokens for row in plan.rows), seconds / plan.num_steps)
+
+    def _choose(self, requests: Sequence[RequestState], num_tokens: int) -> dict[str, Guess]:
+        """By request: the guess of each that decodes in a step that computes `num_tokens` without guesses."""
         most = MAX_DRAFT if self._max_tokens == "auto" else self._max_tokens
         guesses: dict[str, Guess] = {}
         rates: dict[str, float] = {}
@@ -85,25 +120,9 @@ class Speculation:
             if guess.tokens:
                 guesses[request.request_id] = guess
                 rates[request.request_id] = request.drafter.rates.of(guess)
-        if self._max_tokens == "auto":
+        if self._max_tokens == "auto" and guesses:
             guesses = self._worthwhile(guesses, rates, len(requests), num_tokens)
-        return _within(guesses, num_left)
-
-    def learn(self, request: RequestState, guess: Guess, num_accepted: int) -> None:
-        """A guess was verified, and so many of its tokens are part of the request's answer."""
-        assert request.drafter is not None, "who has none makes no guess"
-        request.drafter.rates.note(guess, num_accepted)
-        request.num_drafted += len(guess.tokens)
-        request.num_accepted += num_accepted
-        self.num_drafted += len(guess.tokens)
-        self.num_accepted += num_accepted
-        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))
-        for place in range(num_accepted):
-            self.accepted_at[place] += 1
-
-    def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step that computed so many tokens took so long."""
-        self._times.note(num_tokens, seconds)
+        return guesses
 
     def _worthwhile(
         self, guesses: dict[str, Guess], rates: dict[str, float], num_rows: int, num_tokens: int
@@ -114,13 +133,13 @@ class Speculation:
         only decodes. It takes as long as the tokens of all guesses take on average, so what is worthwhile is worked out
         twice: the second time with the tokens that were left.
         """
-        saved = self._times.of(num_rows) / num_rows
+        saved = self.times.of(num_rows) / num_rows
         chosen = guesses
         for _ in range(2):
             num_drafted = sum(len(guess.tokens) for guess in chosen.values())
             if not num_drafted or not saved:
                 break
-            taken = (self._times.of(num_tokens + num_drafted) - self._times.of(num_tokens)) / num_drafted
+            taken = (self.times.of(num_tokens + num_drafted) - self.times.of(num_tokens)) / num_drafted
             threshold = _MIN_GAIN * taken / saved
             counts = {name: _num_above(rates[name], threshold, len(guess.tokens)) for name, guess in guesses.items()}
             chosen = {name: guesses[name].cut(count) for name, count in counts.items() if count}
@@ -133,14 +152,3 @@ def _num_above(rate: float, threshold: float, most: int) -> int:
     while count < most and chance > threshold:
         count, chance = count + 1, chance * rate
     return count
-
-
-def _within(guesses: dict[str, Guess], num_left: int) -> dict[str, Guess]:
-    """The first of the guesses, as far as so many tokens go."""
-    fitting = {}
-    for name, guess in guesses.items():
-        if num_left <= 0:
-            break
-        fitting[name] = guess.cut(num_left)
-        num_left -= len(fitting[name].tokens)
-    return fitting

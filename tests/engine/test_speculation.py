@@ -9,19 +9,26 @@ import pytest
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore, Pacing
 from chairlift.engine.text.inputs import Generation
+from chairlift.engine.text.outputs import GenerationState
 from chairlift.errors import ConfigurationError
 from chairlift.params import CompletionOutput, RequestOptions
 from chairlift.scheduler import Request
 from tests.support.kernels import needs_kernels
 
-NATIVE = {"attention_backend": "cpu"}
-BACKENDS = {
+NATIVE: dict[str, Any] = {"attention_backend": "cpu"}
+BACKENDS: dict[str, dict[str, Any]] = {
     "native bfloat16": NATIVE | {"dtype": "bfloat16"},
     "native int8": NATIVE | {"dtype": "bfloat16", "quantization": "int8"},
     "torch float32": {"attention_backend": "torch", "dtype": "float32", "batch_invariant": True},
 }
 # Few slots and a small budget: prompts are computed in chunks beside rows that decode, and urgent ones take slots.
-ENGINE = {"device": "cpu", "max_batch_size": 5, "max_num_batched_tokens": 40, "max_seq_len": 256, "preempt_after": 6}
+ENGINE: dict[str, Any] = {
+    "device": "cpu",
+    "max_seq_len": 256,
+    "max_batch_size": 5,
+    "preempt_after": 6,
+    "max_num_batched_tokens": 40,
+}
 SONG = "One two three, said the crow. One two three, said the cow. "
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -54,13 +61,14 @@ def make_prompt(rng: random.Random) -> list[int] | str:
 class Run:
     """Serves requests, and aborts others that come between them."""
 
-    def __init__(self, num_requests: int, **config: object) -> None:
+    def __init__(self, num_requests: int, **config: Any) -> None:
         rng = random.Random(5)
         self.answers: list[list[Answer]] = []
         with LLM(**(ENGINE | config)) as llm:
             core = llm._core
             assert core is not None
-            states, doomed = [], deque[Request]()
+            states: list[GenerationState] = []
+            doomed = deque[Request]()
             for step in range(100 * num_requests):
                 if step % 4 == 0 and len(states) < num_requests:  # urgent ones come while others have the slots
                     generation = self._next(llm, len(states), rng)

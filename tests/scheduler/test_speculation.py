@@ -128,7 +128,7 @@ def test_step_times_are_interpolated_and_what_is_unknown_is_hoped_to_be_cheap() 
     assert times.of(1) == 1.0
     assert times.of(11) == pytest.approx(1.2)
     times.note(8, 3.0)
-    assert (times.of(4), times.of(6)) == (pytest.approx(1 + 2 * 3 / 7), pytest.approx(1 + 2 * 5 / 7))
+    assert [times.of(4), times.of(6)] == pytest.approx([1 + 2 * 3 / 7, 1 + 2 * 5 / 7])
     times.note(1, 2.0)
     assert times.of(1) == pytest.approx(1.1)
 
@@ -154,7 +154,7 @@ def test_auto_verifies_what_is_expected_to_save_time(cost_of_a_token: float, num
     speculation = driver.scheduler.speculation
     assert speculation is not None
     for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192):
-        speculation.note_step(size, 1.0 + cost_of_a_token * size)
+        speculation.times.note(size, 1.0 + cost_of_a_token * size)
     for index in range(num_rows):
         sing(driver, f"r{index}", [*SONG, *range(20, 40), 11, 12], 60)
     driver.launch()

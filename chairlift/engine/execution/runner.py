@@ -18,7 +18,7 @@ from chairlift.cache.ledger import Reservation
 from chairlift.engine.execution.forward import Forward
 from chairlift.engine.execution.graphs import ON_DEVICE, DecodeGraphs, LastTokens
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, prepare_graph_sampling
-from chairlift.engine.sampling.penalties import Guessed
+from chairlift.engine.sampling.guesses import Places, up_to_wrong
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
 from chairlift.engine.sampling.transfers import Arrival, bring, send, to_device
 from chairlift.models.attention import BatchMetadata
@@ -29,31 +29,6 @@ StepResult = list[RowResult]
 """What came of a launch, by row of its plan."""
 
 _NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where tokens are sampled: behind a row's last token, and behind each token before its guess or in it."""
-
-    tokens: list[int]  # behind this one of the batch
-    rows: list[int]  # of the plan
-    guessed: Guessed  # by place
-
-    @classmethod
-    def of(cls, plan: StepPlan) -> "_Places":
-        tokens: list[int] = []
-        rows: list[int] = []
-        guessed: dict[int, Sequence[int]] = {}
-        end = 0
-        for index, row in enumerate(plan.rows):
-            end += row.num_new_tokens
-            guess = row.guess.tokens
-            if guess:
-                guessed |= {len(tokens) + count: guess[:count] for count in range(len(guess) + 1)}
-            if row.is_sampled:
-                tokens += range(end - 1 - len(guess), end)
-                rows += [index] * (1 + len(guess))
-        return cls(tokens, rows, guessed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +121,7 @@ class ModelRunner:
         if ON_DEVICE in known[decoding]:
             input_ids[decoding] = self._last_tokens.fill_in(input_ids[decoding], slots[decoding])
         places: torch.Tensor | slice = slice(None)  # in the batch: the tokens behind which one is sampled
-        sampled = _Places.of(plan)
+        sampled = Places.of(plan)
         if not plan.is_decode:
             places = to_device(sampled.tokens, torch.int64, self._device)
             slots = slots[to_device(sampled.rows, torch.int64, self._device)]
@@ -237,7 +212,7 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> StepResult:
     for index, row in enumerate(plan.rows):
         end = place + (1 + len(row.guess.tokens) if row.is_sampled else 0)
         drawn = [token for steps in sampled[place:end] for token in steps]
-        own = _up_to_wrong(drawn, row.guess.tokens) if row.guess.tokens else drawn
+        own = up_to_wrong(drawn, row.guess.tokens) if row.guess.tokens else drawn
         wants_logprobs = row.is_sampled and row.request.params.logprobs is not None
         result = RowResult(
             token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
@@ -253,12 +228,6 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> StepResult:
         results.append(result)
         place = end
     return results
-
-
-def _up_to_wrong(drawn: list[int], guess: Sequence[int]) -> list[int]:
-    """Of what was drawn before and behind each token of a guess: the tokens that count, the last not being guessed."""
-    num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drawn, guess, strict=False)))
-    return drawn[: num_right + 1]
 
 
 def _logprobs_by_place(outputs: _Outputs) -> list[list[TokenLogprobs]]:

@@ -1,23 +1,15 @@
 """Penalties on tokens that were seen before: repetition (prompt and answer), presence and frequency (answer only)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from weakref import ref
 
 import torch
 
+from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.transfers import to_device
 from chairlift.params import SamplingParams
 from chairlift.scheduler import RequestState
-
-Guessed = Mapping[int, Sequence[int]]
-"""By row of the logits: the guessed tokens between its request's own and the one that is sampled.
-
-A request with a guess has a row for each token of it, and one behind the last. Rows of other requests are not there.
-"""
-
-NOTHING_GUESSED: Guessed = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

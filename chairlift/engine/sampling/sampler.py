@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
+from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.masks import PendingMasks
-from chairlift.engine.sampling.penalties import NOTHING_GUESSED, Guessed, PenaltyBatch, PenaltyState
+from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
 from chairlift.engine.sampling.transfers import bring, send, to_device
 from chairlift.params import Logprob, TokenLogprobs

@@ -146,7 +146,11 @@ class InputProcessor:
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection
         prompt_token_ids = tuple(token_ids)  # the list is the caller's
-        new_drafter = self._drafter_maker(len(token_ids), max_tokens, options)
+        new_drafter = None
+        if self._speculates and options.speculation == "auto":
+            predicted = options.prediction[: max_tokens * self.tokenizer.longest_token]
+            prediction = self.tokenizer.encode(predicted, add_special_tokens=False)[:max_tokens] if predicted else []
+            new_drafter = partial(Drafter, len(token_ids), prediction)
         requests = [
             Request(
                 f"{request_id}-{serial}-{index}",
@@ -234,16 +238,6 @@ class InputProcessor:
                 while len(self._prepared) > _NUM_PREPARED:
                     del self._prepared[next(iter(self._prepared))]
         return prepared
-
-    def _drafter_maker(
-        self, num_prompt_tokens: int, max_tokens: int, options: RequestOptions
-    ) -> Callable[[], Drafter] | None:
-        """What makes guesses for each sequence of a prompt; None if nothing is to be guessed."""
-        if not self._speculates or options.speculation == "off":
-            return None
-        prediction = options.prediction[: max_tokens * self.tokenizer.longest_token]
-        tokens = self.tokenizer.encode(prediction, add_special_tokens=False)[:max_tokens] if prediction else []
-        return partial(Drafter, num_prompt_tokens, tokens)
 
     def _encode_word(self, word: str) -> list[int]:
         return self.tokenizer.encode(word, add_special_tokens=False, param="bad_words")

@@ -23,16 +23,23 @@ MAX_DRAFT = 16
 """Tokens of a row's guess: what "auto" verifies at most."""
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_NEWEST_STEP = 0.1  # its weight in the average
+_SLOWER_STEP, _QUICKER_STEP = 0.1, 0.3  # the newest one's weight in the average
+_NUM_REMEMBERED = 500  # steps
 _UNKNOWN_COST = 0.02  # of a further token, as a share of the shortest step: little, so that it is tried
 _MIN_GAIN = 1.1  # of what a token is expected to save over what it is expected to take
 
 
 class StepTimes:
-    """Seconds of a step by the tokens that it computes, as they have been lately. Sizes between are interpolated."""
+    """Seconds of a step by the tokens that it computes, as they have been lately. Sizes between are interpolated.
+
+    What else runs on the machine makes a step slower and never faster, so that quick steps are believed sooner than
+    slow ones; and a size that did not come for a while is forgotten, lest one bad step keep it from ever coming again.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, float] = {}  # by index of `_SIZES`
+        self._newest: dict[int, int] = {}  # by the same: the number of the step that told
+        self._num_steps = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """A step took so long. Of sizes between two, the nearer one learns."""
@@ -40,8 +47,13 @@ class StepTimes:
         if index and num_tokens - _SIZES[index - 1] < _SIZES[index] - num_tokens:
             index -= 1
         seconds *= _SIZES[index] / num_tokens if num_tokens > _SIZES[-1] else 1.0
-        known = self._known.get(index)
-        self._known[index] = seconds if known is None else known + _NEWEST_STEP * (seconds - known)
+        known = self._known.get(index, seconds)
+        self._known[index] = known + (_QUICKER_STEP if seconds < known else _SLOWER_STEP) * (seconds - known)
+        self._num_steps += 1
+        self._newest[index] = self._num_steps
+        stalest = min(self._newest, key=self._newest.__getitem__)
+        if self._newest[stalest] <= self._num_steps - _NUM_REMEMBERED:
+            del self._newest[stalest], self._known[stalest]
 
     def of(self, num_tokens: int) -> float:
         """0 while nothing is known at all."""

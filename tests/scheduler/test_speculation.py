@@ -129,8 +129,25 @@ def test_step_times_are_interpolated_and_what_is_unknown_is_hoped_to_be_cheap() 
     assert times.of(11) == pytest.approx(1.2)
     times.note(8, 3.0)
     assert [times.of(4), times.of(6)] == pytest.approx([1 + 2 * 3 / 7, 1 + 2 * 5 / 7])
+
+
+def test_a_quick_step_is_believed_sooner_than_a_slow_one() -> None:
+    times = StepTimes()
+    times.note(1, 1.0)
     times.note(1, 2.0)
     assert times.of(1) == pytest.approx(1.1)
+    times.note(1, 0.6)
+    assert times.of(1) == pytest.approx(0.95)
+
+
+def test_a_size_that_did_not_come_for_500_steps_is_forgotten() -> None:
+    times = StepTimes()
+    times.note(16, 50.0)  # something else took the machine
+    for _ in range(499):
+        times.note(1, 1.0)
+    assert times.of(16) == 50.0
+    times.note(1, 1.0)
+    assert times.of(16) == pytest.approx(1.3)
 
 
 def test_a_row_learns_how_often_its_guesses_are_right_by_how_much_agreed() -> None:

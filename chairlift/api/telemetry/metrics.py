@@ -194,7 +194,7 @@ def _accepted_at(stats: EngineStats) -> Metric:
         "Tokens that were guessed and are part of an answer, by their place in the guess, from 1.",
         labels=["position"],
     )
-    for place, count in enumerate(stats.accepted_at, 1):
+    for place, count in enumerate(stats.accepted_at or (0,), 1):
         family.add_metric([str(place)], count)
     return family
 

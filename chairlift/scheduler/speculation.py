@@ -24,9 +24,11 @@ MAX_DRAFT = 16
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _SLOWER_STEP, _QUICKER_STEP = 0.1, 0.3  # the newest one's weight in the average
+_MOST_SLOWER = 2.0  # than the average: what a step is taken for that takes longer
 _NUM_REMEMBERED = 500  # steps
 _UNKNOWN_COST = 0.02  # of a further token, as a share of the shortest step: little, so that it is tried
 _MIN_GAIN = 1.1  # of what a token is expected to save over what it is expected to take
+_MIN_CHANCE = 0.1  # that a token is right: less is not tried, however little it seems to take
 
 
 class StepTimes:
@@ -48,7 +50,8 @@ class StepTimes:
             index -= 1
         seconds *= _SIZES[index] / num_tokens if num_tokens > _SIZES[-1] else 1.0
         known = self._known.get(index, seconds)
-        self._known[index] = known + (_QUICKER_STEP if seconds < known else _SLOWER_STEP) * (seconds - known)
+        weight = _QUICKER_STEP if seconds < known else _SLOWER_STEP
+        self._known[index] = known + weight * (min(seconds, _MOST_SLOWER * known) - known)
         self._num_steps += 1
         self._newest[index] = self._num_steps
         stalest = min(self._newest, key=self._newest.__getitem__)
@@ -152,7 +155,7 @@ class Speculation:
             if not num_drafted or not saved:
                 break
             taken = (self.times.of(num_tokens + num_drafted) - self.times.of(num_tokens)) / num_drafted
-            threshold = _MIN_GAIN * taken / saved
+            threshold = max(_MIN_GAIN * taken / saved, _MIN_CHANCE)
             counts = {name: _num_above(rates[name], threshold, len(guess.tokens)) for name, guess in guesses.items()}
             chosen = {name: guesses[name].cut(count) for name, count in counts.items() if count}
         return chosen

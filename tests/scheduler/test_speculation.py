@@ -136,8 +136,10 @@ def test_a_quick_step_is_believed_sooner_than_a_slow_one() -> None:
     times.note(1, 1.0)
     times.note(1, 2.0)
     assert times.of(1) == pytest.approx(1.1)
-    times.note(1, 0.6)
-    assert times.of(1) == pytest.approx(0.95)
+    times.note(1, 100.0)  # counts as 2.2
+    assert times.of(1) == pytest.approx(1.21)
+    times.note(1, 0.21)
+    assert times.of(1) == pytest.approx(0.91)
 
 
 def test_a_size_that_did_not_come_for_500_steps_is_forgotten() -> None:
@@ -163,20 +165,31 @@ def test_a_row_learns_how_often_its_guesses_are_right_by_how_much_agreed() -> No
 
 @pytest.mark.parametrize(
     ("cost_of_a_token", "num_rows", "expected"),
-    [(0.0, 1, 16), (0.05, 1, 3), (0.25, 1, 1), (0.6, 1, 0), (0.05, 8, 1), (0.08, 8, 0)],
+    [(0.0, 1, 16), (0.4, 1, 10), (1.0, 1, 5), (20.0, 1, 0), (0.05, 8, 10), (0.2, 8, 3), (1.0, 8, 0)],
 )
 def test_auto_verifies_what_is_expected_to_save_time(cost_of_a_token: float, num_rows: int, expected: int) -> None:
-    """At a rate of 0.4 for the i-th token: 0.4 ** i of a row's share of a step."""
-    driver = engine("auto", num_slots=8, budget=512)
+    """The i-th token saves a row's share of a step with a probability of 0.9 ** i, since 21 tokens before it agree."""
+    driver = engine("auto", num_slots=8, budget=1024, max_seq_len=256)
     speculation = driver.scheduler.speculation
     assert speculation is not None
     for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192):
         speculation.times.note(size, 1.0 + cost_of_a_token * size)
     for index in range(num_rows):
-        sing(driver, f"r{index}", [*SONG, *range(20, 40), 11, 12], 60)
+        sing(driver, f"r{index}", [*range(20, 60), 100, 101, 102, *range(20, 40)], 60)
     driver.launch()
-    driver.land([RowResult([13])] * num_rows)
+    driver.land([RowResult([40])] * num_rows)
     assert [len(row.guess.tokens) for row in driver.launch().rows] == [expected] * num_rows
+
+
+def test_auto_does_not_try_what_is_hardly_ever_right() -> None:
+    """0.2 ** 2 is less than a tenth, though a step with more tokens seems to take no longer."""
+    driver = engine("auto")
+    speculation = driver.scheduler.speculation
+    assert speculation is not None
+    speculation.times.note(1, 1.0)
+    speculation.times.note(64, 0.5)
+    began(driver, [12, 13, 14, 15, 16, 12], 13)
+    assert rows(driver.launch()) == [("a", 2, [14])]
 
 
 def test_a_text_that_is_said_again_takes_a_step_for_five_tokens() -> None:

@@ -52,7 +52,7 @@ async def test_a_prediction_reaches_the_engine(server: Server, content: object) 
 
 
 async def test_usage_and_metrics_tell_what_was_guessed() -> None:
-    settings = {"attention_backend": "torch", "batch_invariant": True, "max_seq_len": 128}
+    settings: dict[str, Any] = {"attention_backend": "torch", "batch_invariant": True, "max_seq_len": 128}
     async with serving(speculation="ngram", num_speculative_tokens=4, **settings) as server:
         body = {**PROMPTS[CHAT], "temperature": 0, "max_tokens": 24}
         plain = await post(server, CHAT, {**body, "speculation": "off"})

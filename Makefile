@@ -35,6 +35,7 @@ test: setup lint ## the checks of every day: lint, types, import directions, tes
 # Some attacks measure how long others have to wait, so they run by themselves.
 TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
 
+# Three workers on two cores, since at most times one of them waits: for the soak, a timeout, a server.
 test-all: setup browser lint ## every check, as CI runs them: also soaks, attacks, the page in a browser, long fuzzing
 	$(PYTEST) $(SPREAD) 3 --no-loadscope-reorder --hypothesis-profile=ci tests/soak tests $(addprefix --ignore=,$(TIMED))
 	$(PYTEST) $(TIMED)

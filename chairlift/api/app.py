@@ -64,6 +64,7 @@ class Api:
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
         self._reply_workers = Workers(1)
+        self._all_workers = self._quick_workers, self._slow_workers, self._reply_workers
         self.metrics = Metrics(llm, self._model_name, config.vllm_metrics)
         self._turn = asyncio.Lock()  # of replies that take the loop milliseconds: one in a turn of it
         self.is_leaving = self.is_draining = False  # /health says so; requests are refused
@@ -239,10 +240,6 @@ class Api:
         finally:
             self.num_active -= 1
             await self._bodies.release(request)
-
-    @property
-    def _all_workers(self) -> tuple[Workers, ...]:
-        return self._quick_workers, self._slow_workers, self._reply_workers
 
     async def _close_workers(self, _: web.Application) -> AsyncIterator[None]:
         yield

@@ -1,7 +1,4 @@
-"""From a checked body to a job for the engine, and from the job to its reply, streamed or whole. All endpoints that
-generate go this way. A reply that is large (many choices with log-probabilities) is put together and written in a
-worker's thread.
-"""
+"""From a checked body to a job for the engine, and from the job to its reply, streamed or whole, for all endpoints."""
 
 import hashlib
 import re
@@ -223,8 +220,6 @@ def _warning(left_out: Sequence[str]) -> Mapping[str, str]:
     types = ", ".join(sorted(set(left_out))[:_MAX_TYPES_TOLD])
     return {"Warning": f'299 - "tools of type {types} are not supported here and were left out"'}
 
-
-# --- from the job to its reply
 
 _LARGE = 500  # scored tokens, which take 5 to 10 microseconds each
 _CHARACTERS_PER_SCORE = 100  # that take about as long

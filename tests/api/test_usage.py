@@ -36,7 +36,11 @@ def test_reuse_is_summed_over_the_prompts_of_a_request() -> None:
         "completion_tokens": 9,
         "total_tokens": 24,
         "prompt_tokens_details": {"cached_tokens": 8},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 

@@ -8,6 +8,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from chairlift.engine.sampling.guesses import Guessed
 from chairlift.engine.sampling.sampler import Sampled, Sampler, SamplingBatch
 from chairlift.scheduler import RequestState
 from tests.support.checkpoints import make_checkpoint
@@ -63,8 +64,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Script:
     prepare, sample = Sampler.prepare, Sampler.sample
     wanted: dict[int, list[int]] = {}  # by batch: how many tokens each row has
 
-    def prepare_and_note(self: Sampler, requests: Sequence[RequestState], num_steps: int) -> SamplingBatch:
-        batch = prepare(self, requests, num_steps)
+    def prepare_and_note(
+        self: Sampler, requests: Sequence[RequestState], num_steps: int, guessed: Guessed
+    ) -> SamplingBatch:
+        batch = prepare(self, requests, num_steps, guessed)
         wanted[id(batch)] = [request.num_output_tokens for request in requests]
         return batch
 

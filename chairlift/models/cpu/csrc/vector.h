@@ -55,7 +55,13 @@ INLINE f32x16 load16(const bf16* p) {
     return bit_cast<f32x16>(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
 }
 
-INLINE f32x16 load16(const uint8_t* p) { return __builtin_convertvector(load<u8x16>(p), f32x16); }
+INLINE f32x16 load16(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return bit_cast<f32x16>(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p))));  // gcc would go one by one
+#else
+    return __builtin_convertvector(load<u8x16>(p), f32x16);
+#endif
+}
 INLINE f32x16 load16(const half* p) {
 #if defined(__AVX512F__)
     return bit_cast<f32x16>(_mm512_cvtph_ps(load<__m256i>(p)));

@@ -90,14 +90,21 @@ INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
 }
 #endif
 
-INLINE f32x16 load_scales(const Matrix& matrix, int64_t place) {
-    return matrix.scale_bits == 16 ? load16(static_cast<const half*>(matrix.scales) + place)
-                                   : load16(static_cast<const uint8_t*>(matrix.scales) + place);
+// `ahead`: how far from here, in scales, the same place of the next panels is, which is fetched.
+template <class T> INLINE f32x16 load_ahead(const void* from, int64_t place, int64_t ahead) {
+    const T* scales = static_cast<const T*>(from) + place;
+    __builtin_prefetch(scales + ahead, 0, 2);
+    return load16(scales);
 }
 
-INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place) {
-    return matrix.scale_bits == 16 ? load16(static_cast<const half*>(matrix.offsets) + place)
-                                   : load16(static_cast<const uint8_t*>(matrix.offsets) + place) * OFFSET_OF_BYTE;
+INLINE f32x16 load_scales(const Matrix& matrix, int64_t place, int64_t ahead = 0) {
+    return matrix.scale_bits == 16 ? load_ahead<half>(matrix.scales, place, ahead)
+                                   : load_ahead<uint8_t>(matrix.scales, place, ahead);
+}
+
+INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead = 0) {
+    return matrix.scale_bits == 16 ? load_ahead<half>(matrix.offsets, place, ahead)
+                                   : load_ahead<uint8_t>(matrix.offsets, place, ahead) * OFFSET_OF_BYTE;
 }
 
 // `ahead`: how far from here the same place of the next panels is, which is fetched into the second-level cache.
@@ -148,8 +155,8 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
     for (int64_t start = 0; start < matrix.depth; start += matrix.group_size, scale += LANES) {
         f32x16 scales[PANELS], offsets[PANELS] = {};
         for (int p = 0; p < PANELS; p++) {
-            scales[p] = load_scales(matrix, scale + p * panel_scales);
-            if (HAS_OFFSETS) offsets[p] = load_offsets(matrix, scale + p * panel_scales);
+            scales[p] = load_scales(matrix, scale + p * panel_scales, PANELS * panel_scales);
+            if (HAS_OFFSETS) offsets[p] = load_offsets(matrix, scale + p * panel_scales, PANELS * panel_scales);
         }
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
             u32x16 words[PANELS][GROUP_WORDS];

@@ -37,7 +37,7 @@ ISA_VARIABLE = "CHAIRLIFT_CPU_ISA"
 CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 
 _PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, which are trusted as its other code is
-_FAST = ("amx", "avx512_bf16", "avx512")
+_FAST = ("amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2")
 _ROOT = 0
 _MARK = b"chairlift-sha256"  # begins what is behind the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size

@@ -79,7 +79,7 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
     return largest;
 }
 
-// ---- a group's products with 16 columns, by level ----
+// ---- a group's products with the columns of some panels, by level ----
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 
@@ -105,11 +105,15 @@ template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const
     return bit_cast<i32_register>(BITS == 4 ? _mm256_slli_epi32(sums_of_pairs(sum), 4) : sum);
 }
 
-template <int BITS> INLINE i32x16 multiply_group(const Group& group, const u32x16 (&b)[GROUP_WORDS], bool has_shift) {
-    u32_register low[GROUP_WORDS], high[GROUP_WORDS];
-    for (int w = 0; w < GROUP_WORDS; w++) low[w] = b[w].lo, high[w] = b[w].hi;
-    const i32x16 dots{multiply_register<BITS>(group.values, low), multiply_register<BITS>(group.values, high)};
-    return BITS == 4 && has_shift ? dots + group.shift : dots;
+template <int BITS, int PANELS>
+INLINE void multiply_group(const Group& group, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
+                           i32x16 (&dots)[PANELS]) {
+    for (int p = 0; p < PANELS; p++) {
+        u32_register low[GROUP_WORDS], high[GROUP_WORDS];
+        for (int w = 0; w < GROUP_WORDS; w++) low[w] = b[p][w].lo, high[w] = b[p][w].hi;
+        dots[p] = {multiply_register<BITS>(group.values, low), multiply_register<BITS>(group.values, high)};
+        if (BITS == 4 && has_shift) dots[p] += group.shift - i32x16{};
+    }
 }
 
 // Bytes with a sign instead of those without.
@@ -140,11 +144,13 @@ INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
 #endif
 }
 
-template <int BITS> INLINE i32x16 multiply_group(const Group& group, const u32x16 (&b)[GROUP_WORDS], bool has_shift) {
-    i32x16 dots = (has_shift ? group.shift : 0) - i32x16{};
+template <int BITS, int PANELS>
+INLINE void multiply_group(const Group& group, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
+                           i32x16 (&dots)[PANELS]) {
+    for (int p = 0; p < PANELS; p++) dots[p] = (has_shift ? group.shift : 0) - i32x16{};
 #pragma GCC unroll 8
-    for (int w = 0; w < GROUP_WORDS; w++) multiply_add(dots, group.values + 4 * w, b[w]);
-    return dots;
+    for (int w = 0; w < GROUP_WORDS; w++)
+        for (int p = 0; p < PANELS; p++) multiply_add(dots[p], group.values + 4 * w, b[p][w]);
 }
 
 INLINE u32x16 as_factor(u32x16 bytes) { return bytes; }
@@ -190,9 +196,10 @@ template <int BITS, bool HAS_OFFSETS, int PANELS>
 INLINE void add_group(const Group& group, const u32x16 (&words)[PANELS][GROUP_WORDS], const f32x16 (&scales)[PANELS],
                       const f32x16 (&offsets)[PANELS], float* to) {
     constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
-#pragma GCC unroll 2
+    i32x16 dots[PANELS];
+    multiply_group<BITS>(group, words, IS_AROUND_ZERO, dots);
     for (int p = 0; p < PANELS; p++) {
-        const f32x16 dot = convert<f32x16>(multiply_group<BITS>(group, words[p], IS_AROUND_ZERO));
+        const f32x16 dot = convert<f32x16>(dots[p]);
         f32x16 sum = fma16(group.scale * scales[p], dot, load16(to + p * LANES));
         if (HAS_OFFSETS) sum = fma16(splat(group.sum), offsets[p], sum);
         store16(to + p * LANES, sum);

@@ -90,7 +90,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="135m", help="random weights of this shape")
     parser.add_argument("--model", type=Path, help="a checkpoint directory to use instead")
     parser.add_argument("--dtype", choices=list(_BYTES), default="bfloat16")
-    parser.add_argument("--quantization", choices=["int8"], help="Chairlift's; name peers' own models for theirs")
+    parser.add_argument("--quantization", choices=["int8", "int4"], help="Chairlift's; peers have models of their own")
     parser.add_argument("--workloads", type=_workload, nargs="+", default=[*map(Workload.parse, DEFAULT_WORKLOADS)])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", action="append", default=[], metavar="KIND[=PATH][,key=value...]")

@@ -115,7 +115,7 @@ def serve(arguments: Sequence[str]) -> int:
     import asyncio
 
     from chairlift.api.http.access import check_access
-    from chairlift.api.http.listening import Listener
+    from chairlift.api.http.connections import Listener
     from chairlift.api.telemetry.log import set_up_logging
 
     set_up_logging(config.log_format)
@@ -173,7 +173,7 @@ def bench(arguments: Sequence[str]) -> int:
     """Makes a load test."""
     (config,) = read_settings(bench_command(), arguments)
     from chairlift.api.telemetry.log import set_up_logging
-    from chairlift.loadtest.command import run
+    from chairlift.loadtest.runner import run
 
     set_up_logging()
     return run(config, _loop_factory())

@@ -1,11 +1,16 @@
 """Settings that hold for every test: no hub, few threads, quiet tokenizers, how many examples hypothesis makes up."""
 
+import ctypes
 import gc
 import os
+import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)  # no authorities: to load them takes each httpx client 40 ms
+os.environ.pop("SSL_CERT_FILE", None)
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +28,8 @@ for _name, _num_examples in (("everyday", 40), ("ci", 200)):
     )
 settings.load_profile("everyday")
 
+gc.disable()  # until all tests are collected, which makes millions of objects and no garbage
+
 
 def pytest_configure(config: pytest.Config) -> None:
     is_spreading = bool(getattr(config.option, "numprocesses", None))  # over workers, which then share a fork server
@@ -31,13 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.enable()
     _freeze()
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures of the file, whose engines would stay frozen otherwise
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    is_last_of_file = nextitem is None or nextitem.path != item.path
-    if is_last_of_file and not gc.get_freeze_count():  # a server that ended in this process has undone it
-        _freeze()
+    if nextitem is None or nextitem.path != item.path:
+        if not gc.get_freeze_count():  # a server that ended in this process has undone it
+            _freeze()
+        if sys.platform == "linux":  # threads that have ended leave what they freed with the C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _freeze() -> None:

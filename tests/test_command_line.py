@@ -183,6 +183,7 @@ def test_help_and_version_need_no_command(capsys: pytest.CaptureFixture[str]) ->
         (["--version"], ["pydantic", "asyncio", "torch"]),
         (["serve", "--help"], ["aiohttp", "transformers", "torch"]),
         (["serve", "--hlep"], ["aiohttp", "transformers", "torch"]),
+        (["serve", "--host", "256.0.0.1"], ["transformers", "torch"]),
         (["generate", "--help"], ["aiohttp", "transformers", "torch"]),
         (["bench", "--help"], ["transformers", "torch"]),
     ],

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from chairlift.api.reference.description import page_with_tables
+from chairlift.api.pages import page_with_tables
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 

@@ -12,22 +12,14 @@ from pydantic import BaseModel
 import chairlift
 from chairlift.api.config import ServerConfig
 from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
-from chairlift.api.generate import Job, answer
 from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
-from chairlift.api.http.bodies import BodyReader
+from chairlift.api.http.bodies import BodyReader, Workers
 from chairlift.api.http.connections import meet_expectation
-from chairlift.api.jobs import Drafter
-from chairlift.api.reference.description import docs_page, openapi_reply
-from chairlift.api.reference.page import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes
-from chairlift.api.routes import ROUTES
-from chairlift.api.stored_responses import NOT_STORED, ResponseStore
-from chairlift.api.telemetry.log import log_request
-from chairlift.api.telemetry.metrics import Metrics
-from chairlift.api.telemetry.observation import OBSERVATION, Observer
-from chairlift.api.telemetry.tracing import Tracing
-from chairlift.api.wire.anthropic import CountTokensRequest
-from chairlift.api.wire.response_object import DeletedResponse
-from chairlift.api.wire.service import (
+from chairlift.api.jobs import Drafter, Job, answer
+from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
+from chairlift.api.replies.responses import NOT_STORED, ResponseStore
+from chairlift.api.routes import (
+    ROUTES,
     DetokenizeReply,
     DetokenizeRequest,
     Health,
@@ -38,7 +30,11 @@ from chairlift.api.wire.service import (
     TokenizerInfo,
     Version,
 )
-from chairlift.api.workers import Workers
+from chairlift.api.telemetry.log import log_request
+from chairlift.api.telemetry.metrics import Metrics
+from chairlift.api.telemetry.observation import OBSERVATION, Observer, Tracing
+from chairlift.api.wire.anthropic import CountTokensRequest
+from chairlift.api.wire.response_object import DeletedResponse
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.errors import EngineClosed, ModelNotFound
 

@@ -106,11 +106,11 @@ class MappedMemory:
 
     def num_resident(self) -> int:
         """See `BlockMemory`. Takes milliseconds."""
-        lines = iter(_SMAPS.read_text().splitlines())
         address = self._bytes.data_ptr()
         own = f"{address:x}-{address + self._bytes.nbytes:x} "
-        assert any(line.startswith(own) for line in lines), "the blocks are no mapping of their own"
-        resident = next(line for line in lines if line.startswith("Rss:"))
+        with _SMAPS.open() as lines:  # most mappings are of libraries, lie behind this one, and are never walked
+            assert any(line.startswith(own) for line in lines), "the blocks are no mapping of their own"
+            resident = next(line for line in lines if line.startswith("Rss:"))
         return int(resident.split()[1]) * 1024
 
     def most_resident(self, num_tokens: int) -> int:

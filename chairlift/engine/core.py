@@ -32,6 +32,7 @@ from chairlift.scheduler import Policy, Request, Scheduler, TokenEvent
 
 logger = logging.getLogger(__name__)
 
+REST_AFTER_S = 30.0  # without work
 _GRAMMAR_POLL_S = 0.001
 
 

@@ -5,11 +5,12 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from typing import Any, Self, TypeVar
+from weakref import ref
 
 from tqdm import tqdm
 
 from chairlift.config import EngineConfig
-from chairlift.engine.core import EngineCore
+from chairlift.engine.core import REST_AFTER_S, EngineCore
 from chairlift.engine.text.inputs import DEFAULT_CHAT, Generation, InputProcessor, Prompt
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Message
@@ -35,6 +36,7 @@ class LLM:
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._ids = count()
         self._turn = threading.Lock()
+        self._resting: threading.Timer | None = None
         self._failure: Exception | None = None
 
     def generate(
@@ -92,6 +94,7 @@ class LLM:
     def close(self) -> None:
         """Gives the memory back. Calls after it raise `EngineClosed`."""
         with self._turn:
+            self._stay_awake()
             self._core = None
             self.inputs.close()
 
@@ -105,6 +108,7 @@ class LLM:
         disable = None if use_tqdm else True  # None: unless standard error is a terminal
         with self._turn, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
             core = self._usable_core()
+            self._stay_awake()
             states = [self._outputs.open(generation) for generation in generations]
             try:
                 self._drive(core, states, bar)
@@ -113,6 +117,7 @@ class LLM:
                     for request_id in state.unfinished_ids:
                         core.abort(request_id)
                     self._outputs.close(state)
+                self._rest_later()
         return [state.snapshot() for state in states]
 
     def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
@@ -134,12 +139,31 @@ class LLM:
                     raise failure
             bar.update(sum(state.is_finished for state in delivery.changed))
 
+    def _rest_later(self) -> None:
+        """If no other call comes for a while, the engine gives back the memory that nobody uses."""
+        self._resting = threading.Timer(REST_AFTER_S, _rest, [ref(self)])
+        self._resting.daemon = True
+        self._resting.start()
+
+    def _stay_awake(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+
     def _usable_core(self) -> EngineCore:
         if self._failure is not None:
             raise EngineDead(f"an earlier step failed: {self._failure}")
         if self._core is None:
             raise EngineClosed("this LLM was closed; make a new one")
         return self._core
+
+
+def _rest(of: "ref[LLM]") -> None:
+    """In a thread of its own, which does not keep the `LLM` alive."""
+    llm = of()
+    if llm is not None:
+        with llm._turn:
+            if llm._core is not None:
+                llm._core.rest()
 
 
 def _one_per_prompt(given: _Each | Sequence[_Each] | None, num_prompts: int, name: str) -> Sequence[_Each | None]:

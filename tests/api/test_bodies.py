@@ -15,7 +15,7 @@ import pytest
 from chairlift.api.config import ServerConfig
 from chairlift.api.http import bodies
 from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
-from chairlift.api.wire.service import DetokenizeRequest
+from chairlift.api.routes import DetokenizeRequest
 from chairlift.errors import InvalidRequest
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS

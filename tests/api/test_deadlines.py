@@ -126,7 +126,7 @@ async def test_the_servers_own_limit_holds_for_those_that_name_none() -> None:
 
 
 async def test_a_stream_that_has_begun_with_comments_gets_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.api.sse.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("chairlift.api.replies.KEEP_ALIVE_S", 0.02)
     async with holding() as engine, client_of(engine.server) as client:
         running = await engine.occupied()
         late = await client.completions.create(

@@ -11,7 +11,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from chairlift.api import sse
+from chairlift.api import replies
 from tests.api.conftest import Server
 from tests.api.contract import client_of
 from tests.api.fault_support import forward_of, held, post, serving, until_idle
@@ -23,7 +23,7 @@ BODY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 5, "temperat
 
 @pytest.fixture(autouse=True)
 def brief_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.03)
+    monkeypatch.setattr(replies, "KEEP_ALIVE_S", 0.03)
 
 
 async def comments(response: aiohttp.ClientResponse, num_comments: int) -> str:
@@ -103,14 +103,14 @@ def assert_whole(stream: str) -> None:
 async def test_comments_come_only_after_a_whole_interval_of_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """However the pauses between tokens fall: most are shorter here, and together longer."""
     interval_s, writes = 0.05, list[tuple[float, bytes]]()
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", interval_s)
-    write = sse.EventStream._write
+    monkeypatch.setattr(replies, "KEEP_ALIVE_S", interval_s)
+    write = replies.EventStream._write
 
-    async def note(self: sse.EventStream, data: bytes) -> None:
+    async def note(self: replies.EventStream, data: bytes) -> None:
         writes.append((time.monotonic(), data))
         await write(self, data)
 
-    monkeypatch.setattr(sse.EventStream, "_write", note)
+    monkeypatch.setattr(replies.EventStream, "_write", note)
     async with serving() as server, aiohttp.ClientSession() as http:
         with held(forward_of(server.llm), "hidden") as gate:
             body = {**BODY, "max_tokens": 9, "ignore_eos": True}

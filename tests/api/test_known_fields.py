@@ -14,11 +14,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from chairlift.api.errors import error_reply
-from chairlift.api.reference.description import fields_of, page_with_tables
+from chairlift.api.pages import fields_of, page_with_tables
 from chairlift.api.routes import ROUTES
 from chairlift.api.wire.base import REFUSED, Fate, Refused
-from chairlift.api.wire.chat import ChatCompletionRequest
-from chairlift.api.wire.completions import CompletionRequest
+from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 
 VLLM_FIELDS = {

@@ -12,7 +12,7 @@ from anthropic.types.beta import message_count_tokens_params as beta_count_param
 from anthropic.types.beta import message_create_params as beta_create_params
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.reference.description import fields_of
+from chairlift.api.pages import fields_of
 from chairlift.api.tools import ToolFamily
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.base import Fate
@@ -222,7 +222,7 @@ async def test_a_call_that_max_tokens_cut_short_tells_the_arguments_as_far_as_th
 
 
 async def test_a_silent_stream_is_kept_alive_by_pings(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chairlift.api.sse.KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr("chairlift.api.replies.KEEP_ALIVE_S", 0.01)
     gate = asyncio.Event()
     run_all = server.llm.run_all
 

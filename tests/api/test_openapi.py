@@ -9,8 +9,7 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.app import Api
-from chairlift.api.reference.description import fields_of, openapi_document
-from chairlift.api.reference.page import PAGE_PATHS, WATCH_PATH
+from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, fields_of, openapi_document
 from chairlift.api.routes import ROUTES
 from chairlift.api.wire.base import Fate
 from tests.api.conftest import Server

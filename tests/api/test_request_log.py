@@ -1,23 +1,30 @@
-"""The log has a line for each request that is over, and now and then one for the batch; no texts, no forged lines."""
+"""The line of each request in the log, its id, and the lines about the batch."""
 
 import asyncio
 import json
 import logging
+import re
 from typing import Any
 
 import aiohttp
 import pytest
 
+from chairlift.api.config import ServerConfig
+from chairlift.api.pages import WATCH_PATH
 from chairlift.api.server import reporting
 from chairlift.api.telemetry.log import JsonFormatter, TextFormatter, activity_fields, log_activity
 from chairlift.engine.stats import Distribution, EngineStats, Totals
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, post, user
-from tests.api.fault_support import forward_of, held, until_idle
+from tests.api.fault_support import forward_of, held, serving, until_idle
 from tests.engine.async_support import wait_until
 
 SECRET = "Zanzibar"
+
+
 NOTHING = Distribution((1.0,), (0, 0), 0.0)
+
+
 SIX = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "ignore_eos": True, "temperature": 0}
 
 
@@ -167,3 +174,62 @@ async def test_lines_about_the_batch_are_written_while_something_runs_only(caplo
     with pytest.raises(RuntimeError, match="StopIteration"):
         await log_activity(lambda: next(seen), num_slots=8, interval_s=0.001)
     assert [line["running"] for line in lines_of(caplog, "batch")] == [0, 1]
+
+
+HEADER = "X-Request-Id"
+
+
+FRESH = re.compile(r"[0-9a-f]{32}")
+
+
+BODY = {"prompt": "a", "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "arguments"),
+    [
+        ("POST", COMPLETIONS, {"json": BODY}),
+        ("POST", COMPLETIONS, {"json": {**BODY, "stream": True}}),
+        ("POST", COMPLETIONS, {"data": b"no json"}),
+        ("POST", COMPLETIONS, {"json": BODY, "headers": {"Expect": "miracles"}}),
+        ("POST", "/nowhere", {}),
+        ("GET", COMPLETIONS, {}),
+        ("GET", "/", {}),
+        ("GET", "/page/page.js", {}),
+        ("GET", "/health", {}),
+        ("HEAD", "/version", {}),
+        ("GET", "/metrics", {}),
+        ("GET", WATCH_PATH, {}),
+    ],
+)
+async def test_every_kind_of_reply_carries_the_id_that_was_sent_or_a_new_one(
+    server: Server, http: aiohttp.ClientSession, method: str, path: str, arguments: dict[str, dict[str, str]]
+) -> None:
+    async with http.request(method, server.url + path, **arguments) as response:  # type: ignore[arg-type]
+        assert FRESH.fullmatch(response.headers[HEADER])
+    sent = {**arguments, "headers": {**arguments.get("headers", {}), HEADER: "my id/42"}}
+    async with http.request(method, server.url + path, **sent) as response:  # type: ignore[arg-type]
+        assert response.headers.getall(HEADER) == ["my id/42"]
+
+
+async def test_refusals_carry_it_too() -> None:
+    config = ServerConfig.model_validate({"api_key": ["key"], "allowed_origin": ["https://a.example"]})
+    origin = {"Origin": "https://b.example", "Access-Control-Request-Method": "POST"}
+    async with serving(config) as server, aiohttp.ClientSession() as http:
+        async with http.post(server.url + COMPLETIONS, json=BODY, headers={HEADER: "mine"}) as refused:
+            assert (refused.status, refused.headers[HEADER]) == (401, "mine")
+        async with http.options(server.url + COMPLETIONS, headers={**origin, HEADER: "mine"}) as preflight:
+            assert (preflight.status, preflight.headers[HEADER]) == (403, "mine")
+
+
+@pytest.mark.parametrize("insane", ["", "a" * 129, "tab\there", "ümlaut"])
+async def test_an_id_that_is_not_sane_is_replaced(server: Server, http: aiohttp.ClientSession, insane: str) -> None:
+    async with http.get(server.url + "/health", headers={HEADER: insane}) as response:
+        assert FRESH.fullmatch(response.headers[HEADER])
+
+
+async def test_the_longest_sane_id_comes_back_whole(server: Server, http: aiohttp.ClientSession) -> None:
+    sent = "".join(chr(code) for code in range(0x21, 0x7F)) + "x" * 34
+    async with http.get(server.url + "/health", headers={HEADER: sent}) as response:
+        assert response.headers[HEADER] == sent
+    assert len(sent) == 128

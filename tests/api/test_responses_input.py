@@ -7,10 +7,9 @@ from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
 from chairlift.api.errors import error_reply
-from chairlift.api.reference.description import fields_of
+from chairlift.api.pages import fields_of
 from chairlift.api.wire.base import own_field_names
-from chairlift.api.wire.chat import ChatCompletionRequest
-from chairlift.api.wire.completions import CompletionRequest
+from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ContextLengthExceeded, InvalidRequest
 from chairlift.params import SamplingParams, StructuredOutputs

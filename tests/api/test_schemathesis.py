@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from chairlift.api.reference.description import openapi_document
+from chairlift.api.pages import openapi_document
 from chairlift.api.routes import ROUTES
 from tests.support.events import EventReader
 from tests.support.server_process import SERVE, Process, running

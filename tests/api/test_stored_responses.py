@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from chairlift.api.config import ServerConfig
-from chairlift.api.stored_responses import ResponseStore, StoredResponse
+from chairlift.api.replies.responses import ResponseStore, StoredResponse
 from tests.api.conftest import Server, serving
 from tests.api.contract import client_of, post
 

@@ -1,21 +1,29 @@
 """Structured output over HTTP: it always parses and validates, whatever the model would rather say.
 
-The judge of schemas is jsonschema-rs, which knows nothing of the library that enforces them.
+The judge of schemas is jsonschema-rs, which knows nothing of the library that enforces them; the client's own helper
+`parse` is asked, too.
 """
 
 import json
 import re
-from typing import Any
+from enum import Enum
+from typing import Any, Literal
 
 import jsonschema_rs
+import openai
 import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
 
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, check_chat, chunks_of, post, user
 
 HELLO = user("Tell me a story about a fox.")
 
+
 CLOSED = {"additionalProperties": False}
+
+
 SCHEMAS: dict[str, dict[str, Any]] = {
     "enum": {"enum": ["red", 7, None, {"a": [1.5, True]}]},
     "const": {"const": {"z": 1, "a": "é😀"}},
@@ -175,6 +183,8 @@ async def test_a_bias_chooses_within_the_grammar_and_never_beyond_it(server: Ser
 
 
 LARK = 'start: sum " = " NUMBER\nsum: NUMBER (" + " NUMBER)~1..2\nNUMBER: /[1-9][0-9]?/\n'
+
+
 GBNF = 'root ::= number (" + " number){1,2} " = " number\nnumber ::= [1-9] [0-9]?\n'
 
 
@@ -191,3 +201,69 @@ async def test_a_streamed_answer_is_the_same(server: Server) -> None:
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert json.loads(text) == {"z": 1, "a": "é😀"}
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
+
+
+class Colour(Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Pet(BaseModel):
+    kind: Literal["cat", "dog"]
+    age: int = Field(ge=0, le=20)
+    colours: list[Colour] = Field(min_length=1, max_length=2)
+
+
+class Owner(BaseModel):
+    name: Literal["Ada", "Bob"]
+    pet: Pet | None
+
+
+async def test_parse_with_a_pydantic_model(client: AsyncOpenAI) -> None:
+    for seed in range(3):
+        reply = await client.chat.completions.parse(
+            model="bundled",
+            messages=[{"role": "user", "content": "Who?"}],
+            response_format=Owner,
+            temperature=2.0,
+            seed=seed,
+        )
+        owner = reply.choices[0].message.parsed
+        assert isinstance(owner, Owner)
+        assert owner.name in ("Ada", "Bob")
+
+
+async def test_a_parsed_answer_can_be_sent_back(client: AsyncOpenAI) -> None:
+    """The client leaves the parsed object in the message that it sends."""
+    conversation: Any = user("Who?")
+    reply = await client.chat.completions.parse(model="bundled", messages=conversation, response_format=Owner, seed=1)
+    again = [*conversation, reply.choices[0].message.model_dump(warnings=False), *user("And you?")]
+    following = await client.chat.completions.create(model="bundled", messages=again, max_tokens=2)
+    assert following.choices[0].finish_reason in ("stop", "length")
+
+
+async def test_parse_of_an_answer_that_was_cut_is_the_clients_own_error(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.LengthFinishReasonError):
+        await client.chat.completions.parse(
+            model="bundled", messages=[{"role": "user", "content": "Who?"}], response_format=Owner, max_tokens=5
+        )
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=30)
+    age: int = Field(ge=0, le=150)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "name", "age"),
+    [("Maria is 34 years old and lives in Oslo.", "Maria", 34), ("Tom is 7 years old.", "Tom", 7)],
+)
+async def test_the_bundled_model_extracts_what_a_sentence_says(
+    client: AsyncOpenAI, sentence: str, name: str, age: int
+) -> None:
+    conversation: Any = user(f"Extract the name and age as JSON: {sentence}")
+    fields: dict[str, Any] = {"model": "bundled", "messages": conversation, "temperature": 0}
+    reply = await client.chat.completions.parse(**fields, response_format=Person)
+    assert reply.choices[0].message.parsed == Person(name=name, age=age)
+    free = await client.chat.completions.create(**fields, response_format={"type": "json_object"})
+    assert json.loads(free.choices[0].message.content or "") == {"name": name, "age": age}

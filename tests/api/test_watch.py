@@ -15,7 +15,7 @@ from aiohttp import web
 
 from chairlift.api.errors import error_middleware
 from chairlift.api.http.connections import Connection
-from chairlift.api.reference.page import MAX_WATCHERS, SnapshotFeed, add_page_routes
+from chairlift.api.pages import MAX_WATCHERS, SnapshotFeed, add_page_routes
 from chairlift.engine.stats import Snapshot, SnapshotSource, short_id
 from chairlift.errors import EngineClosed, EngineDead
 from tests.api.conftest import serving_app
@@ -226,7 +226,7 @@ async def test_over_http_it_is_a_stream_of_events(http: aiohttp.ClientSession) -
 async def test_a_silent_engine_is_told_from_a_dead_connection_by_comments(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chairlift.api.sse.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("chairlift.api.replies.KEEP_ALIVE_S", 0.02)
     source = busy()
     source.moves = False
     async with serving(source) as url, http.get(url) as response:

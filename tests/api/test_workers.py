@@ -13,9 +13,9 @@ import pytest
 from pydantic import BaseModel
 
 from chairlift.api import jobs
-from chairlift.api import workers as module
+from chairlift.api.http import bodies as module
+from chairlift.api.http.bodies import Workers
 from chairlift.api.replies.choices import ChatReply
-from chairlift.api.workers import Workers
 from chairlift.errors import ClientTooBusy, ServerTooBusy
 from chairlift.params import RequestOutput
 from tests.api.conftest import Server

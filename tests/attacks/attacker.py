@@ -1,7 +1,6 @@
 """What attackers send, made before the clock starts, and sending it over plain sockets."""
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -126,12 +125,15 @@ class Attacker:
         async def one() -> None:
             _, writer = await self.connect()
             writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's transport
-            with contextlib.suppress(OSError, TimeoutError):
+            try:
                 async with asyncio.timeout(seconds):
                     writer.write(raw)
                     await writer.drain()
                     await asyncio.sleep(seconds)
-            writer.transport.abort()
+            except (OSError, TimeoutError):
+                return
+            finally:
+                writer.transport.abort()
 
         await asyncio.gather(*(one() for _ in range(number)))
 

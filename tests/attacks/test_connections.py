@@ -10,7 +10,6 @@ import resource
 import select
 import signal
 import socket
-import threading
 import time
 import zlib
 from collections.abc import Awaitable, Callable
@@ -23,11 +22,12 @@ import pytest
 
 from tests.attacks.attacker import CHAT, COMPLETIONS, KEY, MAX_BODY, TOKENIZE, Attacker, Shot, post
 from tests.attacks.harness import Target
-from tests.support.server_process import SERVE, Process, long_stream, running
+from tests.support.server_process import SERVE, long_stream, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
 HELLO = b'{"prompt":"Hello!","max_tokens":1}'
+JSON = {"Content-Type": "application/json"}
 
 
 def head(more: str, path: str = COMPLETIONS) -> bytes:
@@ -72,9 +72,8 @@ COMPRESSED = [
 ]
 
 
-@pytest.mark.parametrize("shot", COMPRESSED, ids=lambda shot: shot.label)
-def test_compressed_bodies_are_bounded_by_what_they_hold(target: Target, shot: Shot) -> None:
-    target.withstand(lambda attacker: attacker.fire(shot))
+def test_compressed_bodies_are_bounded_by_what_they_hold(target: Target) -> None:
+    target.withstand(lambda attacker: attacker.fire_all(COMPRESSED))
 
 
 def test_bombs_together_are_bounded_too(target: Target) -> None:
@@ -120,7 +119,7 @@ async def crumbs(attacker: Attacker) -> None:
 async def endless_chunks(attacker: Attacker) -> None:
     """More than a body may hold, without a length that says so."""
     raw = CHUNKED + (b"100000\r\n" + b"a" * 2**20 + b"\r\n") * 40
-    await attacker.exchange(raw)
+    await attacker.exchange(raw, 3.0)
 
 
 async def long_chunk_extensions(attacker: Attacker) -> None:
@@ -294,9 +293,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
     with running(SERVE, "--log-interval", "0.05", reads_log=False) as process:
         with httpx.Client(base_url=process.url, timeout=10) as client:
             statuses = {client.post(TOKENIZE, json={"prompt": 1}).status_code for _ in range(400)}
-            statuses |= {
-                client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}).status_code for _ in range(1000)
-            }
+            statuses |= {client.post(COMPLETIONS, content=HELLO, headers=JSON).status_code for _ in range(100)}
             assert statuses == {200, 400}
             assert client.get("/health").status_code == 200
         process.popen.terminate()
@@ -355,30 +352,20 @@ def test_half_a_request_does_not_delay_the_end() -> None:
         assert time.monotonic() - begin < 8.0
 
 
-def test_a_signal_amid_an_attack_ends_it_in_time() -> None:
+async def test_a_signal_amid_an_attack_ends_it_in_time() -> None:
     """Half bodies, bodies being checked, streams that are read and streams that are not."""
     with running(SERVE, "--api-key", KEY, "--drain-timeout", "2") as process:
         attacker = Attacker(process.port)
-
-        async def attack() -> None:
-            ones = post(CHAT, {"messages": [1] * 1_000_000}, leaves_after=14.0)
-            streams = [post(COMPLETIONS, long_stream(1900), leaves_after=14.0)] * 40
-            await asyncio.gather(
-                attacker.fire_at_once([ones] * 4 + streams),
-                attacker.hold(head("Content-Length: 1000") + b"{", 20, 14.0),
-                attacker.hold(streams[0].raw(), 20, 14.0),
-                _terminate_after(process, 1.0),
-            )
-
-        thread = threading.Thread(target=asyncio.run, args=[attack()])
-        thread.start()
-        try:
-            assert process.popen.wait(10) in (0, 3)
-        finally:
-            process.popen.kill()
-            thread.join()
-
-
-async def _terminate_after(process: Process, seconds: float) -> None:
-    await asyncio.sleep(seconds)
-    process.popen.terminate()
+        ones = post(CHAT, {"messages": [1] * 1_000_000}, leaves_after=14.0)
+        streams = [post(COMPLETIONS, long_stream(1900), leaves_after=14.0)] * 40
+        attack = asyncio.gather(
+            attacker.fire_at_once([ones] * 4 + streams),
+            attacker.hold(head("Content-Length: 1000") + b"{", 20, 14.0),
+            attacker.hold(streams[0].raw(), 20, 14.0),
+        )
+        await asyncio.sleep(1.0)
+        process.popen.terminate()
+        assert await asyncio.to_thread(process.popen.wait, 10) in (0, 3)
+        attack.cancel()
+        await asyncio.gather(attack, return_exceptions=True)
+        await asyncio.sleep(0)  # in which connections are closed

@@ -21,7 +21,7 @@ from simulation.workload import (
     text,
 )
 
-from chairlift.loadtest.records import BenchError
+from chairlift.loadtest.summary import BenchError
 
 
 def drawn(**settings: Any) -> list[Conversation]:

@@ -9,6 +9,7 @@ import torch
 from chairlift import LLM, SamplingParams
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.cache.memory import can_map
+from chairlift.engine import llm as llm_module
 from chairlift.engine import thread
 from chairlift.errors import ContextLengthExceeded
 from tests.engine.async_support import last, make_async_llm, wait_until
@@ -77,6 +78,13 @@ def test_memory_comes_with_tokens_and_goes_when_all_rests(llm: LLM) -> None:
     core.check()
     assert memory.num_resident() <= used / 4
     assert core.read_stats().cache.num_warm <= 64  # a tenth of 640 tokens
+
+
+async def test_a_python_call_gives_memory_back_if_no_other_follows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "REST_AFTER_S", 0.01)
+    for _ in range(2):  # it works on after a rest
+        llm.generate([[7] * 300], SamplingParams(max_tokens=1))
+        await wait_until(lambda: core_of(llm).read_stats().cache.num_warm <= 64, "memory is back")
 
 
 def test_a_slot_beyond_four_gigabytes_and_two_to_the_31_elements_holds_what_any_other_does() -> None:

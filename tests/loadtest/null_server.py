@@ -13,8 +13,8 @@ from aiohttp.test_utils import TestServer
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.client import StreamClient, open_session
-from chairlift.loadtest.records import RequestRecord
 from chairlift.loadtest.runner import Player
+from chairlift.loadtest.summary import RequestRecord
 from chairlift.loadtest.workload import build_workload
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]

@@ -1,8 +1,7 @@
 """Records and results to compute with, without a server."""
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.records import RequestFailure, RequestRecord
-from chairlift.loadtest.summary import BenchResult, Sweep
+from chairlift.loadtest.summary import BenchResult, RequestFailure, RequestRecord, Sweep
 
 TIMEOUT = RequestFailure("timeout", "no complete reply within 9 s")
 BUSY = RequestFailure("HTTP 503", "queue is full")

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.client import StreamClient, first_model, open_session
-from chairlift.loadtest.records import BenchError, RequestRecord
+from chairlift.loadtest.summary import BenchError, RequestRecord
 
 from .null_server import (
     DONE,

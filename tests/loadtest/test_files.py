@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from chairlift.loadtest.files import TraceLine, read_conversations, read_trace, trace_offsets
-from chairlift.loadtest.records import BenchError
+from chairlift.loadtest.summary import BenchError
+from chairlift.loadtest.workload import TraceLine, read_conversations, read_trace, trace_offsets
 
 
 def write(path: Path, *lines: object) -> Path:

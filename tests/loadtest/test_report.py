@@ -11,8 +11,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from chairlift.loadtest.plots import draw_sweep, draw_test
-from chairlift.loadtest.report import Report, report_sweep, report_test
+from chairlift.loadtest.report import Report, draw_sweep, draw_test, report_sweep, report_test
 
 from .samples import BUSY, failed, record, result, sweep
 

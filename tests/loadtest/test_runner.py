@@ -13,8 +13,8 @@ from aiohttp import web
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.client import StreamClient, open_session
-from chairlift.loadtest.records import RequestRecord
 from chairlift.loadtest.runner import Player, closed_loop, open_loop, watching
+from chairlift.loadtest.summary import RequestRecord
 from chairlift.loadtest.workload import build_workload
 
 from .null_server import DONE, NullServer, answer_in_full, chat_token, in_turn, play_one, status, stream

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from chairlift.loadtest.client import StreamedReply, error_message
-from chairlift.loadtest.records import RequestFailed, RequestRecord
+from chairlift.loadtest.summary import RequestFailed, RequestRecord
 
 
 def completion(text: str, finish_reason: str | None = None) -> bytes:

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.command import sweep_configs
 from chairlift.loadtest.config import SweepValues, parse_limits
-from chairlift.loadtest.records import RequestFailed, RequestFailure, RequestRecord, one_line
+from chairlift.loadtest.runner import sweep_configs
 from chairlift.loadtest.summary import (
     Distribution,
     FailureCount,
+    RequestFailed,
+    RequestFailure,
+    RequestRecord,
     keeps_limits,
+    one_line,
     peak_running,
     peak_token_rate,
     running_at,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.records import BenchError
+from chairlift.loadtest.summary import BenchError
 from chairlift.loadtest.workload import WORDS, Draws, Workload, build_workload, distinct_draws, draw_one, random_offsets
 
 

@@ -15,8 +15,8 @@ from chairlift.models.config import (
     ModelConfig,
     Norms,
     QKNorm,
+    RopeConfig,
 )
-from chairlift.models.rope import RopeConfig
 from tests.support.checkpoints import SMALL
 
 LLAMA: dict[str, Any] = {**SMALL, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from chairlift.models import layers
+from chairlift.models.config import RopeConfig, rope_tables
 from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, compiled_on_gpu
-from chairlift.models.rope import RopeConfig, rope_tables
 from tests.support.gpu import needs_gpu
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from chairlift.models.gguf import describe_gguf, open_gguf
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the numbers that the file's integers stand for.
 
-    Bit for bit what transformers reads of the file (tests/models/test_smollm2.py), for which it wants accelerate.
+    Bit for bit what transformers reads of the file (tests/models/test_checkpoint.py), for which it wants accelerate.
     """
     directory = tmp_path_factory.mktemp("smollm2")
     weights = open_checkpoint("smollm2").open_weights()

@@ -16,7 +16,7 @@ from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.checkpoint import find_model
 from tests.parity.test_families import FAMILIES as SHAPES
 from tests.parity.test_families import WINDOW, YARN
-from tests.support.checkpoints import make_checkpoint, random_prompts, reference_tokens
+from tests.support.checkpoints import assert_greedy, make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row
 from tests.support.gguf_files import Kind, add_byte_level_tokenizer, write_model
 
@@ -100,5 +100,5 @@ def test_greedy_tokens_of_a_file_are_those_of_the_numbers_in_it(tmp_path: Path, 
     (prompt,) = random_prompts(2, [40])
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with LLM(str(path.parent), dtype="float32", attention_backend="torch", max_seq_len=128) as llm:
-        assert llm.generate([prompt], params)[0].outputs[0].token_ids == reference_tokens(reference, prompt, 20)
+        assert_greedy(reference, prompt, llm.generate([prompt], params)[0].outputs[0].token_ids, 20)
         assert llm.inputs.tokenize("Hi!") == list(b"Hi!")

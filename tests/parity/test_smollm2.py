@@ -104,7 +104,9 @@ def perplexity(llm: LLM, token_ids: list[int]) -> float:
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
+@needs_kernels
 @pytest.mark.slow  # as the next two: test_families and test_greedy show it of small models
+@pytest.mark.parametrize("exact", ["cpu"], indirect=True)  # perplexities compare the torch backend
 def test_greedy_tokens_of_twenty_prompts_are_those_of_transformers(exact: LLM, reference: Reference) -> None:
     chats = [exact.inputs.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     prompts = [*chats, *(exact.inputs.tokenize(beginning) for beginning in BEGINNINGS)]

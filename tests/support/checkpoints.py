@@ -54,6 +54,13 @@ def reference_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int
     return token_ids[len(prompt) :]
 
 
+@torch.inference_mode()
+def assert_greedy(model: Any, prompt: list[int], answer: list[int], num_tokens: int) -> None:
+    """One pass tells the likeliest token after each beginning of the answer, and so, by induction, all of it."""
+    assert len(answer) == num_tokens
+    assert model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
 def random_prompts(seed: int, lengths: list[int], vocab_size: int = 320) -> list[list[int]]:
     """Token ids without special meaning, different for each prompt."""
     generator = torch.Generator().manual_seed(seed)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
-from chairlift.api.reference.page import SnapshotFeed, add_page_routes
+from chairlift.api.pages import SnapshotFeed, add_page_routes
 from tests.support.fake_batch import FakeBatch
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from typing import NoReturn
 PRELOADED = (
     "chairlift.__main__",
     "chairlift.commands",
-    "chairlift.loadtest.command",
+    "chairlift.loadtest.runner",
     "chairlift.api.server",
     "chairlift.engine.async_llm",
     "uvloop",

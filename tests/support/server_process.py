@@ -1,5 +1,6 @@
 """A real server process on a free port, for tests of its life."""
 
+import fcntl
 import os
 import re
 import subprocess
@@ -55,6 +56,8 @@ def running(
     arguments = ["serve", "--port", "0", "--num-threads", "1", *flags]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
     reading_end, writing_end = os.pipe()
+    if not reads_log:
+        fcntl.fcntl(writing_end, fcntl.F_SETPIPE_SZ, 4096)  # so that few lines fill it
     with open(reading_end, encoding="utf-8") as stderr:
         try:
             popen = start_python(textwrap.dedent(script), arguments, environment, writing_end, is_forked)

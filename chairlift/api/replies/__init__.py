@@ -1,8 +1,12 @@
-"""How the endpoints dress the same outputs: whole replies, and the events of streamed ones."""
+"""How the endpoints dress the same outputs: whole replies, events of streamed ones, and the frame around these."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self
 
+from aiohttp import web
 from pydantic import BaseModel
 
 from chairlift.api.wire.base import ErrorDetail
@@ -41,3 +45,81 @@ class Reply(Protocol):
     def failure(self, status: int, detail: ErrorDetail) -> list[str]:
         """The last events of a stream that cannot go on; `status`: what the reply would have had."""
         ...
+
+
+# --- server-sent events
+
+DONE = "data: [DONE]\n\n"
+KEEP_ALIVE_S = 10.0  # proxies and clients take a connection for dead after a minute or so
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients pass over and proxies count as life
+_NO_HEADERS: Mapping[str, str] = {}
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # proxies must pass events on as they come
+}
+
+
+def event(payload: BaseModel, name: str | None = None) -> str:
+    """One event, as it goes over the wire."""
+    data = f"data: {payload.model_dump_json()}\n\n"
+    return data if name is None else f"event: {name}\n{data}"
+
+
+class EventStream:
+    """One reply that is written event by event; a context manager.
+
+    The status goes out with the first event, so that what fails before can still have one of its own; or with the first
+    sign of life, which is sent whenever `KEEP_ALIVE_S` pass without an event.
+    """
+
+    def __init__(
+        self, request: web.Request, headers: Mapping[str, str] = _NO_HEADERS, keep_alive: str = KEEP_ALIVE
+    ) -> None:
+        """`headers`: beside those of every stream; `keep_alive`: the sign of life."""
+        self.response = web.StreamResponse(headers={**_HEADERS, **headers})
+        self._request = request
+        self._keep_alive_event = keep_alive.encode()
+        self._num_sent = 0
+        self._opening = asyncio.Lock()
+        self._beat: asyncio.Task[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True once the status has gone out; from there on errors can only be events."""
+        return self.response.prepared
+
+    async def __aenter__(self) -> Self:
+        self._beat = asyncio.create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._beat is not None, "entered before"
+        self._beat.cancel()
+        await asyncio.gather(self._beat, return_exceptions=True)
+
+    async def send(self, *events: str) -> None:
+        """Writes events. Waits while the client reads slower than we write; see `Connection` for one that stops."""
+        if events:
+            await self._write("".join(events).encode())
+
+    async def close(self) -> None:
+        """After the last event."""
+        await self.response.write_eof()
+
+    async def _write(self, data: bytes) -> None:
+        self._num_sent += 1
+        async with self._opening:
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+        await self.response.write(data)
+
+    async def _keep_alive(self) -> None:
+        with contextlib.suppress(ConnectionError):  # whoever sends next will notice
+            while True:
+                num_sent = self._num_sent
+                await asyncio.sleep(KEEP_ALIVE_S)
+                if self._num_sent == num_sent:
+                    await self._write(self._keep_alive_event)

@@ -7,8 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece
-from chairlift.api.wire.chat import WireFinishReason
-from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs
+from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs, WireFinishReason
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 

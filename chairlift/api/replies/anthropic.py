@@ -9,8 +9,8 @@ from uuid import uuid4
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from chairlift.api.replies import event
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader
-from chairlift.api.sse import event
 from chairlift.api.tools import CallPiece, ContentPiece, Piece
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.anthropic_message import (
@@ -36,8 +36,7 @@ from chairlift.api.wire.anthropic_message import (
     ThinkingDelta,
     Thoughts,
 )
-from chairlift.api.wire.base import ErrorDetail
-from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.base import ErrorDetail, Usage
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 

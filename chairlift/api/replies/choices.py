@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
+from chairlift.api.replies import DONE, KEEP_ALIVE, event
 from chairlift.api.replies.answer import (
     Answer,
     ChoiceProgress,
@@ -16,10 +17,9 @@ from chairlift.api.replies.answer import (
     prompt_logprobs,
     scored_prompt,
 )
-from chairlift.api.sse import DONE, KEEP_ALIVE, event
 from chairlift.api.tools import CallPiece, ContentPiece, Piece
-from chairlift.api.wire.base import ErrorBody, ErrorDetail
-from chairlift.api.wire.chat import (
+from chairlift.api.wire.base import ErrorBody, ErrorDetail, Usage
+from chairlift.api.wire.completions import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
@@ -27,12 +27,15 @@ from chairlift.api.wire.chat import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     ChoiceLogprobs,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
     Delta,
     FunctionCall,
     MessageToolCall,
     TokenLogprob,
 )
-from chairlift.api.wire.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, RequestOutput

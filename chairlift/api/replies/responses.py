@@ -1,22 +1,25 @@
-"""How `/v1/responses` dresses its outputs: items that grow, and the events that tell of them."""
+"""How `/v1/responses` dresses its outputs: items that grow, and the events that tell of them. Responses that clients
+ask to keep (`store: true`) stay in memory, for GET, DELETE and `previous_response_id`.
+"""
 
+import json
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, cast
 from uuid import uuid4
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
+from chairlift.api.replies import KEEP_ALIVE, event
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader, ScoredPosition
-from chairlift.api.sse import KEEP_ALIVE, event
 from chairlift.api.tools import CallPiece, ReasoningPiece
-from chairlift.api.wire.base import ErrorDetail
-from chairlift.api.wire.chat import TokenLogprob
-from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.base import ErrorDetail, Usage
+from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.messages import FunctionTool
-from chairlift.api.wire.response_items import ItemStatus
 from chairlift.api.wire.response_object import (
     ErrorEvent,
     Event,
@@ -34,8 +37,8 @@ from chairlift.api.wire.response_object import (
     ResponseUsage,
     UsedTool,
 )
-from chairlift.api.wire.responses import ResponsesRequest
-from chairlift.engine.text.tokenizer import Vocabulary
+from chairlift.api.wire.responses import InputItems, Item, ItemStatus, ResponsesRequest, template_messages
+from chairlift.engine.text.tokenizer import Message, Vocabulary
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
 _Kind = Literal["message", "reasoning", "function_call"]
@@ -321,3 +324,72 @@ def _response_at_its_start(
         reasoning=ReasoningUsed(effort=body.effort),
         **body.model_dump(include=fields),
     )
+
+
+# --- stored responses
+
+MAX_STORED_BYTES = 2**26
+"""Of all conversations and replies together."""
+
+NOT_STORED = "there is no such response here (any more); ask for responses with store: true to have them kept"
+
+_OVERHEAD_BYTES = 1024  # that a response takes beside its texts
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(InputItems)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, and the conversation that it answers, without instructions; both as JSON."""
+
+    conversation: bytes  # a list of messages, as chat templates know them
+    reply: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.conversation) + len(self.reply) + _OVERHEAD_BYTES
+
+    def messages(self) -> list[Message]:
+        """The conversation up to and with the response."""
+        output = _ITEMS.validate_python(json.loads(self.reply)["output"])
+        return template_messages(output, json.loads(self.conversation))
+
+
+class ResponseStore:
+    """Responses by owner and id. No owner can read, delete or continue another's.
+
+    When there is no room the oldest response of the owner who has most goes first. Usable from any thread.
+    """
+
+    def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._responses: dict[str, dict[str, StoredResponse]] = {}  # of each owner, from the oldest
+        self._num_bytes: Counter[str] = Counter()  # by owner
+        self._lock = threading.Lock()
+
+    def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        """Makes room, and does without one that is larger than all of it."""
+        with self._lock:
+            if response.num_bytes > self._max_bytes:
+                return
+            self._responses.setdefault(owner, {})[response_id] = response
+            self._num_bytes[owner] += response.num_bytes
+            while self._num_bytes.total() > self._max_bytes:
+                richest = max(self._num_bytes, key=self._num_bytes.__getitem__)
+                self._remove(richest, next(iter(self._responses[richest])))
+
+    def find(self, owner: str, response_id: str) -> StoredResponse | None:
+        with self._lock:
+            return self._responses.get(owner, {}).get(response_id)
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """False if there is no such response."""
+        with self._lock:
+            is_there = response_id in self._responses.get(owner, {})
+            if is_there:
+                self._remove(owner, response_id)
+            return is_there
+
+    def _remove(self, owner: str, response_id: str) -> None:
+        self._num_bytes[owner] -= self._responses[owner].pop(response_id).num_bytes
+        if not self._responses[owner]:
+            del self._responses[owner], self._num_bytes[owner]

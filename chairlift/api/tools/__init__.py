@@ -3,11 +3,12 @@
 Nothing here knows of HTTP or the engine: text and JSON schemas come in, pieces and grammars go out.
 """
 
-from chairlift.api.tools.answers import AnswerReader, Thoughts
 from chairlift.api.tools.families import (
     FORMATS,
     THOUGHT_MARKS,
+    AnswerReader,
     ReasoningFamily,
+    Thoughts,
     ToolFamily,
     family_of_template,
     reasoning_of_template,

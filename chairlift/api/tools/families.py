@@ -1,4 +1,4 @@
-"""The ways of writing a tool call that are understood, and which of them a chat template teaches.
+"""The ways of writing a tool call that are understood, which of them a chat template teaches, and reading an answer.
 
 HERMES       `<tool_call>{"name": "f", "arguments": {...}}</tool_call>` anywhere in a text (Hermes 2, 3; Qwen 2.5, 3)
 LLAMA3_JSON  `{"name": "f", "parameters": {...}}` as the whole answer, or after `<|python_tag|>` (Llama 3.1, 3.2, 3.3)
@@ -8,10 +8,12 @@ PYTHONIC     `[f(a=1, b="x"), g()]` as the whole answer, or after `<|python_star
 """
 
 import re
+from dataclasses import dataclass
 from enum import StrEnum
 
 from chairlift.api.tools.code_formats import Pythonic, Qwen3Coder
-from chairlift.api.tools.formats import CallFormat, Hermes, Llama3Json, Mistral
+from chairlift.api.tools.formats import CallFormat, Hermes, Llama3Json, Mistral, Schemas
+from chairlift.api.tools.text import Piece, Pieces, Reading, Text
 
 
 class ToolFamily(StrEnum):
@@ -71,3 +73,76 @@ def reasoning_of_template(template: str) -> ReasoningFamily:
     """The marks that this chat template (Jinja source) knows."""
     known = (family for family, marks in THOUGHT_MARKS.items() if any(mark in template for mark in marks))
     return next(known, ReasoningFamily.NONE)
+
+
+# --- reading an answer
+
+_NO_SCHEMAS: Schemas = {}
+_LINE_BREAKS = re.compile(r"\n*")
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """The marks around an answer's thoughts; line breaks next to them belong to nothing."""
+
+    begin: str
+    end: str
+    has_begun: bool  # in the prompt; otherwise the answer may begin with the mark, and is no thought if it does not
+
+    def read(self, text: Text, out: Pieces) -> Reading[None]:
+        if not (yield from text.accept(self.begin)):
+            text.back_to(0)
+            if not self.has_begun:
+                return
+        yield from text.skip(_LINE_BREAKS)
+        text.take()
+        if (yield from text.pass_on_up_to([self.end], out.reasoning, held="\n")):
+            yield from text.accept(self.end)
+            yield from text.skip(_LINE_BREAKS)
+            text.take()
+
+
+class AnswerReader:
+    """However the text is cut, the pieces joined are the same. Nothing but whitespace around thoughts and calls is lost
+    before the last wanted call.
+    """
+
+    def __init__(
+        self,
+        family: ToolFamily | None,
+        max_calls: int | None = None,
+        schemas: Schemas = _NO_SCHEMAS,
+        thoughts: Thoughts | None = None,
+    ) -> None:
+        """`family`: of calls; None: there are none. All text after `max_calls` calls (None: no limit) is dropped."""
+        self._format = None if family is None else FORMATS[family]
+        self._schemas = schemas
+        self._thoughts = thoughts
+        self._text = Text()
+        self._pieces = Pieces(max_calls)
+        self._reading = self._read()
+
+    @property
+    def is_full(self) -> bool:
+        """True after as many calls as are wanted."""
+        return self._pieces.is_full
+
+    def push(self, text: str, is_last: bool = False) -> list[Piece]:
+        """What is known from the text so far and was not passed on before. `is_last`: no more text comes."""
+        self._text.feed(text, is_last)
+        next(self._reading, None)
+        if self._text.tap is not None:
+            self._text.tap(self._text.take())
+        return self._pieces.empty()
+
+    def finish(self) -> list[Piece]:
+        """What was held back because it might have become something else."""
+        return self.push("", is_last=True)
+
+    def _read(self) -> Reading[None]:
+        if self._thoughts is not None:
+            yield from self._thoughts.read(self._text, self._pieces)
+        if self._format is not None:
+            yield from self._format.read(self._text, self._pieces, self._schemas)
+        else:
+            yield from self._text.pass_on_up_to((), self._pieces.content)

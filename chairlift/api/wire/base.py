@@ -2,11 +2,11 @@
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, core_schema, to_json
 
 from chairlift.errors import InvalidRequest
+from chairlift.params import RequestOutput
 
 LeftOutIfNone = Field(exclude_if=lambda value: value is None)
 
@@ -226,6 +227,42 @@ class ErrorBody(BaseModel):
     """Every error's body."""
 
     error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    """How many tokens of the prompts had been computed for other requests."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    """How many of the generated tokens are thoughts."""
+
+    reasoning_tokens: int
+
+
+class Usage(BaseModel):
+    """Summed over prompts; a prompt counts once, however many choices continue it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> Self:
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        choices = [choice for output in outputs for choice in output.outputs]
+        num_generated = sum(len(choice.token_ids) for choice in choices)
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+        return cls(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_generated,
+            total_tokens=num_prompt + num_generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(each.num_cached_tokens for each in outputs)),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning),
+        )
 
 
 def complaint_of(error: ValidationError) -> InvalidRequest:

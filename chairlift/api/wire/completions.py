@@ -1,7 +1,7 @@
-"""`/v1/completions`, and what its replies share with those to chats."""
+"""`/v1/completions` and `/v1/chat/completions`."""
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -14,11 +14,21 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from typing_extensions import TypedDict
 
-from chairlift.api.wire.base import LeftOutIfNone, Texts, TokenIds, let_others_run
+from chairlift.api.wire.base import Ignored, LeftOutIfNone, Texts, TokenIds, Usage, let_others_run, only_types
 from chairlift.api.wire.generation import CompletionsRequest
+from chairlift.api.wire.messages import (
+    Effort,
+    NamedTool,
+    ParallelToolUse,
+    Rendering,
+    ToolChoiceMode,
+    effort_arguments,
+)
+from chairlift.engine.text.tokenizer import ChatOptions
 from chairlift.errors import InvalidRequest
-from chairlift.params import FinishReason, RequestOutput, SamplingParams
+from chairlift.params import MAX_LOGPROBS, FinishReason, SamplingParams
 
 
 class CompletionRequest(CompletionsRequest, refuses=("suffix",)):
@@ -66,42 +76,6 @@ class CompletionRequest(CompletionsRequest, refuses=("suffix",)):
         wanted = (self.logprobs if self.echo else None, self.prompt_logprobs)
         for_prompt = max((each for each in wanted if each is not None), default=None)
         return self.sampling_params(defaults, logprobs=self.logprobs, prompt_logprobs=for_prompt)
-
-
-class PromptTokensDetails(BaseModel):
-    """How many tokens of the prompts had been computed for other requests."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(BaseModel):
-    """How many of the generated tokens are thoughts."""
-
-    reasoning_tokens: int
-
-
-class Usage(BaseModel):
-    """Summed over prompts; a prompt counts once, however many choices continue it."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-    @classmethod
-    def of(cls, outputs: Sequence[RequestOutput]) -> Self:
-        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        choices = [choice for output in outputs for choice in output.outputs]
-        num_generated = sum(len(choice.token_ids) for choice in choices)
-        num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
-        return cls(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_generated,
-            total_tokens=num_prompt + num_generated,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(each.num_cached_tokens for each in outputs)),
-            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning),
-        )
 
 
 class PromptLogprob(BaseModel):
@@ -156,3 +130,153 @@ class CompletionChoice(Choice):
 class Completion(ChoicesBody):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
+
+
+# --- chats
+
+
+class ChatCompletionRequest(
+    Rendering,
+    ParallelToolUse,
+    CompletionsRequest,
+    refuses=("audio", "functions", "function_call", "verbosity", "web_search_options", "moderation"),
+):
+    """Answer a conversation."""
+
+    max_completion_tokens: StrictInt | None = Field(None, ge=1, description="newer name of max_tokens")
+    logprobs: StrictBool | None = Field(None, description="report the log-probability of each token")
+    top_logprobs: StrictInt | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="and of this many likeliest ones, 0 to 20; only with logprobs"
+    )
+    tool_choice: Annotated[ToolChoiceMode | NamedTool | None, only_types("tool_choice", "function")] = Field(
+        None, description="whether to call a tool, or which; required and named calls are enforced token by token"
+    )
+    reasoning_effort: Effort | None = Field(
+        None, description="how much to think, as far as the chat template knows such a thing; none: not at all"
+    )
+    prediction: Annotated[dict[str, Any] | None, Ignored("it could only make the same answer faster")] = None
+    modalities: Annotated[list[Literal["text"]] | None, Ignored("this server makes text only")] = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed with logprobs: true", "top_logprobs")
+        if self.max_completion_tokens is not None and self.max_tokens not in (None, self.max_completion_tokens):
+            raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
+        if self.max_tokens == 0:
+            raise InvalidRequest("max_tokens must be at least 1", "max_tokens")
+        return self
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """What checks that are shared call a field -> what the client called it, where that differs."""
+        return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much to think."""
+        return self.reasoning_effort
+
+    @property
+    def effort_field(self) -> str:
+        return "reasoning_effort"
+
+    def chat_options(self, shows_tools: bool = True) -> ChatOptions:
+        options = super().chat_options(shows_tools)
+        arguments = effort_arguments(self.reasoning_effort) | options.template_arguments
+        return replace(options, template_arguments=arguments)
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """How to answer; what the answer must look like is not in it yet, since tools have a say in it."""
+        return self.sampling_params(
+            defaults,
+            max_tokens=self.max_completion_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+class TopLogprob(TypedDict):
+    """A token that might have stood there. No model: a reply may hold hundreds of thousands."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: Annotated[list[TopLogprob], PlainSerializer(let_others_run, return_type=list[TopLogprob])]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class FunctionCall(BaseModel):
+    name: Annotated[str | None, LeftOutIfNone] = None
+    arguments: str
+
+
+class MessageToolCall(BaseModel):
+    """A call that the model made. In a stream: what is new of call `index`; id, type and name only in its first."""
+
+    index: Annotated[int | None, LeftOutIfNone] = None
+    id: Annotated[str | None, LeftOutIfNone] = None
+    type: Annotated[Literal["function"] | None, LeftOutIfNone] = None
+    function: FunctionCall
+
+
+class Thoughts(BaseModel):
+    """What the model thought before its answer, under the two names by which clients know it."""
+
+    reasoning: Annotated[str | None, LeftOutIfNone] = None
+    reasoning_content: Annotated[str | None, LeftOutIfNone] = None
+
+
+class AssistantMessage(Thoughts):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: Annotated[list[MessageToolCall] | None, LeftOutIfNone] = None
+
+
+class Delta(Thoughts):
+    role: Annotated[Literal["assistant"] | None, LeftOutIfNone] = None
+    content: Annotated[str | None, LeftOutIfNone] = None
+    tool_calls: Annotated[list[MessageToolCall] | None, LeftOutIfNone] = None
+
+
+WireFinishReason = FinishReason | Literal["tool_calls"]
+
+
+class ChatChoice(Choice):
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: WireFinishReason | None
+
+
+class ChatChunkChoice(Choice):
+    delta: Delta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: WireFinishReason | None = None
+
+
+class ChatCompletion(ChoicesBody):
+    """The whole reply."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: Annotated[list[int] | None, LeftOutIfNone] = None
+    prompt_logprobs: Annotated[PromptLogprobs | None, LeftOutIfNone] = None
+
+
+class ChatCompletionChunk(ChoicesBody):
+    """One chunk of a streamed reply."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: Annotated[list[int] | None, LeftOutIfNone] = None

@@ -4,11 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, RootModel
 
-from chairlift.api.wire.base import ErrorDetail, LeftOutIfNone
-from chairlift.api.wire.chat import TokenLogprob
-from chairlift.api.wire.completions import Usage
+from chairlift.api.wire.base import ErrorDetail, LeftOutIfNone, Usage
+from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.messages import Effort
-from chairlift.api.wire.response_items import ItemStatus
+from chairlift.api.wire.responses import ItemStatus
 
 
 class OutputText(BaseModel):

@@ -22,9 +22,8 @@ from chairlift.engine.sampling.token_rules import Automaton, PatternWatch, RuleF
 from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, Vocabulary, strings_in, too_long
 from chairlift.errors import CheckpointError, InvalidRequest
-from chairlift.models.checkpoint import find_model
+from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING, find_model
 from chairlift.models.gguf import GGUF_SUFFIX, end_tokens, open_gguf, sampling_of
-from chairlift.models.smollm2 import SMOLLM2, SMOLLM2_SAMPLING
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from chairlift.scheduler import Request
 

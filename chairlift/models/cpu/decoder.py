@@ -11,7 +11,7 @@ from torch import nn
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import Quantization
 from chairlift.models.attention.batch import BatchMetadata
-from chairlift.models.config import Activation, QKNorm
+from chairlift.models.config import Activation, QKNorm, RopeConfig
 from chairlift.models.cpu.build import load_library
 from chairlift.models.cpu.packing import (
     LANES,
@@ -25,7 +25,6 @@ from chairlift.models.cpu.packing import (
 from chairlift.models.decoder import Decoder, DecoderLayer
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear, RMSNorm
-from chairlift.models.rope import RopeConfig
 
 HEAD_DIM_ALIGNMENT = 32
 MAX_HEAD_DIM = 256

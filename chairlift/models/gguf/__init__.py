@@ -1,6 +1,6 @@
 """GGUF files as they are: metadata become a model's description, blocks become weights in groups.
 
-`container` reads the file, `families` says what its names and numbers mean, `blocks` how its tensors are written.
+`container` reads the file and its tensors, `families` says what its names and numbers mean.
 """
 
 from chairlift.models.gguf.container import GGUF_SUFFIX, GGUFFile, first_part, open_gguf

@@ -12,12 +12,11 @@ from torch import nn
 from chairlift.config import AttentionBackend, DType, Quantization
 from chairlift.engine.execution.forward import TorchForward
 from chairlift.models.backends import load_backend
-from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm
+from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear
-from chairlift.models.rope import RopeConfig
 from tests.support.forward_bench import SLOT_LEN, Bench
 
 _ROPE = RopeConfig(10_000.0)

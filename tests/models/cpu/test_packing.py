@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from chairlift.models.config import RopeConfig
 from chairlift.models.cpu.packing import arrange_heads, interleave, pack, pack_grouped, rope_table
 from chairlift.models.grouped import GroupedWeight, quantize
-from chairlift.models.rope import RopeConfig
 
 
 def values_of(panels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,1 +1,0 @@
-"""What the server says of itself: its page and its API reference."""

@@ -39,6 +39,7 @@ class InstructionSet:
     flags: tuple[str, ...]
 
 
+PLAIN = "plain"  # any processor
 _AVX2 = ("avx2", "fma3", "f16c")
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
 _AMX = ("amx_tile", "amx_bf16")
@@ -50,7 +51,7 @@ INSTRUCTION_SETS = (  # the best first
     InstructionSet("avx512", _AVX512[:4], ("-march=x86-64-v4",)),
     InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
     InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
-    InstructionSet("plain", (), ()),
+    InstructionSet(PLAIN, (), ()),
 )
 
 

@@ -19,7 +19,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # The compiler itself runs without the sanitizer.
 SANITIZING = """#!/bin/sh
 unset LD_PRELOAD
-exec g++ "$@" -fsanitize={sanitizer} -fno-sanitize-recover=all -O0
+exec g++ "$@" -fsanitize={sanitizer} -fno-sanitize-recover=all -O1
 """
 
 # Rows of one token, of a few and of many, in bfloat16 and in integers, on two threads.

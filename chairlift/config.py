@@ -44,6 +44,12 @@ class Quantization(StrEnum):
         return 8.5 / 8 if self is Quantization.INT8 else 4.5 / 8
 
 
+class SpeculationMethod(StrEnum):
+    """Where guesses at the next tokens come from."""
+
+    NGRAM = "ngram"
+
+
 class GenerationDefaults(StrEnum):
     """Where the sampling settings that a request leaves open come from."""
 
@@ -100,6 +106,14 @@ class EngineConfig(BaseModel):
         False,
         description="logits that are the same, bit for bit, whatever else is in the batch; on a CPU only, where the cpu"
         " backend always computes so, and torch does several times slower",
+    )
+    speculation: SpeculationMethod | None = Field(
+        None,
+        description="ngram: guess the next tokens from the text itself and verify them in the same step, which changes"
+        " nothing but the time; on a CPU, with the cpu backend or batch_invariant",
+    )
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] | Auto = Field(
+        "auto", description="tokens of a guess at most; auto: as many as are expected to save time, which may be none"
     )
     num_threads: Count | Auto = Field(
         "auto", description="CPU threads for the model; auto: OMP_NUM_THREADS, or the number of physical cores"

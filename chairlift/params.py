@@ -6,7 +6,7 @@ Names and meaning follow vLLM. A field that does not exist is an error, never ig
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic.dataclasses
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
@@ -204,6 +204,14 @@ class RequestOptions:
     timeout: float | None = Field(
         default=None, gt=0.0, allow_inf_nan=False, description="seconds after its arrival until it is given up"
     )
+    speculation: Literal["auto", "off"] = Field(
+        default="auto", description="off: nothing is guessed for it; auto: as the engine's setting has it"
+    )
+    prediction: str = Field(
+        default="",
+        max_length=2**20,
+        description="text that the answer may have much of: where the engine speculates, guesses come from it",
+    )
 
 
 DEFAULT_OPTIONS = RequestOptions()
@@ -239,6 +247,8 @@ class CompletionOutput:
     error: str | None = None  # why it could not be computed; its finish reason is then ABORT
     logprobs: Sequence[TokenLogprobs] | None = None  # one per token, if asked for; a list once it has finished
     num_reasoning_tokens: int = 0  # between the marks of its thoughts, where it is known how the model marks them
+    num_accepted_tokens: int = 0  # of the answer, that were guessed; see docs/speculation.md
+    num_rejected_tokens: int = 0  # that were guessed and verified, and are not in the answer
     text_offsets: Sequence[int] | None = None  # with logprobs: where in the text each token's characters begin
 
     @property

@@ -76,14 +76,15 @@ class SlotLedger(SlotPool):
                 lengths[seq_id] += valid
                 del in_flight[seq_id]
 
-    def rewind(self, seq_id: int) -> None:
-        """Takes the last committed token of a claimed slot back. ValueError if it is in flight or there is none."""
+    def rewind(self, seq_id: int, num_tokens: int = 1) -> None:
+        """Takes the last committed tokens of a claimed slot back. ValueError if it is in flight or has not so many."""
         with self._lock:
             self._check_claimed(seq_id)
             self._check_idle(seq_id)
-            if not self._lengths[seq_id]:
-                raise ValueError(f"slot {seq_id} has no token to take back")
-            self._lengths[seq_id] -= 1
+            held = self._lengths[seq_id]
+            if not 0 <= num_tokens <= held:
+                raise ValueError(f"slot {seq_id}: cannot take {num_tokens} tokens back, {held} are held")
+            self._lengths[seq_id] -= num_tokens
             self._common.cut(seq_id, self._lengths[seq_id])
 
     def abandon(self, seq_ids: Iterable[int]) -> None:

@@ -28,7 +28,7 @@ from chairlift.engine.stats import EngineStats, Snapshot
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from chairlift.models.loader import TORCH_DTYPES, count_parameters, grouped_size
-from chairlift.scheduler import Policy, Request, Scheduler, TokenEvent
+from chairlift.scheduler import Policy, Request, Scheduler, Speculation, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ class EngineCore:
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
         self._pacing = pacing or Pacing.of(device)
+        is_ahead = self._pacing.num_launches_ahead > 0
+        assert config.speculation is None or not is_ahead, "guesses need the tokens of the launch before"
         if not shape.can_record:
             self._pacing = replace(self._pacing, recorder=None)
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
@@ -78,6 +80,7 @@ class EngineCore:
         graphs = self._make_graphs(self._pacing.recorder, forward, last_tokens) if self._pacing.recorder else None
         sampler = Sampler(shape.vocab_size, num_slots, device)
         self._runner = ModelRunner(forward, self.cache, sampler, last_tokens, graphs)
+        self._speculation = Speculation(config.num_speculative_tokens) if config.speculation else None
         self._scheduler = Scheduler(
             self.cache,
             self.config.max_num_batched_tokens,
@@ -90,6 +93,7 @@ class EngineCore:
                 self.config.queue_timeout,
             ),
             max_num_running=self.config.max_batch_size,
+            speculation=self._speculation,
         )
         self._journal = Journal(self._scheduler)
         logger.info(
@@ -170,7 +174,9 @@ class EngineCore:
         results = launch.wait()
         events = self._scheduler.update(launch.plan, results)
         self._launches.popleft()
-        self._journal.note_launch(launch.plan, launch.begin)
+        seconds = self._journal.note_launch(launch.plan, launch.begin)
+        if self._speculation is not None:
+            self._speculation.note_launch(launch.plan, seconds)
         return self._noted(events)
 
     def _noted(self, events: list[TokenEvent]) -> list[TokenEvent]:

@@ -47,6 +47,7 @@ class Journal:
         self._totals = Totals()
         self._num_waiting = self._num_running = self._num_prefilling = self._num_warm = 0
         self._cache = scheduler.placement.cache_use
+        self._accepted_at: tuple[int, ...] = ()
         self._has_moved = False  # a prompt may have been begun or completed, or a request have ended, since then
         self._step_seconds = Histogram(STEP_SECONDS)
         self._step_rows = Histogram(ROW_COUNTS)
@@ -60,22 +61,27 @@ class Journal:
         with self._lock:
             self._look_around()
 
-    def note_launch(self, plan: StepPlan, begin: float) -> None:
-        """Counts a launch that is over; its events must follow. Its time begins with the end of the one before."""
+    def note_launch(self, plan: StepPlan, begin: float) -> float:
+        """Counts a launch that is over; its events must follow. Its time begins with the end of the one before.
+
+        Returns that time.
+        """
         now = self._clock()
-        prefill = plan.rows[plan.num_decode_rows :]
-        num_prefill_tokens = sum(row.num_new_tokens for row in prefill)
+        others = plan.rows[plan.num_decode_rows :]
+        num_new_tokens = sum(row.num_new_tokens for row in others)
+        guesses = [len(row.guess.tokens) for row in others if row.guess.tokens]
+        num_decode_rows = plan.num_decode_rows + len(guesses)
+        num_prefill_tokens = num_new_tokens - sum(guesses) - len(guesses)
         seconds = now - max(begin, self._last_end)
         with self._lock:
-            self._launches.append(
-                LaunchRecord(num_prefill_tokens, plan.num_decode_rows, plan.num_steps, round(seconds, 6))
-            )
+            self._launches.append(LaunchRecord(num_prefill_tokens, num_decode_rows, plan.num_steps, round(seconds, 6)))
             self._num_launches += 1
             self._step_seconds.add(seconds / plan.num_steps, plan.num_steps)
             self._step_rows.add(len(plan.rows), plan.num_steps)
-            self._step_tokens.add(num_prefill_tokens + plan.num_decode_rows, plan.num_steps)
-            self._has_moved |= bool(prefill)
+            self._step_tokens.add(plan.num_decode_rows + num_new_tokens, plan.num_steps)
+            self._has_moved |= bool(num_prefill_tokens)
         self._last_end = now
+        return seconds
 
     def note_events(self, events: Sequence[TokenEvent]) -> None:
         """Counts events of the launch noted just before, or of requests that were ended between launches."""
@@ -108,6 +114,7 @@ class Journal:
                 first_token_seconds=self._first_token_seconds.read(),
                 inter_token_seconds=self._inter_token_seconds.read(),
                 cache=self._cache,
+                accepted_at=self._accepted_at,
             )
 
     def take_snapshot(self, num_slots: int, slot_len: int) -> Snapshot:
@@ -141,6 +148,11 @@ class Journal:
         self._num_waiting = self._scheduler.num_waiting
         self._totals.num_preemptions = self._scheduler.waiting.num_preemptions
         self._num_warm = len(self._scheduler.warm)
+        speculation = self._scheduler.speculation
+        if speculation is not None:
+            self._totals.num_drafted_tokens = speculation.num_drafted
+            self._totals.num_accepted_tokens = speculation.num_accepted
+            self._accepted_at = tuple(speculation.accepted_at)
         self._cache = self._scheduler.placement.cache_use
 
     def _note_request(self, event: TokenEvent, times: RequestTimes) -> None:

@@ -81,6 +81,8 @@ class Totals:
     num_preemptions: int = 0  # requests that lost their slot to another, each time
     num_first_tokens: int = 0  # requests of which a first token was made
     seconds_to_first_token: float = 0.0  # their sum, each from its request's coming
+    num_drafted_tokens: int = 0  # that were guessed and verified
+    num_accepted_tokens: int = 0  # those of them that are part of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class EngineStats:
     first_token_seconds: Distribution  # from a request's coming to its first token
     inter_token_seconds: Distribution  # from one token of a request to the next; tokens of a launch share its time
     cache: CacheUse = NO_MEMORY
+    accepted_at: tuple[int, ...] = ()  # accepted tokens by their place in a guess
 
     @property
     def num_running(self) -> int:

@@ -126,11 +126,11 @@ class Placement:
         del self._owners[slot]
         request.slot = request.leader = None
 
-    def step_back(self, request: RequestState) -> None:
-        """The newest token of a row has to be computed once more, to have another one sampled after it."""
+    def step_back(self, request: RequestState, num_tokens: int = 1) -> None:
+        """The newest tokens of a row do not count: they have to be computed once more, or were guessed wrongly."""
         assert request.slot is not None, f"{request.request_id} goes on without a slot"
-        self._slots.rewind(request.slot)
-        request.num_computed -= 1
+        self._slots.rewind(request.slot, num_tokens)
+        request.num_computed -= num_tokens
 
     def scrub_surplus(self, request: RequestState) -> None:
         """Scrubs what a row computed beyond the tokens that it keeps, since it goes on from there."""

@@ -3,12 +3,14 @@
 Objects made by the hundred in every step are not frozen: freezing one costs more than the rest of making it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import FinishReason, RequestTimes, TokenLogprobs
+from chairlift.scheduler.drafting import NO_GUESS, Guess
+from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.request import RequestState
 
 
@@ -19,16 +21,23 @@ class RowPlan:
     request: RequestState
     num_new_tokens: int
     is_sampled: bool  # True if the row catches up with all its tokens, so that a new one can be sampled
+    # Tokens that may follow its newest one: they are among the new tokens, and a token is sampled behind each of them.
+    guess: Guess = NO_GUESS
+
+    def num_valid(self, num_expected: int) -> int:
+        """Tokens of the slot that it computes if it gets so many tokens; the last sampled has no key and value yet."""
+        return self.num_new_tokens + max(num_expected - 1 - len(self.guess.tokens), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One launch: decode rows first, then prefill rows; `num_steps > 1` only if every row decodes."""
+    """One launch: decode rows, those with a guess, prefill rows; `num_steps > 1` only if all are decode rows."""
 
     rows: tuple[RowPlan, ...]
     num_decode_rows: int
     num_steps: int
-    num_expected: tuple[int, ...] = ()  # by row: tokens that it gets if it goes on, one a step or only the first
+    # By row: tokens that it gets if it goes on and its guess is right; one a step, or only the first.
+    num_expected: tuple[int, ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -36,12 +45,13 @@ class StepPlan:
         return self.num_decode_rows == len(self.rows)
 
 
-class Draft:
+class NextStep:
     """The step being planned, and the tokens it may still compute. Lives as long as one `schedule`."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_left = num_tokens
         self.decode: list[RowPlan] = []
+        self.guessing: list[RowPlan] = []
         self.prefill: list[RowPlan] = []
 
     def add_prompt(self, request: RequestState) -> None:
@@ -51,16 +61,38 @@ class Draft:
         self.num_left -= num_new
         self.prefill.append(RowPlan(request, num_new, is_sampled=num_new == num_wanted))
 
+    def go_on(self, begun: list[RequestState], placement: Placement) -> None:
+        """Adds the next chunks of prompts that have slots, except those that wait for a leader."""
+        for request in begun:
+            if not self.num_left:
+                return
+            if request.leader is not None:
+                placement.follow(request)
+            if request.leader is None:
+                self.add_prompt(request)
+
+    def add_guesses(self, guesses: Mapping[str, Guess]) -> None:
+        """Those decode rows for which there is a guess, by request, compute it as well."""
+        decode, self.decode = self.decode, []
+        for row in decode:
+            guess = guesses.get(row.request.request_id)
+            if guess is None or not guess.tokens:
+                self.decode.append(row)
+            else:
+                self.guessing.append(RowPlan(row.request, 1 + len(guess.tokens), is_sampled=True, guess=guess))
+
     def finish(self, max_steps: int, max_seq_len: int) -> StepPlan:
         """The plan: of at most `max_steps` steps, as far as every slot has room and the longest row wants."""
         num_steps = 1
-        if max_steps > 1 and self.decode:
+        if max_steps > 1 and self.decode and not self.guessing:
             requests = [row.request for row in self.decode]
             room = max_seq_len - max(request.num_computed for request in requests)
             wanted = max(1 if request.needs_newest_token else request.num_remaining for request in requests)
             num_steps = max(1, min(max_steps, room, wanted))  # none is wanted after a prompt that is only scored
-        rows = (*self.decode, *self.prefill)
+        rows = (*self.decode, *self.guessing, *self.prefill)
         expected = [(1 if row.request.needs_newest_token else num_steps) if row.is_sampled else 0 for row in rows]
+        for index, row in enumerate(self.guessing, len(self.decode)):
+            expected[index] = row.num_new_tokens
         return StepPlan(rows, len(self.decode), num_steps, tuple(expected))
 
 
@@ -74,6 +106,7 @@ class RowResult:
     error: str | None = None  # why no valid token follows those; the other rows are sound
     stop_reason: str | None = None  # of an error: GRAMMAR_LIMIT if the client can do something about it
     is_late: bool = False  # its mask was: it has no token yet, and has to be computed once more
+    has_bad_surplus: bool = False  # what was computed beyond those tokens may be no numbers
 
 
 @dataclass(slots=True)
@@ -95,6 +128,9 @@ class TokenEvent:
     times: RequestTimes | None = field(default=None, compare=False)
     num_prompt_tokens: int = field(default=0, compare=False)
     num_cached_tokens: int = field(default=0, compare=False)  # of the prompt: reused when it got its first slot
+    # so far: tokens that were guessed and verified, and those of them that are in the answer
+    num_drafted: int = field(default=0, compare=False)
+    num_accepted: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, request: RequestState, kept: list[int], result: RowResult, now: float) -> Self:
@@ -121,4 +157,6 @@ class TokenEvent:
         if is_first or request.finish_reason is not None:
             event.times, event.num_prompt_tokens = request.times, request.num_prompt_tokens
             event.num_cached_tokens = request.num_cached_tokens
+        if request.drafter is not None:
+            event.num_drafted, event.num_accepted = request.num_drafted, request.num_accepted
         return event

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestTimes, SamplingParams
+from chairlift.scheduler.drafting import Drafter
 
 REPETITION_DETECTED = "repetition_detected"
 """The stop reason of a sequence that repeats itself; vLLM's word for it."""
@@ -74,6 +75,7 @@ class Request:
     options: RequestOptions = DEFAULT_OPTIONS
     new_token_filter: Callable[[], TokenFilter] | None = None
     new_repetition_watch: Callable[[], RepetitionWatch] | None = None
+    new_drafter: Callable[[], Drafter] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +127,7 @@ class _Progress:
     grammar: Grammar | None = None
     token_filter: TokenFilter | None = None
     repetition: RepetitionWatch | None = None
+    drafter: Drafter | None = None  # None: nothing is guessed
     # Whether the host works out from the newest token what may come next. Then nothing can be planned before that token
     # is known, and of a launch of several steps only the first counts.
     needs_newest_token: bool = False
@@ -143,6 +146,8 @@ class _Progress:
     num_cached_tokens: int = 0  # of the prompt: reused when it got its first slot
     num_scored: int = 0  # of the prompt: positions whose log-probabilities were reported
     num_preemptions: int = 0
+    num_drafted: int = 0  # tokens that were guessed and verified
+    num_accepted: int = 0  # those of them that are in its answer
     admission_time: float | None = None  # when it got its first slot
     first_token_time: float | None = None
     last_token_time: float | None = None
@@ -197,6 +202,8 @@ class RequestState(_Progress):
             self.fail(f"the request could not be started: {error}")
         follows_text = self.token_filter is not None and self.token_filter.follows_text
         self.needs_newest_token = self.grammar is not None or follows_text
+        if request.new_drafter is not None and not self.needs_newest_token:
+            self.drafter = request.new_drafter()
 
     def reuse(self, num_tokens: int) -> None:
         """So many of its tokens are in its slot already. (What it finds after a preemption was its own.)"""

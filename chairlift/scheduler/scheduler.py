@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from chairlift.cache.ledger import Reservation, SlotLedger
 from chairlift.params import FinishReason
 from chairlift.scheduler.placement import Placement
-from chairlift.scheduler.plan import Draft, RowPlan, RowResult, StepPlan, TokenEvent
+from chairlift.scheduler.plan import NextStep, RowPlan, RowResult, StepPlan, TokenEvent
 from chairlift.scheduler.request import TIMED_OUT, Request, RequestState
+from chairlift.scheduler.speculation import Speculation
 from chairlift.scheduler.waiting import DEFAULT_POLICY, Policy, WaitingQueue
 
 _MAX_EXPIRED = 256  # requests in a step: to end one takes some ten microseconds, and thousands may be due at once
@@ -38,6 +39,7 @@ class Scheduler:
         policy: Policy = DEFAULT_POLICY,
         clock: Callable[[], float] = time.perf_counter,
         max_num_running: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`clock`: seconds, which never go back. `max_num_running`: None: as many as there are slots."""
         self._slots = slots
@@ -46,7 +48,7 @@ class Scheduler:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_steps_per_launch = max_steps_per_launch
-        self._clock = clock
+        self._clock, self.speculation = clock, speculation
         self.placement = Placement(slots, policy.enable_prefix_caching)
         self.waiting = WaitingQueue(max_queue_size, policy, clock)
         self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
@@ -84,9 +86,8 @@ class Scheduler:
         `QueueFull` if too many would wait and none of them is served after these.
         """
         names = [request.request_id for request in requests]
-        for name in names:
-            if names.count(name) > 1 or self.find(name) is not None:
-                raise ValueError(f"request {name!r} is already here")
+        if twice := [name for name in names if names.count(name) > 1 or self.find(name) is not None]:
+            raise ValueError(f"request {twice[0]!r} is already here")
         return self.waiting.add(requests, self._num_places)
 
     def find(self, request_id: str) -> RequestState | None:
@@ -121,9 +122,8 @@ class Scheduler:
         Without rows if all depends on launches in flight, which it only does if there are some, or on late masks.
         """
         self._preempt_if_wanted()
-        draft = Draft(self._max_num_batched_tokens)
-        begun: list[RequestState] = []
-        growing: list[RequestState] = []
+        step = NextStep(self._max_num_batched_tokens)
+        begun, growing = list[RequestState](), list[RequestState]()
         reach = self._max_steps_per_launch
         for row in self._running.values():
             request = row.request
@@ -131,7 +131,7 @@ class Scheduler:
             if (num_pending or request.grammar is not None) and not request.can_be_planned:
                 continue
             if len(request.token_ids) + num_pending - request.num_computed == 1:  # num_uncomputed, without a call
-                draft.decode.append(row)
+                step.decode.append(row)
                 if request.num_computed + reach > request.num_held:
                     growing.append(request)
             else:
@@ -139,20 +139,21 @@ class Scheduler:
         short = {request for request in growing if not self._grow(request)}
         if growing and not self._slots.budget.is_ample:  # some may have yielded
             begun = [request for request in begun if _keeps_slot(request)]
-            draft.decode = [row for row in draft.decode if _keeps_slot(row.request) and row.request not in short]
-        draft.num_left -= len(draft.decode)
-        self._go_on(begun, draft)
-        self._admit(draft)
-        is_alone = not draft.prefill and not len(self.waiting)
-        return draft.finish(self._max_steps_per_launch if is_alone else 1, self._slots.max_seq_len)
+            step.decode = [row for row in step.decode if _keeps_slot(row.request) and row.request not in short]
+        step.num_left -= len(step.decode)
+        step.go_on(begun, self.placement)
+        self._admit(step)
+        if self.speculation is not None and step.decode:
+            self.speculation.add_guesses(step, self.placement)
+        is_alone = not step.prefill and not len(self.waiting)
+        return step.finish(self._max_steps_per_launch if is_alone else 1, self._slots.max_seq_len)
 
     def advance(self, plan: StepPlan, reservation: Reservation) -> None:
         """The plan's launch has begun: books it as if no row ended in it. `update` must follow, in the same order."""
         valid_lengths = []
         for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
             request = row.request
-            # The last token sampled has no key and value yet: it is the first input of the next step.
-            num_valid = row.num_new_tokens + num_expected - 1 if num_expected else row.num_new_tokens
+            num_valid = row.num_valid(num_expected)
             request.num_computed += num_valid
             request.num_pending += num_expected
             request.num_launches += 1
@@ -168,15 +169,13 @@ class Scheduler:
             request.num_pending -= num_expected
             request.num_launches -= 1
             request.num_scored += len(result.prompt_logprobs)
-            if result.error is not None:
+            if result.error is not None or result.has_bad_surplus:
                 request.contents.surplus_spoilt()
             had_ended = request.finish_reason is not None
             if had_ended:  # what came of it is surplus
                 self._release_if_idle(request)
                 continue
-            if result.is_late:
-                self.placement.step_back(request)
-            kept = [] if result.is_late else request.accept(result.token_ids, result.error, result.stop_reason)
+            kept = self._take(row, num_expected, result)
             if kept or result.prompt_logprobs or request.finish_reason is not None:
                 events.append(TokenEvent.of(request, kept, result, now))
             if request.finish_reason is not None:
@@ -186,6 +185,18 @@ class Scheduler:
             elif request.contents.has_bad_surplus:
                 self.placement.scrub_surplus(request)
         return events
+
+    def _take(self, row: RowPlan, num_expected: int, result: RowResult) -> list[int]:
+        """Books the tokens that a row got, and takes back what was computed in vain. Returns those that count."""
+        if result.is_late:
+            self.placement.step_back(row.request)
+            return []
+        if row.guess.tokens:
+            self.placement.step_back(row.request, num_expected - len(result.token_ids))
+        kept = row.request.accept(result.token_ids, result.error, result.stop_reason)
+        if row.guess.tokens and self.speculation is not None:
+            self.speculation.learn(row, len(kept), len(result.token_ids))
+        return kept
 
     def abandon(self) -> None:
         """After a failed or interrupted step all requests with a slot leave, without an event; those that wait stay."""
@@ -207,19 +218,9 @@ class Scheduler:
             num_places *= self.placement.has_memory_for(self.waiting.peek(), len(self._running))
         return num_places
 
-    def _go_on(self, begun: list[RequestState], draft: Draft) -> None:
-        """The next chunks of prompts that have slots, except those that wait for a leader."""
-        for request in begun:
-            if not draft.num_left:
-                return
-            if request.leader is not None:
-                self.placement.follow(request)
-            if request.leader is None:
-                draft.add_prompt(request)
-
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, step: NextStep) -> None:
         """Gives waiting requests slots, in their order, while there are a slot, memory and budget for each."""
-        while len(self.waiting) and draft.num_left and self._num_places:
+        while len(self.waiting) and step.num_left and self._num_places:
             request = self.waiting.start_next()
             if request.finish_reason is not None:
                 self._unstarted.append(TokenEvent.of(request, [], _NO_RESULT, self._clock()))
@@ -227,7 +228,7 @@ class Scheduler:
             self.placement.place(request)
             self._running[request.request_id] = RowPlan(request, 1, is_sampled=True)
             if request.leader is None:
-                draft.add_prompt(request)
+                step.add_prompt(request)
 
     def _preempt_if_wanted(self) -> None:
         """Takes the slot of a running request if one of higher priority waits and there is no other."""

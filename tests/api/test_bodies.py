@@ -11,11 +11,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from pydantic import ValidationError
 
 from chairlift.api.config import ServerConfig
 from chairlift.api.http import bodies
 from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
 from chairlift.api.routes import DetokenizeRequest
+from chairlift.api.wire.base import complaint_of
+from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.errors import InvalidRequest
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS
@@ -241,3 +244,24 @@ async def test_what_waits_keeps_neither_its_body_nor_what_was_read_out_of_it(ser
         finally:
             tracemalloc.stop()
             gc.enable()
+
+
+CROWD = {str(number): 1 for number in range(300)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        (CROWD, ""),
+        ({"stream_options": CROWD}, "stream_options: "),
+        ({"response_format": CROWD}, "response_format: "),
+        ({"structured_outputs": CROWD}, "structured_outputs: "),
+        ({"repetition_detection": CROWD}, "repetition_detection: "),
+    ],
+)
+def test_a_crowd_of_unknown_fields_is_one_complaint(fields: dict[str, Any], where: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], **fields})
+    assert caught.value.error_count() == 1
+    number = len(fields) + 1 if fields is CROWD else 300
+    assert str(complaint_of(caught.value)) == f"{where}{number} fields, of which most are unknown"

@@ -79,7 +79,7 @@ def test_every_field_that_the_client_can_send_is_known(body: type[BaseModel], ex
             ChatCompletionRequest,
             {
                 *("metadata", "safety_identifier", "store", "service_tier", "prompt_cache_key"),
-                *("prompt_cache_retention", "prompt_cache_options", "prediction", "modalities"),
+                *("prompt_cache_retention", "prompt_cache_options", "modalities"),
             },
             {*("audio", "functions", "function_call", "verbosity"), *("web_search_options", "moderation")},
         ),

@@ -20,8 +20,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hi!"},
     RESPONSES: {"input": "Hi!"},
 }
-OURS = {"priority": -3, "timeout": 60.5, "cache_salt": "pepper"}
-AS_ASKED = RequestOptions(priority=-3, timeout=60.5, cache_salt="pepper", tenant="ann")
+OURS = {"priority": -3, "timeout": 60.5, "cache_salt": "pepper", "speculation": "off"}
+AS_ASKED = RequestOptions(priority=-3, timeout=60.5, cache_salt="pepper", speculation="off", tenant="ann")
 
 
 def options_in(launches: Launches) -> set[RequestOptions]:
@@ -42,6 +42,34 @@ async def test_all_prompts_and_choices_of_a_completion_have_its_options(server: 
         )
     assert options_in(launches) == {AS_ASKED}
     assert len({request for launch in launches.all for request in launch.rows}) == 4
+
+
+@pytest.mark.parametrize("content", ["Hi! Ho!", [{"type": "text", "text": "Hi! "}, {"type": "text", "text": "Ho!"}]])
+async def test_a_prediction_reaches_the_engine(server: Server, content: object) -> None:
+    with recorded(server.llm) as launches:
+        await post(server, CHAT, {**PROMPTS[CHAT], "prediction": {"type": "content", "content": content}})
+    assert options_in(launches) == {RequestOptions(prediction="Hi! Ho!")}
+
+
+async def test_usage_and_metrics_tell_what_was_guessed() -> None:
+    settings: dict[str, Any] = {"attention_backend": "torch", "batch_invariant": True, "max_seq_len": 128}
+    async with serving(speculation="ngram", num_speculative_tokens=4, **settings) as server:
+        body = {**PROMPTS[CHAT], "temperature": 0, "max_tokens": 24}
+        plain = await post(server, CHAT, {**body, "speculation": "off"})
+        text = plain["choices"][0]["message"]["content"]
+        reply = await post(server, CHAT, {**body, "prediction": {"type": "content", "content": text}})
+        async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as response:
+            metrics = await response.text()
+    assert reply["choices"] == plain["choices"]
+    assert plain["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+        "reasoning_tokens": 0,
+    }
+    num_accepted = reply["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert num_accepted > 3
+    assert f"chairlift_spec_accepted_tokens_total {num_accepted}.0" in metrics
+    assert 'chairlift_spec_accepted_tokens_by_position_total{position="1"}' in metrics
 
 
 @pytest.mark.parametrize("path", PROMPTS)

@@ -96,7 +96,7 @@ def test_no_token_can_be_taken_back_where_there_is_none() -> None:
     with pytest.raises(ValueError, match="slot 1 is not claimed"):
         ledger.rewind(1)
     (slot,) = ledger.claim(1)
-    with pytest.raises(ValueError, match=f"slot {slot} has no token to take back"):
+    with pytest.raises(ValueError, match=f"slot {slot}: cannot take 1 tokens back, 0 are held"):
         ledger.rewind(slot)
 
 

@@ -231,7 +231,7 @@ def test_an_interrupt_while_a_step_is_planned_leaves_no_slot_with_what_was_never
         for earlier in ([3] * 40, SYSTEM + list(range(100)), [4] * 40):  # the next copies from slot 1 into slot 0
             llm.generate([earlier], GREEDY)
         with monkeypatch.context() as patch:
-            patch.setattr("chairlift.scheduler.scheduler.Draft.add_prompt", interrupt)
+            patch.setattr("chairlift.scheduler.scheduler.NextStep.add_prompt", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([prompt], GREEDY)
         assert tokens_of(llm.generate([prompt], GREEDY)) == _alone(tiny)

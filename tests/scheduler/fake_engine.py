@@ -7,13 +7,26 @@ tokens were computed there, kept from an earlier request or copied.
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.slots import SlotCopy
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
-from chairlift.scheduler import Grammar, Policy, Request, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
+from chairlift.scheduler import (
+    Drafter,
+    Grammar,
+    Policy,
+    Request,
+    RequestState,
+    RowPlan,
+    RowResult,
+    Scheduler,
+    Speculation,
+    StepPlan,
+    TokenEvent,
+)
 
 EOS, WORD = 1, 9
 NO_REUSE = Policy(enable_prefix_caching=False)
@@ -47,11 +60,12 @@ class Driver:
         policy: Policy = NO_REUSE,
         max_num_running: int | None = None,
         cache_tokens: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.now = 0.0
         self.slots = SlotLedger(num_slots, max_seq_len, cache_tokens)
         self.scheduler = Scheduler(
-            self.slots, budget, max_steps, max_queue_size, policy, lambda: self.now, max_num_running
+            self.slots, budget, max_steps, max_queue_size, policy, lambda: self.now, max_num_running, speculation
         )
         self.requests: dict[str, RequestState] = {}
         self.in_flight: deque[StepPlan] = deque()
@@ -127,10 +141,19 @@ class FakeEngine(Driver):
         say: Callable[[str], int] = lambda _: WORD,
         max_num_running: int | None = None,
         cache_tokens: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         budget = max(budget, num_slots)
         super().__init__(
-            num_slots, budget, max_steps, max_seq_len, max_queue_size, policy, max_num_running, cache_tokens
+            num_slots,
+            budget,
+            max_steps,
+            max_seq_len,
+            max_queue_size,
+            policy,
+            max_num_running,
+            cache_tokens,
+            speculation,
         )
         self.events: list[TokenEvent] = []  # of the latest step
         self.ends: Counter[str] = Counter()  # how often each request was said to be over
@@ -158,7 +181,8 @@ class FakeEngine(Driver):
         **more: Any,
     ) -> Request:
         options = RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, queue_share=share, timeout=timeout)
-        return replace(self.make(name, prompt, max_tokens, options=options), **more)
+        new_drafter = None if self.scheduler.speculation is None else partial(Drafter, len(prompt))
+        return replace(self.make(name, prompt, max_tokens, options=options), new_drafter=new_drafter, **more)
 
     def add(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
         """Queues what `ask` makes of these."""
@@ -227,8 +251,10 @@ class FakeEngine(Driver):
             said = self._said[row.request.request_id]
             num_computed = row.request.num_computed
             assert self._contents[slot][:num_computed] == said[:num_computed], "it reads what is not its own"
-            sampled = [self._say(row.request.request_id) for _ in range(plan.num_steps)] if row.is_sampled else []
-            new = [*said[num_computed : num_computed + row.num_new_tokens], *sampled[:-1]]
+            guess = row.guess.tokens
+            sampled = self._sample(row, plan.num_steps) if row.is_sampled else []
+            new = [*said[num_computed : num_computed + row.num_new_tokens - len(guess)], *guess]
+            new += sampled[:-1] if not guess else []
             assert len(new) == row.num_new_tokens + plan.num_steps - 1
             self._contents[slot][num_computed:] = new
             said += sampled
@@ -236,6 +262,15 @@ class FakeEngine(Driver):
             is_failing = row.is_sampled and row.request.request_id in self.failing
             results.append(RowResult([], error="no number") if is_failing else RowResult(sampled))
         self._results.append(results)
+
+    def _sample(self, row: RowPlan, num_steps: int) -> list[int]:
+        """One token a step; with a guess, up to the first that is not what was guessed."""
+        sampled = [self._say(row.request.request_id) for _ in range(num_steps)]
+        for token in row.guess.tokens:
+            if sampled[-1] != token:
+                break
+            sampled.append(self._say(row.request.request_id))
+        return sampled
 
     def _land(self) -> None:
         events = self.land(self._results.popleft())

@@ -5,13 +5,14 @@ anything of anybody.
 """
 
 from itertools import count, cycle
+from typing import Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from chairlift.errors import QueueFull
-from chairlift.scheduler import Policy, Request
+from chairlift.scheduler import Policy, Request, Speculation
 from tests.scheduler.fake_engine import EOS, FakeEngine, assert_nothing_is_left
 
 MAX_SEQ_LEN = 192  # three chunks of memory
@@ -50,6 +51,7 @@ class Traffic(RuleBasedStateMachine):
         max_steps=st.integers(1, 4),
         num_ahead=st.integers(0, 2),
         tokens=st.lists(st.sampled_from([EOS, 9, 9, 9, 9, 30]), min_size=1, max_size=20),
+        num_guessed=st.none() | st.integers(1, 16) | st.just("auto"),
     )
     def start(
         self,
@@ -61,6 +63,7 @@ class Traffic(RuleBasedStateMachine):
         max_steps: int,
         num_ahead: int,
         tokens: list[int],
+        num_guessed: int | Literal["auto"] | None,
     ) -> None:
         words = cycle(tokens)
         self.engine = FakeEngine(
@@ -70,10 +73,11 @@ class Traffic(RuleBasedStateMachine):
             max_steps=max_steps,
             max_queue_size=6,
             policy=policy,
-            num_ahead=num_ahead,
+            num_ahead=num_ahead if num_guessed is None else 0,
             say=lambda _: next(words),
             max_num_running=num_slots,
             cache_tokens=None if cache_chunks is None else 64 * cache_chunks,
+            speculation=None if num_guessed is None else Speculation(num_guessed),
         )
 
     @rule(

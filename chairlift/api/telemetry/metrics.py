@@ -22,7 +22,7 @@ from chairlift.engine.stats import TOKEN_COUNTS, WAIT_SECONDS, Distribution, Eng
 
 _CONFIG_FIELDS = (
     *("device", "dtype", "quantization", "attention_backend", "max_batch_size", "max_seq_len"),
-    "kv_cache_memory_bytes",
+    *("kv_cache_memory_bytes", "speculation"),
     *("max_num_batched_tokens", "max_steps_per_launch", "max_queue_size", "enable_prefix_caching"),
 )
 
@@ -42,6 +42,16 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
         "chairlift_preemptions",
         "Times that a request lost its slot, to another or for lack of memory.",
         lambda totals: totals.num_preemptions,
+    ),
+    (
+        "chairlift_spec_drafted_tokens",
+        "Tokens that were guessed and verified.",
+        lambda totals: totals.num_drafted_tokens,
+    ),
+    (
+        "chairlift_spec_accepted_tokens",
+        "Tokens that were guessed and are part of an answer.",
+        lambda totals: totals.num_accepted_tokens,
     ),
 )
 """Name, to which Prometheus adds `_total`; description; where the engine counts it."""
@@ -124,6 +134,7 @@ class Metrics(Collector):
         yield from _cache(stats)
         for name, description, read_total in _COUNTERS:
             yield CounterMetricFamily(name, description, read_total(stats.totals))
+        yield _accepted_at(stats)
         yield self._requests()
         yield self._http_responses()
         for name, description, read in _HISTOGRAMS:
@@ -175,6 +186,17 @@ class Metrics(Collector):
         for (path, status), count in sorted(self._responses.items()):
             family.add_metric([path, str(status)], count)
         return family
+
+
+def _accepted_at(stats: EngineStats) -> Metric:
+    family = CounterMetricFamily(
+        "chairlift_spec_accepted_tokens_by_position",
+        "Tokens that were guessed and are part of an answer, by their place in the guess, from 1.",
+        labels=["position"],
+    )
+    for place, count in enumerate(stats.accepted_at or (0,), 1):
+        family.add_metric([str(place)], count)
+    return family
 
 
 def _cache(stats: EngineStats) -> Iterator[Metric]:

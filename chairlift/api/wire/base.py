@@ -21,7 +21,7 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import CoreSchema, ErrorDetails, core_schema, to_json
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema, to_json
 
 from chairlift.errors import InvalidRequest
 from chairlift.params import RequestOutput
@@ -62,6 +62,7 @@ REFUSED = {
 }
 """Fields of the specifications that bodies refuse, and why; each body says which (`Body`)."""
 
+_MAX_FIELDS = 256  # of one object whose fields have names
 _COLLECTIONS = ("list", "set", "frozenset", "tuple", "dict")
 _Value = TypeVar("_Value")
 
@@ -101,10 +102,15 @@ def _fail_fast(schema: Any, handler: GetCoreSchemaHandler) -> None:
 
 
 def without_nulls(given: object) -> object:
-    """An object without its fields that are null; anything else as it is."""
-    if isinstance(given, dict) and any(value is None for value in given.values()):
-        return {name: value for name, value in given.items() if value is not None}
-    return given
+    """An object without its fields that are null; anything else as it is.
+
+    Of a crowd of unknown fields each would be a complaint of its own, and to collect them would hold up all others.
+    """
+    if not isinstance(given, dict):
+        return given
+    if len(given) > _MAX_FIELDS:
+        raise PydanticCustomError("too_many_fields", "{count} fields, of which most are unknown", {"count": len(given)})
+    return {name: value for name, value in given.items() if value is not None}
 
 
 class Fate(StrEnum):
@@ -236,9 +242,11 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """How many of the generated tokens are thoughts."""
+    """How many of the generated tokens are thoughts, how many were guessed rightly, and how many guesses were wrong."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(BaseModel):
@@ -261,7 +269,11 @@ class Usage(BaseModel):
             completion_tokens=num_generated,
             total_tokens=num_prompt + num_generated,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(each.num_cached_tokens for each in outputs)),
-            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning),
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=num_reasoning,
+                accepted_prediction_tokens=sum(choice.num_accepted_tokens for choice in choices),
+                rejected_prediction_tokens=sum(choice.num_rejected_tokens for choice in choices),
+            ),
         )
 
 

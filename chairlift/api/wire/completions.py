@@ -1,7 +1,7 @@
 """`/v1/completions` and `/v1/chat/completions`."""
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -16,7 +16,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from chairlift.api.wire.base import Ignored, LeftOutIfNone, Texts, TokenIds, Usage, let_others_run, only_types
+from chairlift.api.wire.base import Body, Ignored, LeftOutIfNone, Texts, TokenIds, Usage, let_others_run, only_types
 from chairlift.api.wire.generation import CompletionsRequest
 from chairlift.api.wire.messages import (
     Effort,
@@ -135,6 +135,24 @@ class Completion(ChoicesBody):
 # --- chats
 
 
+class PredictedPart(Body):
+    """A piece of a prediction."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """A text that the answer may have much of, such as a file that is to be changed a little."""
+
+    type: Literal["content"]
+    content: str | list[PredictedPart] = Field(description="the text, or its pieces")
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(
     Rendering,
     ParallelToolUse,
@@ -154,7 +172,9 @@ class ChatCompletionRequest(
     reasoning_effort: Effort | None = Field(
         None, description="how much to think, as far as the chat template knows such a thing; none: not at all"
     )
-    prediction: Annotated[dict[str, Any] | None, Ignored("it could only make the same answer faster")] = None
+    prediction: Prediction | None = Field(
+        None, description="text that the answer may have much of: with --speculation, guesses come from it"
+    )
     modalities: Annotated[list[Literal["text"]] | None, Ignored("this server makes text only")] = None
 
     @model_validator(mode="after")
@@ -171,6 +191,10 @@ class ChatCompletionRequest(
     def field_names(self) -> dict[str, str]:
         """What checks that are shared call a field -> what the client called it, where that differs."""
         return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+
+    @property
+    def predicted_text(self) -> str:
+        return "" if self.prediction is None else self.prediction.text
 
     @property
     def effort(self) -> Effort | None:

@@ -189,6 +189,7 @@ class GenerationRequest(Body):
     priority: StrictInt | None = None
     timeout: StrictFloat | None = None
     cache_salt: str | None = Field(None, max_length=256)
+    speculation: Literal["auto", "off"] | None = None
     stream: StrictBool | None = Field(None, description="send the answer as server-sent events while it is made")
 
     min_tokens: StrictInt | None = None
@@ -223,14 +224,20 @@ class GenerationRequest(Body):
         """Whose request it is, in the client's own words; empty if it says nothing."""
         return ""
 
+    @property
+    def predicted_text(self) -> str:
+        """What the client believes that the answer is much the same as; empty if it does not say."""
+        return ""
+
     def request_options(self, key_tenant: str | None) -> RequestOptions:
         """How the request is served. `pydantic.ValidationError` if a field is out of range.
 
         `key_tenant`: who the API key says it is, None where there are no keys. A key has one share, whoever its
         holder says that the `sender` is.
         """
-        given = self.model_dump(include={"priority", "cache_salt", "timeout"}, exclude_none=True)
-        return RequestOptions(tenant=self.sender if key_tenant is None else key_tenant, **given)
+        given = self.model_dump(include={"priority", "cache_salt", "timeout", "speculation"}, exclude_none=True)
+        tenant = self.sender if key_tenant is None else key_tenant
+        return RequestOptions(tenant=tenant, prediction=self.predicted_text, **given)
 
     def sampling_params(self, defaults: SamplingParams, **given: Any) -> SamplingParams:
         """This request's settings, and those `given` that are not None, over the model's defaults.

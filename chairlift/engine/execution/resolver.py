@@ -66,6 +66,8 @@ def resolve(
     if dtype == "auto":
         dtype = model.dtype if _is_fast(model.dtype, machine, choose_backend) else DType.FLOAT32
     backend = choose_backend(dtype)
+    if config.speculation is not None:
+        _check_speculation(config, machine, backend.name)
     weight_bytes = int(num_parameters * (config.quantization or dtype).num_bytes)
     keeps_groups = backend.name is AttentionBackend.CPU and config.dtype != DType.FLOAT32
     if grouped is not None and keeps_groups:
@@ -204,6 +206,17 @@ def _best_backend(machine: MachineFacts, find_obstacle: Callable[[AttentionBacke
         return _Backend(AttentionBackend.TORCH, "this processor has no AVX2")
     obstacle = find_obstacle(AttentionBackend.CPU)
     return _Backend(AttentionBackend.CPU if obstacle is None else AttentionBackend.TORCH, obstacle)
+
+
+def _check_speculation(config: EngineConfig, machine: MachineFacts, backend: AttentionBackend) -> None:
+    """It keeps its promise only where a token's logits do not depend on what else is computed."""
+    if machine.is_gpu:
+        raise ConfigurationError(f"speculation works on a CPU only, and the device is {machine.device}; leave it out")
+    if backend is not AttentionBackend.CPU and not config.batch_invariant:
+        raise ConfigurationError(
+            f"speculation would change what is generated with attention_backend {backend}; leave it out, choose cpu, or"
+            " set batch_invariant"
+        )
 
 
 def _resolve_seq_len(config: EngineConfig, model: ModelShape, machine: MachineFacts) -> int:

@@ -18,6 +18,7 @@ from chairlift.cache.ledger import Reservation
 from chairlift.engine.execution.forward import Forward
 from chairlift.engine.execution.graphs import ON_DEVICE, DecodeGraphs, LastTokens
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, prepare_graph_sampling
+from chairlift.engine.sampling.guesses import Places, up_to_wrong
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
 from chairlift.engine.sampling.transfers import Arrival, bring, send, to_device
 from chairlift.models.attention import BatchMetadata
@@ -32,10 +33,10 @@ _NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits 
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """What a launch leaves for the host; the rows of a tensor are those that were sampled."""
+    """What a launch leaves for the host; the rows of a tensor are the places where tokens were sampled."""
 
     tokens: torch.Tensor | None  # int64 [N, num_steps]; None: no row was sampled
-    logprobs: LogprobTensors | None  # of the rows that want them, step by step
+    logprobs: LogprobTensors | None  # of the places that want them, step by step
     prompt_scores: dict[int, LogprobTensors]  # by row of the plan
     sampling: SamplingBatch | None  # None: a graph sampled
 
@@ -119,16 +120,13 @@ class ModelRunner:
         input_ids = to_device(known, torch.int64, self._device)
         if ON_DEVICE in known[decoding]:
             input_ids[decoding] = self._last_tokens.fill_in(input_ids[decoding], slots[decoding])
-        last_tokens: torch.Tensor | slice = slice(None)  # of the rows that are sampled, their places in the batch
+        places: torch.Tensor | slice = slice(None)  # in the batch: the tokens behind which one is sampled
+        sampled = Places.of(plan)
         if not plan.is_decode:
-            ends = [
-                end - 1 for end, row in zip(accumulate(batch.num_new_tokens), plan.rows, strict=True) if row.is_sampled
-            ]
-            last_tokens = to_device(ends, torch.int64, self._device)
-            rows = [index for index, row in enumerate(plan.rows) if row.is_sampled]
-            slots = slots[to_device(rows, torch.int64, self._device)]
-        requests = [row.request for row in plan.rows if row.is_sampled]
-        sampling = self._sampler.prepare(requests, plan.num_steps)
+            places = to_device(sampled.tokens, torch.int64, self._device)
+            slots = slots[to_device(sampled.rows, torch.int64, self._device)]
+        requests = [plan.rows[row].request for row in sampled.rows]
+        sampling = self._sampler.prepare(requests, plan.num_steps, sampled.guessed)
         prompt_scores: dict[int, LogprobTensors] = {}
         steps: list[Sampled] = []
         for step in range(plan.num_steps):
@@ -140,7 +138,7 @@ class ModelRunner:
             if step == 0:
                 prompt_scores = self._score_prompts(plan, hidden)
             if requests:
-                steps.append(self._sample(self._forward.logits(hidden[last_tokens]), sampling, step, slots))
+                steps.append(self._sample(self._forward.logits(hidden[places]), sampling, step, slots))
         return _Outputs.gather(steps, sampling, prompt_scores)
 
     def _sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int, slots: torch.Tensor) -> Sampled:
@@ -189,6 +187,7 @@ def _input_ids(rows: Sequence[RowPlan]) -> list[int]:
     for row in rows:
         start = row.request.num_computed
         token_ids += row.request.token_ids[start : start + row.num_new_tokens] or [ON_DEVICE]
+        token_ids += row.guess.tokens
     return token_ids
 
 
@@ -207,30 +206,34 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> StepResult:
     masks = None if outputs.sampling is None else outputs.sampling.masks
     if masks is not None:
         masks.take([steps[0] for steps in sampled])
-    numbered = iter(enumerate(sampled))
-    logprobs = iter(_logprobs_by_row(outputs))
+    logprobs = iter(_logprobs_by_place(outputs))
     results = []
+    place = 0
     for index, row in enumerate(plan.rows):
-        number, own = next(numbered) if row.is_sampled else (-1, [])
+        end = place + (1 + len(row.guess.tokens) if row.is_sampled else 0)
+        drawn = [token for steps in sampled[place:end] for token in steps]
+        own = up_to_wrong(drawn, row.guess.tokens) if row.guess.tokens else drawn
         wants_logprobs = row.is_sampled and row.request.params.logprobs is not None
         result = RowResult(
             token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
-            logprobs=next(logprobs) if wants_logprobs else [],
+            logprobs=[each for _ in range(place, end) for each in next(logprobs)] if wants_logprobs else [],
             prompt_logprobs=scores.to_host() if (scores := outputs.prompt_scores.get(index)) is not None else [],
             error=_NOT_A_NUMBER if INVALID_TOKEN in own else None,
+            has_bad_surplus=INVALID_TOKEN in drawn,
         )
         if masks is not None and result.error is not None:
-            result.error = masks.error_of(number) or result.error
-            result.stop_reason = masks.stop_reason_of(number)
-        result.is_late = masks is not None and number in masks.late
+            result.error = masks.error_of(place) or result.error
+            result.stop_reason = masks.stop_reason_of(place)
+        result.is_late = masks is not None and row.is_sampled and place in masks.late
         results.append(result)
+        place = end
     return results
 
 
-def _logprobs_by_row(outputs: _Outputs) -> list[list[TokenLogprobs]]:
-    """For each row that wants them: one per step."""
+def _logprobs_by_place(outputs: _Outputs) -> list[list[TokenLogprobs]]:
+    """For each place that wants them: one per step."""
     if outputs.logprobs is None or outputs.sampling is None:
         return []
     num_top = outputs.sampling.num_top_logprobs
     positions = outputs.logprobs.to_host(num_top * (len(outputs.logprobs.tokens) // len(num_top)))
-    return [positions[row :: len(num_top)] for row in range(len(num_top))]
+    return [positions[place :: len(num_top)] for place in range(len(num_top))]

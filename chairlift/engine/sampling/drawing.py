@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.penalties import has_penalty
 from chairlift.engine.sampling.transfers import send, to_device
 from chairlift.params import SamplingParams
@@ -53,24 +54,29 @@ class DrawBatch:
     table: torch.Tensor  # float64 [5 + num_steps, R]
 
     @classmethod
-    def of(cls, requests: Sequence[RequestState], num_steps: int, device: torch.device) -> Self | None:
+    def of(
+        cls, requests: Sequence[RequestState], num_steps: int, device: torch.device, guessed: Guessed = NOTHING_GUESSED
+    ) -> Self | None:
         """None if no row draws."""
         rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
         if not rows:
             return None
         drawing = [requests[row] for row in rows]
         kind = max(DrawKind.of(request.params) for request in drawing)
-        return cls(kind, to_device(rows, torch.int64, device), send(draw_table(drawing, num_steps), device))
+        num_guessed = [len(guessed.get(row, ())) for row in rows] if guessed else ()
+        return cls(
+            kind, to_device(rows, torch.int64, device), send(draw_table(drawing, num_steps, num_guessed), device)
+        )
 
     def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         """float32 `[N, vocab]` -> int64 `[R]`: the tokens of these rows, for that step of the launch."""
         return draw(logits[self.rows], self.kind, self.table, self.table[_NUM_KNOBS + step])
 
 
-def draw_table(requests: Sequence[RequestState], num_steps: int) -> torch.Tensor:
+def draw_table(requests: Sequence[RequestState], num_steps: int, num_guessed: Sequence[int] = ()) -> torch.Tensor:
     """The table for the steps of a launch, on the host."""
     knobs = np.array([_knobs_of(request.params) for request in requests])
-    return torch.from_numpy(np.concatenate((knobs.T, uniforms(requests, num_steps))))
+    return torch.from_numpy(np.concatenate((knobs.T, uniforms(requests, num_steps, num_guessed))))
 
 
 def greedy_table(num_steps: int, num_rows: int) -> torch.Tensor:
@@ -115,14 +121,19 @@ def _cutoff(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> t
     return torch.maximum(kth, descending.gather(1, num_kept - 1))
 
 
-def uniforms(requests: Sequence[RequestState], num_steps: int) -> npt.NDArray[np.float64]:
+def uniforms(
+    requests: Sequence[RequestState], num_steps: int, num_guessed: Sequence[int] = ()
+) -> npt.NDArray[np.float64]:
     """Numbers in [0, 1), `[num_steps, R]`: a hash of each request's seed and of the index of the token to come.
 
+    `num_guessed`: by row, guessed tokens between the request's own and that token; empty: none.
     The finalizer of SplitMix64 (Steele, Lea & Flood 2014), its state stepped to the token's index; 32 bits are used.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
     seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for request in requests], dtype=np.uint64)
     indices = np.array([request.num_output_tokens + 1 for request in requests], dtype=np.uint64)
+    if num_guessed:
+        indices += np.array(num_guessed, dtype=np.uint64)
     steps = np.arange(num_steps, dtype=np.uint64)[:, None]
     state = _mix(seeds) + golden * (indices + steps)
     return (_mix(state) >> np.uint64(32)).astype(np.float64) * 2.0**-32

@@ -6,6 +6,7 @@ from weakref import ref
 
 import torch
 
+from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.transfers import to_device
 from chairlift.params import SamplingParams
 from chairlift.scheduler import RequestState
@@ -18,6 +19,9 @@ class PenaltyBatch:
     rows: torch.Tensor  # int64 [P]
     slots: torch.Tensor  # int64 [P]
     factors: torch.Tensor  # float32 [3, P]: repetition, presence, frequency
+    guessed_rows: torch.Tensor  # int64 [G]: of the P rows those that a guessed token comes before, once for each
+    guessed_tokens: torch.Tensor  # int64 [G]
+    counted: torch.Tensor  # int64 [C]: of the P rows those whose tokens are counted at once
 
 
 class PenaltyState:
@@ -30,7 +34,7 @@ class PenaltyState:
         self._num_generated = torch.empty(0)  # int32 [n_slots, vocab]
         self._is_in_prompt = torch.empty(0)  # bool [n_slots, vocab]
 
-    def prepare(self, requests: Sequence[RequestState]) -> PenaltyBatch | None:
+    def prepare(self, requests: Sequence[RequestState], guessed: Guessed = NOTHING_GUESSED) -> PenaltyBatch | None:
         """None if no request carries a penalty. Starts the counts of requests that are new to their slots."""
         rows = [row for row, request in enumerate(requests) if has_penalty(request.params)]
         if not rows:
@@ -44,6 +48,9 @@ class PenaltyState:
             if owner is None or owner() is not request or request.needs_newest_token:
                 self._start(request, request.slot)
             slots.append(request.slot)
+        for slot in {slots[index] for index, row in enumerate(rows) if row in guessed}:
+            del self._owners[slot]  # only the host knows which of the tokens count, so its counts start anew
+        before = [(index, token) for index, row in enumerate(rows) for token in guessed.get(row, ())]
         params = [requests[row].params for row in rows]
         factors = [
             [p.repetition_penalty for p in params],
@@ -54,6 +61,9 @@ class PenaltyState:
             rows=to_device(rows, torch.int64, self._device),
             slots=to_device(slots, torch.int64, self._device),
             factors=to_device(factors, torch.float32, self._device),
+            guessed_rows=to_device([index for index, _ in before], torch.int64, self._device),
+            guessed_tokens=to_device([token for _, token in before], torch.int64, self._device),
+            counted=to_device([i for i, row in enumerate(rows) if row not in guessed], torch.int64, self._device),
         )
 
     def apply(self, batch: PenaltyBatch, logits: torch.Tensor) -> None:
@@ -61,6 +71,9 @@ class PenaltyState:
         chosen = logits[batch.rows]
         repetition, presence, frequency = batch.factors.unsqueeze(2)  # [P, 1] each
         num_generated = self._num_generated[batch.slots]
+        if len(batch.guessed_rows):
+            ones = torch.ones_like(batch.guessed_tokens, dtype=num_generated.dtype)
+            num_generated.index_put_((batch.guessed_rows, batch.guessed_tokens), ones, accumulate=True)
         is_generated = num_generated > 0
         is_seen = self._is_in_prompt[batch.slots] | is_generated
         # Keskar et al. 2019, with negative logits multiplied so that a penalty never makes a token likelier.
@@ -70,8 +83,8 @@ class PenaltyState:
         logits[batch.rows] = chosen
 
     def count(self, batch: PenaltyBatch, tokens: torch.Tensor) -> None:
-        """Notes the sampled tokens, int64 `[N]`, of those rows."""
-        self._num_generated[batch.slots, tokens[batch.rows]] += 1
+        """Notes the sampled tokens, int64 `[N]`, of those rows that have no guess."""
+        self._num_generated[batch.slots[batch.counted], tokens[batch.rows[batch.counted]]] += 1
 
     def _start(self, request: RequestState, slot: int) -> None:
         if not self._num_generated.numel():

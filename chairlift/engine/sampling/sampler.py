@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
+from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
@@ -145,17 +146,19 @@ class Sampler:
         self._penalties = PenaltyState(vocab_size, num_slots, device)
         self._constants: dict[RequestState, _Constants] = {}  # of the rows of the last launch
 
-    def prepare(self, requests: Sequence[RequestState], num_steps: int) -> SamplingBatch:
+    def prepare(
+        self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed = NOTHING_GUESSED
+    ) -> SamplingBatch:
         """Gathers the parameters of the rows that will be sampled, once per launch."""
         wanting = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         return SamplingBatch(
             masks=PendingMasks.of([request.grammar for request in requests]),
             logprob_rows=to_device(wanting, torch.int64, self._device) if wanting else None,
             num_top_logprobs=[requests[row].params.logprobs or 0 for row in wanting],
-            additions=self._additions(requests, num_steps),
+            additions=self._additions(requests, num_steps, guessed),
             refused=self._refused(requests),
-            penalties=self._penalties.prepare(requests),
-            draws=DrawBatch.of(requests, num_steps, self._device),
+            penalties=self._penalties.prepare(requests, guessed),
+            draws=DrawBatch.of(requests, num_steps, self._device, guessed),
         )
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
@@ -180,16 +183,17 @@ class Sampler:
             logprobs = pick_logprobs(raw, tokens[batch.logprob_rows], max(batch.num_top_logprobs))
         return Sampled(tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN), logprobs)
 
-    def _additions(self, requests: Sequence[RequestState], num_steps: int) -> list[_Additions | None]:
+    def _additions(self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed) -> list[_Additions | None]:
         """Bad words are judged by the tokens that the host knows: where that matters, only the first step counts."""
         known, self._constants = self._constants, {}
         in_all: list[_RowAdditions] = []
         may_not_end: list[int] = []
         for row, request in enumerate(requests):
-            if request.params.logit_bias or _may_not_end(request, 0):
+            may_end = not _may_not_end(request, len(guessed.get(row, ())))
+            if request.params.logit_bias or not may_end:
                 constants = self._constants[request] = known.get(request) or _Constants.of(request)
                 in_all.append(_RowAdditions(row, constants.bias_tokens, constants.bias))
-            if _may_not_end(request, 0):
+            if not may_end:
                 may_not_end.append(row)
             if isinstance(request.token_filter, RuleFilter):
                 words = request.token_filter.forbidden_after(request.token_ids, request.num_prompt_tokens)
@@ -198,7 +202,7 @@ class Sampler:
             return [self._send(in_all)] * num_steps
         steps = []
         for step in range(num_steps):
-            rows = [row for row in may_not_end if _may_not_end(requests[row], step)]
+            rows = [row for row in may_not_end if _may_not_end(requests[row], step + len(guessed.get(row, ())))]
             ends = [_RowAdditions.forbid(row, self._constants[requests[row]].end_tokens) for row in rows]
             steps.append(self._send([*in_all, *ends]))
         return steps
@@ -222,9 +226,9 @@ class Sampler:
         }
 
 
-def _may_not_end(request: RequestState, step: int) -> bool:
-    """Whether at that step of a launch the request is below its min_tokens, and has tokens that would end it."""
-    return bool(request.end_token_ids) and request.num_output_tokens + step < request.min_tokens
+def _may_not_end(request: RequestState, num_more: int) -> bool:
+    """Whether with so many more tokens the request is below its min_tokens, and has tokens that would end it."""
+    return bool(request.end_token_ids) and request.num_output_tokens + num_more < request.min_tokens
 
 
 def _as_array(token_ids: Collection[int]) -> TokenIds:

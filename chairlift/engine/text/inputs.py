@@ -25,7 +25,7 @@ from chairlift.errors import CheckpointError, InvalidRequest
 from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING, find_model
 from chairlift.models.gguf import GGUF_SUFFIX, end_tokens, open_gguf, sampling_of
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
-from chairlift.scheduler import Request
+from chairlift.scheduler import Drafter, Request
 
 Prompt = str | list[int]
 
@@ -97,6 +97,7 @@ class InputProcessor:
         path = find_model(config.model)
         self.tokenizer = Tokenizer(find_model(config.tokenizer or config.model), config.chat_template)
         self.max_seq_len = config.max_seq_len
+        self._speculates = config.speculation is not None
         self._capacity = config.max_batch_size + config.max_queue_size
         self._vocab_size = vocab_size
         self._serials = count()
@@ -144,6 +145,11 @@ class InputProcessor:
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection
         prompt_token_ids = tuple(token_ids)  # the list is the caller's
+        new_drafter = None
+        if self._speculates and options.speculation == "auto":
+            predicted = options.prediction[: max_tokens * self.tokenizer.longest_token]
+            prediction = self.tokenizer.encode(predicted, add_special_tokens=False)[:max_tokens] if predicted else []
+            new_drafter = partial(Drafter, len(token_ids), prediction)
         requests = [
             Request(
                 f"{request_id}-{serial}-{index}",
@@ -157,6 +163,7 @@ class InputProcessor:
                 options=options,
                 new_token_filter=None if rules is None else partial(RuleFilter, rules),
                 new_repetition_watch=None if repetition is None else partial(PatternWatch, repetition),
+                new_drafter=new_drafter,
             )
             for index in range(params.n)
         ]

@@ -202,6 +202,8 @@ class _Choice:
     def take(self, event: TokenEvent) -> bool:
         """Adds the event's tokens. True if the text ended by itself, which the engine does not know yet."""
         num_shown = len(event.new_token_ids) - event.has_end_token
+        self.output.num_accepted_tokens = event.num_accepted
+        self.output.num_rejected_tokens = event.num_drafted - event.num_accepted
         for position, token in enumerate(event.new_token_ids):
             self.output.token_ids.append(token)
             if self._thinking is not None:
@@ -229,6 +231,8 @@ class _Choice:
             text=output.text,
             token_ids=output.token_ids.copy(),
             num_reasoning_tokens=output.num_reasoning_tokens,
+            num_accepted_tokens=output.num_accepted_tokens,
+            num_rejected_tokens=output.num_rejected_tokens,
             logprobs=_Prefix(self._logprobs) if is_scored else None,
             text_offsets=_Prefix(self._text_offsets) if is_scored else None,
         )

@@ -29,6 +29,7 @@ MODEL = replace(
 CPU = MachineFacts(
     "cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB, has_elastic_memory=True, num_threads=6
 )
+AVX2_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}))  # it widens bfloat16 in registers
 OLD_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}), has_fast_cpu_kernels=False)
 GPU = MachineFacts("cuda:0", frozenset(DType), free_bytes=128 * GIB)
 
@@ -127,7 +128,7 @@ def test_the_best_backend_without_an_obstacle_is_chosen(
     ("machine", "obstacles", "config", "reason"),
     [
         (CPU, NO_COMPILER, {}, "there is no C++ compiler"),
-        (OLD_CPU, {}, {}, "this processor has no AVX-512"),
+        (OLD_CPU, {}, {}, "this processor has no AVX2"),
         (CPU, {}, {}, None),
         (CPU, {}, {"attention_backend": "torch"}, None),
         (GPU, NOT_INSTALLED, {}, None),
@@ -137,6 +138,21 @@ def test_why_a_cpu_has_to_do_with_torch_is_said(
     machine: MachineFacts, obstacles: Obstacles, config: dict[str, Any], reason: str | None
 ) -> None:
     assert resolved(machine, obstacles=obstacles, max_seq_len=64, **config).fallback_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("machine", "obstacles", "config", "dtype"),
+    [
+        (AVX2_CPU, {}, {}, DType.BFLOAT16),
+        (AVX2_CPU, NO_COMPILER, {}, DType.FLOAT32),
+        (AVX2_CPU, {}, {"attention_backend": "torch"}, DType.FLOAT32),
+        (OLD_CPU, {}, {}, DType.FLOAT32),
+    ],
+)
+def test_bfloat16_stays_where_the_kernels_widen_it(
+    machine: MachineFacts, obstacles: Obstacles, config: dict[str, Any], dtype: DType
+) -> None:
+    assert resolved(machine, obstacles=obstacles, max_seq_len=64, **config).dtype is dtype
 
 
 def test_threads_are_those_of_the_machine_unless_given() -> None:

@@ -17,7 +17,7 @@ COMPILER_VARIABLE = "CXX"
 
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILE_FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-exceptions", "-Wno-psabi"),
+    *("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-Wno-psabi"),
     *("-fno-math-errno", "-ffp-contract=off"),
 )
 # Linked to the C library alone: a process should have one OpenMP runtime, which `build` loads first, and the compiler's
@@ -39,6 +39,8 @@ class InstructionSet:
     flags: tuple[str, ...]
 
 
+PLAIN = "plain"  # any processor
+_AVX2 = ("avx2", "fma3", "f16c")
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
 _AMX = ("amx_tile", "amx_bf16")
 _AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
@@ -47,8 +49,9 @@ INSTRUCTION_SETS = (  # the best first
     InstructionSet("amx", (*_AVX512, *_AMX), (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")),
     InstructionSet("avx512_bf16", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx512", _AVX512[:4], ("-march=x86-64-v4",)),
-    InstructionSet("avx2", ("avx2", "fma3", "f16c"), ("-march=x86-64-v3",)),
-    InstructionSet("plain", (), ()),
+    InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
+    InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
+    InstructionSet(PLAIN, (), ()),
 )
 
 

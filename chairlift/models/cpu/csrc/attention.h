@@ -79,12 +79,14 @@ INLINE void pack_values(const bf16* values, int64_t stride, int n, int depth, in
             }
 }
 
+template <int START> struct InterleavedQuarters {  // of two registers: START to START + 3 of each, then the next four
+    static constexpr int of(int i) { return START + i / 8 * 4 + i % 4 + (i & 4 ? LANES : 0); }
+};
+
 INLINE void restore_order(bf16, f32x16& first, f32x16& second) {
-    constexpr i32x16 low{0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
-    constexpr i32x16 high{8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31};
     const f32x16 a = first, b = second;
-    first = __builtin_shuffle(a, b, low);
-    second = __builtin_shuffle(a, b, high);
+    first = shuffle<InterleavedQuarters<0>>(a, b);
+    second = shuffle<InterleavedQuarters<8>>(a, b);
 }
 #else
 INLINE void pack_values(const bf16* values, int64_t stride, int n, int depth, int head_dim, bf16* panels) {
@@ -92,8 +94,8 @@ INLINE void pack_values(const bf16* values, int64_t stride, int n, int depth, in
         const bf16* even = values + key * stride;
         for (int d = 0; d < head_dim; d += LANES) {
             u32x16 low{}, high{};
-            if (key < n) low = __builtin_convertvector(load<u16x16>(even + d), u32x16);
-            if (key + 1 < n) high = __builtin_convertvector(load<u16x16>(even + stride + d), u32x16);
+            if (key < n) low = load16(&even[d].bits);
+            if (key + 1 < n) high = load16(&even[stride + d].bits);
             store_raw(panels + d * depth + key * LANES, low | (high << 16));
         }
     }
@@ -122,7 +124,8 @@ struct Sight {
 template <class T>
 static void softmax(float* scores, int n, const Sight& sight, int first_key, int num_queries, T* weights,
                     float* maximum, float* sum) {
-    constexpr i32x16 lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    constexpr int32_t numbers[LANES]{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const i32x16 lane = load<i32x16>(numbers);
     const int padded = int(pad(n, KEYS_PADDING));
     f32x16 best[LANES], total[LANES];
     for (int q = 0; q < LANES; q++) best[q] = splat(LOWEST), total[q] = f32x16{};
@@ -133,9 +136,9 @@ static void softmax(float* scores, int n, const Sight& sight, int first_key, int
         const int start = sight.start(q) - first_key;
         const int limit = sight.limits[q] - first_key < n ? sight.limits[q] - first_key : n;
         for (int key = 0; key < start && key < padded; key += LANES)
-            store16(row + key, key + lane >= start ? load16(row + key) : splat(2 * LOWEST));
+            store16(row + key, select(key + lane >= start, load16(row + key), splat(2 * LOWEST)));
         for (int key = limit > 0 ? limit / LANES * LANES : 0; key < padded; key += LANES)
-            store16(row + key, key + lane < limit ? load16(row + key) : splat(2 * LOWEST));
+            store16(row + key, select(key + lane < limit, load16(row + key), splat(2 * LOWEST)));
         f32x16 even = splat(LOWEST), odd = even;
         for (int key = 0; key < padded; key += 2 * LANES) {
             even = max16(load16(row + key), even);
@@ -167,10 +170,15 @@ INLINE f32x16 load_few(const float* scores) {
     four = _mm512_insertf32x4(four, _mm_loadu_ps(scores + LANES), 1);
     four = _mm512_insertf32x4(four, _mm_loadu_ps(scores + 2 * LANES), 2);
     return bit_cast<f32x16>(_mm512_insertf32x4(four, _mm_loadu_ps(scores + 3 * LANES), 3));
+#elif defined(__AVX2__)
+    const auto two = [](const float* from) {
+        return bit_cast<f32_register>(_mm256_set_m128(_mm_loadu_ps(from + LANES), _mm_loadu_ps(from)));
+    };
+    return {two(scores), two(scores + 2 * LANES)};
 #else
-    f32x16 four{};
-    for (int i = 0; i < LANES; i++) four[i] = scores[i / 4 * LANES + i % 4];
-    return four;
+    float four[LANES];
+    for (int i = 0; i < 4; i++) std::memcpy(four + 4 * i, scores + i * LANES, 4 * sizeof(float));
+    return load16(four);
 #endif
 }
 
@@ -182,13 +190,15 @@ template <class T>
 static void softmax_few(const float* scores, int n, const Sight& sight, int first_key, int num_queries, T* weights,
                         float* maximum, float* sum) {
     constexpr int KEYS = 2 * LANES;
-    constexpr i32x16 key_of{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
-    i32x16 starts{}, ends{};
+    constexpr int32_t numbers[LANES]{0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+    const i32x16 key_of = load<i32x16>(numbers);
+    int32_t first_seen_by[LANES], first_unseen_by[LANES];
     for (int i = 0; i < LANES; i++) {
         const int limit = sight.limits[i % FEW] - first_key;
-        starts[i] = limit - sight.window;
-        ends[i] = limit < n ? limit : n;
+        first_seen_by[i] = limit - sight.window;
+        first_unseen_by[i] = limit < n ? limit : n;
     }
+    const i32x16 starts = load<i32x16>(first_seen_by), ends = load<i32x16>(first_unseen_by);
     f32x16 blocks[CHUNK / FEW], best = splat(LOWEST), total[FEW] = {};
     const int num_blocks = (n + KEYS - 1) / KEYS * (KEYS / FEW);
     const auto take = [&](int begin, int end, bool is_masked) __attribute__((always_inline)) {
@@ -196,23 +206,21 @@ static void softmax_few(const float* scores, int n, const Sight& sight, int firs
             f32x16 block = load_few(scores + b * FEW * LANES);
             if (sight.cap != 0) block = cap16(block, sight.cap);
             const i32x16 key = b * FEW + key_of;
-            if (is_masked) block = (key >= starts) & (key < ends) ? block : splat(2 * LOWEST);
+            if (is_masked) block = select((key >= starts) & (key < ends), block, splat(2 * LOWEST));
             best = max16(block, best);
             blocks[b] = block;
         }
     };
     // Between the start of the last query's window and the first one's end all of them see all keys.
-    const int latest_start = sight.start(num_queries - 1) - first_key, shortest = ends[0];
+    const int latest_start = sight.start(num_queries - 1) - first_key, shortest = first_unseen_by[0];
     const int start = latest_start > 0 ? (latest_start + FEW - 1) / FEW : 0;
     const int first_seen = start < num_blocks ? start : num_blocks;
     const int first_unseen = shortest / FEW > first_seen ? shortest / FEW : first_seen;
     take(0, first_seen, true);
     take(first_seen, first_unseen, false);
     take(first_unseen, num_blocks, true);
-    constexpr i32x16 swap_halves{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
-    constexpr i32x16 swap_quarters{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
-    best = max16(best, __builtin_shuffle(best, swap_halves));
-    best = max16(best, __builtin_shuffle(best, swap_quarters));
+    best = max16(best, swap<8>(best));
+    best = max16(best, swap<4>(best));
     for (int first = 0; first < num_blocks * FEW; first += KEYS) {
         f32x16 rows[2][FEW];  // of 16 keys each, by query
         for (int half = 0; half < 2; half++) {
@@ -221,20 +229,13 @@ static void softmax_few(const float* scores, int n, const Sight& sight, int firs
                 v[i] = exp2_16<T>(blocks[first / FEW + half * FEW + i] - best);
                 total[i] += v[i];
             }
-            constexpr i32x16 low{0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29};
-            constexpr i32x16 ends_low{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-            for (int pair = 0; pair < 2; pair++) {  // queries 0 and 1, then 2 and 3
-                const f32x16 a = __builtin_shuffle(v[0], v[1], low + 2 * pair);
-                const f32x16 b = __builtin_shuffle(v[2], v[3], low + 2 * pair);
-                rows[half][2 * pair] = __builtin_shuffle(a, b, ends_low);
-                rows[half][2 * pair + 1] = __builtin_shuffle(a, b, ends_low + 8);
-            }
+            sort_by_four(v, rows[half]);
         }
         for (int q = 0; q < num_queries; q++) store32(weights + q * CHUNK + first, rows[0][q], rows[1][q]);
     }
     f32x16 all = (total[0] + total[2]) + (total[1] + total[3]);
-    all += __builtin_shuffle(all, swap_halves);
-    all += __builtin_shuffle(all, swap_quarters);
+    all += swap<8>(all);
+    all += swap<4>(all);
     store16(maximum, best);
     store16(sum, all);
 }

@@ -1,7 +1,7 @@
 // Products with weights that are small integers, in groups of neighbours along the depth with a scale and perhaps an
 // offset each: a weight is scale * value + offset.
 //
-// The kernels see bytes without a sign. Of 8 bits that is the value + 128. Of 4 bits it is 16 times the value, a half
+// Panels hold bytes without a sign. Of 8 bits that is the value + 128. Of 4 bits it is 16 times the value, a half
 // of a byte as it stands, and scales are a 16th: so where there are no offsets and 8 is meant as zero, both are bytes
 // around 128. Scales and offsets are multiples of their column's unit, in the order of reading:
 //
@@ -63,14 +63,14 @@ struct GroupedRows {
 INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
     // As integers, what is no number is above all that are.
     const i32x16 low_size = bit_cast<i32x16>(abs16(first)), high_size = bit_cast<i32x16>(abs16(second));
-    const float largest = bit_cast<float>(max_of16(low_size > high_size ? low_size : high_size));
+    const float largest = bit_cast<float>(max_of16(select(low_size > high_size, low_size, high_size)));
     const float inverse = largest > NEARLY_0 ? 127 / largest : 0;
     constexpr float ROUND = 12582912.0f;
     const f32x16 low = (first * inverse + ROUND) - ROUND, high = (second * inverse + ROUND) - ROUND;
-    const i32x16 low_value = __builtin_convertvector(low, i32x16), high_value = __builtin_convertvector(high, i32x16);
+    const i32x16 low_value = convert<i32x16>(low), high_value = convert<i32x16>(high);
     const int32_t sum = sum16(low_value + high_value);
-    store_raw(to.values, __builtin_convertvector(low_value, i8x16));
-    store_raw(to.values + LANES, __builtin_convertvector(high_value, i8x16));
+    store16(to.values, low_value);
+    store16(to.values + LANES, high_value);
     to.scale = largest / 127 + (largest - largest);
     to.sum = to.scale * float(sum);
     to.shift = -ZERO * sum;
@@ -79,25 +79,99 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
     return largest;
 }
 
-#if defined(__AVX512VNNI__)
-INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
-    const __m512i word = _mm512_set1_epi32(load<int32_t>(a));
-    c = bit_cast<i32x16>(_mm512_dpbusd_epi32(bit_cast<__m512i>(c), bit_cast<__m512i>(b), word));
+// ---- a group's products with the columns of some panels, by level ----
+
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+
+// Products of bytes with a sign and without are added in pairs, as 16 bits, which only hold the sum if one of them is
+// small. So 4 bits are multiplied as they are, and of 8 bits the magnitude, by values that take its sign.
+constexpr int HALVES_UP = 0;  // how far 4 bits are moved up: not at all
+constexpr int PANELS_AT_ONCE = 1;
+
+INLINE __m256i sums_of_pairs(__m256i words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
+
+template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const u32_register (&b)[GROUP_WORDS]) {
+    __m256i sum = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int w = 0; w < GROUP_WORDS; w++) {
+        const __m256i values = _mm256_set1_epi32(load<int32_t>(a + 4 * w)), weights = bit_cast<__m256i>(b[w]);
+        if (BITS == 4) {
+            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, values));
+        } else {
+            const __m256i own_signs = _mm256_sign_epi8(values, weights);
+            sum = _mm256_add_epi32(sum, sums_of_pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(weights), own_signs)));
+        }
+    }
+    return bit_cast<i32_register>(BITS == 4 ? _mm256_slli_epi32(sums_of_pairs(sum), 4) : sum);
 }
+
+template <int BITS, int PANELS>
+INLINE void multiply_group(const Group& group, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
+                           i32x16 (&dots)[PANELS]) {
+    for (int p = 0; p < PANELS; p++) {
+        u32_register low[GROUP_WORDS], high[GROUP_WORDS];
+        for (int w = 0; w < GROUP_WORDS; w++) low[w] = b[p][w].lo, high[w] = b[p][w].hi;
+        dots[p] = {multiply_register<BITS>(group.values, low), multiply_register<BITS>(group.values, high)};
+        if (BITS == 4 && has_shift) dots[p] += group.shift - i32x16{};
+    }
+}
+
+// Bytes with a sign instead of those without.
+INLINE u32x16 as_factor(u32x16 bytes) { return bytes ^ 0x80808080u; }
+
 #else
-INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
-    for (int i = 0; i < 4; i++) c += int32_t(a[i]) * bit_cast<i32x16>((b >> (8 * i)) & 0xff);
-}
+
+constexpr int HALVES_UP = 4;
+#if defined(__AVX512F__)
+constexpr int PANELS_AT_ONCE = 2;
+#else
+constexpr int PANELS_AT_ONCE = 1;
 #endif
 
-INLINE f32x16 load_scales(const Matrix& matrix, int64_t place) {
-    return matrix.scale_bits == 16 ? load16(static_cast<const half*>(matrix.scales) + place)
-                                   : load16(static_cast<const uint8_t*>(matrix.scales) + place);
+INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
+#if defined(__AVX512VNNI__)
+    const __m512i word = _mm512_set1_epi32(load<int32_t>(a));
+    c = bit_cast<i32x16>(_mm512_dpbusd_epi32(bit_cast<__m512i>(c), bit_cast<__m512i>(b), word));
+#elif defined(__AVXVNNI__)
+    const __m256i word = _mm256_set1_epi32(load<int32_t>(a));
+    const auto half = [&](i32_register to, u32_register from) {
+        return bit_cast<i32_register>(
+            _mm256_dpbusd_avx_epi32(bit_cast<__m256i>(to), bit_cast<__m256i>(from), word));
+    };
+    c = {half(c.lo, b.lo), half(c.hi, b.hi)};
+#else
+    for (int i = 0; i < 4; i++) c += bit_cast<i32x16>((b >> (8 * i)) & 0xff) * int32_t(a[i]);
+#endif
 }
 
-INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place) {
-    return matrix.scale_bits == 16 ? load16(static_cast<const half*>(matrix.offsets) + place)
-                                   : load16(static_cast<const uint8_t*>(matrix.offsets) + place) * OFFSET_OF_BYTE;
+template <int BITS, int PANELS>
+INLINE void multiply_group(const Group& group, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
+                           i32x16 (&dots)[PANELS]) {
+    for (int p = 0; p < PANELS; p++) dots[p] = (has_shift ? group.shift : 0) - i32x16{};
+#pragma GCC unroll 8
+    for (int w = 0; w < GROUP_WORDS; w++)
+        for (int p = 0; p < PANELS; p++) multiply_add(dots[p], group.values + 4 * w, b[p][w]);
+}
+
+INLINE u32x16 as_factor(u32x16 bytes) { return bytes; }
+
+#endif
+
+// `ahead`: how far from here, in scales, the same place of the next panels is, which is fetched.
+template <class T> INLINE f32x16 load_ahead(const void* from, int64_t place, int64_t ahead) {
+    const T* scales = static_cast<const T*>(from) + place;
+    __builtin_prefetch(scales + ahead, 0, 2);
+    return load16(scales);
+}
+
+INLINE f32x16 load_scales(const Matrix& matrix, int64_t place, int64_t ahead = 0) {
+    return matrix.scale_bits == 16 ? load_ahead<half>(matrix.scales, place, ahead)
+                                   : load_ahead<uint8_t>(matrix.scales, place, ahead);
+}
+
+INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead = 0) {
+    return matrix.scale_bits == 16 ? load_ahead<half>(matrix.offsets, place, ahead)
+                                   : load_ahead<uint8_t>(matrix.offsets, place, ahead) * OFFSET_OF_BYTE;
 }
 
 // `ahead`: how far from here the same place of the next panels is, which is fetched into the second-level cache.
@@ -108,25 +182,24 @@ template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x
         const u32x16 bytes = load<u32x16>(from);
         __builtin_prefetch(from + ahead, 0, 2);
         if (BITS == 8) {
-            words[w] = bytes;
+            words[w] = as_factor(bytes);
         } else {
-            words[w] = (bytes << 4) & 0xf0f0f0f0u;
-            words[w + STEP - 1] = bytes & 0xf0f0f0f0u;
+            constexpr uint32_t MASK = 0x0f0f0f0fu << HALVES_UP;
+            words[w] = (bytes << HALVES_UP) & MASK;
+            words[w + STEP - 1] = (bytes >> (4 - HALVES_UP)) & MASK;
         }
     }
 }
 
 // Adds a group's products with `words` to elements of C.
-template <bool IS_AROUND_ZERO, bool HAS_OFFSETS, int PANELS>
+template <int BITS, bool HAS_OFFSETS, int PANELS>
 INLINE void add_group(const Group& group, const u32x16 (&words)[PANELS][GROUP_WORDS], const f32x16 (&scales)[PANELS],
                       const f32x16 (&offsets)[PANELS], float* to) {
+    constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
     i32x16 dots[PANELS];
-    for (int p = 0; p < PANELS; p++) dots[p] = (IS_AROUND_ZERO ? group.shift : 0) - i32x16{};
-#pragma GCC unroll 8
-    for (int w = 0; w < GROUP_WORDS; w++)
-        for (int p = 0; p < PANELS; p++) multiply_add(dots[p], group.values + 4 * w, words[p][w]);
+    multiply_group<BITS>(group, words, IS_AROUND_ZERO, dots);
     for (int p = 0; p < PANELS; p++) {
-        const f32x16 dot = __builtin_convertvector(dots[p], f32x16);
+        const f32x16 dot = convert<f32x16>(dots[p]);
         f32x16 sum = fma16(group.scale * scales[p], dot, load16(to + p * LANES));
         if (HAS_OFFSETS) sum = fma16(splat(group.sum), offsets[p], sum);
         store16(to + p * LANES, sum);
@@ -137,7 +210,6 @@ INLINE void add_group(const Group& group, const u32x16 (&words)[PANELS][GROUP_WO
 template <int BITS, bool HAS_OFFSETS, int PANELS>
 static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, float* c,
                             int64_t ldc) {
-    constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
     constexpr int64_t GROUP_BYTES = GROUP * LANES * BITS / 8;
     const int64_t panel_bytes = matrix.depth / GROUP * GROUP_BYTES;
     const int64_t panel_scales = matrix.depth / matrix.group_size * LANES;
@@ -148,17 +220,17 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
     for (int64_t start = 0; start < matrix.depth; start += matrix.group_size, scale += LANES) {
         f32x16 scales[PANELS], offsets[PANELS] = {};
         for (int p = 0; p < PANELS; p++) {
-            scales[p] = load_scales(matrix, scale + p * panel_scales);
-            if (HAS_OFFSETS) offsets[p] = load_offsets(matrix, scale + p * panel_scales);
+            scales[p] = load_scales(matrix, scale + p * panel_scales, PANELS * panel_scales);
+            if (HAS_OFFSETS) offsets[p] = load_offsets(matrix, scale + p * panel_scales, PANELS * panel_scales);
         }
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
             u32x16 words[PANELS][GROUP_WORDS];
             for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, PANELS * panel_bytes, words[p]);
             for (int r = 0; r < rows; r++)
-                add_group<IS_AROUND_ZERO, HAS_OFFSETS>(a.groups[place + r], words, scales, offsets, c + r * ldc);
+                add_group<BITS, HAS_OFFSETS>(a.groups[place + r], words, scales, offsets, c + r * ldc);
             for (uint32_t left = a.rests_of(place, rows); left; left &= left - 1) {
                 const int r = __builtin_ctz(left);
-                add_group<IS_AROUND_ZERO, HAS_OFFSETS>(a.rests[place + r], words, scales, offsets, c + r * ldc);
+                add_group<BITS, HAS_OFFSETS>(a.rests[place + r], words, scales, offsets, c + r * ldc);
             }
         }
     }
@@ -168,8 +240,8 @@ template <int BITS, bool HAS_OFFSETS>
 static void multiply_format(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
                             int64_t ldc) {
     int p = 0;
-    for (; p + 2 <= panels; p += 2)
-        multiply_groups<BITS, HAS_OFFSETS, 2>(a, rows, matrix, panel + p, c + p * LANES, ldc);
+    for (; p + PANELS_AT_ONCE <= panels; p += PANELS_AT_ONCE)
+        multiply_groups<BITS, HAS_OFFSETS, PANELS_AT_ONCE>(a, rows, matrix, panel + p, c + p * LANES, ldc);
     if (p < panels) multiply_groups<BITS, HAS_OFFSETS, 1>(a, rows, matrix, panel + p, c + p * LANES, ldc);
 }
 

@@ -42,81 +42,132 @@ struct Fetch {
 
 #if defined(__AVX512F__)
 constexpr int MOST_ROWS = 12, MOST_PANELS = 2, FEW_ROWS = 4, FEW_ROWS_PANELS = 4;
+#elif defined(__AVX2__)
+constexpr int MOST_ROWS = 5, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 4;
 #else
-constexpr int MOST_ROWS = 4, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 4;
+constexpr int MOST_ROWS = 2, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 2;
 #endif
 
-INLINE void multiply_add(f32x16& c, const float* a, f32x16 b) { c = fma16(splat(*a), b, c); }
-
-#if defined(__AVX512BF16__)
-INLINE void multiply_add(f32x16& c, const bf16* a, u32x16 b) {
-    __m512i pair = _mm512_set1_epi32(load<int32_t>(a));
-    c = bit_cast<f32x16>(_mm512_dpbf16_ps(bit_cast<__m512>(c), bit_cast<__m512bh>(pair), bit_cast<__m512bh>(b)));
+// What a vector of `Pack` neighbours in each column is multiplied by, part by part.
+template <int PART> INLINE f32x16 part_of(f32x16 words) { return words; }
+template <int PART> INLINE f32x16 part_of(u32x16 words) {  // two bfloat16
+    return bit_cast<f32x16>(PART ? words & 0xffff0000u : words << 16);
 }
-#else
-INLINE void multiply_add(f32x16& c, const bf16* a, u32x16 b) {
-    c = fma16(splat(to_float(a[0])), bit_cast<f32x16>(b << 16), c);
-    c = fma16(splat(to_float(a[1])), bit_cast<f32x16>(b & 0xffff0000u), c);
-}
-#endif
 
 template <class T> struct Factor { typedef u32x16 type; };
 template <> struct Factor<float> { typedef f32x16 type; };
 
-template <int ROWS, int PANELS, class T>
-INLINE void multiply_block(const T* a, int64_t lda, const T* b, int64_t depth, float* c, int64_t ldc) {
-    typedef typename Factor<T>::type Words;
+// Adds the products with rows of A from `a` on, which lie lda apart.
+template <int PART, int PARTS, int ROWS, int PANELS, class Words>
+INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const float* a, int64_t lda, const Words (&words)[PANELS]) {
+    f32x16 factors[PANELS];
+    for (int p = 0; p < PANELS; p++) factors[p] = part_of<PART>(words[p]);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+        const f32x16 element = splat(a[r * lda + PART]);
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) sum[r][p] = fma16(element, factors[p], sum[r][p]);
+    }
+    if constexpr (PART + 1 < PARTS) add_products<PART + 1, PARTS>(sum, a, lda, words);
+}
+
+#if defined(__AVX512BF16__)
+template <int PART, int PARTS, int ROWS, int PANELS>
+INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const bf16* a, int64_t lda, const u32x16 (&words)[PANELS]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+        const __m512i pair = _mm512_set1_epi32(load<int32_t>(a + r * lda));
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++)
+            sum[r][p] = bit_cast<f32x16>(_mm512_dpbf16_ps(bit_cast<__m512>(sum[r][p]), bit_cast<__m512bh>(pair),
+                                                          bit_cast<__m512bh>(words[p])));
+    }
+}
+#endif
+
+// `depth` elements of rows of A and of panels that are `panel` elements apart; `is_more`: they are added to C.
+template <int ROWS, int PANELS, class A, class T>
+INLINE void multiply_block(const A* a, int64_t lda, const T* b, int64_t panel, int64_t depth, bool is_more, float* c,
+                           int64_t ldc) {
     f32x16 sum[ROWS][PANELS] = {};
-    const int64_t panel = depth * LANES;
+    if (is_more)
+        for (int r = 0; r < ROWS; r++)
+            for (int p = 0; p < PANELS; p++) sum[r][p] = load16(c + r * ldc + p * LANES);
     for (int64_t k = 0; k < depth; k += Pack<T>) {
-        Words words[PANELS];
+        typename Factor<T>::type words[PANELS];
         for (int p = 0; p < PANELS; p++) {
             const T* from = b + p * panel + k * LANES;
-            words[p] = load<Words>(from);
+            words[p] = load<typename Factor<T>::type>(from);
             if (ROWS <= FEW_ROWS) __builtin_prefetch((const char*)from + PREFETCH_BYTES);
         }
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-            for (int p = 0; p < PANELS; p++) multiply_add(sum[r][p], a + r * lda + k, words[p]);
+        add_products<0, Pack<T>>(sum, a + k, lda, words);
     }
     for (int r = 0; r < ROWS; r++)
         for (int p = 0; p < PANELS; p++) store16(c + r * ldc + p * LANES, sum[r][p]);
 }
 
 // As many rows as there are, up to MOST_ROWS: one instance of the block for each number.
-template <int ROWS, int PANELS, class T>
-INLINE void multiply_rows(int rows, const T* a, int64_t lda, const T* b, int64_t depth, float* c, int64_t ldc) {
+template <int ROWS, int PANELS, class A, class T>
+INLINE void multiply_rows(int rows, const A* a, int64_t lda, const T* b, int64_t panel, int64_t depth, bool is_more,
+                          float* c, int64_t ldc) {
     if (rows == ROWS)
-        multiply_block<ROWS, PANELS>(a, lda, b, depth, c, ldc);
+        multiply_block<ROWS, PANELS>(a, lda, b, panel, depth, is_more, c, ldc);
     else if constexpr (ROWS > 1)
-        multiply_rows<ROWS - 1, PANELS>(rows, a, lda, b, depth, c, ldc);
+        multiply_rows<ROWS - 1, PANELS>(rows, a, lda, b, panel, depth, is_more, c, ldc);
 }
 
-// C [rows, 16 panels] (row stride ldc) = A [rows, depth] (row stride lda) B.
-template <class T>
-static void multiply_vectors(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, float* c,
-                             int64_t ldc) {
+// C [rows, 16 panels] (row stride ldc) = A [rows, depth] (row stride lda) B, or more of it.
+template <class A, class T>
+static void multiply_vectors(const A* a, int64_t lda, int rows, const T* b, int panels, int64_t panel, int64_t depth,
+                             bool is_more, float* c, int64_t ldc) {
     for (int p = 0; p < panels;) {
-        const T* part = b + p * depth * LANES;
+        const T* part = b + p * panel;
         const bool is_wide = rows <= FEW_ROWS && panels - p >= FEW_ROWS_PANELS;
         const int width = is_wide ? FEW_ROWS_PANELS : panels - p >= MOST_PANELS ? MOST_PANELS : 1;
         const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
         for (int i = 0, r = 0; i < blocks; i++) {
             const int end = rows * (i + 1) / blocks;  // blocks of nearly one size
-            const T* from = a + r * lda;
+            const A* from = a + r * lda;
             float* to = c + r * ldc + p * LANES;
             if (is_wide)
-                multiply_rows<FEW_ROWS, FEW_ROWS_PANELS>(end - r, from, lda, part, depth, to, ldc);
+                multiply_rows<FEW_ROWS, FEW_ROWS_PANELS>(end - r, from, lda, part, panel, depth, is_more, to, ldc);
             else if (width == MOST_PANELS)
-                multiply_rows<MOST_ROWS, MOST_PANELS>(end - r, from, lda, part, depth, to, ldc);
+                multiply_rows<MOST_ROWS, MOST_PANELS>(end - r, from, lda, part, panel, depth, is_more, to, ldc);
             else
-                multiply_rows<MOST_ROWS, 1>(end - r, from, lda, part, depth, to, ldc);
+                multiply_rows<MOST_ROWS, 1>(end - r, from, lda, part, panel, depth, is_more, to, ldc);
             r = end;
         }
         p += width;
     }
 }
+
+template <class T>
+static void multiply_vectors(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, float* c,
+                             int64_t ldc) {
+    multiply_vectors(a, lda, rows, b, panels, depth * LANES, depth, false, c, ldc);
+}
+
+#if !defined(__AVX512BF16__)
+// Rows are widened once for all columns, as much of them at a time as stays in the first-level cache. Weights are widened
+// in registers.
+[[maybe_unused]] static void multiply_vectors(const bf16* a, int64_t lda, int rows, const bf16* b, int panels,
+                                              int64_t depth, float* c, int64_t ldc) {
+    constexpr int64_t DEPTH_AT_ONCE = 256;
+    constexpr int ROWS_WIDENED = 8;
+    alignas(64) float wide[ROWS_WIDENED * DEPTH_AT_ONCE];
+    for (int r = 0; r < rows; r += ROWS_WIDENED) {
+        const int count = rows - r < ROWS_WIDENED ? rows - r : ROWS_WIDENED;
+        for (int64_t start = 0; start < depth; start += DEPTH_AT_ONCE) {
+            const int64_t size = depth - start < DEPTH_AT_ONCE ? depth - start : DEPTH_AT_ONCE;
+            for (int i = 0; i < count; i++)
+                for (int64_t k = 0; k < size; k += LANES)
+                    store16(wide + i * DEPTH_AT_ONCE + k, load16(a + (r + i) * lda + start + k));
+            multiply_vectors(wide, DEPTH_AT_ONCE, count, b + start * LANES, panels, depth * LANES, size, start > 0,
+                             c + r * ldc, ldc);
+        }
+    }
+}
+#endif
 
 #if defined(__AMX_TILE__)
 

@@ -1,24 +1,7 @@
-// Sixteen lanes at a time. The compiler's vector extensions give one source for every machine: an AVX-512 register,
-// two AVX2 ones, or four of the plain kind.
+// Numbers and their arithmetic, sixteen at a time.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#define INLINE inline __attribute__((always_inline))
-
-constexpr int LANES = 16;
-
-typedef float f32x16 __attribute__((vector_size(64), aligned(4)));
-typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t u32x16 __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t u16x16 __attribute__((vector_size(32), aligned(2)));
-typedef int8_t i8x16 __attribute__((vector_size(16), aligned(1)));
-typedef uint8_t u8x16 __attribute__((vector_size(16), aligned(1)));
+#include "lanes.h"
 
 struct bf16 {
     uint16_t bits;
@@ -28,41 +11,41 @@ struct half {  // IEEE's float16
     uint16_t bits;
 };
 
-template <class V> INLINE V load(const void* from) {
-    V v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-
-template <class V> INLINE void store_raw(void* to, V v) { std::memcpy(to, &v, sizeof v); }
-
-template <class To, class From> INLINE To bit_cast(From from) {
-    To to;
-    static_assert(sizeof to == sizeof from);
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
-INLINE f32x16 splat(float x) { return x - f32x16{}; }
-
 // ---- number formats <-> float32 ----
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
 
 INLINE f32x16 load16(const float* p) { return load<f32x16>(p); }
-INLINE f32x16 load16(const bf16* p) {
-    return bit_cast<f32x16>(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
+INLINE u32x16 load16(const uint16_t* p) { return convert<u32x16>(load<u16x16>(p)); }
+INLINE f32x16 load16(const bf16* p) { return bit_cast<f32x16>(load16(&p->bits) << 16); }
+
+// By intrinsics, as gcc would take bytes one by one.
+INLINE f32x16 load16(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return bit_cast<f32x16>(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p))));
+#elif defined(__AVX2__)
+    const auto half = [](const uint8_t* from) {
+        return bit_cast<f32_register>(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from))));
+    };
+    return {half(p), half(p + REGISTER_LANES)};
+#else
+    return convert<f32x16>(load<u8x16>(p));
+#endif
 }
 
-INLINE f32x16 load16(const uint8_t* p) { return __builtin_convertvector(load<u8x16>(p), f32x16); }
 INLINE f32x16 load16(const half* p) {
 #if defined(__AVX512F__)
     return bit_cast<f32x16>(_mm512_cvtph_ps(load<__m256i>(p)));
+#elif defined(__F16C__)
+    const half* second = p + REGISTER_LANES;
+    return {bit_cast<f32_register>(_mm256_cvtph_ps(load<__m128i>(p))),
+            bit_cast<f32_register>(_mm256_cvtph_ps(load<__m128i>(second)))};
 #else
-    const u32x16 bits = __builtin_convertvector(load<u16x16>(p), u32x16), size = bits & 0x7fff;
-    const u32x16 scaled = bit_cast<u32x16>(bit_cast<f32x16>(size << 13) * 0x1p112f);  // another bias of the exponent
-    return bit_cast<f32x16>((size >= 0x7c00 ? (size << 13) | 0x7f800000u : scaled) | (bits & 0x8000) << 16);
+    const u32x16 bits = load16(&p->bits), size = bits & 0x7fff;
+    const f32x16 scaled = bit_cast<f32x16>(size << 13) * 0x1p112f;  // another bias of the exponent
+    const f32x16 number = select(size >= 0x7c00, bit_cast<f32x16>((size << 13) | 0x7f800000u), scaled);
+    return bit_cast<f32x16>(bit_cast<u32x16>(number) | (bits & 0x8000) << 16);
 #endif
 }
 
@@ -70,15 +53,31 @@ INLINE f32x16 load16(const half* p) {
 INLINE u32x16 round_to_bf16(f32x16 x) {
     u32x16 bits = bit_cast<u32x16>(x);
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return x == x ? rounded : (bits >> 16) | 0x40;
+    return select(x == x, rounded, (bits >> 16) | 0x40);
 }
 
 INLINE void store16(float* p, f32x16 x) { store_raw(p, x); }
 INLINE void store16(bf16* p, f32x16 x) {
 #if defined(__AVX512BF16__)
     store_raw(p, _mm512_cvtneps_pbh(bit_cast<__m512>(x)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const u32x16 bits = round_to_bf16(x);
+    const __m256i packed = _mm256_packus_epi32(bit_cast<__m256i>(bits.lo), bit_cast<__m256i>(bits.hi));
+    store_raw(p, _mm256_permute4x64_epi64(packed, 0xd8));  // packing goes by halves of registers
 #else
-    store_raw(p, __builtin_convertvector(round_to_bf16(x), u16x16));
+    store_raw(p, convert<u16x16>(round_to_bf16(x)));
+#endif
+}
+
+// Integers that a byte holds.
+INLINE void store16(int8_t* p, i32x16 x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i words = _mm256_packs_epi32(bit_cast<__m256i>(x.lo), bit_cast<__m256i>(x.hi));
+    const __m256i bytes = _mm256_packs_epi16(words, words);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+    store_raw(p, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, order)));
+#else
+    store_raw(p, convert<i8x16>(x));
 #endif
 }
 
@@ -110,13 +109,11 @@ INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
     return bit_cast<f32x16>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
 #elif defined(__FMA__)
-    __m256 x[2], y[2], z[2];
-    std::memcpy(x, &a, sizeof a);
-    std::memcpy(y, &b, sizeof b);
-    std::memcpy(z, &c, sizeof c);
-    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-    std::memcpy(&c, z, sizeof c);
-    return c;
+    const auto half = [](f32_register x, f32_register y, f32_register z) {
+        return bit_cast<f32_register>(
+            _mm256_fmadd_ps(bit_cast<__m256>(x), bit_cast<__m256>(y), bit_cast<__m256>(z)));
+    };
+    return {half(a.lo, b.lo, c.lo), half(a.hi, b.hi, c.hi)};
 #else
     return a * b + c;
 #endif
@@ -126,38 +123,48 @@ INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
 INLINE f32x16 max16(f32x16 a, f32x16 b) {
 #if defined(__AVX512F__)
     return bit_cast<f32x16>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
+#elif defined(__AVX2__)
+    const auto half = [](f32_register x, f32_register y) {
+        return bit_cast<f32_register>(_mm256_max_ps(bit_cast<__m256>(x), bit_cast<__m256>(y)));
+    };
+    return {half(a.lo, b.lo), half(a.hi, b.hi)};
 #else
-    return a > b ? a : b;
+    return select(a > b, a, b);
 #endif
 }
 INLINE f32x16 abs16(f32x16 a) { return bit_cast<f32x16>(bit_cast<u32x16>(a) & 0x7fffffffu); }
 
-// A fixed tree, so that a sum does not depend on how the compiler unrolls.
-INLINE float sum16(f32x16 x) {
-    float v[LANES];
-    store_raw(v, x);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) v[i] += v[i + width];
-    return v[0];
+// All lanes combined two by two: those 8 apart, then 4, 2 and 1. A fixed tree, so that a sum does not depend on how the
+// compiler unrolls.
+template <class V, class Combine> INLINE auto reduce(V x, Combine combine) {
+    if constexpr (IS_PAIR<V>) {
+        return reduce(combine(x.lo, x.hi), combine);
+    } else {
+        typename ElementOf<V>::type v[REGISTER_LANES];
+        store_raw(v, x);
+        for (int width = REGISTER_LANES / 2; width > 0; width /= 2)
+            for (int i = 0; i < width; i++) v[i] = combine(v[i], v[i + width]);
+        return v[0];
+    }
 }
 
-INLINE int32_t max_of16(i32x16 x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_epi32(bit_cast<__m512i>(x));
-#else
-    int32_t best = x[0];
-    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
-    return best;
-#endif
+INLINE float sum16(f32x16 x) {
+    return reduce(x, [](auto a, auto b) { return a + b; });
 }
 
 INLINE int32_t sum16(i32x16 x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32(bit_cast<__m512i>(x));
 #else
-    int32_t sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+    return reduce(x, [](auto a, auto b) { return a + b; });
+#endif
+}
+
+INLINE int32_t max_of16(i32x16 x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32(bit_cast<__m512i>(x));
+#else
+    return reduce(x, [](auto a, auto b) { return select(a > b, a, b); });
 #endif
 }
 
@@ -169,10 +176,10 @@ template <class T = float> INLINE f32x16 exp2_16(f32x16 x) {
     constexpr int FRACTION = _MM_FROUND_TO_NEG_INF;  // x - floor(x)
     f32x16 rest = bit_cast<f32x16>(_mm512_reduce_ps(bit_cast<__m512>(x), FRACTION));
 #else
-    x = x < -127.0f ? splat(-127.0f) : (x > 126.0f ? splat(126.0f) : x);
-    f32x16 whole = __builtin_convertvector(__builtin_convertvector(x, i32x16), f32x16);
-    whole = whole > x ? whole - 1.0f : whole;
-    f32x16 rest = x - whole;
+    x = select(x < -127.0f, splat(-127.0f), select(x > 126.0f, splat(126.0f), x));
+    f32x16 whole = convert<f32x16>(convert<i32x16>(x));
+    whole = select(whole > x, whole - 1.0f, whole);
+    const f32x16 rest = x - whole;
 #endif
     constexpr float fine[]{1.86713013e-3f, 9.01703016e-3f, 5.57999133e-2f, 2.40164450e-1f, 6.93151312e-1f, 1.0f};
     constexpr float coarse[]{7.7067040e-2f, 2.2764500e-1f, 6.9511679e-1f, 1.0f};
@@ -183,8 +190,8 @@ template <class T = float> INLINE f32x16 exp2_16(f32x16 x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     return bit_cast<f32x16>(_mm512_scalef_ps(bit_cast<__m512>(p), bit_cast<__m512>(x)));  // p 2^floor(x)
 #else
-    f32x16 power = bit_cast<f32x16>(bit_cast<i32x16>(p) + (__builtin_convertvector(whole, i32x16) << 23));
-    return x < -126.0f ? splat(0.0f) : power;
+    const f32x16 power = bit_cast<f32x16>(bit_cast<u32x16>(p) + (bit_cast<u32x16>(convert<i32x16>(whole)) << 23));
+    return select(x < -126.0f, splat(0.0f), power);
 #endif
 }
 
@@ -203,31 +210,16 @@ INLINE f32x16 gelu16(f32x16 x) {
 INLINE f32x16 cap16(f32x16 x, float cap) {
     const f32x16 power = exp2_16(abs16(x) * (-2 * LOG2_E / cap));
     const f32x16 size = (1.0f - power) / (1.0f + power) * cap;
-    return x < 0.0f ? -size : size;
+    return select(x < 0.0f, -size, size);
 }
-
-// Of two vectors, the lanes whose number lacks the bit `WIDTH`, those of the second moved up by it; then those with it.
-template <int WIDTH> struct Exchange;
-template <> struct Exchange<8> {
-    static constexpr u32x16 low{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-};
-template <> struct Exchange<4> {
-    static constexpr u32x16 low{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-};
-template <> struct Exchange<2> {
-    static constexpr u32x16 low{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-};
-template <> struct Exchange<1> {
-    static constexpr u32x16 low{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-};
 
 // 16 x 16 words, rows to columns: blocks of 8, 4, 2 and 1 change places.
 template <int WIDTH = LANES / 2> INLINE void transpose16(u32x16 (&m)[LANES]) {
     for (int i = 0; i < LANES; i++) {
         if (i & WIDTH) continue;
         const u32x16 a = m[i], b = m[i | WIDTH];
-        m[i] = __builtin_shuffle(a, b, Exchange<WIDTH>::low);
-        m[i | WIDTH] = __builtin_shuffle(a, b, Exchange<WIDTH>::low + WIDTH);
+        m[i] = exchange<WIDTH, false>(a, b);
+        m[i | WIDTH] = exchange<WIDTH, true>(a, b);
     }
     if constexpr (WIDTH > 1) transpose16<WIDTH / 2>(m);
 }
@@ -236,8 +228,7 @@ template <int WIDTH = LANES / 2> INLINE void transpose16(u32x16 (&m)[LANES]) {
 template <int WIDTH = LANES / 2, class Combine> INLINE f32x16 fold16(f32x16 (&m)[LANES], Combine combine) {
     for (int i = 0; i < WIDTH; i++) {
         const f32x16 a = m[i], b = m[i + WIDTH];
-        m[i] = combine(__builtin_shuffle(a, b, Exchange<WIDTH>::low),
-                       __builtin_shuffle(a, b, Exchange<WIDTH>::low + WIDTH));
+        m[i] = combine(exchange<WIDTH, false>(a, b), exchange<WIDTH, true>(a, b));
     }
     if constexpr (WIDTH > 1)
         return fold16<WIDTH / 2>(m, combine);

@@ -1,0 +1,99 @@
+"""No compiler warns of the kernels, what clang makes of them is right, and sanitizers find nothing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chairlift.models.cpu.build import usable_instruction_sets
+from chairlift.models.cpu.compiler import _COMPILE_FLAGS, _SOURCES, INSTRUCTION_SETS, InstructionSet
+
+pytestmark = pytest.mark.slow
+
+COMPILERS = ("g++", "g++-11", "g++-12", "g++-13", "g++-14", "clang++")
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+
+# The compiler itself runs without the sanitizer.
+SANITIZING = """#!/bin/sh
+unset LD_PRELOAD
+exec g++ "$@" -fsanitize={sanitizer} -fno-sanitize-recover=all -O1
+"""
+
+# Rows of one token, of a few and of many, in bfloat16 and in integers, on two threads.
+COMPUTING = """
+import torch
+from tests.models.cpu.support import BFLOAT16, BFLOAT16_INT4, BFLOAT16_INT8, SHAPES
+from tests.models.cpu.support import cpu_bench, in_float32, make_model, quantized, torch_bench
+from tests.support.forward_bench import Row
+
+torch.set_num_threads(2)
+shape = SHAPES["three heads to one"]
+steps = ([Row(1, [3, 5, 7]), Row(2, list(range(140)))], [Row(1, [9]), Row(2, [11])], [Row(1, [4]), Row(3, [1] * 40)])
+for number_format in (BFLOAT16, BFLOAT16_INT8, BFLOAT16_INT4):
+    model = in_float32(make_model(shape, torch.bfloat16))
+    if number_format.quantization:
+        model = quantized(model, number_format.quantization)
+    ours, exact = cpu_bench(shape, number_format), torch_bench(model)
+    for rows in steps:
+        expected = torch.cat(exact.run(rows))
+        error = (torch.cat(ours.run(rows)) - expected).norm() / expected.norm()
+        assert error < 0.04, (number_format, error)
+print("computed")
+"""
+
+
+def need(program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"there is no {program}")
+
+
+def compute(tmp_path: Path, isa: str, **environment: str) -> None:
+    """In a process of its own, with a library of its own."""
+    if isa not in usable_instruction_sets():
+        pytest.skip(f"this processor does not have {isa}")
+    own = {"CHAIRLIFT_CACHE_DIR": str(tmp_path / "cache"), "CHAIRLIFT_CPU_ISA": isa}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPUTING],
+        env={**os.environ, **own, **environment},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("computed\n", 0), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, ids=lambda each: each.name)
+def test_no_compiler_warns(compiler: str, instruction_set: InstructionSet) -> None:
+    need(compiler)
+    flags = (*_COMPILE_FLAGS, *instruction_set.flags, *WARNINGS, "-fsyntax-only")
+    done = subprocess.run(
+        [compiler, *flags, str(_SOURCES / "decoder.cpp")], capture_output=True, text=True, check=False
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_what_clang_compiles_computes_the_same(tmp_path: Path) -> None:
+    need("clang++")
+    compute(tmp_path, "avx2", CXX="clang++")
+
+
+@pytest.mark.parametrize(
+    ("isa", "sanitizer", "runtime"), [("avx2", "address", "libasan.so"), ("avx512", "undefined", "libubsan.so")]
+)
+def test_sanitizers_find_nothing(tmp_path: Path, isa: str, sanitizer: str, runtime: str) -> None:
+    """The runtime is loaded before all else, as the interpreter was compiled without it."""
+    need("g++")
+    found = subprocess.run(["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
+    library = found.stdout.strip()
+    if not Path(library).is_file():
+        pytest.skip(f"g++ has no {runtime}")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(SANITIZING.format(sanitizer=sanitizer))
+    compiler.chmod(0o755)
+    compute(tmp_path, isa, CXX=str(compiler), LD_PRELOAD=library, ASAN_OPTIONS="detect_leaks=0")

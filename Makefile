@@ -27,17 +27,16 @@ serve: setup ## serve the bundled model on http://127.0.0.1:8000 (ARGS="--port 9
 	$(BIN)/chairlift serve $(ARGS)
 
 PYTEST := $(BIN)/python -m pytest
-SPREAD := --dist loadfile -n
+SPREAD := -n 2 --dist loadfile
 
 test: setup lint ## the checks of every day: lint, types, import directions, tests (ARGS="-k name ...": only these tests)
-	$(PYTEST) $(if $(ARGS),$(ARGS),$(SPREAD) 2 -m 'not slow')
+	$(PYTEST) $(if $(ARGS),$(ARGS),$(SPREAD) -m 'not slow')
 
 # Some attacks measure how long others have to wait, so they run by themselves.
 TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
 
-# Three workers on two cores, since at most times one of them waits: for the soak, a timeout, a server.
 test-all: setup browser lint ## every check, as CI runs them: also soaks, attacks, the page in a browser, long fuzzing
-	$(PYTEST) $(SPREAD) 3 --no-loadscope-reorder --hypothesis-profile=ci tests/soak tests $(addprefix --ignore=,$(TIMED))
+	$(PYTEST) $(SPREAD) --no-loadscope-reorder --hypothesis-profile=ci tests/soak tests $(addprefix --ignore=,$(TIMED))
 	$(PYTEST) $(TIMED)
 
 attacks: setup ## attack a server and measure with its full strictness how long others wait; on an idle machine

@@ -76,7 +76,11 @@ def test_answers_are_written_behind_their_thoughts_and_remembered(
 def test_ctrl_c_ends_the_answer_and_not_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speaker = talk(monkeypatch, "stop", KeyboardInterrupt, "refuse", "b")
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+    try:
+        speaker = talk(monkeypatch, "stop", KeyboardInterrupt, "refuse", "b")
+    finally:
+        signal.signal(signal.SIGINT, usual)
     assert "(ended)" in capsys.readouterr().err
     contents = [message["content"] for message in speaker.asked[-1]]
     assert contents == ["stop", "[stop]", "b"]  # what was said is kept, and what was refused was not said

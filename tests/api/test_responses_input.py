@@ -218,7 +218,15 @@ def test_every_field_that_the_client_can_send_is_known() -> None:
         *get_type_hints(response_create_params.ResponseCreateParamsStreaming),
         *get_type_hints(response_create_params.ResponseCreateParamsNonStreaming),
     }
-    ours = {"priority", "cache_salt", "timeout", "structured_outputs", "chat_template_kwargs", "parse_special_tokens"}
+    ours = {
+        "priority",
+        "cache_salt",
+        "timeout",
+        "structured_outputs",
+        "chat_template_kwargs",
+        "parse_special_tokens",
+        "speculation",
+    }
     codex = {"client_metadata"}
     sampling = set(SamplingParams.model_fields) - {"n", "max_tokens", "logprobs", "prompt_logprobs"}
     assert sent | ours | codex | sampling == {row.name for row in fields_of(ResponsesRequest)}

@@ -156,7 +156,7 @@ async def test_a_server_that_goes_down_is_asked_again_and_its_successor_answers(
 
 async def test_a_server_that_goes_down_says_so(server: Server) -> None:
     async with aiohttp.ClientSession() as http:
-        server.api.is_draining = True
+        server.api.drain()
         async with http.post(f"{server.url}/v1/completions", json=BODY) as response:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
             assert await response.json() == {"error": GOING_DOWN}

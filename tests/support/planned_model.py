@@ -9,6 +9,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from chairlift.engine.sampling.guesses import Guessed
 from chairlift.engine.sampling.sampler import Sampled, Sampler, SamplingBatch
 from chairlift.scheduler import RequestState
 from tests.support.checkpoints import make_checkpoint
@@ -46,8 +47,10 @@ def install_plan(monkeypatch: pytest.MonkeyPatch, directory: str, plan: Plan) ->
             written[state.request_id] = [*tokenizer.encode(text, add_special_tokens=False), END_TOKEN]
         return written[state.request_id]
 
-    def prepare_and_note(self: Sampler, requests: Sequence[RequestState], num_steps: int) -> SamplingBatch:
-        batch = prepare(self, requests, num_steps)
+    def prepare_and_note(
+        self: Sampler, requests: Sequence[RequestState], num_steps: int, guessed: Guessed
+    ) -> SamplingBatch:
+        batch = prepare(self, requests, num_steps, guessed)
         rows[id(batch)] = [(script_of(state), state.num_output_tokens) for state in requests]
         return batch
 

@@ -1,4 +1,4 @@
-"""Chairlift, as `LLM.generate` runs it."""
+"""Chairlift, as `LLM.generate` runs it. Options: fields of `EngineConfig`, also another `model` of the same shape."""
 
 from peers.workers.protocol import Generate, Session, serve
 
@@ -11,14 +11,14 @@ def load(session: Session) -> Generate:
 
     session.imported(chairlift=chairlift.__version__, torch=torch.__version__)
     settings = session.settings
+    own = {"model": settings.model, "quantization": settings.quantization, **settings.options}
     llm = chairlift.LLM(
-        settings.model,
         device="cpu",
         dtype=settings.dtype,
         num_threads=settings.num_threads,
         max_batch_size=settings.max_requests,
         max_seq_len=settings.max_tokens,
-        **{"quantization": settings.quantization, **settings.options},
+        **own,
     )
     session.about["attention_backend"] = str(llm.config.attention_backend)
 

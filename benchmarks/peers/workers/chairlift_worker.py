@@ -1,5 +1,7 @@
 """Chairlift, as `LLM.generate` runs it. Options: fields of `EngineConfig`, also another `model` of the same shape."""
 
+from typing import Any
+
 from peers.workers.protocol import Generate, Session, serve
 
 
@@ -11,7 +13,7 @@ def load(session: Session) -> Generate:
 
     session.imported(chairlift=chairlift.__version__, torch=torch.__version__)
     settings = session.settings
-    own = {"model": settings.model, "quantization": settings.quantization, **settings.options}
+    own: dict[str, Any] = {"model": settings.model, "quantization": settings.quantization, **settings.options}
     llm = chairlift.LLM(
         device="cpu",
         dtype=settings.dtype,

@@ -61,8 +61,8 @@ def _complete(port: int, ids: list[int], num_tokens: int) -> int:
     body = {
         "prompt": ids,
         "n_predict": num_tokens,
-        "temperature": 0.0,
-        "samplers": ["temperature"],  # at 0 it is one argmax, and no other sampler runs before it
+        "samplers": ["top_k"],  # the quickest way to the likeliest token: a temperature of 0 takes twice a step's time
+        "top_k": 1,
         "ignore_eos": True,
         "cache_prompt": False,
         "return_tokens": True,

@@ -15,7 +15,7 @@ from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader, Workers
 from chairlift.api.http.connections import meet_expectation
-from chairlift.api.jobs import Drafter, Job, answer
+from chairlift.api.jobs import JobMaker, Job, answer
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
 from chairlift.api.replies.responses import NOT_STORED, ResponseStore
 from chairlift.api.routes import (
@@ -59,7 +59,7 @@ class Api:
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
         self._store = ResponseStore()
         families = config.tool_call_parser, config.reasoning_parser
-        self._drafter = Drafter(llm, self._model_name, self._store, *families, config.keep_billing_line)
+        self._job_maker = JobMaker(llm, self._model_name, self._store, *families, config.keep_billing_line)
         # What takes long never stands before what does not; and a reply that is there is not refused any more.
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
@@ -107,7 +107,7 @@ class Api:
         )
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        return await self._answer_at_once(request, CountTokensRequest, self._drafter.count_tokens)
+        return await self._answer_at_once(request, CountTokensRequest, self._job_maker.count_tokens)
 
     async def tokenizer_info(self, _: web.Request) -> web.Response:
         tokenizer = self._llm.inputs.tokenizer
@@ -175,8 +175,8 @@ class Api:
     async def _make_job(self, request: web.Request, body_type: type[BaseModel]) -> Job:
         """All of it is checked before anything runs."""
         client = self.keys.client_of(request)
-        draft, off_loop = await self._read(request, client, body_type, lambda body: self._drafter.draft(body, client))
-        generations = await self._drafter.prepare(draft, off_loop)
+        draft, off_loop = await self._read(request, client, body_type, lambda body: self._job_maker.draft(body, client))
+        generations = await self._job_maker.prepare(draft, off_loop)
         observation = request[OBSERVATION]
         observation.note_job(draft.reply.id, generations, is_streamed=draft.is_streamed)
         off_loop = self._reply_workers.for_client(client.name)

@@ -57,7 +57,7 @@ class Draft:
     headers: Mapping[str, str] = field(default_factory=dict)  # of the reply
 
 
-class Drafter:
+class JobMaker:
     """Makes drafts of bodies, in a worker's thread, and generations of drafts, on the event loop."""
 
     def __init__(

@@ -15,7 +15,7 @@ from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader, Workers
 from chairlift.api.http.connections import meet_expectation
-from chairlift.api.jobs import JobMaker, Job, answer
+from chairlift.api.jobs import Job, JobMaker, answer
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
 from chairlift.api.replies.responses import NOT_STORED, ResponseStore
 from chairlift.api.routes import (

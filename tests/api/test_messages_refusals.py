@@ -77,7 +77,7 @@ async def test_every_status_has_its_type(server: Server, monkeypatch: pytest.Mon
         async def fail(*_: Any, error: Exception = error) -> Any:
             raise error
 
-        monkeypatch.setattr(server.api._drafter, "prepare", fail)
+        monkeypatch.setattr(server.api._job_maker, "prepare", fail)
         assert await type_of(status) == kind
     async with serving(ServerConfig(max_body_bytes=100)) as small:
         assert (await error_of(small, 413, {**ASKED, "system": "a" * 100}))["type"] == "request_too_large"

@@ -67,11 +67,13 @@ class Load:
             self.complaints.append(f"not idle {IDLE_WITHIN_S:g} s after a wave: {state.leftovers}")
 
     async def read_final_state(self) -> ServerState:
-        """Thorough ones, once the connections of clients that left have been taken down too."""
+        """A thorough one, once nothing is left. A peek before it would not do: a connection whose client has left may
+        still wait to be accepted, and be accepted after the peek.
+        """
         deadline = time.monotonic() + IDLE_WITHIN_S
-        while (await self._read_state()).leftovers and time.monotonic() < deadline:
+        while (state := await self._read_state(is_thorough=True)).leftovers and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
-        return await self._read_state(is_thorough=True)
+        return state
 
     async def _read_state(self, is_thorough: bool = False) -> ServerState:
         """The server's state now. Its faults and what its log has are taken over."""

@@ -54,7 +54,7 @@ def compute(tmp_path: Path, isa: str, **environment: str) -> None:
     """In a process of its own, with a library of its own."""
     if isa not in usable_instruction_sets():
         pytest.skip(f"this processor does not have {isa}")
-    own = {"CHAIRLIFT_CACHE_DIR": str(tmp_path / "cache"), "CHAIRLIFT_CPU_ISA": isa}
+    own = {"CHAIRLIFT_CACHE_DIR": str(tmp_path / "cache"), "CHAIRLIFT_CPU_LEVEL": isa}
     done = subprocess.run(
         [sys.executable, "-c", COMPUTING],
         env={**os.environ, **own, **environment},

@@ -6,6 +6,58 @@
 #include <atomic>
 #include <cstdint>
 
+#if defined(__APPLE__) || defined(CHAIRLIFT_OWN_THREADS)
+#include <pthread.h>
+
+constexpr int MOST_THREADS = 256;
+
+// Runs `work(rank, size)` on so many threads, or as many as there can be. They are made for it and end with it, since
+// torch brings no OpenMP runtime with a pool of threads that could be shared; and a sanitizer sees all that they do.
+template <class Work> void on_threads(int num_threads, Work work) {
+    struct Region {
+        Work& work;
+        std::atomic<int> size{0};  // 0: it is not known yet how many there are
+    } region{work};
+    struct Member {
+        Region* region;
+        int rank;
+        pthread_t thread;
+    } members[MOST_THREADS];
+    const auto run = [](void* data) -> void* {
+        const Member& own = *static_cast<Member*>(data);
+        int size = 0;
+        while (!(size = own.region->size.load(std::memory_order_acquire))) sched_yield();
+        own.region->work(own.rank, size);
+        return nullptr;
+    };
+    int size = 1;
+    for (; size < num_threads && size < MOST_THREADS; size++) {
+        members[size].region = &region;
+        members[size].rank = size;
+        if (pthread_create(&members[size].thread, nullptr, run, &members[size])) break;
+    }
+    region.size.store(size, std::memory_order_release);
+    work(0, size);
+    for (int rank = 1; rank < size; rank++) pthread_join(members[rank].thread, nullptr);
+}
+
+#else
+
+// What every OpenMP runtime has, LLVM's as well. Not by pragmas: each compiler would call its own.
+extern "C" {
+void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
+int omp_get_thread_num();
+int omp_get_num_threads();
+}
+
+// Runs `work(rank, size)` on that many threads of the pool that torch has as well.
+template <class Work> void on_threads(int num_threads, Work work) {
+    const auto run = [](void* data) { (*static_cast<Work*>(data))(omp_get_thread_num(), omp_get_num_threads()); };
+    GOMP_parallel(run, &work, unsigned(num_threads), 0);
+}
+
+#endif
+
 struct alignas(64) Counter {
     std::atomic<int64_t> taken;
 };
@@ -31,6 +83,8 @@ struct Barrier {
             }
 #if defined(__x86_64__)
             __builtin_ia32_pause();
+#elif defined(__aarch64__)
+            __asm__ volatile("isb");  // as long as a pause; "yield" takes no time on most processors
 #endif
         }
     }

@@ -11,16 +11,13 @@ from chairlift.api.tools import (
     FORMATS,
     THOUGHT_MARKS,
     AnswerReader,
-    FunctionSpec,
     ReasoningFamily,
     Thoughts,
     ToolFamily,
     family_of_template,
-    forced_calls_grammar,
-    free_grammar,
     reasoning_of_template,
-    schema_lines,
 )
+from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar, free_grammar, schema_lines
 from chairlift.api.wire.generation import Part, WantedStructure
 from chairlift.api.wire.responses import Conversation
 from chairlift.engine.text.grammar import Thinking

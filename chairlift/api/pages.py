@@ -29,8 +29,8 @@ from pydantic.json_schema import models_json_schema
 import chairlift
 from chairlift.api.replies import EventStream
 from chairlift.api.routes import ROUTES, Route
+from chairlift.api.wire import Fate
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody
-from chairlift.api.wire.base import Fate
 from chairlift.engine.stats import Snapshot, SnapshotSource
 from chairlift.params import RequestOptions, SamplingParams
 

@@ -17,7 +17,7 @@ from chairlift.api.config import ServerConfig
 from chairlift.api.http import bodies
 from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
 from chairlift.api.routes import DetokenizeRequest
-from chairlift.api.wire.base import complaint_of
+from chairlift.api.wire import complaint_of
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.errors import InvalidRequest
 from tests.api.conftest import Server

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from chairlift.api.errors import error_reply
 from chairlift.api.pages import fields_of
-from chairlift.api.wire.base import own_field_names
+from chairlift.api.wire import own_field_names
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ContextLengthExceeded, InvalidRequest

@@ -12,8 +12,7 @@ import torch
 from torch.nn.attention import varlen
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata
-from chairlift.models.attention.batch import view_length
+from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata, view_length
 from chairlift.models.attention.flash import (
     FlashAttn3Backend,
     FlashAttnBackend,

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece
+from chairlift.api.tools import AnswerReader
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
 from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs, WireFinishReason
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs

@@ -16,8 +16,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from chairlift.api.replies import KEEP_ALIVE, event
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader, ScoredPosition
-from chairlift.api.tools import CallPiece, ReasoningPiece
-from chairlift.api.wire.base import ErrorDetail, Usage
+from chairlift.api.tools.text import CallPiece, ReasoningPiece
+from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.messages import FunctionTool
 from chairlift.api.wire.response_object import (

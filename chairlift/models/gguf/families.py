@@ -14,7 +14,7 @@ import torch
 
 from chairlift.errors import CheckpointError
 from chairlift.models.config import LAYER_TYPES, Norms
-from chairlift.models.gguf.container import PLAIN, GGUFFile, Kind, format_of, is_readable, read_tensor, readable_names
+from chairlift.models.gguf import PLAIN, GGUFFile, Kind, format_of, is_readable, read_tensor, readable_names
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import GroupFormat
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 import chairlift
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader, Workers

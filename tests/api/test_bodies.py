@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.http import bodies
 from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
 from chairlift.api.routes import DetokenizeRequest

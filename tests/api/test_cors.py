@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.http.access import Cors, normalize_origin
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import in_loop, serving

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.pages import WATCH_PATH
 from chairlift.api.server import reporting
 from chairlift.api.telemetry.log import JsonFormatter, TextFormatter, activity_fields, log_activity

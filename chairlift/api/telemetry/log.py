@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
 
-from chairlift.api.config import LogFormat
+from chairlift.api import LogFormat
 from chairlift.api.telemetry import Observation
 
 if TYPE_CHECKING:  # the command line sets up the log before it knows whether it needs an engine

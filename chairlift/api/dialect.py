@@ -90,7 +90,7 @@ class Dialect:
     def reading(
         self, body: Conversation, functions: list[FunctionSpec], prompt: list[int], is_continued: bool
     ) -> AnswerReading:
-        """Of the answer to this prompt. After the last call that counts nothing more is generated."""
+        """How the answer to this prompt is read. After the last call that counts nothing more is generated."""
         thinking = self._thinking_after(prompt, is_continued)
         family = self._tool_family if functions else None
         max_calls = 1 if functions and not body.is_parallel else None

@@ -86,7 +86,7 @@ class JobMaker:
         return self._draft_conversation(body, client)
 
     def count_tokens(self, body: CountTokensRequest) -> TokenCount:
-        """Of the prompt that the same body would have as a request for an answer."""
+        """Counts the tokens of the prompt that the same body would have as a request for an answer."""
         options = body.chat_options(shows_tools=bool(body.functions_to_call()))
         return TokenCount(input_tokens=len(self._encode(body, options)))
 

@@ -225,7 +225,7 @@ async def test_a_stream_that_has_begun_frees_what_its_body_took(server: Server) 
 
 
 async def test_what_waits_keeps_neither_its_body_nor_what_was_read_out_of_it(server: Server) -> None:
-    """Of five megabytes, most of them a field that changes nothing, hardly anything is left while the engine works."""
+    """Hardly anything is left of five megabytes, most of them a field that changes nothing, while the engine works."""
     message = {"role": "assistant", "content": "Hi!", "refusal": "x" * 5_000_000}
     body = {"messages": [message, {"role": "user", "content": "Hello!"}], "max_tokens": 2, "logprobs": True}
     async with await post(server, body, CHAT) as client:

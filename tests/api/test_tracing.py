@@ -26,7 +26,7 @@ BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "ignore_eos": True, "temperatur
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """Of a provider that is everybody's as long as the test lasts."""
+    """The spans of a provider that is everybody's as long as the test lasts."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

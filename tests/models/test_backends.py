@@ -206,7 +206,7 @@ def ragged_arguments() -> Arguments:
 
 
 def transposed(*shape: int) -> torch.Tensor:
-    """Of that shape, with its last dimension not dense."""
+    """A tensor of that shape, with its last dimension not dense."""
     return random(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
 
 

@@ -329,7 +329,7 @@ def _response_at_its_start(
 # --- stored responses
 
 MAX_STORED_BYTES = 2**26
-"""Of all conversations and replies together."""
+"""Limit of all conversations and replies together."""
 
 NOT_STORED = "there is no such response here (any more); ask for responses with store: true to have them kept"
 

@@ -119,7 +119,7 @@ def _text(content: str | Sequence[TextPart] | None) -> str:
 
 
 def is_of_assistant(message: Any) -> bool:
-    """Of a message as it was parsed from JSON, or as a model has it."""
+    """Whether the assistant said it; `message`: as it was parsed from JSON, or a model."""
     role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
     return bool(role == "assistant")
 

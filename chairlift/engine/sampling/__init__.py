@@ -76,7 +76,7 @@ class Places:
 
     @classmethod
     def of(cls, plan: StepPlan) -> "Places":
-        """Of a plan's first step."""
+        """The places of a plan's first step."""
         tokens: list[int] = []
         rows: list[int] = []
         guessed: dict[int, Sequence[int]] = {}
@@ -93,6 +93,6 @@ class Places:
 
 
 def up_to_wrong(drawn: list[int], guess: Sequence[int]) -> list[int]:
-    """Of what was drawn before and behind each token of a guess: the tokens that count, the last not being guessed."""
+    """The tokens that count of those drawn before and behind each token of a guess; the last of them is no guess."""
     num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drawn, guess, strict=False)))
     return drawn[: num_right + 1]

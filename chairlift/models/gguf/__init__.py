@@ -86,7 +86,7 @@ def open_gguf(path: Path) -> GGUFFile:
 
 
 def first_part(path: Path) -> Path:
-    """Of a file that is split the first part; else the file."""
+    """The first part of a file that is split; else the file."""
     return _parts(path)[0]
 
 

@@ -9,10 +9,9 @@ import torch
 
 from chairlift.config import AttentionBackend, DType
 from chairlift.errors import ConfigurationError
-from chairlift.models import cpu
+from chairlift.models import cpu, find_obstacle, load_backend
 from chairlift.models.attention.flash import find_flash_attn, is_varlen_available
 from chairlift.models.attention.torch_sdpa import TorchBackend
-from chairlift.models.backends import find_obstacle, load_backend
 from chairlift.models.config import ModelConfig, ModelShape
 from tests.models.cpu.support import BASE
 from tests.support.flash_attn_reference import (

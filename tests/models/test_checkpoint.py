@@ -108,8 +108,8 @@ def test_weights_may_be_links_as_in_the_hubs_cache(tmp_path: Path) -> None:
     assert path.resolve() == tmp_path / "blobs" / "0123"
 
 
-# A digest of the names and bytes of all tensors, in order of names, of the checkpoint that transformers 5.23 makes of the
-# same file: from_pretrained(gguf_file=..., dtype=torch.float32).to(torch.bfloat16)
+# A digest of the names and bytes of all tensors, in order of names, in the checkpoint that transformers 5.23 makes of
+# the same file: from_pretrained(gguf_file=..., dtype=torch.float32).to(torch.bfloat16)
 TENSORS_SHA256 = "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from chairlift.cache.slots import Scrub, SlotCopy
+from chairlift.cache.ledger import Scrub, SlotCopy
 from chairlift.scheduler import Policy
 from chairlift.scheduler.placement import Placement
 from tests.scheduler.fake_engine import NO_REUSE, WORD, FakeEngine, Plan

@@ -23,7 +23,7 @@ from chairlift.api import LogFormat
 from chairlift.api.telemetry import Observation
 
 if TYPE_CHECKING:  # the command line sets up the log before it knows whether it needs an engine
-    from chairlift.engine.stats import EngineStats
+    from chairlift.engine.journal import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 import chairlift
 from chairlift.api.telemetry import Observation, Outcome
 from chairlift.engine.async_llm import AsyncLLM
-from chairlift.engine.stats import TOKEN_COUNTS, WAIT_SECONDS, Distribution, EngineStats, Histogram, SlotState, Totals
+from chairlift.engine.journal import TOKEN_COUNTS, WAIT_SECONDS, Distribution, EngineStats, Histogram, SlotState, Totals
 
 _CONFIG_FIELDS = (
     *("device", "dtype", "quantization", "attention_backend", "max_batch_size", "max_seq_len"),

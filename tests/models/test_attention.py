@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from chairlift.models.attention import AttentionConfig
-from chairlift.models.attention.batch import token_slots
+from chairlift.models.attention import AttentionConfig, token_slots
 from chairlift.models.attention.torch_sdpa import TorchBackend, attend_alone
 from tests.models.attention_support import (
     BATCHES,

@@ -12,8 +12,7 @@ import torch
 from torch.nn.attention import varlen
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata
-from chairlift.models.attention.batch import view_length
+from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata, view_length
 from chairlift.models.attention.flash import (
     FlashAttn3Backend,
     FlashAttnBackend,
@@ -68,7 +67,7 @@ class Loaded:
         return make_cache(rows, tokens, background=background, page_size=PAGE_SIZE)
 
     def attend(self, rows: list[Row], tokens: Tokens, background: float = 0.0) -> torch.Tensor:
-        """Of the rows' new tokens, in slots of which all else is `background`."""
+        """The results for the rows' new tokens, in slots that hold `background` elsewhere."""
         return attend(self.cache(rows, tokens, background), rows, tokens, self.backend)
 
     def batch(self, rows: list[Row]) -> BatchMetadata:

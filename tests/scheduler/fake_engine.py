@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from chairlift.cache.ledger import SlotLedger
-from chairlift.cache.slots import SlotCopy
+from chairlift.cache.ledger import SlotCopy, SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from chairlift.scheduler import (

@@ -5,7 +5,7 @@ Memory comes in chunks of 64 tokens.
 
 import pytest
 
-from chairlift.cache.slots import SlotCopy
+from chairlift.cache.ledger import SlotCopy
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
 from chairlift.scheduler import Policy, RequestState

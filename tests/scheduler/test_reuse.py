@@ -2,7 +2,7 @@
 
 import pytest
 
-from chairlift.cache.slots import Scrub, SlotCopy
+from chairlift.cache.ledger import Scrub, SlotCopy
 from chairlift.scheduler import Policy
 from chairlift.scheduler.placement import Placement
 from tests.scheduler.fake_engine import NO_REUSE, WORD, FakeEngine, Plan
@@ -397,7 +397,7 @@ def test_after_a_reset_nothing_is_reused_of_those_who_run_and_later_leave(num_ah
     assert again.num_cached_tokens == 40
 
 
-def test_a_launchin_flight_at_a_reset_leaves_nothing_warm_when_its_requests_end() -> None:
+def test_a_launch_in_flight_at_a_reset_leaves_nothing_warm_when_its_requests_end() -> None:
     engine = FakeEngine(num_ahead=2)
     engine.add("a", SYSTEM, 1)
     engine.step()  # in flight
@@ -446,7 +446,7 @@ def test_a_reset_without_reuse_changes_nothing() -> None:
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
 @pytest.mark.parametrize("max_steps", [1, 4])
-def test_whatever_is_reused_is_right_with_launchesin_flight(num_ahead: int, max_steps: int) -> None:
+def test_whatever_is_reused_is_right_with_launches_in_flight(num_ahead: int, max_steps: int) -> None:
     engine = FakeEngine(num_slots=3, budget=16, num_ahead=num_ahead, max_steps=max_steps)
     for number in range(12):
         engine.add(f"r{number}", [*SYSTEM[: 10 + 2 * (number % 7)], 300 + number % 3], max_tokens=1 + number % 5)

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 from aiohttp import web
 from pydantic import BaseModel
 
-from chairlift.api.wire.base import ErrorDetail
+from chairlift.api.wire import ErrorDetail
 from chairlift.params import RequestOutput
 
 

@@ -57,7 +57,9 @@ _BY_MACHINE = {  # the best first
     ),
     "aarch64": (
         InstructionSet("neon_dotprod", ("asimd", "asimddp"), ("-march=armv8.2-a+dotprod",)),
-        InstructionSet("neon", ("asimd",), ("-march=armv8-a", "-mno-outline-atomics")),  # they are in the compiler's library
+        InstructionSet(
+            "neon", ("asimd",), ("-march=armv8-a", "-mno-outline-atomics")
+        ),  # they are in the compiler's library
     ),
 }
 

@@ -1,6 +1,7 @@
 """The kernels as a program of their own that makes one call: for another processor, or with a sanitizer."""
 
 import ctypes
+import shutil
 import struct
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,17 @@ from chairlift.models.cpu import decoder
 from chairlift.models.cpu.compiler import _COMPILE_FLAGS, _SOURCES
 from chairlift.models.cpu.decoder import _Batch, _Layer, _Model
 
+ARM_COMPILER = "aarch64-linux-gnu-g++"
+
 _PROGRAM = Path(__file__).with_name("program.cpp")
 _LINE = 64
 _SIZES = (torch.float32.itemsize, torch.bfloat16.itemsize) * 2  # of an element, by the kernels' number of the format
+
+
+def need(program: str) -> None:
+    """Skips the test if there is none."""
+    if shutil.which(program) is None:
+        pytest.skip(f"there is no {program}")
 
 
 def compile_program(compiler: str, flags: Sequence[str], path: Path) -> None:

@@ -62,22 +62,29 @@ def load_library(isa: str | None = None) -> ctypes.CDLL:
     if wanted is not None and wanted not in usable:
         source = "" if isa else f"{ISA_VARIABLE} "
         raise CpuKernelsUnavailable(f"{source}{wanted!r} is not one that this processor has: {', '.join(usable)}")
-    for instruction_set in INSTRUCTION_SETS:
-        if instruction_set.name == wanted or (wanted is None and instruction_set.name in usable):
-            library = _open(instruction_set)
-            if library.chairlift_start() == 0:
-                logger.info("CPU kernels: %s", instruction_set.name)
-                return library
-            logger.warning("the system does not let this process use %s", instruction_set.name)
+    by_name = {each.name: each for each in INSTRUCTION_SETS}
+    for name in [wanted] if wanted else usable:
+        library = _open(by_name[name])
+        if library.chairlift_start() == 0:
+            logger.info("CPU kernels: %s", name)
+            return library
+        logger.warning("the system does not let this process use %s", name)
     raise CpuKernelsUnavailable(f"the system does not let this process use {wanted}")
 
 
 def usable_instruction_sets() -> list[str]:
-    """Names of the sets whose features this processor has, the best first."""
+    """Names of the sets whose features this processor has, the best first; last what its vendor made slow."""
     if platform.system() != "Linux":
         return []
-    features = torch.cpu.get_capabilities()
-    return [s.name for s in INSTRUCTION_SETS if all(features.get(feature) for feature in s.features)]
+    features, vendor = torch.cpu.get_capabilities(), _vendor()
+    usable = [each for each in INSTRUCTION_SETS if all(features.get(feature) for feature in each.features)]
+    return [each.name for each in sorted(usable, key=lambda each: each.slow_on == vendor)]
+
+
+def _vendor() -> str | None:
+    """Of the processor, as Linux tells it of x86."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), None)
 
 
 def are_kernels_fast() -> bool:

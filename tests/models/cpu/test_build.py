@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from chairlift import LLM
 from chairlift.models import cpu
@@ -31,7 +32,7 @@ def library() -> str:
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     load_library()
-    (best, *_) = (each for each in compiler.INSTRUCTION_SETS if each.name in usable_instruction_sets())
+    (best,) = (each for each in compiler.INSTRUCTION_SETS if each.name == usable_instruction_sets()[0])
     return str(build._library_path(best))
 
 
@@ -100,6 +101,17 @@ def test_every_instruction_set_has_a_library_of_its_own(cache: Path, copying: Pa
         load(isa)
     assert len(names(cache)) == len(usable)
     assert "-shared" in copying.read_text()
+
+
+@pytest.mark.parametrize(("vendor", "first"), [("GenuineIntel", "avx512_vnni"), ("AuthenticAMD", "avx512_bf16")])
+def test_products_of_bf16_are_taken_where_the_vendor_made_them_fast(
+    vendor: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = {name: True for each in compiler.INSTRUCTION_SETS for name in each.features if "amx" not in name}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr(build, "_vendor", lambda: vendor)
+    assert usable_instruction_sets()[0] == first
+    assert "avx512_bf16" in usable_instruction_sets()
 
 
 def test_other_sources_make_another_library(

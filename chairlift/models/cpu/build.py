@@ -64,23 +64,24 @@ def load_library(isa: str | None = None) -> ctypes.CDLL:
     if wanted is not None and wanted not in usable:
         source = "" if isa else f"{LEVEL_VARIABLE} "
         raise CpuKernelsUnavailable(f"{source}{wanted!r} is not one that this processor has: {', '.join(usable)}")
-    for instruction_set in instruction_sets(platform.machine()):
-        if instruction_set.name == wanted or (wanted is None and instruction_set.name in usable):
-            library = _open(instruction_set)
-            if library.chairlift_start() == 0:
-                logger.info("CPU kernels: %s", instruction_set.name)
-                return library
-            logger.warning("the system does not let this process use %s", instruction_set.name)
+    by_name = {each.name: each for each in instruction_sets(platform.machine())}
+    for name in [wanted] if wanted else usable:
+        library = _open(by_name[name])
+        if library.chairlift_start() == 0:
+            logger.info("CPU kernels: %s", name)
+            return library
+        logger.warning("the system does not let this process use %s", name)
     raise CpuKernelsUnavailable(f"the system does not let this process use {wanted}")
 
 
 def usable_instruction_sets() -> list[str]:
-    """Names of the sets whose features this processor has, the best first."""
+    """Names of the sets whose features this processor has, the best first; last what its vendor made slow."""
     if platform.system() != "Linux":
         return []
-    machine = platform.machine()
+    machine, vendor = platform.machine(), _vendor()
     features = _arm_features(_hwcap()) if machine == "aarch64" else _x86_features()
-    return [each.name for each in instruction_sets(machine) if features.issuperset(each.features)]
+    usable = [each for each in instruction_sets(machine) if features.issuperset(each.features)]
+    return [each.name for each in sorted(usable, key=lambda each: each.slow_on == vendor)]
 
 
 def _x86_features() -> frozenset[str]:
@@ -97,6 +98,12 @@ def _hwcap() -> int:
     getauxval = ctypes.CDLL(None).getauxval
     getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
     return int(getauxval(_AT_HWCAP))
+
+
+def _vendor() -> str:
+    """The processor's, as Linux tells it of x86; elsewhere nothing."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def are_kernels_fast() -> bool:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from chairlift import LLM
 from chairlift.models import cpu
@@ -102,6 +103,19 @@ def test_every_instruction_set_has_a_library_of_its_own(cache: Path, copying: Pa
         load(isa)
     assert len(names(cache)) == len(usable)
     assert "-shared" in copying.read_text()
+
+
+@pytest.mark.parametrize(("vendor", "first"), [("GenuineIntel", "avx512_vnni"), ("AuthenticAMD", "avx512_bf16")])
+def test_products_of_bf16_are_taken_where_the_vendor_made_them_fast(
+    vendor: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = compiler.instruction_sets("x86_64")
+    features = {name: True for each in sets for name in each.features if "amx" not in name}
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr(build, "_vendor", lambda: vendor)
+    assert usable_instruction_sets()[0] == first
+    assert "avx512_bf16" in usable_instruction_sets()
 
 
 def test_other_sources_make_another_library(

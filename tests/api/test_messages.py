@@ -226,9 +226,9 @@ async def test_a_silent_stream_is_kept_alive_by_pings(server: Server, monkeypatc
     gate = asyncio.Event()
     run_all = server.llm.run_all
 
-    async def wait_first(generations: Any) -> Any:
+    async def wait_first(generations: Any, **wishes: Any) -> Any:
         await gate.wait()
-        async for each in run_all(generations):
+        async for each in run_all(generations, **wishes):
             yield each
 
     monkeypatch.setattr(server.llm, "run_all", wait_first)

@@ -102,7 +102,7 @@ class ScoredPosition:
         return {**self.token.as_fields(), "top_logprobs": [each.as_fields() for each in self.top]}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class News:
     """What a choice has more than before."""
 
@@ -128,16 +128,17 @@ class ChoiceProgress:
         self._has_ended = False
 
     def advance(self, choice: CompletionOutput) -> News | None:
-        """What is new in it; None if nothing is."""
+        """What is new in it; None if nothing is. The choice may grow meanwhile, in another thread."""
+        finish_reason = choice.finish_reason  # first: with the end, the text is whole
         text = choice.text[self._num_characters :]
-        ends_now = choice.finish_reason is not None and not self._has_ended
+        ends_now = finish_reason is not None and not self._has_ended
         if not text and not ends_now:
             return None
         self._num_characters += len(text)
         self._has_ended = self._has_ended or ends_now
         start, end = self._num_tokens, self._num_tokens_out(choice)
         self._num_tokens = end
-        return News(text, choice.token_ids[start:end], self._positions(choice, start, end), choice.finish_reason)
+        return News(text, choice.token_ids[start:end], self._positions(choice, start, end), finish_reason)
 
     def _num_tokens_out(self, choice: CompletionOutput) -> int:
         """How many tokens have gone out with the text so far."""

@@ -91,6 +91,12 @@ class EngineConfig(BaseModel):
 
     # How it is computed
     device: str = Field("auto", description="'cpu', 'cuda', 'cuda:1', ...; auto: the first GPU if there is one")
+    tensor_parallel_size: Count = Field(
+        1,
+        description="devices that the model is divided over, with a process for each; on a CPU so many processes share"
+        " it, which shows that it works and gains nothing",
+        json_schema_extra={"flag": "-tp"},
+    )
     dtype: DType | Auto = Field("auto", description="auto: the checkpoint's, or float32 on a device that lacks it")
     attention_backend: AttentionBackend | Auto = Field(
         "auto",

@@ -224,6 +224,7 @@ class AsyncLLM:
                 self._thread = None  # and with it the way back from the thread: the memory is free at once
             else:
                 logger.error("the engine thread did not stop; it is left behind")
+        await asyncio.to_thread(self._core.close)
         await asyncio.to_thread(self.inputs.close)
 
     async def __aenter__(self) -> Self:
@@ -306,7 +307,7 @@ class AsyncLLM:
 
 
 def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, EngineHung) else f"a step failed: {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, EngineDead) else f"a step failed: {type(error).__name__}: {error}"
 
 
 def _retrieve(future: asyncio.Future[_Result]) -> None:

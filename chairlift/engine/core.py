@@ -23,6 +23,7 @@ from chairlift.engine.execution.machine import fit_cache, inspect_machine
 from chairlift.engine.execution.resolver import resolve
 from chairlift.engine.execution.runner import Launch, ModelRunner
 from chairlift.engine.journal import EngineStats, Journal, Snapshot
+from chairlift.engine.parallel import Leader, Ranks, on_every_rank
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
@@ -51,20 +52,28 @@ class Pacing:
 class EngineCore:
     """Scheduler, cache and model of one checkpoint. ConfigurationError if it cannot be set up."""
 
-    def __init__(self, config: EngineConfig, pacing: Pacing | None = None) -> None:
-        """`pacing` None: what suits the device."""
+    def __init__(self, config: EngineConfig, pacing: Pacing | None = None, ranks: Ranks | None = None) -> None:
+        """`pacing` None: what suits the device. `ranks`: given to all but the first, which starts the others."""
         checkpoint = open_checkpoint(config.model)
+        self.vocab_size = checkpoint.config.vocab_size
+        if ranks is None and config.tensor_parallel_size > 1:
+            ranks = Leader(config, checkpoint)
+        self.ranks, config = ranks, config if ranks is None else ranks.config
+        machine = inspect_machine(config.device)
+        if ranks is not None:
+            checkpoint, machine = ranks.split(checkpoint, machine)
         shape = checkpoint.config
-        machine, num_parameters = inspect_machine(config.device), count_parameters(shape)
+        num_parameters = count_parameters(shape)
         grouped = grouped_size(checkpoint) if config.load_format is LoadFormat.SAFETENSORS else None
         self.config = resolve(config, shape, num_parameters, machine, grouped=grouped)
         if self.config.fallback_reason is not None:
             logger.warning("attention backend torch rather than cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)
-        self.vocab_size = shape.vocab_size
         dtype = TORCH_DTYPES[self.config.dtype]
         forward = load_forward(checkpoint, self.config)
-        self.config = fit_cache(config, self.config, shape, forward)
+        if ranks is not None:
+            ranks.least(0)  # all have loaded their parts, and can compute together
+        self.config = fit_cache(config, self.config, shape, forward, int if ranks is None else ranks.least)
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
         self._pacing = pacing or Pacing.of(device)
@@ -77,7 +86,7 @@ class EngineCore:
         self.cache = _allocate(params, num_slots, shape.num_layers, self.config)
         last_tokens = LastTokens(num_slots, device)
         graphs = self._make_graphs(self._pacing.recorder, forward, last_tokens) if self._pacing.recorder else None
-        sampler = Sampler(shape.vocab_size, num_slots, device)
+        sampler = Sampler(self.vocab_size, num_slots, device)
         self._runner = ModelRunner(forward, self.cache, sampler, last_tokens, graphs)
         self._speculation = Speculation(config.num_speculative_tokens) if config.speculation else None
         self._scheduler = Scheduler(
@@ -91,6 +100,7 @@ class EngineCore:
                 self.config.preempt_levels,
                 self.config.queue_timeout,
             ),
+            clock=time.perf_counter if ranks is None else ranks.clock,
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
         )
@@ -105,6 +115,18 @@ class EngineCore:
             self.config.max_num_batched_tokens,
             self.config.max_steps_per_launch,
         )
+        if ranks is not None:
+            ranks.least(0)  # all are ready
+
+    @property
+    def failure(self) -> str | None:
+        """Why no step is possible any more, if that is known without one: a rank is lost."""
+        return None if self.ranks is None else self.ranks.failure
+
+    def close(self) -> None:
+        """Ends the processes of other ranks, if there are any."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     @property
     def has_work(self) -> bool:
@@ -114,6 +136,7 @@ class EngineCore:
         """Whether `add` would take them now, and no other request would have to leave for them."""
         return self._scheduler.can_take(requests)
 
+    @on_every_rank
     def add(self, *requests: Request) -> list[TokenEvent]:
         """Queues requests, all or none, and returns the ends of those that lose their places in the queue to them.
 
@@ -121,17 +144,20 @@ class EngineCore:
         """
         return self._noted(self._scheduler.add(*requests))
 
+    @on_every_rank
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request and gives its slot back. None if it has ended already."""
         event = self._scheduler.abort(request_id)
         self._noted([event] if event is not None else [])
         return event
 
+    @on_every_rank
     def reset_prefix_cache(self) -> None:
         """Forgets all prompts: later requests reuse nothing that was computed so far. Running ones go on."""
         self._scheduler.reset_prefix_cache()
         self._journal.look_around()
 
+    @on_every_rank
     def rest(self) -> None:
         """Gives memory back that nobody uses. For when there has been no work for a while; frees some warm slots."""
         if self.cache.is_elastic and not self.has_work:
@@ -139,6 +165,7 @@ class EngineCore:
             self.cache.settle()
             self._journal.look_around()
 
+    @on_every_rank
     def step(self) -> list[TokenEvent]:
         """Begins a launch, and takes the tokens of the oldest one if it need not, or cannot, run ahead any further.
 
@@ -171,6 +198,8 @@ class EngineCore:
 
     def _finish(self, launch: Launch) -> list[TokenEvent]:
         results = launch.wait()
+        if self.ranks is not None:
+            results = self.ranks.agree(results)
         events = self._scheduler.update(launch.plan, results)
         self._launches.popleft()
         seconds = self._journal.note_launch(launch.plan, launch.begin)

@@ -16,6 +16,7 @@ from chairlift.models.attention.torch_sdpa import attend_alone
 from chairlift.models.config import ModelShape
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
+from chairlift.models.parallel import CheckpointPart
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
     if config.attention_backend is AttentionBackend.CPU:
         return CpuDecoder(model, config.slot_len, quantization=config.quantization)
     model.pack()
+    if isinstance(checkpoint, CheckpointPart):
+        checkpoint.connect(model)
     if config.batch_invariant:
         return InvariantForward(model)
     return _with_attention(model, model.config, config)

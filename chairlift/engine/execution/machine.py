@@ -8,6 +8,7 @@ is left.
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -89,14 +90,21 @@ def _fast_cpu_dtypes() -> frozenset[DType]:
     return frozenset(dtypes)
 
 
-def fit_cache(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, forward: Forward) -> ResolvedConfig:
+def fit_cache(
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    model: ModelShape,
+    forward: Forward,
+    least: Callable[[int], int] = int,
+) -> ResolvedConfig:
     """`resolved` with as many slots as a GPU has memory for beside the loaded model; on a CPU as it is.
 
+    `least`: of a number, where several GPUs work together, the lowest that one of them has.
     `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.
     """
     if resolved.device == "cpu" or not isinstance(forward, TorchForward):
         return resolved
-    fitted = fit_slots(config, resolved, model, _measure_free_bytes(forward, resolved))
+    fitted = fit_slots(config, resolved, model, least(_measure_free_bytes(forward, resolved)))
     logger.info(
         "%d slots of %d tokens: a cache of %.2f GiB",
         fitted.num_slots,

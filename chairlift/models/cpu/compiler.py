@@ -32,7 +32,7 @@ class CpuKernelsUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """A way to compile: the processor features it takes, as torch names them, and the compiler's flags."""
+    """A way to compile: the processor features it takes, as `build` finds them, and the compiler's flags."""
 
     name: str
     features: tuple[str, ...]
@@ -44,15 +44,29 @@ _AVX2 = ("avx2", "fma3", "f16c")
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
 _AMX = ("amx_tile", "amx_bf16")
 _AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_PLAIN_SET = InstructionSet(PLAIN, (), ())
 
-INSTRUCTION_SETS = (  # the best first
-    InstructionSet("amx", (*_AVX512, *_AMX), (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")),
-    InstructionSet("avx512_bf16", _AVX512, _AVX512_FLAGS),
-    InstructionSet("avx512", _AVX512[:4], ("-march=x86-64-v4",)),
-    InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
-    InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
-    InstructionSet(PLAIN, (), ()),
-)
+_BY_MACHINE = {  # the best first
+    "x86_64": (
+        InstructionSet("amx", (*_AVX512, *_AMX), (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")),
+        InstructionSet("avx512_bf16", _AVX512, _AVX512_FLAGS),
+        InstructionSet("avx512", _AVX512[:4], ("-march=x86-64-v4",)),
+        InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
+        InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
+        _PLAIN_SET,
+    ),
+    "aarch64": (
+        InstructionSet("neon_dotprod", ("asimd", "asimddp"), ("-march=armv8.2-a+dotprod",)),
+        InstructionSet(
+            "neon", ("asimd",), ("-march=armv8-a", "-mno-outline-atomics")
+        ),  # they are in the compiler's library
+    ),
+}
+
+
+def instruction_sets(machine: str) -> tuple[InstructionSet, ...]:
+    """Those of a kind of machine, as `platform.machine` names it; the best first."""
+    return _BY_MACHINE.get(machine, (_PLAIN_SET,))
 
 
 def file_name(instruction_set: InstructionSet) -> str:

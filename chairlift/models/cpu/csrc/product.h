@@ -44,6 +44,8 @@ struct Fetch {
 constexpr int MOST_ROWS = 12, MOST_PANELS = 2, FEW_ROWS = 4, FEW_ROWS_PANELS = 4;
 #elif defined(__AVX2__)
 constexpr int MOST_ROWS = 5, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 4;
+#elif defined(__aarch64__)
+constexpr int MOST_ROWS = 5, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 2;
 #else
 constexpr int MOST_ROWS = 2, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 2;
 #endif

@@ -236,6 +236,12 @@ class FakeEngine(Driver):
         while self.requests[name].finish_reason is None:
             self.step()
 
+    def serve(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
+        """Queues a request, and steps until it is over."""
+        request = self.add(name, *args, **kwargs)
+        self.finish(name)
+        return request
+
     def slot_of(self, name: str) -> int:
         slot = self.requests[name].slot
         assert slot is not None

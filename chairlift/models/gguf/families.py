@@ -79,7 +79,6 @@ class _Fields:
     """A file's metadata, asked for once: what nobody has asked for must not matter."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self._file = file
         self._prefix = f"{architecture}."
         self._left = {name: value for name, value in file.metadata.items() if name.startswith(self._prefix)}
 

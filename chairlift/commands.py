@@ -43,7 +43,7 @@ class AnswerConfig(BaseModel):
 
 def serve_command() -> Command:
     """`chairlift serve`: settings of the engine and of the server."""
-    from chairlift.api.config import ServerConfig
+    from chairlift.api import ServerConfig
     from chairlift.config import EngineConfig
 
     return Command(

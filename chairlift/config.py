@@ -40,7 +40,7 @@ class Quantization(StrEnum):
 
     @property
     def num_bytes(self) -> float:
-        """Of a weight, with its share of a group's scale and offset. (A head has int8's with int4, too.)"""
+        """Bytes of a weight, with its share of a group's scale and offset. (A head has int8's with int4, too.)"""
         return 8.5 / 8 if self is Quantization.INT8 else 4.5 / 8
 
 

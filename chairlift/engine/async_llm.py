@@ -3,23 +3,25 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
-from chairlift.engine.stats import EngineStats, Snapshot
+from chairlift.engine.journal import EngineStats, Snapshot
 from chairlift.engine.text.inputs import DEFAULT_CHAT, DEFAULT_TEXT, Generation, InputProcessor, Prompt, TextOptions
-from chairlift.engine.text.outputs import GenerationState, OutputProcessor
+from chairlift.engine.text.outputs import GenerationState, OutputProcessor, copy_of
 from chairlift.engine.text.tokenizer import ChatOptions, Message
-from chairlift.engine.thread import Abort, Add, Call, EngineThread, Stop, Taken, Update
+from chairlift.engine.thread import Abort, Add, Call, EngineThread, Stop, Update
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
+_MAX_REST_S = 0.01
 
 _Result = TypeVar("_Result")
 
@@ -36,14 +38,20 @@ class OffLoop(Protocol):
 class _Mailbox:
     """News of generations that run together. A slow reader finds the newest states, not a backlog; an error ends it."""
 
-    def __init__(self, states: list[GenerationState]) -> None:
+    def __init__(self, states: list[GenerationState], wants_steps: bool) -> None:
+        """`wants_steps`: whether the reader is told of every step, or only when a generation begins and ends."""
         self.states = {state.generation.request_id: state for state in states}
         self._indices = {request_id: index for index, request_id in enumerate(self.states)}
+        self._unheard_of = None if wants_steps else set(self.states)
         self._changed: dict[str, None] = {}  # in order, each once
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
 
     def notify(self, request_id: str) -> None:
+        if self._unheard_of is not None and not self.states[request_id].is_finished:
+            if request_id not in self._unheard_of:
+                return
+            self._unheard_of.remove(request_id)
         self._changed[request_id] = None
         self._has_news.set()
 
@@ -52,13 +60,13 @@ class _Mailbox:
         self._has_news.set()
 
     async def wait(self) -> list[Numbered]:
-        """Each generation that changed since the last look, as it is now; or the error."""
+        """Each generation that changed since the last look; or the error."""
         await self._has_news.wait()
         self._has_news.clear()
         if self._error is not None:
             raise self._error
         changed, self._changed = self._changed, {}
-        return [(self._indices[request_id], self.states[request_id].snapshot()) for request_id in changed]
+        return [(self._indices[request_id], self.states[request_id].output) for request_id in changed]
 
 
 class AsyncLLM:
@@ -154,28 +162,30 @@ class AsyncLLM:
         """Runs what `prepare` made; otherwise like `generate`."""
         async with contextlib.aclosing(self.run_all([generation])) as outputs:
             async for _, output in outputs:
-                yield output
+                yield copy_of(output)
 
-    async def run_all(self, generations: Sequence[Generation]) -> AsyncGenerator[Numbered]:
+    async def run_all(self, generations: Sequence[Generation], *, wants_steps: bool = True) -> AsyncGenerator[Numbered]:
         """Runs what `prepare` made, side by side: all of them are taken, or none (`QueueFull`).
 
-        Leaving the iterator early, or an error in one of them, ends them all. Otherwise like `generate`.
+        Each has one output, which grows while the iterator's owner looks elsewhere. `wants_steps`: whether to be told
+        of every step, or only when a generation begins and ends. Leaving the iterator early, or an error in one of
+        them, ends them all. Otherwise like `generate`.
         """
         thread = self._usable_thread()
         names = [generation.request_id for generation in generations]
         for index, name in enumerate(names):
             if name in self._mailboxes or name in names[:index]:
                 raise ValueError(f"request {name!r} is already running")
-        mailbox = _Mailbox([self._outputs.open(generation) for generation in generations])
+        mailbox = _Mailbox([self._outputs.open(generation) for generation in generations], wants_steps)
         self._mailboxes.update(dict.fromkeys(names, mailbox))
         thread.send(Add([request for generation in generations for request in generation.requests]))
         unfinished = set(range(len(generations)))
         try:
             while unfinished:
                 for index, output in await mailbox.wait():
-                    yield index, output
-                    if output.finished:
+                    if output.finished:  # it may end while the reader has it, which then gets it once more
                         unfinished.discard(index)
+                    yield index, output
         finally:  # a reader that leaves early aborts what is unfinished
             unfinished_ids: list[str] = []
             for name, state in mailbox.states.items():
@@ -253,7 +263,7 @@ class AsyncLLM:
             raise EngineClosed("the engine was closed")
         if self._thread is None:
             loop = asyncio.get_running_loop()
-            self._thread = EngineThread(self._core, lambda update: _call_if_open(loop, self._take, update))
+            self._thread = EngineThread(self._core, lambda: _call_if_open(loop, self._take))
             self._thread.start()
             self._watch = loop.create_task(self._watch_over(self._thread), name="chairlift-watchdog")
         return self._thread
@@ -262,16 +272,23 @@ class AsyncLLM:
         """So that nobody waits for an engine that does nothing any more."""
         self._die(await thread.until_hung(self.config.step_timeout))
 
-    def _take(self, update: Update) -> None:
-        """On the event loop: one step's news."""
+    def _take(self) -> None:
+        """On the event loop: brings readers all news that there are."""
+        begin = time.perf_counter()
+        update = Update() if self._thread is None else self._thread.take()
+        if not update:
+            return
         try:
             self._distribute(update)
         except Exception as error:  # on the text side; its readers must not wait for ever
             logger.critical("delivering a step's tokens failed", exc_info=error)
             self._die(error)
-        finally:
-            if self._thread is not None:
-                self._thread.send(Taken())
+        asyncio.get_running_loop().call_soon(self._rest, begin)  # behind the readers, which run next
+
+    def _rest(self, begin: float) -> None:
+        """For as long as the news took, so that under load they come several steps at a time, which costs less."""
+        took = time.perf_counter() - begin
+        asyncio.get_running_loop().call_later(min(took, _MAX_REST_S), self._take)
 
     def _distribute(self, update: Update) -> None:
         delivery = self._outputs.process(update.events)

@@ -22,10 +22,9 @@ from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, GraphR
 from chairlift.engine.execution.machine import fit_cache, inspect_machine
 from chairlift.engine.execution.resolver import resolve
 from chairlift.engine.execution.runner import Launch, ModelRunner
-from chairlift.engine.journal import Journal
+from chairlift.engine.journal import EngineStats, Journal, Snapshot
 from chairlift.engine.parallel import Leader, Ranks, on_every_rank
 from chairlift.engine.sampling.sampler import Sampler
-from chairlift.engine.stats import EngineStats, Snapshot
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from chairlift.models.loader import TORCH_DTYPES, count_parameters, grouped_size

@@ -120,7 +120,7 @@ class LLM:
                         core.abort(request_id)
                     self._outputs.close(state)
                 self._rest_later()
-        return [state.snapshot() for state in states]
+        return [state.output for state in states]
 
     def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
         waiting = deque(states)

@@ -1,9 +1,9 @@
 """The two seams between the event loop and the engine: the inbox in, the mailbox out. One file holds both.
 
 The engine thread is the only owner of scheduler, cache and model; what passes through the seams is frozen, or given
-away. Commands come in through the inbox, which the thread empties between two steps; updates go out through one
-callback per step, which must not block (`loop.call_soon_threadsafe`). The loop answers each with `Taken`; when it falls
-behind, the thread takes no step until it has caught up, so that updates do not pile up.
+away. Commands come in through the inbox, which the thread empties between two steps. What comes out gathers in one
+update, and the loop is woken once until it has taken that: a loop that is slow finds the news of several steps at once.
+When it falls far behind, the thread takes no step until it has caught up.
 """
 
 import asyncio
@@ -20,10 +20,8 @@ from chairlift.scheduler import Request, TokenEvent
 
 logger = logging.getLogger(__name__)
 
-MAX_UPDATES_AHEAD = 8
-"""Updates not taken by the loop at which the thread stops stepping."""
-
-"""Seconds without work after which memory that nobody uses is given back."""
+MAX_STEPS_AHEAD = 8
+"""Steps with news not taken by the loop at which the thread stops stepping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class Stop:
 
 
 class Taken:
-    """The loop has taken an update."""
+    """The loop has taken an update for which the thread may be waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,19 @@ class Rejection:
 
 @dataclass(slots=True)
 class Update:
-    """What the mailbox carries: one step's events and rejections, or the engine's death."""
+    """What the mailbox carries: events and rejections in order, or the engine's death."""
 
     events: list[TokenEvent] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     death: BaseException | None = None
+    num_parts: int = 0  # that were added
+
+    def add(self, part: "Update") -> None:
+        """What is new comes last."""
+        self.events += part.events
+        self.rejections += part.rejections
+        self.death = self.death or part.death
+        self.num_parts += 1
 
     def __bool__(self) -> bool:
         return bool(self.events or self.rejections or self.death)
@@ -82,13 +88,16 @@ class Update:
 class EngineThread:
     """Runs an `EngineCore` in a thread of its own, and obeys commands between two steps."""
 
-    def __init__(self, core: EngineCore, deliver: Callable[[Update], None]) -> None:
+    def __init__(self, core: EngineCore, wake: Callable[[], None]) -> None:
+        """`wake`: called on the engine's thread when there are news and the loop does not know; must not block."""
         self._core = core
-        self._deliver = deliver
+        self._wake = wake
+        self._lock = threading.Lock()  # of the next two
+        self._untaken = Update()
+        self._is_told = False  # the loop knows that there are, or may be, news
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
         self._num_turns = 0
-        self._num_untaken = 0  # updates
         self._is_waiting = True
 
     @property
@@ -106,6 +115,15 @@ class EngineThread:
     def send(self, command: Command) -> None:
         """From any thread. Obeyed before the next step."""
         self._inbox.put(command)
+
+    def take(self) -> Update:
+        """On the loop: all news since the last call. If there are none, the loop is woken with the next."""
+        with self._lock:
+            update, self._untaken = self._untaken, Update()
+            self._is_told = bool(update)
+        if update.num_parts >= MAX_STEPS_AHEAD:
+            self.send(Taken())
+        return update
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the thread to end; True if it has."""
@@ -134,11 +152,11 @@ class EngineThread:
                 pass
         except BaseException as error:  # whatever it was, clients wait for tokens
             logger.critical("the engine died in a step", exc_info=error)
-            self._deliver(Update(death=error))
+            self._tell(Update(death=error))
 
     @property
     def _can_step(self) -> bool:
-        return self._core.has_work and self._num_untaken < MAX_UPDATES_AHEAD
+        return self._core.has_work and self._untaken.num_parts < MAX_STEPS_AHEAD
 
     def _turn(self) -> bool:
         """Obeys what has come in, then takes one step. False after `Stop`."""
@@ -154,9 +172,13 @@ class EngineThread:
         return True
 
     def _tell(self, update: Update) -> None:
-        if update:
-            self._num_untaken += 1
-            self._deliver(update)
+        if not update:
+            return
+        with self._lock:
+            self._untaken.add(update)
+            is_told, self._is_told = self._is_told, True
+        if not is_told:
+            self._wake()
 
     def _commands(self) -> list[Command]:
         """All commands that have come in; waits for one if no step can be taken."""
@@ -179,7 +201,7 @@ class EngineThread:
     def _obey(self, command: Add | Abort | Call | Taken, update: Update) -> None:
         match command:
             case Taken():
-                self._num_untaken -= 1
+                pass  # it has ended the wait
             case Call():
                 command.deliver(command.function(self._core))
             case Abort():

@@ -11,11 +11,11 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_create_params
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.pages import fields_of
 from chairlift.api.tools import ToolFamily
+from chairlift.api.wire import Fate
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
-from chairlift.api.wire.base import Fate
 from tests.api.anthropic_support import (
     ANSWER,
     COUNT_TOKENS,
@@ -226,9 +226,9 @@ async def test_a_silent_stream_is_kept_alive_by_pings(server: Server, monkeypatc
     gate = asyncio.Event()
     run_all = server.llm.run_all
 
-    async def wait_first(generations: Any) -> Any:
+    async def wait_first(generations: Any, **wishes: Any) -> Any:
         await gate.wait()
-        async for each in run_all(generations):
+        async for each in run_all(generations, **wishes):
             yield each
 
     monkeypatch.setattr(server.llm, "run_all", wait_first)

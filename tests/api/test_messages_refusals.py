@@ -5,7 +5,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
 from tests.api.anthropic_support import (
     ANSWER,
@@ -104,8 +104,8 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(
 ) -> None:
     run_all = server.llm.run_all
 
-    async def break_off(generations: Any) -> Any:
-        async for each in run_all(generations):
+    async def break_off(generations: Any, **wishes: Any) -> Any:
+        async for each in run_all(generations, **wishes):
             yield each
             raise QueueTimeout("waited 5 s for a slot")
 
@@ -150,9 +150,9 @@ async def test_the_user_id_is_the_tenant_where_there_are_no_keys(server: Server)
     tenants: list[str] = []
     run_all = server.llm.run_all
 
-    def note(generations: Any) -> Any:
+    def note(generations: Any, **wishes: Any) -> Any:
         tenants.extend(generation.requests[0].options.tenant for generation in generations)
-        return run_all(generations)
+        return run_all(generations, **wishes)
 
     server.llm.run_all = note  # type: ignore[method-assign]
     await whole_of(server, metadata={"user_id": "session 1"})

@@ -62,7 +62,7 @@ def assert_idle(llm: LLM) -> None:
 
 
 def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
-    """Of all choices of all outputs."""
+    """The tokens of all choices of all outputs."""
     return [choice.token_ids for output in outputs for choice in output.outputs]
 
 

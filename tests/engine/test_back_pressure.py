@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from chairlift import AsyncLLM, SamplingParams
-from chairlift.engine.thread import MAX_UPDATES_AHEAD, Abort, EngineThread, Stop, Update
+from chairlift.engine.thread import MAX_STEPS_AHEAD, Abort, EngineThread, Stop
 from chairlift.params import RequestOutput
 from tests.engine.async_support import DEADLINE_S, LONG, last, make_async_llm, wait_until, wait_until_idle
 from tests.engine.support import GREEDY, make_llm, tokens_of
@@ -28,7 +28,7 @@ def block_until(is_true: Callable[[], bool], what: str) -> None:
 
 def block_until_behind(engine: AsyncLLM) -> None:
     thread = thread_of(engine)
-    block_until(lambda: thread.progress is None and thread._num_untaken >= MAX_UPDATES_AHEAD, "the engine waits")
+    block_until(lambda: thread.progress is None and thread._untaken.num_parts >= MAX_STEPS_AHEAD, "the engine waits")
 
 
 async def test_a_blocked_loop_finds_few_updates_of_many_sequences_and_then_all_their_tokens(tiny: str) -> None:
@@ -40,11 +40,11 @@ async def test_a_blocked_loop_finds_few_updates_of_many_sequences_and_then_all_t
         num_before = engine.read_stats().step_seconds.count
         block_until_behind(engine)
         num_steps = engine.read_stats().step_seconds.count
-        assert num_steps - num_before <= MAX_UPDATES_AHEAD + 1
-        assert thread_of(engine)._num_untaken == 8
+        assert num_steps - num_before <= MAX_STEPS_AHEAD + 1
+        assert thread_of(engine)._untaken.num_parts == 8
         assert engine.is_healthy
         assert tokens_of([await task]) == expected
-        await wait_until(lambda: thread_of(engine)._num_untaken == 0, "all is taken")
+        await wait_until(lambda: thread_of(engine)._untaken.num_parts == 0, "all is taken")
 
 
 async def test_an_engine_that_waits_for_its_loop_obeys_all_the_same(tiny: str) -> None:
@@ -71,19 +71,51 @@ async def test_an_engine_that_waits_for_its_loop_can_be_stopped(tiny: str) -> No
 
 
 async def test_to_wait_for_the_loop_is_not_to_hang(tiny: str) -> None:
-    untaken: list[Update] = []
     async with make_async_llm(tiny, step_timeout=0.3) as engine:
         await last(engine.generate("hi", GREEDY))
         thread = thread_of(engine)
-        take, thread._deliver = thread._deliver, untaken.append
+        await wait_until(lambda: not thread._is_told, "the loop waits to be woken")
+        wake, thread._wake = thread._wake, lambda: None
         task = asyncio.create_task(last(engine.generate("hi", LONG)))
-        await wait_until(lambda: len(untaken) == MAX_UPDATES_AHEAD, "the engine waits")
+        await wait_until(lambda: thread._untaken.num_parts == MAX_STEPS_AHEAD, "the engine waits")
         await asyncio.sleep(1.2)  # four times what a step may take
-        assert (engine.is_healthy, len(untaken)) == (True, MAX_UPDATES_AHEAD)
-        thread._deliver = take
-        for update in untaken:
-            take(update)
+        assert (engine.is_healthy, thread._untaken.num_parts) == (True, MAX_STEPS_AHEAD)
+        thread._wake = wake
+        wake()
         assert len((await task).outputs[0].token_ids) == 200
+
+
+async def test_the_loop_is_woken_once_for_all_that_it_has_not_taken(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        await last(engine.generate("hi", GREEDY))
+        thread, num_wakes = thread_of(engine), 0
+        await wait_until(lambda: not thread._is_told, "the loop waits to be woken")
+        wake = thread._wake
+
+        def count() -> None:
+            nonlocal num_wakes
+            num_wakes += 1
+            wake()
+
+        thread._wake = count
+        task = asyncio.create_task(last(engine.generate("hi", LONG)))
+        await wait_until(lambda: num_wakes > 0, "it runs")
+        block_until_behind(engine)
+        assert num_wakes == 1
+        assert len((await task).outputs[0].token_ids) == 200
+
+
+async def test_who_wants_no_steps_is_told_of_the_beginning_and_the_end(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        generation = await engine.prepare("hi", LONG)
+        seen = [
+            (output, len(output.outputs[0].token_ids), output.finished)
+            async for _, output in engine.run_all([generation], wants_steps=False)
+        ]
+    assert [is_over for _, _, is_over in seen] == [False, True]
+    assert seen[0][1] < 200
+    assert seen[0][0] is seen[1][0]  # which has grown
+    assert seen[1][1] == 200
 
 
 def test_an_engine_whose_loop_was_closed_rests_and_can_be_closed_from_another(tiny: str) -> None:

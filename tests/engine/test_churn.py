@@ -104,7 +104,7 @@ async def test_after_churn_every_table_is_empty(tiny: str, monkeypatch: pytest.M
         await wait_until(lambda: thread.progress is None and not core.has_work, "nothing is left to do")
         assert engine.is_healthy
         assert (engine._mailboxes, engine._answers, engine._outputs._routes) == ({}, set(), {})
-        await wait_until(lambda: thread._num_untaken == 0, "all is taken")
+        await wait_until(lambda: thread._untaken.num_parts == 0, "all is taken")
         core.check()
         assert list(core._launches) == []
         assert_nothing_is_left(core._scheduler)

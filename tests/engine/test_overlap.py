@@ -229,7 +229,7 @@ def fail_launch(patch: pytest.MonkeyPatch, core: EngineCore, error: BaseExceptio
 
 
 def fail_wait(patch: pytest.MonkeyPatch, _: EngineCore, error: BaseException, after: int) -> None:
-    """Of the launch after that many the device says that it failed."""
+    """The device says of the launch after that many that it failed."""
     wait, num_left = Launch.wait, after
 
     def wait_or_raise(self: Launch) -> Any:

@@ -78,7 +78,7 @@ async def test_whatever_ends_the_thread_in_a_step_is_told_at_once(tiny: str, err
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_thread_that_is_gone_without_a_word_is_missed(tiny: str) -> None:
-    def vanish(_: object) -> None:
+    def vanish() -> None:
         raise SystemExit
 
     async with watched(tiny, step_timeout=60.0) as engine:
@@ -86,7 +86,7 @@ async def test_a_thread_that_is_gone_without_a_word_is_missed(tiny: str) -> None
         with hold_back(engine) as gate:
             waiting = asyncio.create_task(last(engine.generate("hi", LONG)))
             await gate.entered()
-            engine._thread._deliver = vanish  # also the attempt to tell of it fails
+            engine._thread._wake = vanish  # also the attempt to tell of it fails
             gate.open()
             with pytest.raises(EngineDead, match="the engine's thread is gone"):
                 await asyncio.wait_for(waiting, DEADLINE_S)

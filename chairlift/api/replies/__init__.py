@@ -8,8 +8,9 @@ from typing import Protocol, Self
 
 from aiohttp import web
 from pydantic import BaseModel
+from pydantic_core import to_json
 
-from chairlift.api.wire.base import ErrorDetail
+from chairlift.api.wire import ErrorDetail
 from chairlift.params import RequestOutput
 
 
@@ -50,6 +51,8 @@ class Reply(Protocol):
 # --- server-sent events
 
 DONE = "data: [DONE]\n\n"
+BLANK = "\0"  # in no name or id
+_DUMPED_BLANK = r'"\u0000"'
 KEEP_ALIVE_S = 10.0  # proxies and clients take a connection for dead after a minute or so
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients pass over and proxies count as life
 _NO_HEADERS: Mapping[str, str] = {}
@@ -64,6 +67,18 @@ def event(payload: BaseModel, name: str | None = None) -> str:
     """One event, as it goes over the wire."""
     data = f"data: {payload.model_dump_json()}\n\n"
     return data if name is None else f"event: {name}\n{data}"
+
+
+class TextEvent:
+    """An event that is sent again and again with another text in it: the rest of it is dumped once."""
+
+    def __init__(self, payload: BaseModel, name: str | None = None) -> None:
+        """`payload`: with `BLANK` in place of the text, once or more."""
+        self._parts = event(payload, name).split(_DUMPED_BLANK)
+
+    def of(self, text: str) -> str:
+        """With this text, as it goes over the wire."""
+        return to_json(text).decode().join(self._parts)
 
 
 class EventStream:
@@ -111,9 +126,10 @@ class EventStream:
 
     async def _write(self, data: bytes) -> None:
         self._num_sent += 1
-        async with self._opening:
-            if not self.response.prepared:
-                await self.response.prepare(self._request)
+        if not self.response.prepared:
+            async with self._opening:
+                if not self.response.prepared:
+                    await self.response.prepare(self._request)
         await self.response.write(data)
 
     async def _keep_alive(self) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece
+from chairlift.api.tools import AnswerReader
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
 from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs, WireFinishReason
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
@@ -59,7 +60,7 @@ class Answer:
         return pieces
 
     def finish_reason(self, reason: FinishReason | None) -> WireFinishReason | None:
-        """Of an answer that called something and came to its end: "tool_calls"."""
+        """The reason, or "tool_calls" for an answer that called something and came to its end."""
         return "tool_calls" if reason is FinishReason.STOP and self.calls else reason
 
     def _add_call(self, piece: CallPiece) -> None:
@@ -101,7 +102,7 @@ class ScoredPosition:
         return {**self.token.as_fields(), "top_logprobs": [each.as_fields() for each in self.top]}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class News:
     """What a choice has more than before."""
 
@@ -127,16 +128,17 @@ class ChoiceProgress:
         self._has_ended = False
 
     def advance(self, choice: CompletionOutput) -> News | None:
-        """What is new in it; None if nothing is."""
+        """What is new in it; None if nothing is. The choice may grow meanwhile, in another thread."""
+        finish_reason = choice.finish_reason  # first: with the end, the text is whole
         text = choice.text[self._num_characters :]
-        ends_now = choice.finish_reason is not None and not self._has_ended
+        ends_now = finish_reason is not None and not self._has_ended
         if not text and not ends_now:
             return None
         self._num_characters += len(text)
         self._has_ended = self._has_ended or ends_now
         start, end = self._num_tokens, self._num_tokens_out(choice)
         self._num_tokens = end
-        return News(text, choice.token_ids[start:end], self._positions(choice, start, end), choice.finish_reason)
+        return News(text, choice.token_ids[start:end], self._positions(choice, start, end), finish_reason)
 
     def _num_tokens_out(self, choice: CompletionOutput) -> int:
         """How many tokens have gone out with the text so far."""
@@ -145,7 +147,7 @@ class ChoiceProgress:
         return bisect_left(choice.text_offsets, self._num_characters)
 
     def _positions(self, choice: CompletionOutput, start: int, end: int) -> list[ScoredPosition]:
-        """Of these tokens; those after the end of the text begin there."""
+        """The scores of these tokens; those after the end of the text begin there."""
         if choice.logprobs is None or choice.text_offsets is None:
             return []
         return [

@@ -8,17 +8,18 @@ from uuid import uuid4
 
 from pydantic import BaseModel
 
-from chairlift.api.replies import DONE, KEEP_ALIVE, event
+from chairlift.api.replies import BLANK, DONE, KEEP_ALIVE, TextEvent, event
 from chairlift.api.replies.answer import (
     Answer,
     ChoiceProgress,
     NewReader,
+    News,
     ScoredPosition,
     prompt_logprobs,
     scored_prompt,
 )
-from chairlift.api.tools import CallPiece, ContentPiece, Piece
-from chairlift.api.wire.base import ErrorBody, ErrorDetail, Usage
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
+from chairlift.api.wire import ErrorBody, ErrorDetail, Usage
 from chairlift.api.wire.completions import (
     AssistantMessage,
     ChatChoice,
@@ -60,6 +61,9 @@ class _ChoicesReply:
         self._has_usage_so_far = body.has_usage_so_far
         self._tells_tokens = bool(body.return_token_ids)
         self._num_prompt_logprobs = body.prompt_logprobs
+        is_scored = body.logprobs is not None and body.logprobs is not False  # 0 asks for no others beside each token
+        self._tells_text_only = not (is_scored or self._tells_tokens or body.has_usage_so_far)
+        self._text_events: dict[tuple[int, type[Piece]], TextEvent] = {}  # by choice and kind of text
         self._latest: dict[int, RequestOutput] = {}  # by prompt
 
     def opening(self, prompts: Sequence[list[int]]) -> list[str]:
@@ -70,7 +74,7 @@ class _ChoicesReply:
     def news(self, index: int, output: RequestOutput) -> list[str]:
         """See `Reply`: one chunk for each piece of news."""
         self._latest[index] = output
-        return [event(self._chunk([choice])) for choice in self._new_choices(index, output)]
+        return self._new_events(index, output)
 
     def closing(self) -> list[str]:
         """See `Reply`."""
@@ -80,8 +84,18 @@ class _ChoicesReply:
         """See `Reply`."""
         return [event(ErrorBody(error=detail))]
 
-    def _new_choices(self, index: int, output: RequestOutput) -> Sequence[BaseModel]:
+    def _new_events(self, index: int, output: RequestOutput) -> list[str]:
         raise NotImplementedError
+
+    def _choice_of(self, index: int, piece: Piece) -> BaseModel:
+        raise NotImplementedError
+
+    def _text_event(self, index: int, piece: ContentPiece | ReasoningPiece) -> str:
+        """A chunk that tells nothing but this text of choice `index`."""
+        key = index, type(piece)
+        if key not in self._text_events:
+            self._text_events[key] = TextEvent(self._chunk([self._choice_of(index, type(piece)(BLANK))]))
+        return self._text_events[key].of(piece.text)
 
     def _chunk(self, choices: Sequence[BaseModel], **extra: Any) -> BaseModel:
         """One without choices is there to tell the usage."""
@@ -154,19 +168,29 @@ class ChatReply(_ChoicesReply):
             token_ids=choice.token_ids if self._tells_tokens else None,
         )
 
-    def _new_choices(self, index: int, output: RequestOutput) -> list[ChatChunkChoice]:  # noqa: ARG002 - one prompt
-        return [piece for choice in output.outputs for piece in self._new_pieces(choice)]
+    def _new_events(self, index: int, output: RequestOutput) -> list[str]:  # noqa: ARG002 - one prompt
+        return [each for choice in output.outputs for each in self._events_of(choice)]
 
-    def _new_pieces(self, choice: CompletionOutput) -> list[ChatChunkChoice]:
-        """One chunk per piece; what is told of tokens goes with the first, the end with one of its own."""
+    def _events_of(self, choice: CompletionOutput) -> list[str]:
+        """One per piece; what is told of tokens goes with the first, the end with one of its own."""
         news = self._progress[choice.index].advance(choice)
         if news is None:
             return []
         answer = self._answers[choice.index]
-        has_ended = news.finish_reason is not None
-        deltas = [self._delta(piece, answer) for piece in answer.read(news.text, has_ended)]
-        pieces = [ChatChunkChoice(index=choice.index, delta=delta) for delta in deltas]
-        if has_ended:
+        pieces = answer.read(news.text, news.finish_reason is not None)
+        texts = [piece for piece in pieces if not isinstance(piece, CallPiece)]
+        if self._tells_text_only and news.finish_reason is None and len(texts) == len(pieces):
+            return [self._text_event(choice.index, piece) for piece in texts]
+        chunks = [self._choice_of(choice.index, piece) for piece in pieces]
+        return [event(self._chunk([each])) for each in self._with_tokens_and_end(chunks, choice, news, answer)]
+
+    def _choice_of(self, index: int, piece: Piece) -> ChatChunkChoice:
+        return ChatChunkChoice(index=index, delta=self._delta(piece, self._answers[index]))
+
+    def _with_tokens_and_end(
+        self, pieces: list[ChatChunkChoice], choice: CompletionOutput, news: News, answer: Answer
+    ) -> list[ChatChunkChoice]:
+        if news.finish_reason is not None:
             reason = answer.finish_reason(news.finish_reason)
             pieces.append(
                 ChatChunkChoice(index=choice.index, delta=Delta(), finish_reason=reason, stop_reason=choice.stop_reason)
@@ -230,12 +254,31 @@ class CompletionReply(_ChoicesReply):
             choice.prompt_logprobs = prompt_logprobs(output, self._num_prompt_logprobs)
         return Completion(**self._head, choices=choices, usage=Usage.of(outputs))
 
-    def _new_choices(self, index: int, output: RequestOutput) -> list[CompletionChoice]:
+    def _new_events(self, index: int, output: RequestOutput) -> list[str]:
+        if self._tells_text_only and index in self._echoes:
+            return [each for choice in output.outputs for each in self._later_events(index, choice)]
         pieces = self._pieces(index, output)
         for piece in pieces:
             if piece.logprobs is not None and not piece.logprobs.tokens:
                 piece.logprobs = None  # clients take the last of a chunk's list
-        return pieces
+        return [event(self._chunk([piece])) for piece in pieces]
+
+    def _later_events(self, index: int, choice: CompletionOutput) -> list[str]:
+        """Of a choice that has had its first chunk, and of which only the text is told."""
+        number = index * self._num_choices + choice.index
+        news = self._progress[number].advance(choice)
+        if news is None:
+            return []
+        piece = ContentPiece(news.text)
+        if news.finish_reason is None:
+            return [self._text_event(number, piece)]
+        end = self._choice_of(number, piece)
+        end.finish_reason, end.stop_reason = news.finish_reason, choice.stop_reason
+        return [event(self._chunk([end]))]
+
+    def _choice_of(self, index: int, piece: Piece) -> CompletionChoice:
+        assert isinstance(piece, ContentPiece), "nothing else is read out of a completion"
+        return CompletionChoice(index=index, text=piece.text, finish_reason=None)
 
     def _pieces(self, index: int, output: RequestOutput) -> list[CompletionChoice]:
         """What is new of each choice of one prompt."""
@@ -267,7 +310,7 @@ class CompletionReply(_ChoicesReply):
             text=text,
             logprobs=_four_lists(positions) if self._num_logprobs is not None else None,
             finish_reason=news.finish_reason if news else None,
-            stop_reason=choice.stop_reason,
+            stop_reason=choice.stop_reason if news and news.finish_reason else None,
             token_ids=(news.token_ids if news else []) if self._tells_tokens else None,
             prompt_token_ids=output.prompt_token_ids if tells_prompt else None,
         )

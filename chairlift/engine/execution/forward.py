@@ -9,12 +9,10 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import AttentionBackend, LoadFormat, ResolvedConfig
 from chairlift.errors import ConfigurationError
-from chairlift.models import Checkpoint, load_adapted, load_model, make_dummy_model
+from chairlift.models import Checkpoint, load_adapted, load_backend, load_model, make_dummy_model
 from chairlift.models.adapter import AdaptedConfig, AdaptedDecoder
-from chairlift.models.attention import Backend, BatchMetadata
-from chairlift.models.attention.batch import token_slots
+from chairlift.models.attention import Backend, BatchMetadata, token_slots
 from chairlift.models.attention.torch_sdpa import attend_alone
-from chairlift.models.backends import load_backend
 from chairlift.models.config import ModelShape
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from chairlift.cache.budget import CHUNK_TOKENS
 from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, ResolvedConfig
 from chairlift.errors import ConfigurationError
-from chairlift.models.backends import find_obstacle, page_size_of
+from chairlift.models import find_obstacle, page_size_of
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 

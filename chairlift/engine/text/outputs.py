@@ -5,7 +5,7 @@ TokenEvent -> OutputProcessor -> GenerationState -> _Choice: Detokenizer -> Stop
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import TypeVar, overload
 
@@ -14,7 +14,7 @@ from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.text.inputs import Generation, StopStrings
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import RequestFailed, Unserved
-from chairlift.params import CompletionOutput, FinishReason, RequestOutput, RequestTimes, TokenLogprobs
+from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from chairlift.scheduler import TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class StopMatcher:
 class _Prefix(Sequence[_Item]):
     """The present items of a list that only grows. A copy in every step would take quadratic time."""
 
-    def __init__(self, items: list[_Item]) -> None:
+    def __init__(self, items: Sequence[_Item]) -> None:
         self._items = items
         self._size = len(items)
 
@@ -215,27 +215,10 @@ class _Choice:
                 return event.finish_reason is None
         if event.finish_reason is not None and not self._add(self._detokenizer.finish()):
             self.output.text += self._matcher.finish()
-            self.output.finish_reason = event.finish_reason
             self.output.stop_reason = event.stop_reason
             self.output.error = event.error
+            self.output.finish_reason = event.finish_reason  # last, for readers in other threads
         return False
-
-    def snapshot(self) -> CompletionOutput:
-        """The state now. When it has ended nothing changes any more, and there is nothing to copy."""
-        output = self.output
-        if output.finish_reason is not None:
-            return output
-        is_scored = output.logprobs is not None
-        return CompletionOutput(
-            index=output.index,
-            text=output.text,
-            token_ids=output.token_ids.copy(),
-            num_reasoning_tokens=output.num_reasoning_tokens,
-            num_accepted_tokens=output.num_accepted_tokens,
-            num_rejected_tokens=output.num_rejected_tokens,
-            logprobs=_Prefix(self._logprobs) if is_scored else None,
-            text_offsets=_Prefix(self._text_offsets) if is_scored else None,
-        )
 
     def _think(self, token: int, thinking: Thinking) -> None:
         """Counts it if it is one of the thoughts, which begin in the prompt or with the first token."""
@@ -261,8 +244,8 @@ class _Choice:
         is_over = self._watcher is not None and self._watcher.push(match.text)
         if not may_end or (match.stop is None and not is_over):
             return False
-        self.output.finish_reason = FinishReason.STOP
         self.output.stop_reason = match.stop
+        self.output.finish_reason = FinishReason.STOP
         return True
 
 
@@ -279,14 +262,18 @@ class GenerationState:
     def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
         self.generation = generation
         self._tokenizer = tokenizer
-        self._prompt_logprobs: list[TokenLogprobs | None] = [None]  # the first token has none
-        self._num_cached_tokens = 0
-        self._times: RequestTimes | None = None
         self._choices = [_Choice(index, tokenizer, generation) for index in range(generation.params.n)]
+        self.output = RequestOutput(  # which grows; see `copy_of`
+            generation.request_id,
+            generation.prompt,
+            generation.prompt_token_ids,
+            [choice.output for choice in self._choices],
+            prompt_logprobs=None if generation.params.prompt_logprobs is None else [None],  # the first token has none
+        )
 
     @property
     def is_finished(self) -> bool:
-        return all(choice.output.finish_reason is not None for choice in self._choices)
+        return self.output.finished
 
     @property
     def unfinished_ids(self) -> list[str]:
@@ -299,30 +286,35 @@ class GenerationState:
 
     def take(self, index: int, event: TokenEvent) -> bool:
         """See `_Choice.take`. Events after the end of a choice are surplus and dropped."""
-        self._prompt_logprobs += [_name(each, self._tokenizer) for each in event.prompt_logprobs]
+        output = self.output
+        if output.prompt_logprobs is not None:
+            output.prompt_logprobs += [_name(each, self._tokenizer) for each in event.prompt_logprobs]
         if event.times is not None:
-            self._times = event.times if self._times is None else self._times.first_of(event.times)
+            output.times = event.times if output.times is None else output.times.first_of(event.times)
             if index == 0:
-                self._num_cached_tokens = event.num_cached_tokens
+                output.num_cached_tokens = event.num_cached_tokens
         choice = self._choices[index]
         return choice.output.finish_reason is None and choice.take(event)
 
-    def snapshot(self) -> RequestOutput:
-        """The state now, safe to keep: later tokens do not change it."""
-        generation = self.generation
-        prompt_logprobs = None
-        if generation.params.prompt_logprobs is not None:
-            is_whole = len(self._prompt_logprobs) >= len(generation.prompt_token_ids)  # and so will not grow any more
-            prompt_logprobs = self._prompt_logprobs if is_whole else self._prompt_logprobs.copy()
-        return RequestOutput(
-            generation.request_id,
-            generation.prompt,
-            generation.prompt_token_ids,
-            [choice.snapshot() for choice in self._choices],
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=self._num_cached_tokens,
-            times=self._times,
-        )
+
+def copy_of(output: RequestOutput) -> RequestOutput:
+    """The output now, safe to keep: later tokens do not change it."""
+    scores = output.prompt_logprobs
+    if scores is not None and len(scores) < len(output.prompt_token_ids):  # and so will grow
+        scores = scores.copy()
+    return replace(output, outputs=[_copy_of(choice) for choice in output.outputs], prompt_logprobs=scores)
+
+
+def _copy_of(choice: CompletionOutput) -> CompletionOutput:
+    """When it has ended nothing changes any more, and there is nothing to copy."""
+    if choice.finish_reason is not None:
+        return choice
+    return replace(
+        choice,
+        token_ids=choice.token_ids.copy(),
+        logprobs=None if choice.logprobs is None else _Prefix(choice.logprobs),
+        text_offsets=None if choice.text_offsets is None else _Prefix(choice.text_offsets),
+    )
 
 
 @dataclass(frozen=True, slots=True)

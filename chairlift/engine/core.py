@@ -56,14 +56,11 @@ class EngineCore:
         """`pacing` None: what suits the device. `ranks`: given to all but the first, which starts the others."""
         checkpoint = open_checkpoint(config.model)
         self.vocab_size = checkpoint.config.vocab_size
-        if ranks is None and config.tensor_parallel_size > 1:
-            ranks = Leader(config, checkpoint)
-        self.ranks, config = ranks, config if ranks is None else ranks.config
-        machine = inspect_machine(config.device)
-        if ranks is not None:
-            checkpoint, machine = ranks.split(checkpoint, machine)
-        shape = checkpoint.config
-        num_parameters = count_parameters(shape)
+        is_first = ranks is None and config.tensor_parallel_size > 1
+        self.ranks = Leader(config, checkpoint) if is_first else ranks or Ranks(config)
+        config = self.ranks.config
+        checkpoint, machine = self.ranks.split(checkpoint, inspect_machine(config.device))
+        shape, num_parameters = checkpoint.config, count_parameters(checkpoint.config)
         grouped = grouped_size(checkpoint) if config.load_format is LoadFormat.SAFETENSORS else None
         self.config = resolve(config, shape, num_parameters, machine, grouped=grouped)
         if self.config.fallback_reason is not None:
@@ -71,9 +68,8 @@ class EngineCore:
         torch.set_num_threads(self.config.num_threads)
         dtype = TORCH_DTYPES[self.config.dtype]
         forward = load_forward(checkpoint, self.config)
-        if ranks is not None:
-            ranks.least(0)  # all have loaded their parts, and can compute together
-        self.config = fit_cache(config, self.config, shape, forward, int if ranks is None else ranks.least)
+        self.ranks.meet()  # from here on they compute together
+        self.config = fit_cache(config, self.config, shape, forward, self.ranks.least)
         params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
         self._pacing = pacing or Pacing.of(device)
@@ -100,7 +96,7 @@ class EngineCore:
                 self.config.preempt_levels,
                 self.config.queue_timeout,
             ),
-            clock=time.perf_counter if ranks is None else ranks.clock,
+            clock=self.ranks.clock,
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
         )
@@ -115,18 +111,7 @@ class EngineCore:
             self.config.max_num_batched_tokens,
             self.config.max_steps_per_launch,
         )
-        if ranks is not None:
-            ranks.least(0)  # all are ready
-
-    @property
-    def failure(self) -> str | None:
-        """Why no step is possible any more, if that is known without one: a rank is lost."""
-        return None if self.ranks is None else self.ranks.failure
-
-    def close(self) -> None:
-        """Ends the processes of other ranks, if there are any."""
-        if self.ranks is not None:
-            self.ranks.close()
+        self.ranks.meet()
 
     @property
     def has_work(self) -> bool:
@@ -142,8 +127,7 @@ class EngineCore:
 
         `QueueFull` if there is no place and none has to leave. ValueError if one of them was added before.
         """
-        shared = requests if self.ranks is None else map(self.ranks.share, requests)
-        return self._noted(self._scheduler.add(*shared))
+        return self._noted(self._scheduler.add(*map(self.ranks.share, requests)))
 
     @on_every_rank
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -198,9 +182,7 @@ class EngineCore:
         return True
 
     def _finish(self, launch: Launch) -> list[TokenEvent]:
-        results = launch.wait()
-        if self.ranks is not None:
-            results = self.ranks.agree(results)
+        results = self.ranks.agree(launch.wait())
         events = self._scheduler.update(launch.plan, results)
         self._launches.popleft()
         seconds = self._journal.note_launch(launch.plan, launch.begin)

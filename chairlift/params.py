@@ -4,9 +4,9 @@ Names and meaning follow vLLM. A field that does not exist is an error, never ig
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar, overload
 
 import pydantic.dataclasses
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
@@ -233,6 +233,32 @@ TokenLogprobs = dict[int, Logprob]
 """One position's: first the token that stands there, then the likeliest ones in order."""
 
 
+_Item = TypeVar("_Item")
+
+
+class _Prefix(Sequence[_Item]):
+    """The present items of a list that only grows. A copy in every step would take quadratic time."""
+
+    def __init__(self, items: Sequence[_Item]) -> None:
+        self._items = items
+        self._size = len(items)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> _Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[_Item]: ...
+    def __getitem__(self, index: int | slice) -> _Item | list[_Item]:
+        if isinstance(index, slice):
+            return [self._items[position] for position in range(*index.indices(self._size))]
+        return self._items[range(self._size)[index]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One continuation. `token_ids` includes the end token that was sampled, `text` does not."""
@@ -257,6 +283,17 @@ class CompletionOutput:
         if self.logprobs is None:
             return None
         return sum(next(iter(position.values())).logprob for position in self.logprobs)
+
+    def copy(self) -> Self:
+        """As it is now, whatever comes later. Itself once it has ended, as nothing changes any more."""
+        if self.finish_reason is not None:
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids.copy(),
+            logprobs=None if self.logprobs is None else _Prefix(self.logprobs),
+            text_offsets=None if self.text_offsets is None else _Prefix(self.text_offsets),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,3 +332,10 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
+
+    def copy(self) -> Self:
+        """As it is now, whatever comes later."""
+        scores = self.prompt_logprobs
+        if scores is not None and len(scores) < len(self.prompt_token_ids):  # and so will grow
+            scores = scores.copy()
+        return replace(self, outputs=[output.copy() for output in self.outputs], prompt_logprobs=scores)

@@ -12,7 +12,7 @@ from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.journal import EngineStats, Snapshot
 from chairlift.engine.text.inputs import DEFAULT_CHAT, DEFAULT_TEXT, Generation, InputProcessor, Prompt, TextOptions
-from chairlift.engine.text.outputs import GenerationState, OutputProcessor, copy_of
+from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.engine.thread import Abort, Add, Call, EngineThread, Stop, Update
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
@@ -162,14 +162,13 @@ class AsyncLLM:
         """Runs what `prepare` made; otherwise like `generate`."""
         async with contextlib.aclosing(self.run_all([generation])) as outputs:
             async for _, output in outputs:
-                yield copy_of(output)
+                yield output.copy()
 
     async def run_all(self, generations: Sequence[Generation], *, wants_steps: bool = True) -> AsyncGenerator[Numbered]:
         """Runs what `prepare` made, side by side: all of them are taken, or none (`QueueFull`).
 
-        Each has one output, which grows while the iterator's owner looks elsewhere. `wants_steps`: whether to be told
-        of every step, or only when a generation begins and ends. Leaving the iterator early, or an error in one of
-        them, ends them all. Otherwise like `generate`.
+        Each has one output, which goes on to grow. `wants_steps`: news of every step, not only when a generation begins
+        and ends. Leaving the iterator early, or an error in one of them, ends them all. Otherwise like `generate`.
         """
         thread = self._usable_thread()
         names = [generation.request_id for generation in generations]

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from chairlift.config import EngineConfig
+from chairlift.config import AttentionBackend, EngineConfig
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.errors import ConfigurationError, EngineDead, QueueFull
 from chairlift.models import Checkpoint
@@ -75,13 +75,15 @@ def on_every_rank(method: "Callable[Concatenate[EngineCore, _P], _R]") -> "Calla
 class Ranks:
     """The ranks of a model, as one of them knows them that is not the first."""
 
-    failure: str | None = None
-    """Why nothing works any more."""
-
     def __init__(self, rank: int, config: EngineConfig, store: TCPStore, link: Connection | None = None) -> None:
         """`config`: with the device of this rank. `link`: to rank 0."""
         self.rank, self.config = rank, config
         self._store, self._link, self._now = store, link, 0.0
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing works any more, which rank 0 knows."""
+        return None
 
     def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
         """This rank's part of the model, and of the machine: ranks on a CPU share its memory and cores."""
@@ -135,6 +137,11 @@ class Leader(Ranks):
         self._others = _Others(config, port)
         self._end = weakref.finalize(self, self._others.end)
 
+    @property
+    def failure(self) -> str | None:
+        """See `Ranks`."""
+        return self._others.failure
+
     def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
         """See `Ranks`."""
         part, machine = super().split(checkpoint, machine)
@@ -153,7 +160,6 @@ class Leader(Ranks):
 
     def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Tells the others of the call. EngineDead if it is a step, and a rank is lost."""
-        self.failure = self._others.failure
         if name == "step" and self.failure is not None:
             raise EngineDead(self.failure)
         self.agree((name, args, kwargs))
@@ -161,7 +167,7 @@ class Leader(Ranks):
     def give_up(self, error: BaseException) -> None:
         """A call failed in the middle, so that the ranks differ: ends the others. EngineDead if one was lost."""
         if isinstance(error, Exception) and self._others.is_over.wait(_NOTICE_S):
-            raise EngineDead(self._others.failure) from error
+            raise EngineDead(self.failure) from error
         self._others.fail(f"a step ended with {type(error).__name__}, so that the ranks no longer agree")
 
     def close(self) -> None:
@@ -257,6 +263,8 @@ def _checked(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     for name in _ALONE:
         if getattr(config, name):
             raise ConfigurationError(f"{name} works with tensor_parallel_size 1 only; leave one of the two out")
+    if config.attention_backend is AttentionBackend.CPU:
+        raise ConfigurationError("attention_backend cpu works with tensor_parallel_size 1 only; choose torch")
     if (obstacle := find_split_obstacle(checkpoint, size)) is not None:
         raise ConfigurationError(f"tensor_parallel_size {size} does not work with this model: {obstacle}")
     if config.device == "cpu" or (config.device == "auto" and not num_gpus):
@@ -296,6 +304,7 @@ def follow(fd: int) -> None:
     """The program of a rank other than 0, whose end of the link to rank 0 is that file. Ends the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # these are rank 0's business
         signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("chairlift").setLevel(logging.ERROR)  # the rest rank 0 says as well
     threading.Thread(target=_end_with_link, args=(fd,), daemon=True).start()
     link, code = Connection(fd), 0
     try:

@@ -21,6 +21,7 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional as F
 
+from chairlift.errors import CheckpointError
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig, QKNorm
 from chairlift.models.decoder import Decoder
@@ -153,8 +154,12 @@ class _WeightsPart:
     def shape_of(self, name: str) -> tuple[int, ...]:
         """See `WeightReader`."""
         shape, cut = list(self._files.shape_of(name)), self._cut_of(name)
-        if cut is not None and cut.dim < len(shape):
-            shape[cut.dim] += cut.length - cut.whole_length  # what is not as long as it should be is not so here, too
+        if cut is not None:
+            if shape[cut.dim : cut.dim + 1] != [cut.whole_length]:
+                raise CheckpointError(
+                    f"tensor {name} has shape {shape}; the model needs {cut.whole_length} in dimension {cut.dim}"
+                )
+            shape[cut.dim] = cut.length
         return tuple(shape)
 
     def format_of(self, name: str) -> GroupFormat | None:

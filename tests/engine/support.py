@@ -31,7 +31,7 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
 
 def make_tiny_checkpoint(directory: Path, **shape: Any) -> str:
     """A model of a few thousand weights that answers at once, and its path."""
-    make_checkpoint(directory, seed=3, **TINY, **shape)
+    make_checkpoint(directory, seed=3, **{**TINY, **shape})
     make_byte_tokenizer(directory)
     return str(directory)
 

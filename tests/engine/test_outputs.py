@@ -8,7 +8,7 @@ import pytest
 
 from chairlift import SamplingParams
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, StopStrings, TextOptions
-from chairlift.engine.text.outputs import Delivery, GenerationState, OutputProcessor, copy_of
+from chairlift.engine.text.outputs import Delivery, GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.params import CompletionOutput, FinishReason, Logprob
 from chairlift.scheduler import Request, TokenEvent
@@ -31,7 +31,7 @@ class Follower:
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        return copy_of(self.state.output).outputs
+        return self.state.output.copy().outputs
 
     def text(
         self, text: str, finish: FinishReason | None = None, stop_reason: int | None = None, end: int | None = None
@@ -55,18 +55,18 @@ def test_a_snapshot_carries_the_generation_and_is_finished_with_all_choices(byte
     processor = OutputProcessor(byte_tokenizer)
     state = processor.open(generation_of(SamplingParams(n=2), "name", prompt=[5, 6]))
     processor.process([event("name-1", [97], FinishReason.LENGTH)])
-    snapshot = copy_of(state.output)
+    snapshot = state.output.copy()
     assert (snapshot.request_id, snapshot.prompt, snapshot.prompt_token_ids) == ("name", None, [5, 6])
     assert not snapshot.finished
     processor.process([event("name-0", [98], FinishReason.LENGTH)])
-    assert copy_of(state.output).finished
+    assert state.output.copy().finished
     assert not snapshot.finished
 
 
 def test_a_snapshot_does_not_change_with_later_tokens(byte_tokenizer: Tokenizer) -> None:
     follower = Follower(byte_tokenizer, SamplingParams())
     follower.text("a")
-    before = copy_of(follower.state.output)
+    before = follower.state.output.copy()
     follower.text("b", FinishReason.LENGTH)
     assert before.outputs == [CompletionOutput(0, "a", [97], None, None)]
 
@@ -156,7 +156,7 @@ def test_choices_grow_and_end_each_on_their_own(byte_tokenizer: Tokenizer) -> No
     delivery = processor.process([event("g-2", [97, 33]), event("g-0", [98]), event("g-1", [99], FinishReason.LENGTH)])
     assert delivery == Delivery([state], ["g-2"])
     assert state.unfinished_ids == ["g-0"]
-    assert [(output.index, output.text, output.finish_reason) for output in copy_of(state.output).outputs] == [
+    assert [(output.index, output.text, output.finish_reason) for output in state.output.copy().outputs] == [
         (0, "b", None),
         (1, "c", FinishReason.LENGTH),
         (2, "a", FinishReason.STOP),
@@ -172,7 +172,7 @@ def test_events_find_their_generation_among_several(byte_tokenizer: Tokenizer) -
 
 
 def texts_of(*states: GenerationState) -> list[str]:
-    return [copy_of(state.output).outputs[0].text for state in states]
+    return [state.output.copy().outputs[0].text for state in states]
 
 
 def test_after_closing_events_are_dropped(byte_tokenizer: Tokenizer) -> None:

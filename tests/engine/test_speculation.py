@@ -9,7 +9,7 @@ import pytest
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore, Pacing
 from chairlift.engine.text.inputs import Generation
-from chairlift.engine.text.outputs import GenerationState, copy_of
+from chairlift.engine.text.outputs import GenerationState
 from chairlift.errors import ConfigurationError
 from chairlift.params import CompletionOutput, RequestOptions
 from chairlift.scheduler import Request
@@ -84,7 +84,7 @@ class Run:
                     break
             assert not core.has_work
             core.check()
-            self.answers = [[answer(output) for output in copy_of(state.output).outputs] for state in states]
+            self.answers = [[answer(output) for output in state.output.copy().outputs] for state in states]
             self.stats = core.read_stats()
 
     def _next(self, llm: LLM, index: int, rng: random.Random) -> Generation:

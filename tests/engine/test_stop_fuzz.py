@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chairlift import SamplingParams
 from chairlift.engine.text.inputs import Generation, StopStrings
-from chairlift.engine.text.outputs import Detokenizer, OutputProcessor, copy_of
+from chairlift.engine.text.outputs import Detokenizer, OutputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.params import CompletionOutput, FinishReason
 from chairlift.scheduler import Request, TokenEvent
@@ -101,7 +101,7 @@ def run(tokenizer: Tokenizer, case: Case, is_ended_by_token: bool = False) -> li
     for event in events_of(case, is_ended_by_token):
         delivery = processor.process([event])
         assert delivery.failed == {}
-        seen.append(copy_of(state.output).outputs[0])
+        seen.append(state.output.copy().outputs[0])
     return seen
 
 

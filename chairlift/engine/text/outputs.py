@@ -5,9 +5,8 @@ TokenEvent -> OutputProcessor -> GenerationState -> _Choice: Detokenizer -> Stop
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os.path import commonprefix
-from typing import TypeVar, overload
 
 from chairlift.engine.sampling.token_rules import START
 from chairlift.engine.text.grammar import Thinking
@@ -23,8 +22,6 @@ _CONTEXT_SIZES = (8, 64)
 _MAX_CHARACTER_BYTES = 4  # of UTF-8, and so the most tokens that one character takes
 _MAX_WINDOW = 32
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that do not make a character (yet)
-
-_Item = TypeVar("_Item")
 
 
 # --- tokens to text
@@ -156,29 +153,6 @@ class StopMatcher:
 # --- outputs
 
 
-class _Prefix(Sequence[_Item]):
-    """The present items of a list that only grows. A copy in every step would take quadratic time."""
-
-    def __init__(self, items: Sequence[_Item]) -> None:
-        self._items = items
-        self._size = len(items)
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> _Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[_Item]: ...
-    def __getitem__(self, index: int | slice) -> _Item | list[_Item]:
-        if isinstance(index, slice):
-            return [self._items[position] for position in range(*index.indices(self._size))]
-        return self._items[range(self._size)[index]]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-
 class _Choice:
     """One continuation while it grows."""
 
@@ -263,7 +237,7 @@ class GenerationState:
         self.generation = generation
         self._tokenizer = tokenizer
         self._choices = [_Choice(index, tokenizer, generation) for index in range(generation.params.n)]
-        self.output = RequestOutput(  # which grows; see `copy_of`
+        self.output = RequestOutput(  # which grows; see `RequestOutput.copy`
             generation.request_id,
             generation.prompt,
             generation.prompt_token_ids,
@@ -295,26 +269,6 @@ class GenerationState:
                 output.num_cached_tokens = event.num_cached_tokens
         choice = self._choices[index]
         return choice.output.finish_reason is None and choice.take(event)
-
-
-def copy_of(output: RequestOutput) -> RequestOutput:
-    """The output now, safe to keep: later tokens do not change it."""
-    scores = output.prompt_logprobs
-    if scores is not None and len(scores) < len(output.prompt_token_ids):  # and so will grow
-        scores = scores.copy()
-    return replace(output, outputs=[_copy_of(choice) for choice in output.outputs], prompt_logprobs=scores)
-
-
-def _copy_of(choice: CompletionOutput) -> CompletionOutput:
-    """When it has ended nothing changes any more, and there is nothing to copy."""
-    if choice.finish_reason is not None:
-        return choice
-    return replace(
-        choice,
-        token_ids=choice.token_ids.copy(),
-        logprobs=None if choice.logprobs is None else _Prefix(choice.logprobs),
-        text_offsets=None if choice.text_offsets is None else _Prefix(choice.text_offsets),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,13 +187,20 @@ INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
 #endif
 }
 
+// Two sums of half a group, as one would wait for itself longer than the processor looks ahead.
 template <int BITS, int PANELS>
 INLINE void multiply_group(const Group& group, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
                            i32x16 (&dots)[PANELS]) {
+    constexpr int HALF = GROUP_WORDS / 2;
+    i32x16 second[PANELS] = {};
     for (int p = 0; p < PANELS; p++) dots[p] = (has_shift ? group.shift : 0) - i32x16{};
-#pragma GCC unroll 8
-    for (int w = 0; w < GROUP_WORDS; w++)
-        for (int p = 0; p < PANELS; p++) multiply_add(dots[p], group.values + 4 * w, b[p][w]);
+#pragma GCC unroll 4
+    for (int w = 0; w < HALF; w++)
+        for (int p = 0; p < PANELS; p++) {
+            multiply_add(dots[p], group.values + 4 * w, b[p][w]);
+            multiply_add(second[p], group.values + 4 * (w + HALF), b[p][w + HALF]);
+        }
+    for (int p = 0; p < PANELS; p++) dots[p] += second[p];
 }
 
 INLINE u32x16 as_factor(u32x16 bytes) { return bytes; }

@@ -1,0 +1,53 @@
+"""The very bytes of streams whose chunks tell nothing but text: what a template makes of it is what pydantic would."""
+
+import itertools
+import re
+
+import aiohttp
+import pytest
+
+from chairlift.api.replies import BLANK, TextEvent, event
+from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
+from tests.api.conftest import Server
+
+HEAD = '"created":1,"model":"bundled","system_fingerprint":"fp"'
+CHAT = f'data: {{"id":"ID",{HEAD},"object":"chat.completion.chunk","choices":[{{"index":0,"stop_reason":null,"delta":'
+TEXT = f'data: {{"id":"ID",{HEAD},"object":"text_completion","choices":[{{"index":0,"stop_reason":null,'
+ASKED = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "stream": True, "logit_bias": {"90": 100}}
+
+
+async def events_of(server: Server, path: str, body: dict[str, object]) -> list[str]:
+    """With what differs from reply to reply replaced; how many tokens share a chunk does as well."""
+    async with aiohttp.ClientSession(server.url) as http, http.post(f"/v1/{path}", json={**ASKED, **body}) as response:
+        text = (await response.read()).decode()
+    head = text[len('data: {"id":') : text.index(',"object"')]
+    events = re.sub("Z+", "Z", text.replace(head, f'"ID",{HEAD}')).split("\n\n")
+    return [each for each, _ in itertools.groupby(events)]
+
+
+async def test_a_chat(server: Server) -> None:
+    assert await events_of(server, "chat/completions", {"messages": [{"role": "user", "content": "hi"}]}) == [
+        CHAT + '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}',
+        CHAT + '{"content":"Z"},"logprobs":null,"finish_reason":null}]}',
+        CHAT + '{},"logprobs":null,"finish_reason":"length"}]}',
+        "data: [DONE]",
+        "",
+    ]
+
+
+async def test_a_completion(server: Server) -> None:
+    assert await events_of(server, "completions", {"prompt": "hi"}) == [
+        TEXT + '"text":"Z","logprobs":null,"finish_reason":null}]}',
+        TEXT + '"text":"Z","logprobs":null,"finish_reason":"length"}]}',
+        "data: [DONE]",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("text", ['"', "\\", "\0", "\x1f\x7f", "é日😀\u2028", "</script>", "%s {} \\u0000", ""])
+def test_any_text(text: str) -> None:
+    def chunk(content: str) -> ChatCompletionChunk:
+        delta = Delta(reasoning=content, reasoning_content=content)
+        return ChatCompletionChunk(id="a", created=1, model="b", choices=[ChatChunkChoice(index=0, delta=delta)])
+
+    assert TextEvent(chunk(BLANK)).of(text) == event(chunk(text))

@@ -12,8 +12,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from chairlift.api.tools.code_formats import Pythonic, Qwen3Coder
-from chairlift.api.tools.formats import CallFormat, Hermes, Llama3Json, Mistral, Schemas
+from chairlift.api.tools.formats import CallFormat, Hermes, Llama3Json, Mistral, Pythonic, Qwen3Coder, Schemas
 from chairlift.api.tools.text import Piece, Pieces, Reading, Text
 
 

@@ -142,7 +142,8 @@ class EngineCore:
 
         `QueueFull` if there is no place and none has to leave. ValueError if one of them was added before.
         """
-        return self._noted(self._scheduler.add(*requests))
+        shared = requests if self.ranks is None else map(self.ranks.share, requests)
+        return self._noted(self._scheduler.add(*shared))
 
     @on_every_rank
     def abort(self, request_id: str) -> TokenEvent | None:

@@ -28,7 +28,7 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -38,6 +38,7 @@ from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.errors import ConfigurationError, EngineDead, QueueFull
 from chairlift.models import Checkpoint
 from chairlift.models.parallel import HOST, CheckpointPart, Group, find_split_obstacle
+from chairlift.scheduler import Grammar, Request
 
 if TYPE_CHECKING:
     from chairlift.engine.core import EngineCore
@@ -114,6 +115,12 @@ class Ranks:
         self._now, message = pickle.loads(self._link.recv_bytes())
         return message
 
+    def share(self, request: Request) -> Request:
+        """With a grammar that goes on everywhere as rank 0's does."""
+        if request.new_grammar is None:
+            return request
+        return replace(request, new_grammar=functools.partial(_SharedGrammar, self, request.new_grammar))
+
     def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """That method of the engine is called, as rank 0 has announced."""
 
@@ -162,7 +169,7 @@ class Leader(Ranks):
         """Tells the others of the call. EngineDead if it is a step, and a rank is lost."""
         if name == "step" and self.failure is not None:
             raise EngineDead(self.failure)
-        self.agree((name, args, kwargs))
+        self.agree((name, [_without_grammar(each) for each in args], kwargs))
 
     def give_up(self, error: BaseException) -> None:
         """A call failed in the middle, so that the ranks differ: ends the others. EngineDead if one was lost."""
@@ -173,6 +180,42 @@ class Leader(Ranks):
     def close(self) -> None:
         """Ends the others."""
         self._end()
+
+
+class _SharedGrammar:
+    """A sequence's grammar, which rank 0 has; the others are told what comes of it. See `scheduler.Grammar`."""
+
+    def __init__(self, ranks: Ranks, new: Callable[[], Grammar | None]) -> None:
+        self._ranks = ranks
+        self.own = self._attempt(new)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ranks.agree(self.own is None or self.own.is_ready)
+
+    def advance(self, token_id: int) -> bool:
+        return self._ranks.agree(self._attempt(lambda: self.own is not None and self.own.advance(token_id)))
+
+    def _attempt(self, act: Callable[[], _T]) -> _T:
+        """What comes of it here. If it fails on rank 0, all raise."""
+        result, problem = None, None
+        try:
+            result = act()
+        except Exception as error:
+            problem = str(error)
+        if (problem := self._ranks.agree(problem)) is not None:
+            raise RuntimeError(problem)
+        return cast("_T", result)
+
+
+def _without_grammar(argument: object) -> object:
+    if isinstance(argument, Request) and argument.new_grammar is not None:
+        return replace(argument, new_grammar=cast("Any", _no_grammar))
+    return argument
+
+
+def _no_grammar() -> None:
+    """What other ranks have of one."""
 
 
 class _Others:

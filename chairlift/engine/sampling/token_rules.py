@@ -153,7 +153,7 @@ class TokenRules:
 
     def refused_on(self, device: torch.device) -> torch.Tensor | None:
         """The same there, sent once."""
-        if self.refused is not None and self.refused.device.type != device.type:
+        if self.refused is not None and self.refused.device != device:
             self.refused = send(self.refused, device)
         return self.refused
 

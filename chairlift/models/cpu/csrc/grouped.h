@@ -117,7 +117,8 @@ template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const
 #endif
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w++) {
-        const int8x16_t weights = bit_cast<int8x16_t>(b[w]), values = bit_cast<int8x16_t>(vdupq_n_s32(load<int32_t>(a + 4 * w)));
+        const int8x16_t weights = bit_cast<int8x16_t>(b[w]);
+        const int8x16_t values = bit_cast<int8x16_t>(vdupq_n_s32(load<int32_t>(a + 4 * w)));
 #if defined(__ARM_FEATURE_DOTPROD)
         sum = vdotq_s32(sum, weights, values);
 #else

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 REST_AFTER_S = 30.0  # without work
 _GRAMMAR_POLL_S = 0.001
+_LAUNCH_S = 0.002  # of decode steps: a newcomer waits for that, and the host's work hides behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ class EngineCore:
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
         )
+        self._is_steps_auto = config.max_steps_per_launch == "auto"
         self._journal = Journal(self._scheduler)
         logger.info(
             "engine ready: %s on %s, attention %s, %d slots of %d tokens, %d tokens a step, up to %d steps a launch",
@@ -177,6 +179,9 @@ class EngineCore:
         seconds = self._journal.note_launch(launch.plan, launch.begin)
         if self._speculation is not None:
             self._speculation.note_launch(launch.plan, seconds)
+        if self._is_steps_auto and launch.plan.is_decode:
+            most = self.config.max_steps_per_launch
+            self._scheduler.max_steps = steps_that_fit(seconds / launch.plan.num_steps, most)
         return self._noted(events)
 
     def _noted(self, events: list[TokenEvent]) -> list[TokenEvent]:
@@ -210,6 +215,11 @@ class EngineCore:
         """Asserts that requests, slots, lengths and memory agree."""
         self._scheduler.check()
         self.cache.check_memory()
+
+
+def steps_that_fit(seconds_each: float, most: int) -> int:
+    """Decode steps of a launch, from 1 to `most`, that together take about as long as a launch should."""
+    return max(1, min(most, round(_LAUNCH_S / max(seconds_each, 1e-6))))
 
 
 def _allocate(

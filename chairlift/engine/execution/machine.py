@@ -8,6 +8,7 @@ is left.
 import logging
 import os
 import re
+import sys
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,10 @@ _CGROUP = Path("/sys/fs/cgroup")  # of version 2, and of version 1 with its fold
 _CGROUP_FILES = (
     (_CGROUP / "memory.max", _CGROUP / "memory.current"),
     (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+)
+_CGROUP_QUOTAS = (  # microseconds of each period, and the period
+    (_CGROUP / "cpu.max",),
+    (_CGROUP / "cpu/cpu.cfs_quota_us", _CGROUP / "cpu/cpu.cfs_period_us"),
 )
 
 
@@ -75,7 +80,16 @@ def choose_num_threads() -> int:
     if wanted.isdecimal() and int(wanted):  # torch's own count may be what an earlier engine set
         return int(wanted)
     num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or num_usable, num_usable))
+    return max(1, min(psutil.cpu_count(logical=False) or num_usable, num_usable, _cpu_quota()))
+
+
+def _cpu_quota() -> int:
+    """CPUs whose time a container may use, whole ones; many without a limit. More threads than that are halted."""
+    for files in _CGROUP_QUOTAS:
+        words = " ".join(file.read_text() for file in files if file.exists()).split()
+        if len(words) == 2 and words[0].isdecimal():  # otherwise "max", or -1
+            return int(words[0]) // int(words[1])
+    return sys.maxsize
 
 
 def _fast_cpu_dtypes() -> frozenset[DType]:

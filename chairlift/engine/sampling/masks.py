@@ -21,8 +21,9 @@ from typing import Self
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from chairlift.cache.memory import send
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, explain
-from chairlift.engine.sampling.transfers import send, to_device
+from chairlift.engine.sampling.transfers import to_device
 from chairlift.params import GRAMMAR_LIMIT
 from chairlift.scheduler import Grammar
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.engine.sampling.transfers import send
+from chairlift.cache.memory import send
 from chairlift.errors import InvalidRequest
 from chairlift.params import RepetitionDetection, SamplingParams
 

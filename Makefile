@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks browser lint bench wheel gpu clean
+.PHONY: help setup serve test test-all attacks browser emulator lint bench wheel gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,20 +35,28 @@ test: setup lint ## the checks of every day: lint, types, import directions, tes
 # Some attacks measure how long others have to wait, so they run by themselves.
 TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
 
-test-all: setup browser lint ## every check, as CI runs them: also soaks, attacks, the page in a browser, long fuzzing
+test-all: setup browser emulator lint ## every check, as CI runs them: also soaks, attacks, the page in a browser, long fuzzing
 	$(PYTEST) $(SPREAD) --no-loadscope-reorder --hypothesis-profile=ci tests/soak tests $(addprefix --ignore=,$(TIMED))
 	$(PYTEST) $(TIMED)
 
 attacks: setup ## attack a server and measure with its full strictness how long others wait; on an idle machine
 	$(PYTEST) tests/attacks $(ARGS)
 
-browser: ## install Chromium for the tests of the page, where apt-get can; without it they are skipped
-	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then true; \
+# Programs, the packages that have them, and the tests that are skipped without them.
+define install
+	@if $(foreach program,$(1),command -v $(program) >/dev/null &&) true; then true; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update -qq; \
-		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends chromium chromium-driver \
-		|| echo "Chromium cannot be installed: the tests of the page are skipped"; \
-	else echo "there is no Chromium: the tests of the page are skipped"; fi
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) \
+		|| echo "$(2) cannot be installed: $(3) are skipped"; \
+	else echo "there is no $(firstword $(1)): $(3) are skipped"; fi
+endef
+
+browser: ## install Chromium for the tests of the page, where apt-get can; without it they are skipped
+	$(call install,chromium chromedriver,chromium chromium-driver,the tests of the page)
+
+emulator: ## install a compiler and an emulator for the tests of Arm, where apt-get can; without them they are skipped
+	$(call install,aarch64-linux-gnu-g++ qemu-aarch64-static,g++-aarch64-linux-gnu qemu-user-static,the tests of Arm)
 
 lint: setup ## ruff, mypy strict, import-linter
 	$(BIN)/ruff check .

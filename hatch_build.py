@@ -24,12 +24,13 @@ class KernelsHook(BuildHookInterface[Any]):
         if not wanted:
             return
         compiler = self._load_compiler()
-        names = {each.name for each in compiler.INSTRUCTION_SETS}
+        available = compiler.instruction_sets(platform.machine())
+        names = {each.name for each in available}
         if wanted != ["all"] and (unknown := set(wanted) - names):
             raise ValueError(f"${VARIABLE} names {min(unknown)!r}; it takes all, or any of {', '.join(sorted(names))}")
         command, libraries = compiler.find_compiler(), Path(self.directory) / "libraries"
         libraries.mkdir(parents=True, exist_ok=True)
-        for instruction_set in compiler.INSTRUCTION_SETS:
+        for instruction_set in available:
             if wanted == ["all"] or instruction_set.name in wanted:
                 library = libraries / compiler.file_name(instruction_set)
                 compiler.compile_library(command, instruction_set, library)

@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from simulation.workload import text
 
-from chairlift.cache.ledger import SlotLedger
-from chairlift.cache.slots import SlotCopy
+from chairlift.cache.ledger import SlotCopy, SlotLedger
 from chairlift.engine.journal import Journal
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from chairlift.scheduler import Request, RowResult, Scheduler, StepPlan

@@ -1,6 +1,7 @@
 """The command line: `chairlift serve | chat | generate | bench`. Nothing slow is imported before it is needed."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,10 @@ from chairlift.errors import ChairliftError, ConfigurationError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+_SPIN_COUNT = (
+    "20000"  # a millisecond. By default OpenMP's threads spin much longer for work, which slows other programs
+)
 
 COMMANDS = ("serve", "chat", "generate", "bench")
 HELP = """\
@@ -64,6 +69,7 @@ def _run(name: str, flags: Sequence[str]) -> int:
         kind = "flag" if name.startswith("-") else "command"
         advice = f"did you mean {close[0]}?" if close else "see chairlift --help"
         raise ConfigurationError(f"unknown {kind} {name}; {advice}")
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # before torch loads OpenMP, which reads it then
     from chairlift import commands
 
     run: Callable[[Sequence[str]], int] = getattr(commands, name)

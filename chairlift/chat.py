@@ -32,15 +32,14 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 Message = dict[str, str]
 
 
-class ChatConfig(BaseModel):
-    """How to talk, and with whom."""
+class SamplingConfig(BaseModel):
+    """What the terminal says of an answer; the rest is as the model has it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str | None = Field(None, description="a server to talk with; unset: a model of its own")
-    api_key: SecretStr | None = Field(None, description="key for the server")
-    system: str | None = Field(None, description="what the system says first")
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="most new tokens of an answer")
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="most new tokens of an answer; unset: all that fit"
+    )
     temperature: Annotated[float, Field(ge=0.0)] | None = Field(
         None, description="0 is greedy; unset: the model's own default"
     )
@@ -49,6 +48,21 @@ class ChatConfig(BaseModel):
     def sampling(self) -> dict[str, Any]:
         """What the user says of it."""
         return self.model_dump(include={"max_tokens", "temperature"}, exclude_none=True)
+
+
+class AnswerConfig(SamplingConfig):
+    """What `chairlift generate` asks the model for."""
+
+    prompt: str = Field(description="what to say to the model")
+    raw: bool = Field(False, description="continue the prompt as plain text, without the model's chat template")
+
+
+class ChatConfig(SamplingConfig):
+    """How to talk, and with whom."""
+
+    url: str | None = Field(None, description="a server to talk with; unset: a model of its own")
+    api_key: SecretStr | None = Field(None, description="key for the server")
+    system: str | None = Field(None, description="what the system says first")
 
 
 class Speaker(Protocol):

@@ -7,9 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import TYPE_CHECKING
 
 from chairlift.flags import Command, read_settings
 
@@ -28,22 +26,9 @@ _SERVER_GROUPS = {"server": "host", "security": "api_key", "limits": "max_body_b
 _BENCH_GROUPS = {"server": "url", "load": "num_requests", "prompts": "prompt_tokens", "results": "goodput"}
 
 
-class AnswerConfig(BaseModel):
-    """What `chairlift generate` asks the model for."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    prompt: str = Field(description="what to say to the model")
-    raw: bool = Field(False, description="continue the prompt as plain text, without the model's chat template")
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="most new tokens; unset: all that fit")
-    temperature: Annotated[float, Field(ge=0.0)] | None = Field(
-        None, description="0 is greedy; unset: the model's own default"
-    )
-
-
 def serve_command() -> Command:
     """`chairlift serve`: settings of the engine and of the server."""
-    from chairlift.api.config import ServerConfig
+    from chairlift.api import ServerConfig
     from chairlift.config import EngineConfig
 
     return Command(
@@ -69,7 +54,7 @@ def chat_command() -> Command:
         "chat",
         "Talk with a model in the terminal: one of its own, or with --url a server's.",
         models=(ChatConfig, EngineConfig),
-        groups={"chat": "url"} | _ENGINE_GROUPS,
+        groups={"chat": "max_tokens"} | _ENGINE_GROUPS,
         examples=("chairlift chat smollm2", "chairlift chat --url http://127.0.0.1:8000 --system 'Answer in French.'"),
         positional="model",
     )
@@ -77,13 +62,14 @@ def chat_command() -> Command:
 
 def generate_command() -> Command:
     """`chairlift generate`: a prompt, and settings of the engine."""
+    from chairlift.chat import AnswerConfig
     from chairlift.config import EngineConfig
 
     return Command(
         "generate",
         "Answer one prompt on standard output.",
         models=(AnswerConfig, EngineConfig),
-        groups={"answer": "raw"} | _ENGINE_GROUPS,
+        groups={"answer": "max_tokens"} | _ENGINE_GROUPS,
         examples=(
             'chairlift generate "What is the opposite of hot?"',
             'chairlift generate --model path-or-hub-id --raw --max-tokens 50 "Once upon a time"',
@@ -158,9 +144,8 @@ def generate(arguments: Sequence[str]) -> int:
 
     set_up_logging()
     logging.getLogger().setLevel(logging.WARNING)
-    given = answer_config.model_dump(include={"max_tokens", "temperature"}, exclude_none=True)
     with LLM(**engine_config.model_dump()) as llm:
-        params = llm.inputs.default_chat_params.model_copy(update=given)
+        params = llm.inputs.default_chat_params.model_copy(update=answer_config.sampling)
         if llm.inputs.tokenizer.has_chat_template and not answer_config.raw:
             outputs = llm.chat([{"role": "user", "content": answer_config.prompt}], params)
         else:

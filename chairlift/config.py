@@ -40,7 +40,7 @@ class Quantization(StrEnum):
 
     @property
     def num_bytes(self) -> float:
-        """Of a weight, with its share of a group's scale and offset. (A head has int8's with int4, too.)"""
+        """Bytes of a weight, with its share of a group's scale and offset. (A head has int8's with int4, too.)"""
         return 8.5 / 8 if self is Quantization.INT8 else 4.5 / 8
 
 
@@ -91,11 +91,17 @@ class EngineConfig(BaseModel):
 
     # How it is computed
     device: str = Field("auto", description="'cpu', 'cuda', 'cuda:1', ...; auto: the first GPU if there is one")
+    tensor_parallel_size: Count = Field(
+        1,
+        description="devices that the model is divided over, with a process for each; on a CPU so many processes share"
+        " it, which shows that it works and gains nothing",
+        json_schema_extra={"flag": "-tp"},
+    )
     dtype: DType | Auto = Field("auto", description="auto: the checkpoint's, or float32 on a device that lacks it")
     attention_backend: AttentionBackend | Auto = Field(
         "auto",
-        description="auto: flash_attn on a GPU that has the package, cpu (native code) on a CPU with AVX2 and a C++"
-        " compiler, else torch",
+        description="auto: flash_attn on a GPU that has the package, cpu (native code) on a CPU with AVX2 or NEON and a"
+        " C++ compiler, else torch",
     )
     quantization: Quantization | None = Field(
         None,

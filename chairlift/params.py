@@ -305,7 +305,7 @@ class RequestTimes:
     first_token: float | None
 
     def first_of(self, other: "RequestTimes") -> "RequestTimes":
-        """Of both, whatever came first."""
+        """Whatever came first in either."""
         return RequestTimes(
             min(self.arrival, other.arrival),
             _first(self.admission, other.admission),

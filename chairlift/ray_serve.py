@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from yarl import URL
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError
 from chairlift.routing import PrefixRouter, name_blocks

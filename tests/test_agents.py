@@ -25,7 +25,7 @@ from agents import (
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from tests.api.anthropic_support import anthropic_client
 from tests.api.conftest import Server, serving
 from tests.api.contract import client_of

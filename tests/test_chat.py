@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr
 
 from chairlift.__main__ import main
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.chat import ChatConfig, Message, Server, converse
 from tests.api.conftest import serving
 from tests.support.scripted_model import END_TOKEN, HYBRID, install, make_thinking_checkpoint

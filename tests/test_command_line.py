@@ -9,7 +9,7 @@ import pytest
 
 import chairlift
 from chairlift.__main__ import main
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.commands import bench_command, chat_command, generate_command, serve_command
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError

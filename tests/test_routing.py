@@ -7,7 +7,7 @@ IDLE = {A: 0, B: 0, C: 0}
 
 
 def blocks(text: str, owner: bytes = b"") -> list[bytes]:
-    """Of four bytes each."""
+    """Names of blocks of four bytes."""
     return name_blocks(owner, text.encode(), 4)
 
 

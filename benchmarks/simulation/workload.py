@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from chairlift.loadtest.config import LENGTH_FORMS, Lengths
+from chairlift.loadtest import LENGTH_FORMS, Lengths
 from chairlift.loadtest.workload import BLOCK_TOKENS, TraceLine, read_json_lines, trace_offsets
 from simulation.costs import CostModel, StepShape
 

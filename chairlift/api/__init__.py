@@ -1,1 +1,105 @@
-"""HTTP: wire models, handlers, server-sent events, errors, and the server's life."""
+"""The HTTP server; here what it can be told: where to listen, who may come in, what one request may cost, and how long
+to wait for whom.
+
+Importing this costs neither aiohttp nor torch: the command line reads its flags here.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from chairlift.api.tools import ReasoningFamily, ToolFamily
+
+KEYS_VARIABLE = "CHAIRLIFT_API_KEY"
+"""The environment variable with keys, separated by commas."""
+
+
+class LogFormat(StrEnum):
+    """What a record of the log becomes."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Timeout = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class ServerConfig(BaseModel):
+    """Settings of the HTTP server. Field descriptions are the help texts of the command line's flags."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # Where, and as what
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    ssl_certfile: Path | None = Field(None, description="certificate, and its chain, for https; a PEM file")
+    ssl_keyfile: Path | None = Field(None, description="the certificate's private key; a PEM file without a password")
+    served_model_name: str | None = Field(None, description="the model's name for clients, if not that of --model")
+    tool_call_parser: ToolFamily | None = Field(
+        None, description="how the model writes tool calls; unset: as its chat template says"
+    )
+
+    reasoning_parser: ReasoningFamily | None = Field(
+        None, description="how the model marks its thoughts; left out: as its chat template does; none: not at all"
+    )
+
+    keep_billing_line: bool = Field(
+        False,
+        description="show models the billing line that begins Claude Code's system prompts; it is another in every"
+        " request, so nothing of a prompt behind it can be reused",
+    )
+
+    # Who may come in, and how much of the server is theirs
+    api_key: list[SecretStr] = Field(
+        [],
+        description="a key that clients must send; may be given several times. Keys in the environment's"
+        f" {KEYS_VARIABLE}, separated by commas, are valid too, and do not show in the list of processes",
+    )
+    api_key_file: Path | None = Field(
+        None,
+        description="file with such keys, one per line; its priorities (lower is served first) and its share of the"
+        " queue may follow a key: KEY priority=0:100 queue=0.5",
+    )
+    share_prefixes: bool = Field(
+        False,
+        description="let keys reuse each other's computed prompts; a key can then find out what others have sent",
+    )
+    allowed_origin: list[str] = Field(
+        [],
+        description="origin whose web pages may use the server (CORS), such as https://app.example.org; may be given"
+        " several times; *: all",
+    )
+    allowed_host: list[str] = Field(
+        [],
+        description="host name, beside localhost, of a server that listens on this machine only and asks for no key;"
+        " may be given several times; *: all",
+    )
+
+    # How much is read of a client, and how long it is waited for
+    max_body_bytes: int = Field(10 * 2**20, ge=1, description="largest request body; more is refused")
+    client_timeout: Timeout = Field(
+        60.0,
+        description="seconds that a client may take: for a TLS handshake and the first headers, for the headers of each"
+        " later request from its first byte, for a body, and to read what is sent to it",
+    )
+    idle_timeout: Timeout = Field(75.0, description="seconds that a connection may be silent between two requests")
+    drain_delay: Seconds = Field(
+        0.0,
+        description="seconds after SIGTERM in which /health says 503 while requests are still served, so that a router"
+        " leaves first",
+    )
+    drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after SIGTERM and drain_delay")
+
+    # What is counted and logged
+    vllm_metrics: bool = Field(
+        False,
+        description="show on /metrics what routers ask for under vLLM's names too: requests that run and wait, use of"
+        " the cache, its size, its hits",
+    )
+    log_format: LogFormat = Field(LogFormat.TEXT, description="text: lines for people; json: one object per record")
+    log_interval: Seconds = Field(
+        10.0, description="seconds between two lines about the batch in the log; 0: no such lines"
+    )

@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 import chairlift
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader, Workers
@@ -30,9 +30,9 @@ from chairlift.api.routes import (
     TokenizerInfo,
     Version,
 )
+from chairlift.api.telemetry import OBSERVATION, Observer, Tracing
 from chairlift.api.telemetry.log import log_request
 from chairlift.api.telemetry.metrics import Metrics
-from chairlift.api.telemetry.observation import OBSERVATION, Observer, Tracing
 from chairlift.api.wire.anthropic import CountTokensRequest
 from chairlift.api.wire.response_object import DeletedResponse
 from chairlift.engine.async_llm import AsyncLLM, OffLoop

@@ -11,16 +11,13 @@ from chairlift.api.tools import (
     FORMATS,
     THOUGHT_MARKS,
     AnswerReader,
-    FunctionSpec,
     ReasoningFamily,
     Thoughts,
     ToolFamily,
     family_of_template,
-    forced_calls_grammar,
-    free_grammar,
     reasoning_of_template,
-    schema_lines,
 )
+from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar, free_grammar, schema_lines
 from chairlift.api.wire.generation import Part, WantedStructure
 from chairlift.api.wire.responses import Conversation
 from chairlift.engine.text.grammar import Thinking
@@ -93,7 +90,7 @@ class Dialect:
     def reading(
         self, body: Conversation, functions: list[FunctionSpec], prompt: list[int], is_continued: bool
     ) -> AnswerReading:
-        """Of the answer to this prompt. After the last call that counts nothing more is generated."""
+        """How the answer to this prompt is read. After the last call that counts nothing more is generated."""
         thinking = self._thinking_after(prompt, is_continued)
         family = self._tool_family if functions else None
         max_calls = 1 if functions and not body.is_parallel else None

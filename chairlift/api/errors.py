@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from chairlift.api.telemetry.observation import OBSERVATION, request_id_of
+from chairlift.api.telemetry import OBSERVATION, request_id_of
+from chairlift.api.wire import ErrorBody, ErrorDetail, complaint_of
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody
-from chairlift.api.wire.base import ErrorBody, ErrorDetail, complaint_of
 from chairlift.errors import (
     ChairliftError,
     ClientTooBusy,

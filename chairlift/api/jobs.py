@@ -20,11 +20,11 @@ from chairlift.api.replies.answer import NewReader
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import NOT_STORED, ResponsesReply, ResponseStore, StoredResponse
-from chairlift.api.telemetry.observation import Observation
+from chairlift.api.telemetry import Observation
 from chairlift.api.tools import ReasoningFamily, ToolFamily
+from chairlift.api.wire import own_field_names
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.anthropic_message import TokenCount
-from chairlift.api.wire.base import own_field_names
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
 from chairlift.api.wire.generation import WantedStructure
 from chairlift.api.wire.response_object import ResponseObject
@@ -86,7 +86,7 @@ class JobMaker:
         return self._draft_conversation(body, client)
 
     def count_tokens(self, body: CountTokensRequest) -> TokenCount:
-        """Of the prompt that the same body would have as a request for an answer."""
+        """Counts the tokens of the prompt that the same body would have as a request for an answer."""
         options = body.chat_options(shows_tools=bool(body.functions_to_call()))
         return TokenCount(input_tokens=len(self._encode(body, options)))
 
@@ -251,8 +251,7 @@ async def answer(llm: AsyncLLM, job: Job, request: web.Request) -> web.StreamRes
 async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
     """Waits for every generation to end. A client that leaves meanwhile cancels this, and with it the work."""
     latest: dict[int, RequestOutput] = {}
-    running = llm.run_all(job.generations, wants_steps=False)
-    async with aclosing(job.observation.follow(running)) as outputs:
+    async with aclosing(job.observation.follow(llm.run_all(job.generations, wants_steps=False))) as outputs:
         async for index, output in outputs:
             _check(output)
             latest[index] = output

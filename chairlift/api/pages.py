@@ -4,9 +4,9 @@ The description is read off the table of endpoints and the models of bodies: /op
 people (one page, without scripts or outside resources), and the tables of docs/api.md.
 
 The page is `/` and its files, and `/watch`, the batch as it is, as server-sent events. An event is a
-`chairlift.engine.stats.Snapshot` without the fields that have their default value. All watchers wait for the same look
-at the engine, and nobody looks while nobody waits; each snapshot is serialized once. A watcher has no queue of its own:
-it takes the newest snapshot when it has written the one before, so a slow one misses some and costs nothing else.
+`chairlift.engine.journal.Snapshot` without the fields that have their default value. All watchers wait for the same
+look at the engine, and nobody looks while nobody waits; each snapshot is serialized once. A watcher has no queue of its
+own: it takes the newest snapshot when it has written the one before, so a slow one misses some and costs nothing else.
 Nothing is sent while nothing changes. A stream that ends means that the engine is gone; who asks again is told why.
 """
 
@@ -29,9 +29,9 @@ from pydantic.json_schema import models_json_schema
 import chairlift
 from chairlift.api.replies import EventStream
 from chairlift.api.routes import ROUTES, Route
+from chairlift.api.wire import Fate
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody
-from chairlift.api.wire.base import Fate
-from chairlift.engine.stats import Snapshot, SnapshotSource
+from chairlift.engine.journal import Snapshot, SnapshotSource
 from chairlift.params import RequestOptions, SamplingParams
 
 _JSON = "application/json"

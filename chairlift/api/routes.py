@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from chairlift.api.errors import MESSAGES_PATH
+from chairlift.api.wire import Body, ErrorBody, LeftOutIfNone, TokenIds
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody, AnthropicMessage, MessagesEvent, TokenCount
-from chairlift.api.wire.base import Body, ErrorBody, LeftOutIfNone, TokenIds
 from chairlift.api.wire.completions import (
     ChatCompletion,
     ChatCompletionChunk,

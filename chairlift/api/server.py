@@ -10,8 +10,8 @@ from collections.abc import Coroutine, Iterator
 
 from aiohttp import web
 
+from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.config import KEYS_VARIABLE, ServerConfig
 from chairlift.api.http.connections import Listener, connections_of
 from chairlift.api.telemetry.log import log_activity
 from chairlift.engine.async_llm import AsyncLLM

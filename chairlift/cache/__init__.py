@@ -1,4 +1,4 @@
-"""Cache slots: whose they are (`slots`, `ledger`), what memory they hold (`budget`), what their tokens are
+"""Cache slots: whose they are (`ledger`), what memory they hold (`budget`), what their tokens are
 (`prefixes`), the tensors over them (`manager`) and the memory behind those (`memory`).
 
 The public names are loaded on first use, so that the scheduler can import the ledger without importing torch.

@@ -33,7 +33,7 @@ class CacheUse:
 
     @property
     def share(self) -> float:
-        """Of the budget, what requests hold: 0 to 1."""
+        """The part of the budget that requests hold: 0 to 1."""
         return self.num_running / self.num_tokens if self.num_tokens else 0.0
 
 

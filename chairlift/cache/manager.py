@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chairlift.cache.ledger import Reservation, SlotLedger
+from chairlift.cache.ledger import Reservation, SlotCopy, SlotLedger
 from chairlift.cache.memory import MappedMemory, allocate_blocks, send
-from chairlift.cache.slots import SlotCopy
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
 

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
-from chairlift.engine.stats import EngineStats, Snapshot
+from chairlift.engine.journal import EngineStats, Snapshot
 from chairlift.engine.text.inputs import DEFAULT_CHAT, DEFAULT_TEXT, Generation, InputProcessor, Prompt, TextOptions
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Message
@@ -233,6 +233,7 @@ class AsyncLLM:
                 self._thread = None  # and with it the way back from the thread: the memory is free at once
             else:
                 logger.error("the engine thread did not stop; it is left behind")
+        await asyncio.to_thread(self._core.close)
         await asyncio.to_thread(self.inputs.close)
 
     async def __aenter__(self) -> Self:
@@ -273,8 +274,7 @@ class AsyncLLM:
     def _take(self) -> None:
         """On the event loop: brings readers all news that there are."""
         begin = time.perf_counter()
-        update = Update() if self._thread is None else self._thread.take()
-        if not update:
+        if self._thread is None or not (update := self._thread.take()):
             return
         try:
             self._distribute(update)
@@ -322,7 +322,7 @@ class AsyncLLM:
 
 
 def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, EngineHung) else f"a step failed: {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, EngineDead) else f"a step failed: {type(error).__name__}: {error}"
 
 
 def _retrieve(future: asyncio.Future[_Result]) -> None:

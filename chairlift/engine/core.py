@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.config import EngineConfig, LoadFormat, ResolvedConfig
+from chairlift.cache import KVCacheParams
+from chairlift.config import EngineConfig, LoadFormat
 from chairlift.engine.execution.forward import Forward, load_forward
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, GraphRecorder, LastTokens
-from chairlift.engine.execution.machine import fit_cache, inspect_machine
+from chairlift.engine.execution.machine import allocate_cache, fit_cache, inspect_machine, steps_that_fit
 from chairlift.engine.execution.resolver import resolve
 from chairlift.engine.execution.runner import Launch, ModelRunner
-from chairlift.engine.journal import Journal
+from chairlift.engine.journal import EngineStats, Journal, Snapshot
+from chairlift.engine.parallel import Leader, Ranks, on_every_rank
 from chairlift.engine.sampling.sampler import Sampler
-from chairlift.engine.stats import EngineStats, Snapshot
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from chairlift.models.loader import TORCH_DTYPES, count_parameters, grouped_size
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 REST_AFTER_S = 30.0  # without work
 _GRAMMAR_POLL_S = 0.001
-_LAUNCH_S = 0.002  # of decode steps: a newcomer waits for that, and the host's work hides behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +52,39 @@ class Pacing:
 class EngineCore:
     """Scheduler, cache and model of one checkpoint. ConfigurationError if it cannot be set up."""
 
-    def __init__(self, config: EngineConfig, pacing: Pacing | None = None) -> None:
-        """`pacing` None: what suits the device."""
+    def __init__(self, config: EngineConfig, pacing: Pacing | None = None, ranks: Ranks | None = None) -> None:
+        """`pacing` None: what suits the device. `ranks`: given to all but the first, which starts the others."""
         checkpoint = open_checkpoint(config.model)
+        self.vocab_size = checkpoint.config.vocab_size
+        if ranks is None and config.tensor_parallel_size > 1:
+            ranks = Leader(config, checkpoint)
+        self.ranks, config = ranks, config if ranks is None else ranks.config
+        machine = inspect_machine(config.device)
+        if ranks is not None:
+            checkpoint, machine = ranks.split(checkpoint, machine)
         shape = checkpoint.config
-        machine, num_parameters = inspect_machine(config.device), count_parameters(shape)
         grouped = grouped_size(checkpoint) if config.load_format is LoadFormat.SAFETENSORS else None
-        self.config = resolve(config, shape, num_parameters, machine, grouped=grouped)
+        self.config = resolve(config, shape, count_parameters(shape), machine, grouped=grouped)
         if self.config.fallback_reason is not None:
             logger.warning("attention backend torch rather than cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)
-        self.vocab_size = shape.vocab_size
-        dtype = TORCH_DTYPES[self.config.dtype]
         forward = load_forward(checkpoint, self.config)
-        self.config = fit_cache(config, self.config, shape, forward)
-        params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
+        if ranks is not None:
+            ranks.least(0)  # all have loaded their parts, and can compute together
+        self.config = fit_cache(config, self.config, shape, forward, int if ranks is None else ranks.least)
+        params = KVCacheParams(TORCH_DTYPES[self.config.dtype], shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
         self._pacing = pacing or Pacing.of(device)
-        is_ahead = self._pacing.num_launches_ahead > 0
-        assert config.speculation is None or not is_ahead, "guesses need the tokens of the launch before"
+        ahead = self._pacing.num_launches_ahead
+        assert not (config.speculation and ahead), "guesses need the tokens of the launch before"
         if not shape.can_record:
             self._pacing = replace(self._pacing, recorder=None)
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
         num_slots = self.config.num_slots + (self._pacing.recorder is not None)
-        self.cache = _allocate(params, num_slots, shape.num_layers, self.config)
+        self.cache = allocate_cache(params, num_slots, shape.num_layers, self.config)
         last_tokens = LastTokens(num_slots, device)
         graphs = self._make_graphs(self._pacing.recorder, forward, last_tokens) if self._pacing.recorder else None
-        sampler = Sampler(shape.vocab_size, num_slots, device)
+        sampler = Sampler(self.vocab_size, num_slots, device)
         self._runner = ModelRunner(forward, self.cache, sampler, last_tokens, graphs)
         self._speculation = Speculation(config.num_speculative_tokens) if config.speculation else None
         self._scheduler = Scheduler(
@@ -93,21 +98,30 @@ class EngineCore:
                 self.config.preempt_levels,
                 self.config.queue_timeout,
             ),
+            clock=time.perf_counter if ranks is None else ranks.clock,
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
         )
-        self._is_steps_auto = config.max_steps_per_launch == "auto"
+        self._is_steps_auto = config.max_steps_per_launch == "auto" and ranks is None  # who would measure other times
         self._journal = Journal(self._scheduler)
+        ready = self.config
         logger.info(
             "engine ready: %s on %s, attention %s, %d slots of %d tokens, %d tokens a step, up to %d steps a launch",
-            self.config.dtype,
-            self.config.device,
-            self.config.attention_backend,
-            self.config.num_slots,
-            self.config.slot_len,
-            self.config.max_num_batched_tokens,
-            self.config.max_steps_per_launch,
+            *(ready.dtype, ready.device, ready.attention_backend, ready.num_slots, ready.slot_len),
+            *(ready.max_num_batched_tokens, ready.max_steps_per_launch),
         )
+        if ranks is not None:
+            ranks.least(0)  # all are ready
+
+    @property
+    def failure(self) -> str | None:
+        """Why no step is possible any more, if that is known without one: a rank is lost."""
+        return None if self.ranks is None else self.ranks.failure
+
+    def close(self) -> None:
+        """Ends the processes of other ranks, if there are any."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     @property
     def has_work(self) -> bool:
@@ -117,24 +131,29 @@ class EngineCore:
         """Whether `add` would take them now, and no other request would have to leave for them."""
         return self._scheduler.can_take(requests)
 
+    @on_every_rank
     def add(self, *requests: Request) -> list[TokenEvent]:
         """Queues requests, all or none, and returns the ends of those that lose their places in the queue to them.
 
         `QueueFull` if there is no place and none has to leave. ValueError if one of them was added before.
         """
-        return self._noted(self._scheduler.add(*requests))
+        shared = requests if self.ranks is None else map(self.ranks.share, requests)
+        return self._noted(self._scheduler.add(*shared))
 
+    @on_every_rank
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request and gives its slot back. None if it has ended already."""
         event = self._scheduler.abort(request_id)
         self._noted([event] if event is not None else [])
         return event
 
+    @on_every_rank
     def reset_prefix_cache(self) -> None:
         """Forgets all prompts: later requests reuse nothing that was computed so far. Running ones go on."""
         self._scheduler.reset_prefix_cache()
         self._journal.look_around()
 
+    @on_every_rank
     def rest(self) -> None:
         """Gives memory back that nobody uses. For when there has been no work for a while; frees some warm slots."""
         if self.cache.is_elastic and not self.has_work:
@@ -142,6 +161,7 @@ class EngineCore:
             self.cache.settle()
             self._journal.look_around()
 
+    @on_every_rank
     def step(self) -> list[TokenEvent]:
         """Begins a launch, and takes the tokens of the oldest one if it need not, or cannot, run ahead any further.
 
@@ -174,6 +194,8 @@ class EngineCore:
 
     def _finish(self, launch: Launch) -> list[TokenEvent]:
         results = launch.wait()
+        if self.ranks is not None:
+            results = self.ranks.agree(results)
         events = self._scheduler.update(launch.plan, results)
         self._launches.popleft()
         seconds = self._journal.note_launch(launch.plan, launch.begin)
@@ -215,26 +237,3 @@ class EngineCore:
         """Asserts that requests, slots, lengths and memory agree."""
         self._scheduler.check()
         self.cache.check_memory()
-
-
-def steps_that_fit(seconds_each: float, most: int) -> int:
-    """Decode steps of a launch, from 1 to `most`, that together take about as long as a launch should."""
-    return max(1, min(most, round(_LAUNCH_S / max(seconds_each, 1e-6))))
-
-
-def _allocate(
-    params: KVCacheParams, num_slots: int, num_layers: int, config: ResolvedConfig
-) -> ContinuousBatchingKVCacheManager:
-    slot_len, devices = config.slot_len, [config.device]
-    size = ContinuousBatchingKVCacheManager.estimated_memory_size(params, num_slots, slot_len, num_layers, devices)
-    max_tokens = config.cache_tokens if config.is_cache_elastic else None
-    try:
-        cache = ContinuousBatchingKVCacheManager(params, num_slots, slot_len, num_layers, devices, max_tokens)
-    except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
-        raise ConfigurationError(
-            f"allocating {size / 1e6:.0f} MB of cache failed; lower max_batch_size or max_seq_len"
-        ) from error
-    num_bytes = size if max_tokens is None else min(size, config.kv_cache_memory_bytes)
-    how = "at once" if max_tokens is None else "as it is used"
-    logger.info("cache: %d slots of %d tokens, %.1f MB taken %s", num_slots, slot_len, num_bytes / 1e6, how)
-    return cache

@@ -95,6 +95,8 @@ class LLM:
         """Gives the memory back. Calls after it raise `EngineClosed`."""
         with self._turn:
             self._stay_awake()
+            if self._core is not None:
+                self._core.close()
             self._core = None
             self.inputs.close()
 

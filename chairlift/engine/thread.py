@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from chairlift.engine.core import REST_AFTER_S, EngineCore
-from chairlift.errors import EngineHung, QueueFull
+from chairlift.errors import EngineDead, EngineHung, QueueFull
 from chairlift.scheduler import Request, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -130,8 +130,8 @@ class EngineThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    async def until_hung(self, limit: float) -> EngineHung:
-        """Returns when a step did not come back within `limit` seconds, or the thread is gone."""
+    async def until_hung(self, limit: float) -> EngineDead:
+        """Returns when a step did not come back within `limit` seconds, or the thread or another rank is gone."""
         interval = min(1.0, limit / 4)
         seen, num_looks = None, 0
         while num_looks * interval < limit:
@@ -139,6 +139,8 @@ class EngineThread:
             await asyncio.sleep(interval)
             if not self.is_alive:
                 return EngineHung("the engine's thread is gone")
+            if (failure := self._core.failure) is not None:
+                return EngineDead(failure)
             progress = self.progress
             num_looks = num_looks + 1 if progress is not None and progress == seen else 0
             seen = progress

@@ -23,8 +23,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from chairlift.loadtest import DEFAULT_CONCURRENCY, SWEPT_FIELDS, BenchConfig, SweepValues
 from chairlift.loadtest.client import StreamClient, allow_many_connections, first_model, open_session
-from chairlift.loadtest.config import DEFAULT_CONCURRENCY, SWEPT_FIELDS, BenchConfig, SweepValues
 from chairlift.loadtest.report import report_sweep, report_test
 from chairlift.loadtest.summary import INCOMPLETE_STREAM, BenchError, BenchResult, RequestFailure, RequestRecord, Sweep
 from chairlift.loadtest.workload import Conversation, Message, Turn, Workload, build_workload

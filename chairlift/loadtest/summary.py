@@ -19,7 +19,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from chairlift.loadtest.config import BenchConfig
+from chairlift.loadtest import BenchConfig
 
 MS_PER_S = 1e3
 MAX_MESSAGE_CHARS = 200
@@ -126,9 +126,9 @@ class RequestRecord:
         return [later - earlier for earlier, later in pairwise(self.chunk_times)]
 
 
-# The lag that is still small beside the latencies of a served model, and the busy share that leaves no room for bursts.
 # --- tests and sweeps
 
+# The lag that is still small beside the latencies of a served model, and the busy share that leaves no room for bursts.
 TOLERABLE_LAG_MS = 10.0
 TOLERABLE_BUSY_SHARE = 0.9
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
-from chairlift.loadtest.config import BenchConfig, Lengths
+from chairlift.loadtest import BenchConfig, Lengths
 from chairlift.loadtest.summary import MS_PER_S, BenchError, one_line
 
 BLOCK_TOKENS = 512

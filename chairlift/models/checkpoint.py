@@ -20,7 +20,8 @@ from huggingface_hub import snapshot_download
 from chairlift.errors import CheckpointError
 from chairlift.models.adapter import describe_decoder
 from chairlift.models.config import FAMILIES, ModelShape, describe_family
-from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, GGUFWeights, describe_gguf, first_part, open_gguf
+from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, first_part, open_gguf
+from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.stored import (
     CompressedWeights,
     Compression,

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError
-from chairlift.models.attention.batch import AttentionConfig
+from chairlift.models.attention import AttentionConfig
 
 _ROPE_FIELDS = {
     "default": (),

@@ -7,6 +7,7 @@ GPTQ: https://github.com/ModelCloud/GPTQModel
 All pack unsigned values into words of 32 bits, the lowest bits first; they differ in what is packed, and in the order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,6 +92,13 @@ class SafetensorsWeights:
         with safe_open(self._files[name], framework="pt") as handle:
             tensor: torch.Tensor = handle.get_tensor(name)
         return tensor
+
+    def read_spans(self, name: str, dim: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Spans of the first or second dimension, end to end; nothing else of the tensor is read."""
+        with safe_open(self._files[name], framework="pt") as handle:
+            whole = handle.get_slice(name)
+            parts = [whole[start:stop] if dim == 0 else whole[:, start:stop] for start, stop in spans]
+        return torch.cat(parts, dim)
 
 
 # --- compressed safetensors

@@ -12,8 +12,8 @@ import pytest_asyncio
 from aiohttp import web, web_app
 from openai import AsyncOpenAI
 
+from chairlift.api import ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.config import ServerConfig
 from chairlift.api.http.connections import Listener
 from chairlift.api.server import make_runner, start
 from chairlift.api.tools import ToolFamily

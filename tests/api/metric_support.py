@@ -26,7 +26,7 @@ class Scrape:
         return {f"{name}_total" if metric.type == "counter" else name for name, metric in self.families.items()}
 
     def value(self, name: str, **labels: str) -> float:
-        """Of one sample."""
+        """The value of one sample."""
         found = [
             sample.value
             for family in self.families.values()
@@ -37,7 +37,7 @@ class Scrape:
         return found[0]
 
     def values(self, name: str, label: str) -> dict[str, float]:
-        """Of all samples of a name, by the value of a label."""
+        """The values of all samples of a name, by the value of a label."""
         samples = [sample for family in self.families.values() for sample in family.samples if sample.name == name]
         return {sample.labels[label]: sample.value for sample in samples}
 

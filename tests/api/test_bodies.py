@@ -13,11 +13,11 @@ import aiohttp
 import pytest
 from pydantic import ValidationError
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.http import bodies
 from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
 from chairlift.api.routes import DetokenizeRequest
-from chairlift.api.wire.base import complaint_of
+from chairlift.api.wire import complaint_of
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.errors import InvalidRequest
 from tests.api.conftest import Server
@@ -225,7 +225,7 @@ async def test_a_stream_that_has_begun_frees_what_its_body_took(server: Server) 
 
 
 async def test_what_waits_keeps_neither_its_body_nor_what_was_read_out_of_it(server: Server) -> None:
-    """Of five megabytes, most of them a field that changes nothing, hardly anything is left while the engine works."""
+    """Hardly anything is left of five megabytes, most of them a field that changes nothing, while the engine works."""
     message = {"role": "assistant", "content": "Hi!", "refusal": "x" * 5_000_000}
     body = {"messages": [message, {"role": "user", "content": "Hello!"}], "max_tokens": 2, "logprobs": True}
     async with await post(server, body, CHAT) as client:

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.http.access import Cors, normalize_origin
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import in_loop, serving
@@ -212,7 +212,7 @@ REQUESTS = (("GET", "/"), ("GET", "/health"), ("GET", "/v1/models"), ("GET", "/n
 
 
 async def statuses(http: aiohttp.ClientSession, **headers: str) -> list[int]:
-    """Of a few requests with these headers, whose names are written with underscores."""
+    """Statuses of a few requests with these headers, whose names are written with underscores."""
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     found = []
     for method, path in (*REQUESTS, ("OPTIONS", "/v1/completions")):

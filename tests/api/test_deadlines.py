@@ -13,7 +13,7 @@ import aiohttp
 import openai
 import pytest
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.replies.choices import CompletionReply
 from chairlift.api.wire.completions import CompletionRequest
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput

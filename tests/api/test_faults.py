@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.http.connections import Listener
 from chairlift.api.server import serve
 from chairlift.engine.async_llm import AsyncLLM

@@ -9,7 +9,7 @@ import pytest_asyncio
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.http.access import KeyLimits, KeyRing, gather_keys, read_keys
 from chairlift.commands import serve_command
 from chairlift.errors import ConfigurationError

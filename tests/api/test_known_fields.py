@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from chairlift.api.errors import error_reply
 from chairlift.api.pages import fields_of, page_with_tables
 from chairlift.api.routes import ROUTES
-from chairlift.api.wire.base import REFUSED, Fate, Refused
+from chairlift.api.wire import REFUSED, Fate, Refused
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 

@@ -11,11 +11,11 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_count_tokens_params as beta_count_params
 from anthropic.types.beta import message_create_params as beta_create_params
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.pages import fields_of
 from chairlift.api.tools import ToolFamily
+from chairlift.api.wire import Fate
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
-from chairlift.api.wire.base import Fate
 from tests.api.anthropic_support import (
     ANSWER,
     COUNT_TOKENS,

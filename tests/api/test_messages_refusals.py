@@ -5,7 +5,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
 from tests.api.anthropic_support import (
     ANSWER,

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from tests.api.conftest import SLOTS, Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import forward_of, held, serving, until_idle

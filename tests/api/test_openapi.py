@@ -11,7 +11,7 @@ from aiohttp import web
 from chairlift.api.app import Api
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, fields_of, openapi_document
 from chairlift.api.routes import ROUTES
-from chairlift.api.wire.base import Fate
+from chairlift.api.wire import Fate
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, chunks_of, error_of, get, post, user
 

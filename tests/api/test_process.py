@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from chairlift.__main__ import main
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.http.connections import Listener
 from chairlift.errors import ConfigurationError
 from tests.support.server_process import SERVE, long_stream, run_to_end, running

@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.pages import WATCH_PATH
 from chairlift.api.server import reporting
 from chairlift.api.telemetry.log import JsonFormatter, TextFormatter, activity_fields, log_activity
-from chairlift.engine.stats import Distribution, EngineStats, Totals
+from chairlift.engine.journal import Distribution, EngineStats, Totals
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import forward_of, held, serving, until_idle

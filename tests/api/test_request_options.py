@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.params import MAX_PRIORITY, RequestOptions
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, client_of, error_of, post, serving, user

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from chairlift.api.errors import error_reply
 from chairlift.api.pages import fields_of
-from chairlift.api.wire.base import own_field_names
+from chairlift.api.wire import own_field_names
 from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequest
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ContextLengthExceeded, InvalidRequest
@@ -213,7 +213,7 @@ def test_tool_choice_says_what_may_and_must_be_called(tool_choice: Any, names: l
 
 
 def test_every_field_that_the_client_can_send_is_known() -> None:
-    """Of the installed client, so that a field that a newer one sends shows up as a failure."""
+    """Fields of the installed client, so that one that a newer client sends shows up as a failure."""
     sent = {
         *get_type_hints(response_create_params.ResponseCreateParamsStreaming),
         *get_type_hints(response_create_params.ResponseCreateParamsNonStreaming),

@@ -134,7 +134,7 @@ def test_whatever_the_description_allows_or_not_is_answered_as_it_says(
     is_stream = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
     checks = [status_code_conformance, content_type_conformance, negative_data_rejection]
     checks += [] if ran_out_of_time(response) else [not_a_server_error]
-    # Of a stream the description gives the shape of each event's data, which is not what this check takes it for.
+    # The description of a stream gives the shape of each event's data, which is not what this check takes it for.
     checks += [unsupported_method] + ([] if is_stream else [response_schema_conformance])
     case.validate_response(response, checks=checks)
     if is_stream:

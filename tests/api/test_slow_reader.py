@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.http.connections import Connection
 from tests.api.conftest import SLOTS, Server
 from tests.api.contract import text_of

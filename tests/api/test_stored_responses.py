@@ -6,7 +6,7 @@ import aiohttp
 import openai
 import pytest
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.replies.responses import ResponseStore, StoredResponse
 from tests.api.conftest import Server, serving
 from tests.api.contract import client_of, post

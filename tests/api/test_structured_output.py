@@ -77,7 +77,7 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 async def content(server: Server, **fields: Any) -> str:
-    """Of an answer that came to its end."""
+    """The text of an answer that came to its end."""
     reply = check_chat(await post(server, CHAT, {"messages": HELLO, **fields}))
     assert reply.choices[0].finish_reason == "stop"
     return reply.choices[0].message.content or ""

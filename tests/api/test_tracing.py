@@ -26,7 +26,7 @@ BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "ignore_eos": True, "temperatur
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """Of a provider that is everybody's as long as the test lasts."""
+    """The spans of a provider that is everybody's as long as the test lasts."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -109,7 +109,7 @@ async def test_only_what_is_the_servers_fault_is_an_error(traced: Server, export
 
 def test_where_nobody_has_configured_it_nothing_of_it_is_imported() -> None:
     code = (
-        "import sys; from chairlift.api.telemetry.observation import Tracing; import chairlift.api.app;"
+        "import sys; from chairlift.api.telemetry import Tracing; import chairlift.api.app;"
         "assert Tracing('m')._tracer is None; sys.exit('opentelemetry' in sys.modules)"
     )
     assert start_python(code, [], os.environ, sys.stderr.fileno()).wait(60) == 0

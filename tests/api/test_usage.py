@@ -7,8 +7,8 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types.completion_usage import PromptTokensDetails
 
-from chairlift.api.config import ServerConfig
-from chairlift.api.wire.base import Usage
+from chairlift.api import ServerConfig
+from chairlift.api.wire import Usage
 from chairlift.api.wire.response_object import ResponseUsage
 from chairlift.params import CompletionOutput, RequestOutput
 from tests.api.conftest import Server

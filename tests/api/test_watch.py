@@ -16,7 +16,7 @@ from aiohttp import web
 from chairlift.api.errors import error_middleware
 from chairlift.api.http.connections import Connection
 from chairlift.api.pages import MAX_WATCHERS, SnapshotFeed, add_page_routes
-from chairlift.engine.stats import Snapshot, SnapshotSource, short_id
+from chairlift.engine.journal import Snapshot, SnapshotSource, short_id
 from chairlift.errors import EngineClosed, EngineDead
 from tests.api.conftest import serving_app
 from tests.engine.async_support import wait_until

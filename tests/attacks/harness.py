@@ -174,7 +174,7 @@ class Target:
             return str(reply.json()["choices"][0]["message"]["content"]) if reply.status_code == 200 else reply.text
 
     def busy_gauges(self) -> dict[str, float]:
-        """Of requests that run or wait and slots that are taken: what is not zero."""
+        """What is not zero of the requests that run or wait and the slots that are taken."""
         with self._client() as client:
             lines = client.get("/metrics").text.splitlines()
         names = (

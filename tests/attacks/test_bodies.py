@@ -340,7 +340,7 @@ def test_work_for_one_client_holds_up_no_other(target: Target, name: str) -> Non
 
 
 def described_fields(target: Target) -> dict[str, dict[str, str]]:
-    """Of each endpoint that takes a body: its fields, and which JSON type the description names first for each."""
+    """The fields of each endpoint that takes a body, and which JSON type the description names first for each."""
     description = httpx.get(f"{target.process.url}/openapi.json").json()
     schemas = description["components"]["schemas"]
     fields: dict[str, dict[str, str]] = {}

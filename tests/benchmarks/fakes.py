@@ -1,10 +1,11 @@
 """Engines that are fake workers, what they are asked for, and a tiny model's shape."""
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any, NamedTuple
 
-import pytest
 from comparison.ceiling import ModelShape
 from peers.engines import Engine
 from peers.workers.protocol import Settings
@@ -37,11 +38,22 @@ SHAPE = ModelShape.of(FIELDS, weight_bytes=2, cache_bytes=2)
 """A pass reads 2464 bytes, and 32 of each cached token."""
 
 
-def run_script(monkeypatch: pytest.MonkeyPatch, script: ModuleType, *flags: str) -> int:
-    """Runs a benchmark's `main` with these flags; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *flags])
-    code: int = script.main()
-    return code
+class Ran(NamedTuple):
+    """What came of a script."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The JSON in its last line."""
+        report: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return report
+
+
+RunScript = Callable[..., Ran]
+"""Takes a benchmark's module and its flags; see the fixture."""
 
 
 class FakeEngine(Engine):

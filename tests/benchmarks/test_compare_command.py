@@ -3,13 +3,12 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import compare
 import pytest
 from peers.engines import Engine
 
-from .fakes import FAKE_WORKER, FIELDS, run_script
+from .fakes import FAKE_WORKER, FIELDS, RunScript
 
 
 @pytest.fixture
@@ -25,21 +24,16 @@ def _fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "command", lambda engine: [sys.executable, FAKE_WORKER, engine.kind])
 
 
-def test_a_comparison_ends_in_a_line_of_json(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_ends_in_a_line_of_json(model: Path, tmp_path: Path, run_script: RunScript) -> None:
     flags = ["--model", str(model), "--workloads", "2x4+3", "1x8+1", "--rounds", "2", "--json", str(tmp_path / "out")]
-    code = run_script(
-        monkeypatch, compare, *flags, "--peer", "transformers", "--peer", f"vllm={sys.executable},raises=1"
-    )
-    captured = capsys.readouterr()
-    report: dict[str, Any] = json.loads(captured.out.splitlines()[-1])
+    ran = run_script(compare, *flags, "--peer", "transformers", "--peer", f"vllm={sys.executable},raises=1")
+    report = ran.report
     assert json.loads((tmp_path / "out").read_text(encoding="utf-8")) == report
-    assert "2x4+3, round 2, transformers: " in captured.err
-    assert captured.out.startswith("workload")
+    assert "2x4+3, round 2, transformers: " in ran.err
+    assert ran.out.startswith("workload")
 
     # A batch of one prompt is a start-up's too.
-    assert (code, report["failed"]) == (1, True)
+    assert (ran.code, report["failed"]) == (1, True)
     assert report["engines"]["vllm"]["failure"] == "did not start: RuntimeError: out of blocks"
     assert [result["workload"] for result in report["results"]] == ["2x4+3", "1x8+1"]
     assert len(report["results"][0]["engines"]["chairlift"]["seconds"]) == 2
@@ -52,8 +46,8 @@ def test_a_comparison_ends_in_a_line_of_json(
     assert report["engines"]["transformers"]["about"]["fake"] == "1.0"
 
 
-def test_all_well_is_exit_code_0(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_script(monkeypatch, compare, "--model", str(model), "--workloads", "2x4+3", "--rounds", "1") == 0
+def test_all_well_is_exit_code_0(model: Path, run_script: RunScript) -> None:
+    assert run_script(compare, "--model", str(model), "--workloads", "2x4+3", "--rounds", "1").code == 0
 
 
 @pytest.mark.parametrize(
@@ -66,16 +60,11 @@ def test_all_well_is_exit_code_0(model: Path, monkeypatch: pytest.MonkeyPatch) -
         ),
     ],
 )
-def test_a_peer_that_is_not_there_is_one_line(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_script(monkeypatch, compare, *flags) == 2
-    assert capsys.readouterr().err == message
+def test_a_peer_that_is_not_there_is_one_line(flags: list[str], message: str, run_script: RunScript) -> None:
+    assert run_script(compare, *flags) == (2, "", message)
 
 
-def test_a_workload_that_is_none_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run_script(monkeypatch, compare, "--workloads", "8x128")
-    assert "'8x128' is no workload: write REQUESTSxPROMPT+OUTPUT" in capsys.readouterr().err
+def test_a_workload_that_is_none_is_refused(run_script: RunScript) -> None:
+    ran = run_script(compare, "--workloads", "8x128")
+    assert ran.code == 2
+    assert "'8x128' is no workload: write REQUESTSxPROMPT+OUTPUT" in ran.err

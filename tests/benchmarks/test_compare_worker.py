@@ -122,37 +122,12 @@ def test_an_error_is_told_in_one_line_and_leaves_it_alive(start: Callable[..., W
     assert "RuntimeError: out of blocks" in Worker.tail_of(worker.log)
 
 
-def test_a_start_that_fails_is_told(start: Callable[..., Worker]) -> None:
-    engine = fake_engine("fake", start="raises")
-    worker = start(engine)
-    with worker.turn(), pytest.raises(WorkerError, match=r"^ValueError: no such model$"):
-        worker.ask(first_message(engine), 20)
-
-
-def test_its_death_is_told(start: Callable[..., Worker]) -> None:
-    engine = fake_engine("fake", dies="2")
-    worker = start(engine)
-    ready(worker, engine)
-    with worker.turn(), pytest.raises(WorkerDied, match=r"^it ended with exit code 3$"):
-        worker.ask({"prompts": [[1], [2]], "output_tokens": 5}, 20)
-    assert Worker.tail_of(worker.log).endswith("last words")
-
-
 def test_a_signal_that_ended_it_is_named(start: Callable[..., Worker]) -> None:
     engine = fake_engine("fake")
     worker = start(engine)
     os.kill(ready(worker, engine)["about"]["pid"], signal.SIGKILL)
     with worker.turn(), pytest.raises(WorkerDied, match=r"^it was ended by SIGKILL$"):
         worker.ask(BATCH, 20)
-
-
-def test_one_that_does_not_answer_in_time_is_ended(start: Callable[..., Worker]) -> None:
-    engine = fake_engine("fake", hangs="2")
-    worker = start(engine)
-    pid = ready(worker, engine)["about"]["pid"]
-    with worker.turn(), pytest.raises(WorkerDied, match=r"^no answer within 0\.2 s$"):
-        worker.ask({"prompts": [[1], [2]], "output_tokens": 5}, 0.2)
-    assert status(pid) == "gone"
 
 
 def test_one_that_does_not_even_read_is_ended(tmp_path: Path) -> None:

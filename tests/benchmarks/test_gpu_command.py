@@ -11,7 +11,7 @@ import pytest
 import torch
 from on_gpu.parts import PARTS, Measurement, Setup
 
-from tests.benchmarks.fakes import run_script
+from tests.benchmarks.fakes import RunScript
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "benchmarks" / "gpu.py"
@@ -51,13 +51,9 @@ def test_a_part_that_fails_is_reported_and_the_others_still_run(tmp_path: Path) 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-def test_without_a_gpu_one_line_says_what_can_be_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_script(monkeypatch, gpu) == 2
-    assert capsys.readouterr().err == (
-        "gpu.py: there is no CUDA device here; --device cpu --shape tiny tries the way through\n"
-    )
+def test_without_a_gpu_one_line_says_what_can_be_done(run_script: RunScript) -> None:
+    message = "gpu.py: there is no CUDA device here; --device cpu --shape tiny tries the way through\n"
+    assert run_script(gpu) == (2, "", message)
 
 
 def measured(name: str, tmp_path: Path) -> list[Measurement]:

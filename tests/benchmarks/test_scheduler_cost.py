@@ -2,9 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pytest
 import scheduler_cost
 from harness import StepTimes, make_request, medians, timed_step
 
@@ -12,19 +10,17 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.params import RequestOptions
 from chairlift.scheduler import Scheduler
 
-from .fakes import run_script
+from .fakes import RunScript
 
 VERBS = ["schedule", "reserve", "advance", "update", "scheduler", "total"]
 
 
-def test_all_parts_are_measured_and_the_last_line_is_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_all_parts_are_measured_and_the_last_line_is_json(run_script: RunScript, tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     small = ["--rows", "1", "4", "--waiting", "0", "10", "--prefix-slots", "3", "--prefix-tokens", "200"]
-    assert run_script(monkeypatch, scheduler_cost, *small, "--steps", "60", "--rounds", "1", "--json", str(path)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    report: dict[str, Any] = json.loads(lines[-1])
+    ran = run_script(scheduler_cost, *small, "--steps", "60", "--rounds", "1", "--json", str(path))
+    lines, report = ran.out.splitlines(), ran.report
+    assert ran.code == 0
     assert json.loads(path.read_text(encoding="utf-8")) == report
     costs = report["microseconds"]
     assert list(costs["rows"]) == [

@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.loadtest import samples
 from tests.support.checkpoints import make_checkpoint
 
-from .fakes import SETTINGS, run_script
+from .fakes import SETTINGS, RunScript
 from .test_compare_worker import await_status
 
 VISITS = Visits(num_users=3, num_turns=2, prefix_tokens=1500, question_tokens=40, output_tokens=32, think_time=0.5)
@@ -207,15 +206,13 @@ def test_the_json_has_every_time_and_what_comes_of_them() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_measures_real_servers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_measures_real_servers(tmp_path: Path, run_script: RunScript) -> None:
     make_checkpoint(tmp_path / "weights")
     flags = ["--model", str(tmp_path / "weights"), "--dtype", "float32", "--threads", "1", "--rounds", "1"]
     users = ["--users", "2", "--prefix-tokens", "60", "--question-tokens", "4", "--output-tokens", "4"]
     when = ["--arrivals", "all", "50", "--think-time", "0"]
-    code = run_script(monkeypatch, shared_prefix, *flags, *users, *when, "--json", str(tmp_path / "out"))
-    report: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    code, _, _ = ran = run_script(shared_prefix, *flags, *users, *when, "--json", str(tmp_path / "out"))
+    report = ran.report
     assert code == 0
     assert json.loads((tmp_path / "out").read_text(encoding="utf-8")) == report
     assert report["servers"]["no-reuse"]["options"] == {"enable_prefix_caching": "false"}
@@ -230,12 +227,13 @@ def test_the_command_measures_real_servers(
 
 
 def test_a_server_whose_warm_up_fails_is_not_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_script: RunScript
 ) -> None:
     make_checkpoint(tmp_path / "weights")
     monkeypatch.setattr(server_module, "server_command", serve_health_alone)
-    assert run_script(monkeypatch, shared_prefix, "--model", str(tmp_path / "weights")) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    ran = run_script(shared_prefix, "--model", str(tmp_path / "weights"))
+    last = ran.err.splitlines()[-1]
+    assert ran.code == 2
     assert last.startswith("shared_prefix.py: chairlift: its warm-up failed: http://127.0.0.1:")
     assert "no list of models" in last
 
@@ -248,13 +246,10 @@ def test_a_server_whose_warm_up_fails_is_not_measured(
         (["--users", "0"], "'0' is no count: write a whole number from 1 on"),
     ],
 )
-def test_a_bad_flag_is_refused(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run_script(monkeypatch, shared_prefix, *flags)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+def test_a_bad_flag_is_refused(flags: list[str], message: str, run_script: RunScript) -> None:
+    ran = run_script(shared_prefix, *flags)
+    assert ran.code == 2
+    assert message in ran.err
 
 
 @pytest.mark.parametrize(
@@ -265,12 +260,7 @@ def test_a_bad_flag_is_refused(
     ],
 )
 def test_a_peer_that_cannot_take_part_is_one_line(
-    peers: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    peers: list[str], message: str, tmp_path: Path, run_script: RunScript
 ) -> None:
     flags = [flag for peer in peers for flag in ("--peer", peer)]
-    assert run_script(monkeypatch, shared_prefix, "--model", str(tmp_path), *flags) == 2
-    assert capsys.readouterr().err == f"shared_prefix.py: {message}\n"
+    assert run_script(shared_prefix, "--model", str(tmp_path), *flags) == (2, "", f"shared_prefix.py: {message}\n")

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import simulate
@@ -10,27 +9,20 @@ from simulation import simulation
 
 from chairlift.scheduler import Scheduler
 
-from .fakes import run_script
+from .fakes import RunScript
 
 SMALL = ["--requests", "60", "--slots", "4", "--slot-tokens", "200", "--budgets", "64"]
 
 
-def report_of(output: str) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return report
-
-
-def test_every_setting_is_a_column_and_the_last_line_is_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_setting_is_a_column_and_the_last_line_is_json(run_script: RunScript, tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     flags = ["--backlog", "10", "--tenants", "3", "--families", "2", "--family-tokens", "30", "--json", str(path)]
-    assert run_script(monkeypatch, simulate, *SMALL, *flags) == 0
-    output = capsys.readouterr().out
+    code, output, _ = ran = run_script(simulate, *SMALL, *flags)
+    assert code == 0
     names = ["first-come", "prefixes", "fair", "priorities", "preemption"]
     assert output.splitlines()[0].split() == names
     assert "requests                          " + 5 * f"{60:>22}" in output
-    report = report_of(output)
+    report = ran.report
     assert json.loads(path.read_text(encoding="utf-8")) == report
     assert [each["setting"] for each in report["results"]] == names
     first_come, prefixes = report["results"][:2]
@@ -40,21 +32,18 @@ def test_every_setting_is_a_column_and_the_last_line_is_json(
     assert first_come["slot_use"] > 0.9
 
 
-def test_each_budget_is_simulated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_budget_is_simulated(run_script: RunScript) -> None:
     flags = ["--settings", "fair", "--budgets", "8", "64", "--cost", "8b-h200", "--load", "0.5"]
-    assert run_script(monkeypatch, simulate, *SMALL[:-2], *flags) == 0
-    assert [each["setting"] for each in report_of(capsys.readouterr().out)["results"]] == ["fair 8", "fair 64"]
+    results = run_script(simulate, *SMALL[:-2], *flags).report["results"]
+    assert [each["setting"] for each in results] == ["fair 8", "fair 64"]
 
 
-def test_a_workload_file_is_replayed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_workload_file_is_replayed(run_script: RunScript, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 50, "output_length": 3}
     path.write_text("\n".join(json.dumps({**line, "timestamp": 5000 * i}) for i in range(5)), encoding="utf-8")
     flags = ["--workload", str(path), "--settings", "first-come"]
-    assert run_script(monkeypatch, simulate, *flags) == 0
-    (figures,) = report_of(capsys.readouterr().out)["results"]
+    (figures,) = run_script(simulate, *flags).report["results"]
     assert figures["num_requests"] == 5
     assert figures["ttft"]["p50"] == pytest.approx(8.4e-3 + 50 * 131e-6)
 
@@ -77,16 +66,12 @@ def test_a_workload_file_is_replayed(
         (["--workload", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file or directory"),
     ],
 )
-def test_unusable_flags_get_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], complaint: str
-) -> None:
-    assert run_script(monkeypatch, simulate, *flags) == 2
-    assert capsys.readouterr().err == f"simulate.py: {complaint}\n"
+def test_unusable_flags_get_one_line(run_script: RunScript, flags: list[str], complaint: str) -> None:
+    ran = run_script(simulate, *flags)
+    assert (ran.code, ran.err) == (2, f"simulate.py: {complaint}\n")
 
 
-def test_a_breach_is_reported_and_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_breach_is_reported_and_ends_the_run(monkeypatch: pytest.MonkeyPatch, run_script: RunScript) -> None:
     class Forgetful(Scheduler):
         """Checks what it should not: that nobody is here."""
 
@@ -96,5 +81,5 @@ def test_a_breach_is_reported_and_ends_the_run(
                 raise AssertionError("somebody is here")
 
     monkeypatch.setattr(simulation, "Scheduler", Forgetful)
-    assert run_script(monkeypatch, simulate, *SMALL, "--settings", "fair") == 1
-    assert capsys.readouterr().err == "WRONG: step 1: somebody is here\n"
+    ran = run_script(simulate, *SMALL, "--settings", "fair")
+    assert (ran.code, ran.err) == (1, "WRONG: step 1: somebody is here\n")

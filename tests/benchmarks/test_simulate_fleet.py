@@ -4,27 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import simulate_fleet
 
-from .fakes import run_script
+from .fakes import RunScript
 
 SMALL = ["--requests", "300", "--replicas", "3", "--turns", "4", "--pause", "1", "--tenants", "30"]
 SHARED = ["--families", "5", "--family-share", "1", "--family-tokens", "200"]
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+def simulate(run_script: RunScript, *flags: str) -> dict[str, Any]:
     """The figures of each router."""
-    assert run_script(monkeypatch, simulate_fleet, *SMALL, *SHARED, *flags) == 0
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    results = run_script(simulate_fleet, *SMALL, *SHARED, *flags).report["results"]
     return {each["router"]: each for each in results}
 
 
-def test_prefixes_are_reused_as_far_as_a_router_brings_them_together(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_prefixes_are_reused_as_far_as_a_router_brings_them_together(run_script: RunScript, tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "fleet.json"), "--plot", str(tmp_path / "fleet.png")]
-    figures = simulate(monkeypatch, capsys, *files)
+    figures = simulate(run_script, *files)
     assert list(figures) == ["round robin", "least loaded", "hash of tenant", "prefix-aware"]
     assert {each["num_requests"] for each in figures.values()} == {300}
     reused = {name: each["hit_rate"] / each["known_rate"] for name, each in figures.items()}
@@ -36,12 +32,10 @@ def test_prefixes_are_reused_as_far_as_a_router_brings_them_together(
     assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_a_lost_replica_was_asked_others_answer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_lost_replica_was_asked_others_answer(run_script: RunScript) -> None:
     flags = ["--load", "8", "--routers", "hash of tenant", "prefix-aware"]
-    whole = simulate(monkeypatch, capsys, *flags)
-    lossy = simulate(monkeypatch, capsys, *flags, "--lose-at", "1", "--downtime", "2")
+    whole = simulate(run_script, *flags)
+    lossy = simulate(run_script, *flags, "--lose-at", "1", "--downtime", "2")
     for name, figures in lossy.items():
         assert figures["num_requests"] == 300
         assert figures["num_asked_again"] > 0
@@ -49,8 +43,7 @@ def test_what_a_lost_replica_was_asked_others_answer(
         assert figures["hit_rate"] < whole[name]["hit_rate"]
 
 
-def test_settings_that_make_no_sense_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_script(monkeypatch, simulate_fleet, "--requests", "0") == 2
-    assert "a workload needs at least 1 request, not 0" in capsys.readouterr().err
+def test_settings_that_make_no_sense_are_refused(run_script: RunScript) -> None:
+    ran = run_script(simulate_fleet, "--requests", "0")
+    assert ran.code == 2
+    assert "a workload needs at least 1 request, not 0" in ran.err

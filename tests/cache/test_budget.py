@@ -3,8 +3,7 @@
 import pytest
 
 from chairlift.cache.budget import CacheUse
-from chairlift.cache.ledger import SlotLedger
-from chairlift.cache.slots import Scrub
+from chairlift.cache.ledger import Scrub, SlotLedger
 
 
 def ledger_of(num_chunks: int, num_slots: int = 4, max_seq_len: int = 256) -> SlotLedger:

@@ -31,7 +31,7 @@ ENGINE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
 
 def make_tiny_checkpoint(directory: Path, **shape: Any) -> str:
     """A model of a few thousand weights that answers at once, and its path."""
-    make_checkpoint(directory, seed=3, **TINY, **shape)
+    make_checkpoint(directory, seed=3, **{**TINY, **shape})
     make_byte_tokenizer(directory)
     return str(directory)
 
@@ -62,7 +62,7 @@ def assert_idle(llm: LLM) -> None:
 
 
 def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
-    """Of all choices of all outputs."""
+    """The tokens of all choices of all outputs."""
     return [choice.token_ids for output in outputs for choice in output.outputs]
 
 

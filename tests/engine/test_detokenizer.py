@@ -3,24 +3,19 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chairlift.engine.text.outputs import Detokenizer
 from chairlift.engine.text.tokenizer import Tokenizer
 from tests.engine.support import END_TOKEN, VOCAB_SIZE
-from tests.engine.tokenizers_made import make_byte_level_bpe, make_llama2_like, make_metaspace_unigram
+from tests.engine.tokenizers_made import make_llama2_like, make_metaspace_unigram
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 EMOJI = ["👩‍👩‍👧‍👦", "🇩🇪", "👍🏽", "𓀀"]
 HARD = [*EMOJI, "e\u0301", "ก็", "日本語", "한국어", "שלום", "مرحبا", "\u200f", "\x00", "\r\n", "  ", "é"]
 
 TEXTS = st.lists(st.sampled_from(HARD) | st.text(max_size=6), max_size=8).map("".join)
-
-
-@pytest.fixture(scope="module")
-def byte_level_bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make_byte_level_bpe(tmp_path_factory.mktemp("byte_level_bpe"))
 
 
 @pytest.fixture(scope="module")
@@ -104,44 +99,7 @@ def test_a_prompts_text_is_never_repeated(byte_tokenizer: Tokenizer, prompt: str
     assert "".join(stream(byte_tokenizer, *ids)) == output
 
 
-# --- byte-level BPE
-
-
-@given(prompt=TEXTS, output=TEXTS)
-def test_byte_level_merges_come_out_as_the_text_in_whole_characters(
-    byte_level_bpe: Tokenizer, prompt: str, output: str
-) -> None:
-    ids = byte_level_bpe.encode(prompt), byte_level_bpe.encode(output)
-    pieces = stream(byte_level_bpe, *ids)
-    assert "".join(pieces) == output
-    if HALF not in output:
-        assert not any(HALF in piece for piece in pieces)
-
-
-@given(st.data())
-def test_any_byte_level_tokens_come_out_as_decoding_all_at_once_gives_them(
-    byte_level_bpe: Tokenizer, data: st.DataObject
-) -> None:
-    tokens = st.lists(st.integers(0, byte_level_bpe.backend.get_vocab_size() - 1), max_size=25)
-    prompt, output = data.draw(tokens), data.draw(tokens)
-    assume(not byte_level_bpe.decode(prompt).endswith(HALF))
-    assert "".join(stream(byte_level_bpe, prompt, output)) == continuation(byte_level_bpe, prompt, output)
-
-
 # --- SentencePiece with bytes as fallback
-
-
-@given(prompt=TEXTS, output=TEXTS)
-@example(prompt="", output="héllo wörld 日本")
-@example(prompt="the", output="the")
-def test_a_llama2_like_continuation_is_what_decoding_all_at_once_adds(
-    llama2_like: Tokenizer, prompt: str, output: str
-) -> None:
-    assume(HALF not in prompt + output)
-    ids = llama2_like.encode(prompt), llama2_like.encode(output)
-    pieces = stream(llama2_like, *ids)
-    assert "".join(pieces) == continuation(llama2_like, *ids)
-    assert not any(HALF in piece for piece in pieces)
 
 
 def test_a_llama2_like_word_keeps_the_space_before_it_only_if_something_stands_there(llama2_like: Tokenizer) -> None:

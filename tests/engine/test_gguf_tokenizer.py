@@ -73,7 +73,7 @@ def train(pre_tokenizer: pre_tokenizers.PreTokenizer, *, ignore_merges: bool = F
 
 
 def ids_of(backend: BackendTokenizer) -> list[int]:
-    """Of the special tokens."""
+    """The ids of the special tokens."""
     return [token for each in SPECIALS if (token := backend.token_to_id(each)) is not None]
 
 

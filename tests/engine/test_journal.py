@@ -4,8 +4,7 @@ from collections import deque
 
 import pytest
 
-from chairlift.engine.journal import Journal
-from chairlift.engine.stats import Distribution, EngineStats, Histogram
+from chairlift.engine.journal import Distribution, EngineStats, Histogram, Journal
 from chairlift.scheduler import Policy, StepPlan
 from tests.scheduler.fake_engine import FakeEngine
 

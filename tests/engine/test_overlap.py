@@ -14,7 +14,8 @@ import torch
 
 from chairlift import LLM
 from chairlift.engine import core as core_module
-from chairlift.engine.core import EngineCore, Pacing, steps_that_fit
+from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.execution.machine import steps_that_fit
 from chairlift.engine.execution.runner import Launch
 from chairlift.errors import EngineDead
 from chairlift.params import RepetitionDetection, RequestOutput, StructuredOutputs
@@ -229,7 +230,7 @@ def fail_launch(patch: pytest.MonkeyPatch, core: EngineCore, error: BaseExceptio
 
 
 def fail_wait(patch: pytest.MonkeyPatch, _: EngineCore, error: BaseException, after: int) -> None:
-    """Of the launch after that many the device says that it failed."""
+    """The device says of the launch after that many that it failed."""
     wait, num_left = Launch.wait, after
 
     def wait_or_raise(self: Launch) -> Any:

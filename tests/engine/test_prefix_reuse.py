@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -302,7 +301,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             now += seconds
             return now
 
-        monkeypatch.setattr(core_module, "Scheduler", partial(Scheduler, clock=look))
+        def make(*given: Any, **named: Any) -> Scheduler:
+            return Scheduler(*given, **{**named, "clock": look})
+
+        monkeypatch.setattr(core_module, "Scheduler", make)
 
     return tick
 

@@ -9,7 +9,7 @@ import torch
 
 from chairlift import AsyncLLM, SamplingParams
 from chairlift.cache.budget import CacheUse
-from chairlift.engine.stats import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
+from chairlift.engine.journal import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
 from chairlift.errors import EngineClosed, EngineDead
 from tests.engine.async_support import LONG, NUM_SLOTS, Gate, hold_back, last, make_async_llm, wait_until
 from tests.engine.support import GREEDY

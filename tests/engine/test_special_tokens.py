@@ -50,7 +50,7 @@ def bundled() -> Tokenizer:
 
 @pytest.fixture
 def tokenizers(tmp_path: Path) -> dict[str, Tokenizer]:
-    """Of several kinds, whose template writes special tokens of theirs."""
+    """Tokenizers of several kinds, whose templates write special tokens of their own."""
     made = {}
     for make in (make_byte_level_bpe, make_llama2_like, make_metaspace_unigram):
         directory = tmp_path / make.__name__

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from chairlift.__main__ import EXIT_USAGE, main
 from chairlift.commands import bench_command
 from chairlift.flags import read_settings
-from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.config import Lengths, SweepValues, parse_limits
+from chairlift.loadtest import BenchConfig, Lengths, SweepValues, parse_limits
 
 
 def messages(**settings: object) -> list[str]:

@@ -5,8 +5,7 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 
-from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.config import SweepValues, parse_limits
+from chairlift.loadtest import BenchConfig, SweepValues, parse_limits
 from chairlift.loadtest.runner import sweep_configs
 from chairlift.loadtest.summary import (
     Distribution,

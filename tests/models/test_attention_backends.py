@@ -1,4 +1,4 @@
-"""The backends for CUDA devices: with plain references of their kernels on a CPU, with the kernels on a GPU.
+"""What every backend must do: on a CPU torch's, and others with plain references of their kernels; on a GPU all.
 
 The references refuse what the kernels refuse or take in silence, so that on a CPU these tests check every argument.
 """
@@ -12,8 +12,7 @@ import torch
 from torch.nn.attention import varlen
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata
-from chairlift.models.attention.batch import view_length
+from chairlift.models.attention import AttentionConfig, Backend, BatchMetadata, view_length
 from chairlift.models.attention.flash import (
     FlashAttn3Backend,
     FlashAttnBackend,
@@ -68,7 +67,7 @@ class Loaded:
         return make_cache(rows, tokens, background=background, page_size=PAGE_SIZE)
 
     def attend(self, rows: list[Row], tokens: Tokens, background: float = 0.0) -> torch.Tensor:
-        """Of the rows' new tokens, in slots of which all else is `background`."""
+        """The results for the rows' new tokens, in slots that hold `background` elsewhere."""
         return attend(self.cache(rows, tokens, background), rows, tokens, self.backend)
 
     def batch(self, rows: list[Row]) -> BatchMetadata:
@@ -78,8 +77,8 @@ class Loaded:
 def make_backend(name: str, config: AttentionConfig) -> Backend:
     if name == "torch_varlen":
         return TorchVarlenBackend(config)
-    if name == "torch_copied":
-        return TorchBackend(config, is_in_place=False)
+    if name in ("torch_in_place", "torch_copied"):
+        return TorchBackend(config, is_in_place=name == "torch_in_place")
     return FlashAttn3Backend(config) if name == "flash_attn_3" else FlashAttnBackend(config)
 
 
@@ -94,10 +93,11 @@ KERNELS: dict[str, list[pytest.MarkDecorator]] = {
     ],
     "torch_copied": [],
 }
-CASES = [
+RECORDABLE = [  # in CUDA graphs
     *(pytest.param((name, "cpu"), id=f"{name}, reference") for name in KERNELS),
     *(pytest.param((name, "cuda"), id=name, marks=[*GPU_MARKS, *KERNELS[name]]) for name in KERNELS),
 ]
+CASES = [*RECORDABLE, pytest.param(("torch_in_place", "cpu"), id="torch_in_place")]  # only a CPU reads slots in place
 
 
 @pytest.fixture(params=CASES)
@@ -197,6 +197,7 @@ def test_each_step_of_a_launch_sees_what_the_earlier_ones_wrote(loaded: Loaded, 
         assert_near(attend_layer(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows))
 
 
+@pytest.mark.parametrize("loaded", RECORDABLE, indirect=True)
 def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Loaded) -> None:
     """A CUDA graph is captured with one batch's numbers and replayed with another's."""
     tokens = loaded.tokens(DECODE)
@@ -206,6 +207,7 @@ def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Lo
     assert_near(attend_layer(LAYER, *tokens.new_parts(DECODE)), new_parts(reference(tokens), DECODE))
 
 
+@pytest.mark.parametrize("loaded", RECORDABLE, indirect=True)
 def test_nor_are_they_where_there_is_a_window(loaded: Loaded) -> None:
     config = AttentionConfig(0.125, (None, None, 7))
     windowed, tokens = replace(loaded, config=config), loaded.tokens(DECODE)

@@ -9,10 +9,9 @@ import torch
 
 from chairlift.config import AttentionBackend, DType
 from chairlift.errors import ConfigurationError
-from chairlift.models import cpu
+from chairlift.models import cpu, find_obstacle, load_backend
 from chairlift.models.attention.flash import find_flash_attn, is_varlen_available
 from chairlift.models.attention.torch_sdpa import TorchBackend
-from chairlift.models.backends import find_obstacle, load_backend
 from chairlift.models.config import ModelConfig, ModelShape
 from tests.models.cpu.support import BASE
 from tests.support.flash_attn_reference import (
@@ -206,7 +205,7 @@ def ragged_arguments() -> Arguments:
 
 
 def transposed(*shape: int) -> torch.Tensor:
-    """Of that shape, with its last dimension not dense."""
+    """A tensor of that shape, with its last dimension not dense."""
     return random(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
 
 

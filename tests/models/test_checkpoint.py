@@ -108,12 +108,12 @@ def test_weights_may_be_links_as_in_the_hubs_cache(tmp_path: Path) -> None:
     assert path.resolve() == tmp_path / "blobs" / "0123"
 
 
-# Of every name and the bytes of its tensor, in order of names, of the checkpoint that transformers 5.23 makes of the
-# same file: from_pretrained(gguf_file=..., dtype=torch.float32).to(torch.bfloat16)
+# A digest of the names and bytes of all tensors, in order of names, in the checkpoint that transformers 5.23 makes of
+# the same file: from_pretrained(gguf_file=..., dtype=torch.float32).to(torch.bfloat16)
 TENSORS_SHA256 = "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
 
 
-# Of some texts the tokens depend on the rule that a digit stands alone. They are llama.cpp's, of the same file.
+# The tokens of some texts depend on the rule that a digit stands alone. They are llama.cpp's, of the same file.
 TOKENS = {
     "What is the capital of France?": [1780, 314, 260, 3575, 282, 4649, 47],
     "a  12 b   345\n\n  6 7\t8": [81, 256, 33, 34, 278, 333, 35, 36, 37, 39892, 38, 216, 39, 197, 40],

@@ -18,8 +18,8 @@ from chairlift.errors import CheckpointError
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.checkpoint import find_model
 from chairlift.models.decoder import Decoder
-from chairlift.models.gguf import end_tokens, open_gguf, sampling_of
-from chairlift.models.gguf.container import read_tensor
+from chairlift.models.gguf import open_gguf, read_tensor
+from chairlift.models.gguf.families import end_tokens, sampling_of
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.layers import Linear
 from chairlift.models.loader import grouped_size

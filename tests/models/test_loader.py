@@ -13,9 +13,8 @@ from transformers import LlamaConfig
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.config import AttentionBackend, DType
 from chairlift.errors import CheckpointError, ConfigurationError
-from chairlift.models import load_model, make_dummy_model, open_checkpoint
+from chairlift.models import load_backend, load_model, make_dummy_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata
-from chairlift.models.backends import load_backend
 from chairlift.models.decoder import Decoder
 from chairlift.models.loader import TORCH_DTYPES, count_parameters
 from tests.support.checkpoints import SMALL, make_checkpoint

@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 
 from chairlift.models import open_checkpoint
 from chairlift.models.checkpoint import find_model
-from chairlift.models.gguf import describe_gguf, open_gguf
+from chairlift.models.gguf import open_gguf
+from chairlift.models.gguf.families import describe_gguf
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,8 @@ import torch
 from chairlift import LLM, SamplingParams
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.config import AttentionBackend, DType
-from chairlift.models import load_model, open_checkpoint
+from chairlift.models import load_backend, load_model, open_checkpoint
 from chairlift.models.attention import BatchMetadata
-from chairlift.models.backends import load_backend
 from chairlift.models.decoder import Decoder
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.gpu import GPU_MARKS, needs_gpu, needs_package

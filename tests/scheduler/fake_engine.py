@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from chairlift.cache.ledger import SlotLedger
-from chairlift.cache.slots import SlotCopy
+from chairlift.cache.ledger import SlotCopy, SlotLedger
 from chairlift.errors import QueueFull
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from chairlift.scheduler import (
@@ -236,6 +235,12 @@ class FakeEngine(Driver):
         """Steps until that request is over."""
         while self.requests[name].finish_reason is None:
             self.step()
+
+    def serve(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
+        """Queues a request, and steps until it is over."""
+        request = self.add(name, *args, **kwargs)
+        self.finish(name)
+        return request
 
     def slot_of(self, name: str) -> int:
         slot = self.requests[name].slot

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from chairlift.cache.slots import Scrub
+from chairlift.cache.ledger import Scrub
 from chairlift.params import FinishReason, Logprob
 from chairlift.scheduler import Request, RowResult, TokenEvent
 from tests.scheduler.fake_engine import Driver

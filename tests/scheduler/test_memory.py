@@ -5,7 +5,7 @@ Memory comes in chunks of 64 tokens.
 
 import pytest
 
-from chairlift.cache.slots import SlotCopy
+from chairlift.cache.ledger import SlotCopy
 from chairlift.errors import QueueFull
 from chairlift.params import FinishReason
 from chairlift.scheduler import Policy, RequestState
@@ -154,40 +154,30 @@ def test_what_was_reported_of_a_prompt_is_not_reported_again_after_a_row_yielded
 
 def test_warm_slots_give_up_memory_first_the_least_recently_used_from_its_end() -> None:
     engine = engine_of(16, num_slots=4, max_seq_len=640, policy=Policy(), budget=640)
-    engine.add("a", tokens(0, 300), 1)
-    engine.finish("a")
-    engine.add("b", tokens(1000, 250), 1)
-    engine.finish("b")
+    engine.serve("a", tokens(0, 300), 1)
+    engine.serve("b", tokens(1000, 250), 1)
     assert list(engine.slots.warm.values()) == [300, 250]
-    engine.add("c", tokens(2000, 600), 1)
-    engine.finish("c")
+    engine.serve("c", tokens(2000, 600), 1)
     assert list(engine.slots.warm.values()) == [250, 600]  # of fewer than 512 tokens nothing is kept
-    engine.add("d", tokens(3000, 60), 1)
-    engine.finish("d")
+    engine.serve("d", tokens(3000, 60), 1)
     assert list(engine.slots.warm.values()) == [250, 600, 60]
-    again = engine.add("again", tokens(2000, 600), 1)
-    engine.finish("again")
+    again = engine.serve("again", tokens(2000, 600), 1)
     assert again.num_cached_tokens == 599
 
 
 def test_a_long_warm_slot_keeps_its_beginning() -> None:
     engine = engine_of(16, num_slots=2, max_seq_len=1024, policy=Policy(), budget=1024)
-    engine.add("a", tokens(0, 900), 1)
-    engine.finish("a")
-    engine.add("b", tokens(5000, 200), 1)
-    engine.finish("b")
+    engine.serve("a", tokens(0, 900), 1)
+    engine.serve("b", tokens(5000, 200), 1)
     assert engine.slots.warm == {0: 384, 1: 200}
-    again = engine.add("again", tokens(0, 500), 1)
-    engine.finish("again")
+    again = engine.serve("again", tokens(0, 500), 1)
     assert again.num_cached_tokens == 384
 
 
 def test_what_a_running_request_reads_in_a_warm_slot_goes_last() -> None:
     engine = engine_of(14, num_slots=4, max_seq_len=512, policy=Policy(), budget=512)
-    engine.add("source", tokens(0, 400), 1)
-    engine.finish("source")
-    engine.add("other", tokens(5000, 60), 1)
-    engine.finish("other")
+    engine.serve("source", tokens(0, 400), 1)
+    engine.serve("other", tokens(5000, 60), 1)
     reader = engine.add("reader", [*tokens(0, 200), *tokens(900, 20)], 60)
     assert engine.step().copies == [SlotCopy(0, 2, 200)]
     engine.add("new", tokens(7000, 300), 1)
@@ -199,8 +189,7 @@ def test_what_a_running_request_reads_in_a_warm_slot_goes_last() -> None:
 
 def test_where_a_copy_does_not_fit_a_warm_slot_is_taken_in_place() -> None:
     engine = engine_of(5, num_slots=4, policy=Policy())
-    engine.add("a", tokens(0, 200), 1)
-    engine.finish("a")
+    engine.serve("a", tokens(0, 200), 1)
     b = engine.add("b", [*tokens(0, 100), *tokens(900, 20)], 2)
     engine.step()
     assert (b.slot, b.num_reused) == (0, 100)  # 99 tokens of the other are lost

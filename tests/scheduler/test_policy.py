@@ -81,8 +81,7 @@ def test_who_lost_its_slot_and_leaves_pays_for_what_it_had() -> None:
         engine.add(name, PROMPT, 1, priority=1, tenant=name[0])
     while engine.requests["a0"].num_output_tokens < 600:
         engine.step()
-    engine.add("high", PROMPT, 1)
-    engine.finish("high")
+    engine.serve("high", PROMPT, 1)
     engine.abort("a0")
     assert engine.scheduler.waiting.num_preemptions == 1
     assert order(engine) == ["b0", "a1"]
@@ -293,8 +292,7 @@ def test_who_lost_its_slot_begins_to_wait_anew() -> None:
     engine.step()
     assert low.queue_time == 100.0
     engine.now = 101.0
-    engine.add("newcomer", [3, 3], 1)
-    engine.finish("newcomer")
+    engine.serve("newcomer", [3, 3], 1)
     assert low.slot is None
 
 

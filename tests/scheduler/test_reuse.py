@@ -2,7 +2,7 @@
 
 import pytest
 
-from chairlift.cache.slots import Scrub, SlotCopy
+from chairlift.cache.ledger import Scrub, SlotCopy
 from chairlift.scheduler import Policy
 from chairlift.scheduler.placement import Placement
 from tests.scheduler.fake_engine import NO_REUSE, WORD, FakeEngine, Plan
@@ -330,8 +330,7 @@ def test_a_row_that_fails_takes_the_warm_slots_with_it_that_hold_what_it_reused(
     served(engine, "source", [*SYSTEM, *range(200, 300)])
     served(engine, "same beginning", [*SYSTEM, *range(300, 401)])
     served(engine, "shorter beginning", [*SYSTEM[:20], *range(400, 502)])
-    engine.add("other salt", [*SYSTEM, *range(200, 303)], 1, salt="x")
-    engine.finish("other salt")
+    engine.serve("other salt", [*SYSTEM, *range(200, 303)], 1, salt="x")
     served(engine, "unlike", USER)
     assert sorted(engine.slots.warm.values()) == [10, 122, 140, 141, 143]
     engine.failing.add("bad")
@@ -384,8 +383,7 @@ def test_after_a_reset_nothing_is_reused_of_those_who_run_and_later_leave(num_ah
     engine.steps(3)
     engine.scheduler.reset_prefix_cache()
     engine.scheduler.check()
-    beside = engine.add("beside", SYSTEM, 1)
-    engine.finish("beside")
+    beside = engine.serve("beside", SYSTEM, 1)
     assert (beside.num_cached_tokens, running.finish_reason) == (0, None)
     engine.run()
     assert (running.finish_reason, running.num_output_tokens) == ("length", 6)
@@ -395,7 +393,7 @@ def test_after_a_reset_nothing_is_reused_of_those_who_run_and_later_leave(num_ah
     assert again.num_cached_tokens == 40
 
 
-def test_a_launchin_flight_at_a_reset_leaves_nothing_warm_when_its_requests_end() -> None:
+def test_a_launch_in_flight_at_a_reset_leaves_nothing_warm_when_its_requests_end() -> None:
     engine = FakeEngine(num_ahead=2)
     engine.add("a", SYSTEM, 1)
     engine.step()  # in flight
@@ -444,7 +442,7 @@ def test_a_reset_without_reuse_changes_nothing() -> None:
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
 @pytest.mark.parametrize("max_steps", [1, 4])
-def test_whatever_is_reused_is_right_with_launchesin_flight(num_ahead: int, max_steps: int) -> None:
+def test_whatever_is_reused_is_right_with_launches_in_flight(num_ahead: int, max_steps: int) -> None:
     engine = FakeEngine(num_slots=3, budget=16, num_ahead=num_ahead, max_steps=max_steps)
     for number in range(12):
         engine.add(f"r{number}", [*SYSTEM[: 10 + 2 * (number % 7)], 300 + number % 3], max_tokens=1 + number % 5)

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
 
+from chairlift.api import ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.config import ServerConfig
 from chairlift.api.http.connections import Listener
 from chairlift.api.server import make_runner, start
 from chairlift.engine.async_llm import AsyncLLM

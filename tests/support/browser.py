@@ -15,7 +15,7 @@ DEADLINE_S = 20.0
 DESKTOP, PHONE = (1440, 900), (390, 844)
 
 
-# Of two custom properties, as WCAG 2 defines it. A canvas brings whatever notation a colour has to bytes.
+# The contrast of two custom properties, as WCAG 2 defines it. A canvas brings whatever notation a colour has to bytes.
 _CONTRAST = """(([a, b]) => {
   const probe = document.body.appendChild(document.createElement("i"));
   const context = document.createElement("canvas").getContext("2d");

@@ -4,7 +4,7 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
-from chairlift.engine.stats import (
+from chairlift.engine.journal import (
     MAX_LAUNCHES_SHOWN,
     MAX_WAITING_SHOWN,
     LaunchRecord,

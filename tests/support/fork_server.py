@@ -40,7 +40,7 @@ _held = contextlib.ExitStack()  # the fork server that this process started
 
 
 class ForkedProcess:
-    """Of `subprocess.Popen` what tests use, for a child of the fork server."""
+    """What tests use of `subprocess.Popen`, for a child of the fork server."""
 
     def __init__(self, code: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: int) -> None:
         """Runs Python code as `python -c code arguments` does; `stderr` is a file descriptor."""

@@ -9,7 +9,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from chairlift.engine.sampling.guesses import Guessed
+from chairlift.engine.sampling import Guessed
 from chairlift.engine.sampling.sampler import Sampled, Sampler, SamplingBatch
 from chairlift.scheduler import RequestState
 from tests.support.checkpoints import make_checkpoint

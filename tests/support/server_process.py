@@ -39,7 +39,7 @@ class Process:
             time.sleep(0.01)
 
     def exit_code(self) -> int:
-        """Of a process that is about to end; its log is complete then."""
+        """The exit code of a process that is about to end; its log is complete then."""
         code = self.popen.wait(20)
         self._reading.join()
         return code

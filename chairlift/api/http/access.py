@@ -16,7 +16,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from chairlift.api.config import KEYS_VARIABLE, ServerConfig
+from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.errors import Handler, error_reply, is_anthropics
 from chairlift.api.wire.generation import GenerationRequest
 from chairlift.errors import ConfigurationError, InvalidApiKey, InvalidRequest

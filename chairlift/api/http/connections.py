@@ -22,9 +22,9 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from chairlift.api.config import ServerConfig
+from chairlift.api import ServerConfig
 from chairlift.api.errors import error_reply
-from chairlift.api.telemetry.observation import REQUEST_ID_HEADER, request_id_of
+from chairlift.api.telemetry import REQUEST_ID_HEADER, request_id_of
 from chairlift.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

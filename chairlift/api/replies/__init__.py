@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from chairlift.api.wire.base import ErrorDetail
+from chairlift.api.wire import ErrorDetail
 from chairlift.params import RequestOutput
 
 

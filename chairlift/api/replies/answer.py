@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece
+from chairlift.api.tools import AnswerReader
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
 from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs, WireFinishReason
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
@@ -59,7 +60,7 @@ class Answer:
         return pieces
 
     def finish_reason(self, reason: FinishReason | None) -> WireFinishReason | None:
-        """Of an answer that called something and came to its end: "tool_calls"."""
+        """The reason, or "tool_calls" for an answer that called something and came to its end."""
         return "tool_calls" if reason is FinishReason.STOP and self.calls else reason
 
     def _add_call(self, piece: CallPiece) -> None:
@@ -146,7 +147,7 @@ class ChoiceProgress:
         return bisect_left(choice.text_offsets, self._num_characters)
 
     def _positions(self, choice: CompletionOutput, start: int, end: int) -> list[ScoredPosition]:
-        """Of these tokens; those after the end of the text begin there."""
+        """The scores of these tokens; those after the end of the text begin there."""
         if choice.logprobs is None or choice.text_offsets is None:
             return []
         return [

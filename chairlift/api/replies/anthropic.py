@@ -11,7 +11,8 @@ from pydantic_core import from_json
 
 from chairlift.api.replies import event
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader
-from chairlift.api.tools import CallPiece, ContentPiece, Piece
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
+from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.anthropic_message import (
     AnthropicErrorBody,
@@ -36,7 +37,6 @@ from chairlift.api.wire.anthropic_message import (
     ThinkingDelta,
     Thoughts,
 )
-from chairlift.api.wire.base import ErrorDetail, Usage
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 

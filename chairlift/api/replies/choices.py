@@ -18,8 +18,8 @@ from chairlift.api.replies.answer import (
     prompt_logprobs,
     scored_prompt,
 )
-from chairlift.api.tools import CallPiece, ContentPiece, Piece, ReasoningPiece
-from chairlift.api.wire.base import ErrorBody, ErrorDetail, Usage
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
+from chairlift.api.wire import ErrorBody, ErrorDetail, Usage
 from chairlift.api.wire.completions import (
     AssistantMessage,
     ChatChoice,

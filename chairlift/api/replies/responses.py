@@ -16,8 +16,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from chairlift.api.replies import KEEP_ALIVE, event
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader, ScoredPosition
-from chairlift.api.tools import CallPiece, ReasoningPiece
-from chairlift.api.wire.base import ErrorDetail, Usage
+from chairlift.api.tools.text import CallPiece, ReasoningPiece
+from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.messages import FunctionTool
 from chairlift.api.wire.response_object import (
@@ -329,7 +329,7 @@ def _response_at_its_start(
 # --- stored responses
 
 MAX_STORED_BYTES = 2**26
-"""Of all conversations and replies together."""
+"""Limit of all conversations and replies together."""
 
 NOT_STORED = "there is no such response here (any more); ask for responses with store: true to have them kept"
 

@@ -1,1 +1,305 @@
-"""What is told about requests: metrics, log lines, traces."""
+"""What is noted of a request while it is served, for its line in the log, the metrics and its trace; and the id by
+which a client, a proxy and the log speak of it.
+
+Traces go through OpenTelemetry where somebody has set a tracer provider: `opentelemetry-instrument chairlift serve`, a
+program that embeds the server, or the variable OTEL_PYTHON_TRACER_PROVIDER. Otherwise nothing of it is imported.
+Attributes are those of its semantic conventions for HTTP servers and for generative AI; texts are not among them.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import reduce
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from aiohttp import web
+
+import chairlift
+from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
+from chairlift.params import CompletionOutput, FinishReason, RequestOutput, RequestTimes
+
+if TYPE_CHECKING:  # settings are checked with parts of the server that need no engine
+    from opentelemetry.trace import Tracer
+    from opentelemetry.util.types import AttributeValue
+
+    from chairlift.engine.async_llm import Numbered
+    from chairlift.engine.text.inputs import Generation
+
+CLIENT_LEFT = 499
+"""The status of a request whose client left before there was a reply, as nginx has it."""
+
+OTHER_PATH = "other"
+"""Stands for paths that are not the server's, and for the files of the page."""
+
+REQUEST_ID_HEADER = "X-Request-Id"
+
+_HEADERS_OF_IDS = (
+    REQUEST_ID_HEADER,
+    "Request-Id",
+)  # clients of OpenAI's API look for the one, of Anthropic's the other
+_SANE_ID = re.compile(r"[ -~]{1,128}")  # printable ASCII, not too long for a line of the log
+_REQUEST_ID = web.RequestKey("chairlift_request_id", str)
+
+
+class Outcome(StrEnum):
+    """How one sequence ended; there are as many as prompts times `n`."""
+
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the slot is full
+    ABORT = "abort"  # the client left, another sequence of its request failed, or the server went down
+    TIMEOUT = "timeout"  # it waited or ran longer than it may
+    ERROR = "error"  # it could not be computed, or the engine died
+    REJECTED = "rejected"  # the queue was full
+
+
+_OUTCOMES_OF_ERRORS = {  # what a request's end by one means for its sequences; others are errors
+    type(None): Outcome.ABORT,
+    EngineClosed: Outcome.ABORT,
+    QueueFull: Outcome.REJECTED,
+    QueueTimeout: Outcome.TIMEOUT,
+}
+
+
+@dataclass(slots=True)
+class Observation:
+    """One request, from its headers to the end of its reply. Times are `time.perf_counter`'s."""
+
+    request_id: str
+    path: str  # the route's, in which a model has no name
+    begin: float
+    end: float | None = None
+    status: int = CLIENT_LEFT  # until there is a reply
+    reply_id: str | None = None  # by which the client knows the reply; None if it did not come to that
+    is_streamed: bool = False
+    generations: Sequence["Generation"] = ()
+    latest: dict[int, RequestOutput] = field(default_factory=dict)  # the newest output of each generation
+    error: Exception | None = None  # that ended all of them
+    reason: str | None = None  # why there is an error instead of a reply
+
+    def note_job(self, reply_id: str, generations: Sequence["Generation"], *, is_streamed: bool) -> None:
+        """The request is fine: this is what it wants to be computed."""
+        self.reply_id = reply_id
+        self.generations = generations
+        self.is_streamed = is_streamed
+
+    async def follow(self, outputs: "AsyncGenerator[Numbered]") -> "AsyncGenerator[Numbered]":
+        """Passes outputs on, and notes the newest ones and how they end."""
+        try:
+            async with aclosing(outputs):
+                async for index, output in outputs:
+                    self.latest[index] = output
+                    yield index, output
+        except Exception as error:
+            self.error = error
+            raise
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """One for every sequence, in order."""
+        unfinished = _OUTCOMES_OF_ERRORS.get(type(self.error), Outcome.ERROR)
+        found = []
+        for index, generation in enumerate(self.generations):
+            output = self.latest.get(index)
+            choices = [None] * generation.params.n if output is None else output.outputs
+            found += [unfinished if choice is None else _outcome_of(choice) or unfinished for choice in choices]
+        return found
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(generation.prompt_token_ids) for generation in self.generations)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose keys and values were there already."""
+        return sum(output.num_cached_tokens for output in self.latest.values())
+
+    @property
+    def output_lengths(self) -> list[int]:
+        """Tokens of every sequence that has any."""
+        return [len(choice.token_ids) for output in self.latest.values() for choice in output.outputs]
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """From the sequences' coming to the first slot that one of them got. None if none did, or said anything."""
+        times = self._times
+        return None if times is None or times.admission is None else times.admission - times.arrival
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From the sequences' coming to the first token of one of them. None if there was none."""
+        times = self._times
+        return None if times is None or times.first_token is None else times.first_token - times.arrival
+
+    @property
+    def total_seconds(self) -> float | None:
+        """From the request's headers to the end of its reply. None before that."""
+        return None if self.end is None else self.end - self.begin
+
+    @property
+    def _times(self) -> RequestTimes | None:
+        known = [output.times for output in self.latest.values() if output.times is not None]
+        return reduce(RequestTimes.first_of, known) if known else None
+
+
+def _outcome_of(choice: CompletionOutput) -> Outcome | None:
+    """None while it has not ended."""
+    if choice.finish_reason is None:
+        return None
+    if choice.error is not None:
+        return Outcome.ERROR
+    is_late = choice.finish_reason is FinishReason.ABORT and choice.stop_reason is not None
+    return Outcome.TIMEOUT if is_late else Outcome(choice.finish_reason)
+
+
+OBSERVATION = web.RequestKey("chairlift_observation", Observation)
+"""A POST request's."""
+
+
+class Observer:
+    """Sees every request come and every reply go, and tells those who count, log and trace."""
+
+    def __init__(
+        self,
+        paths: Collection[str],
+        span: Callable[[web.Request, Observation], AbstractContextManager[None]],
+        note_response: Callable[[str, int], None],
+        note_end: Sequence[Callable[[Observation], None]],
+    ) -> None:
+        """`paths`: those that are told apart; `span` surrounds a request; `note_response`: a path and a status."""
+        self._paths = frozenset(paths)
+        self._span = span
+        self._note_response = note_response
+        self._note_end = note_end
+
+    def install(self, app: web.Application) -> None:
+        """Before any other middleware, as it wants to see what they make of errors."""
+        app.middlewares.insert(0, self._observe)
+        app.on_response_prepare.append(self._begin_reply)
+
+    @web.middleware
+    async def _observe(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if request.method != "POST":
+            return await handler(request)
+        observation = Observation(request_id_of(request), self._path_of(request), time.perf_counter())
+        request[OBSERVATION] = observation
+        with self._span(request, observation):
+            try:
+                response = await handler(request)
+                observation.status = response.status
+                return response
+            finally:
+                observation.end = time.perf_counter()
+                for note in self._note_end:
+                    note(observation)
+
+    async def _begin_reply(self, request: web.Request, response: web.StreamResponse) -> None:
+        """A signal: streams begin before their handlers return, and some errors end out of reach of middlewares."""
+        for name in _HEADERS_OF_IDS:
+            response.headers[name] = request_id_of(request)
+        self._note_response(self._path_of(request), response.status)
+        if OBSERVATION in request:
+            request[OBSERVATION].status = response.status
+
+    def _path_of(self, request: web.Request) -> str:
+        """The path of the route: clients cannot make up new ones."""
+        resource = request.match_info.route.resource
+        path = OTHER_PATH if resource is None else resource.canonical
+        return path if path in self._paths else OTHER_PATH
+
+
+def request_id_of(request: web.BaseRequest) -> str:
+    """The one that the client sent if it is 1 to 128 printable ASCII characters, otherwise a new one."""
+    if _REQUEST_ID not in request:
+        sent = request.headers.get(REQUEST_ID_HEADER, "")
+        request[_REQUEST_ID] = sent if _SANE_ID.fullmatch(sent) else uuid4().hex
+    return request[_REQUEST_ID]
+
+
+# --- traces
+
+_PROVIDER_VARIABLE = "OTEL_PYTHON_TRACER_PROVIDER"
+_OPERATIONS = {"/v1/completions": "text_completion"} | dict.fromkeys(
+    ("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"
+)
+_FAILURES = {Outcome.TIMEOUT, Outcome.ERROR, Outcome.REJECTED}
+
+
+class Tracing:
+    """A span for each request for tokens; none at all where nobody has configured OpenTelemetry."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._tracer = _find_tracer()
+
+    @contextmanager
+    def span(self, request: web.Request, observation: Observation) -> Iterator[None]:
+        """A child of the trace that the client's headers name. At its end it gets what the observation holds."""
+        operation = _OPERATIONS.get(observation.path)
+        if self._tracer is None or operation is None:
+            yield
+            return
+        from opentelemetry import propagate, trace
+
+        with self._tracer.start_as_current_span(
+            f"{operation} {self._model_name}",
+            context=propagate.extract(request.headers),
+            kind=trace.SpanKind.SERVER,
+            attributes={
+                "http.request.method": request.method,
+                "http.route": observation.path,
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "chairlift",
+                "gen_ai.request.model": self._model_name,
+            },
+        ) as span:
+            try:
+                yield
+            finally:
+                span.set_attributes(_attributes_at_end(observation))
+                failure = next((outcome for outcome in observation.outcomes if outcome in _FAILURES), None)
+                if observation.status >= 500 or failure is not None:
+                    span.set_status(trace.StatusCode.ERROR)
+                    span.set_attribute("error.type", failure or str(observation.status))
+
+
+def _find_tracer() -> "Tracer | None":
+    if "opentelemetry" not in sys.modules and _PROVIDER_VARIABLE not in os.environ:
+        return None
+    from opentelemetry import trace
+
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # which stands for one that is not there
+        return None
+    return trace.get_tracer("chairlift", chairlift.__version__)
+
+
+def _attributes_at_end(observation: Observation) -> "dict[str, AttributeValue]":
+    attributes: dict[str, AttributeValue | None] = {
+        "http.response.status_code": observation.status,
+        "chairlift.request_id": observation.request_id,
+        "gen_ai.response.id": observation.reply_id,
+        "chairlift.reason": observation.reason,
+    }
+    if observation.generations:
+        params = observation.generations[0].params
+        attributes |= {
+            "gen_ai.request.stream": observation.is_streamed,
+            "gen_ai.request.choice.count": params.n,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.response.finish_reasons": [str(outcome) for outcome in observation.outcomes],
+            "gen_ai.usage.input_tokens": observation.num_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": observation.num_cached_tokens,
+            "gen_ai.usage.output_tokens": sum(observation.output_lengths),
+            "gen_ai.response.time_to_first_chunk": observation.first_token_seconds,
+            "chairlift.queue_seconds": observation.queue_seconds,
+        }
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
 
-from chairlift.api.config import LogFormat
+from chairlift.api import LogFormat
+from chairlift.api.telemetry import Observation
 
 if TYPE_CHECKING:  # the command line sets up the log before it knows whether it needs an engine
-    from chairlift.api.telemetry.observation import Observation
-    from chairlift.engine.stats import EngineStats
+    from chairlift.engine.journal import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def _value(value: Field) -> str:
     return text if _PLAIN_VALUE.fullmatch(text) else json.dumps(text)
 
 
-def log_request(observation: "Observation") -> None:
+def log_request(observation: Observation) -> None:
     """The line of a request that is over. One that was refused before it came to prompts has no more than a status."""
     fields: dict[str, Field] = {
         "request_id": observation.request_id,

@@ -7,7 +7,7 @@ Labels hold what the server knows beforehand: states, outcomes, statuses, its ow
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -16,9 +16,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 import chairlift
-from chairlift.api.telemetry.observation import Observation, Outcome
+from chairlift.api.telemetry import Observation, Outcome
 from chairlift.engine.async_llm import AsyncLLM
-from chairlift.engine.stats import TOKEN_COUNTS, WAIT_SECONDS, Distribution, EngineStats, Histogram, SlotState, Totals
+from chairlift.engine.journal import TOKEN_COUNTS, WAIT_SECONDS, Distribution, EngineStats, Histogram, SlotState, Totals
 
 _CONFIG_FIELDS = (
     *("device", "dtype", "quantization", "attention_backend", "max_batch_size", "max_seq_len"),
@@ -151,13 +151,35 @@ class Metrics(Collector):
         yield GaugeMetricFamily("chairlift_engine_up", "1 while new requests are served, else 0.", is_up)
         yield GaugeMetricFamily("chairlift_requests_running", "Requests that have a slot.", stats.num_running)
         yield GaugeMetricFamily("chairlift_requests_waiting", "Requests that wait for a slot.", stats.num_waiting)
-        yield self._slots(stats)
-        yield from _cache(stats)
+        yield _labelled(
+            GaugeMetricFamily("chairlift_slots", "Cache slots by state.", labels=["state"]), self._slots(stats)
+        )
+        use = stats.cache
+        yield _labelled(
+            GaugeMetricFamily("chairlift_cache_tokens", "Tokens that the cache has memory for.", labels=["state"]),
+            {("free",): use.num_free, ("warm",): use.num_warm, ("running",): use.num_running},
+        )
+        description = "Share of the cache's memory that requests hold, 0 to 1."
+        yield GaugeMetricFamily("chairlift_cache_usage", description, use.share)
         for name, description, read_total in _COUNTERS:
             yield CounterMetricFamily(name, description, read_total(stats.totals))
-        yield _accepted_at(stats)
-        yield self._requests()
-        yield self._http_responses()
+        yield _labelled(
+            CounterMetricFamily(
+                "chairlift_spec_accepted_tokens_by_position",
+                "Tokens that were guessed and are part of an answer, by their place in the guess, from 1.",
+                labels=["position"],
+            ),
+            {(str(place),): count for place, count in enumerate(stats.accepted_at or (0,), 1)},
+        )
+        description = "Sequences that came to an end, one per prompt and choice."
+        yield _labelled(
+            CounterMetricFamily("chairlift_requests", description, labels=["outcome"]),
+            {(outcome,): self._outcomes[outcome] for outcome in Outcome},
+        )
+        yield _labelled(
+            CounterMetricFamily("chairlift_http_responses", "Replies that were begun.", labels=["path", "status"]),
+            {(path, str(status)): count for (path, status), count in sorted(self._responses.items())},
+        )
         for name, description, read in _HISTOGRAMS:
             yield _histogram(name, description, read(stats))
         yield _histogram(
@@ -187,64 +209,33 @@ class Metrics(Collector):
     def _vllm_families(self, stats: EngineStats) -> Iterator[Metric]:
         """What the Gateway API inference extension, llm-d and vLLM's production stack read, with vLLM's label."""
         labels = {"model_name": self._model_name}
+        model = (self._model_name,)
         for name, description, read in _VLLM_GAUGES:
-            gauge = GaugeMetricFamily(name, description, labels=list(labels))
-            gauge.add_metric(list(labels.values()), read(stats))
-            yield gauge
+            yield _labelled(GaugeMetricFamily(name, description, labels=list(labels)), {model: read(stats)})
         for name, description, read_total in _VLLM_COUNTERS:
             counter = CounterMetricFamily(name, description, labels=list(labels))
-            counter.add_metric(list(labels.values()), read_total(stats.totals))
-            yield counter
+            yield _labelled(counter, {model: read_total(stats.totals)})
         num_blocks = stats.cache.num_tokens // _VLLM_BLOCK
         blocks = {"block_size": str(_VLLM_BLOCK), "num_gpu_blocks": str(num_blocks)}
         yield InfoMetricFamily("vllm:cache_config", "The size of the cache.", labels | blocks)
 
-    def _slots(self, stats: EngineStats) -> Metric:
+    def _slots(self, stats: EngineStats) -> dict[tuple[str, ...], int]:
         counts = {
             SlotState.WARM: stats.num_warm,
             SlotState.PREFILLING: stats.num_prefilling,
             SlotState.DECODING: stats.num_decoding,
         }
         num_free = self._llm.config.num_slots - sum(counts.values())
-        family = GaugeMetricFamily("chairlift_slots", "Cache slots by state.", labels=["state"])
-        for state, count in {SlotState.FREE: num_free, **counts}.items():
-            family.add_metric([state], count)
-        return family
-
-    def _requests(self) -> Metric:
-        family = CounterMetricFamily(
-            "chairlift_requests", "Sequences that came to an end, one per prompt and choice.", labels=["outcome"]
-        )
-        for outcome in Outcome:
-            family.add_metric([outcome], self._outcomes[outcome])
-        return family
-
-    def _http_responses(self) -> Metric:
-        family = CounterMetricFamily("chairlift_http_responses", "Replies that were begun.", labels=["path", "status"])
-        for (path, status), count in sorted(self._responses.items()):
-            family.add_metric([path, str(status)], count)
-        return family
+        return {(state,): count for state, count in {SlotState.FREE: num_free, **counts}.items()}
 
 
-def _accepted_at(stats: EngineStats) -> Metric:
-    family = CounterMetricFamily(
-        "chairlift_spec_accepted_tokens_by_position",
-        "Tokens that were guessed and are part of an answer, by their place in the guess, from 1.",
-        labels=["position"],
-    )
-    for place, count in enumerate(stats.accepted_at or (0,), 1):
-        family.add_metric([str(place)], count)
+def _labelled(
+    family: GaugeMetricFamily | CounterMetricFamily, counts: Mapping[tuple[str, ...], float]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    """The family with a count for each value of its labels."""
+    for values, count in counts.items():
+        family.add_metric(list(values), count)
     return family
-
-
-def _cache(stats: EngineStats) -> Iterator[Metric]:
-    use = stats.cache
-    family = GaugeMetricFamily("chairlift_cache_tokens", "Tokens that the cache has memory for.", labels=["state"])
-    for state, count in (("free", use.num_free), ("warm", use.num_warm), ("running", use.num_running)):
-        family.add_metric([state], count)
-    yield family
-    description = "Share of the cache's memory that requests hold, 0 to 1."
-    yield GaugeMetricFamily("chairlift_cache_usage", description, use.share)
 
 
 def _histogram(name: str, description: str, distribution: Distribution) -> Metric:

@@ -1,37 +1,148 @@
-"""Thoughts and tool calls as text: how a model family writes them, reading them out of an answer, and grammars.
+"""Thoughts and tool calls as text: the ways of writing them that are understood, which of these a chat template
+teaches, and reading an answer. Nothing in this room knows of HTTP or the engine.
 
-Nothing here knows of HTTP or the engine: text and JSON schemas come in, pieces and grammars go out.
+HERMES       `<tool_call>{"name": "f", "arguments": {...}}</tool_call>` anywhere in a text (Hermes 2, 3; Qwen 2.5, 3)
+LLAMA3_JSON  `{"name": "f", "parameters": {...}}` as the whole answer, or after `<|python_tag|>` (Llama 3.1, 3.2, 3.3)
+MISTRAL      `[TOOL_CALLS]f[ARGS]{...}`, or `[TOOL_CALLS][{"name": "f", "arguments": {...}}]`
+QWEN3_CODER  `<tool_call><function=f><parameter=a>text or JSON</parameter></function></tool_call>`
+PYTHONIC     `[f(a=1, b="x"), g()]` as the whole answer, or after `<|python_start|>` (Llama 3.2, 4)
 """
 
-from chairlift.api.tools.families import (
-    FORMATS,
-    THOUGHT_MARKS,
-    AnswerReader,
-    ReasoningFamily,
-    Thoughts,
-    ToolFamily,
-    family_of_template,
-    reasoning_of_template,
-)
-from chairlift.api.tools.grammars import FunctionSpec, MarkTokens, forced_calls_grammar, free_grammar, schema_lines
-from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
+import re
+from dataclasses import dataclass
+from enum import StrEnum
 
-__all__ = [
-    "FORMATS",
-    "THOUGHT_MARKS",
-    "AnswerReader",
-    "CallPiece",
-    "ContentPiece",
-    "FunctionSpec",
-    "MarkTokens",
-    "Piece",
-    "ReasoningFamily",
-    "ReasoningPiece",
-    "Thoughts",
-    "ToolFamily",
-    "family_of_template",
-    "forced_calls_grammar",
-    "free_grammar",
-    "reasoning_of_template",
-    "schema_lines",
-]
+from chairlift.api.tools.formats import CallFormat, Hermes, Llama3Json, Mistral, Pythonic, Qwen3Coder, Schemas
+from chairlift.api.tools.text import Piece, Pieces, Reading, Text
+
+
+class ToolFamily(StrEnum):
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
+    QWEN3_CODER = "qwen3_coder"
+    PYTHONIC = "pythonic"
+
+
+FORMATS: dict[ToolFamily, CallFormat] = {
+    ToolFamily.HERMES: Hermes(),
+    ToolFamily.LLAMA3_JSON: Llama3Json(),
+    ToolFamily.MISTRAL: Mistral(),
+    ToolFamily.QWEN3_CODER: Qwen3Coder(),
+    ToolFamily.PYTHONIC: Pythonic(),
+}
+
+_SIGNS = (  # the first that a template has
+    (r"<arg_key>", None),  # GLM-4.5 writes something else between the marks of Hermes
+    (r"<function=", ToolFamily.QWEN3_CODER),
+    (r"<tool_call>", ToolFamily.HERMES),
+    (r"\[TOOL_CALLS\]", ToolFamily.MISTRAL),
+    (r"\[\w+\(\w+=", ToolFamily.PYTHONIC),
+    # "parameters" alone would not do: other families' templates describe their tools with that key.
+    (r"(?s)<\|python_tag\|>|ipython.*\"parameters\":|\"parameters\":.*ipython", ToolFamily.LLAMA3_JSON),
+)
+
+
+def family_of_template(template: str) -> ToolFamily | None:
+    """The family whose calls this chat template (Jinja source) writes; None if it is not understood here."""
+    return next((family for sign, family in _SIGNS if re.search(sign, template)), None)
+
+
+class ReasoningFamily(StrEnum):
+    """How a model marks its thoughts, which come before its answer."""
+
+    THINK = "think"
+    MISTRAL = "mistral"
+    SEED_OSS = "seed_oss"
+    NONE = "none"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ReasoningFamily | None":
+        """vLLM's names of parsers that read the same marks."""
+        return cls.THINK if value in ("qwen3", "deepseek_r1") else None
+
+
+THOUGHT_MARKS = {
+    ReasoningFamily.THINK: ("<think>", "</think>"),
+    ReasoningFamily.MISTRAL: ("[THINK]", "[/THINK]"),
+    ReasoningFamily.SEED_OSS: ("<seed:think>", "</seed:think>"),
+}
+
+
+def reasoning_of_template(template: str) -> ReasoningFamily:
+    """The marks that this chat template (Jinja source) knows."""
+    known = (family for family, marks in THOUGHT_MARKS.items() if any(mark in template for mark in marks))
+    return next(known, ReasoningFamily.NONE)
+
+
+# --- reading an answer
+
+_NO_SCHEMAS: Schemas = {}
+_LINE_BREAKS = re.compile(r"\n*")
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """The marks around an answer's thoughts; line breaks next to them belong to nothing."""
+
+    begin: str
+    end: str
+    has_begun: bool  # in the prompt; otherwise the answer may begin with the mark, and is no thought if it does not
+
+    def read(self, text: Text, out: Pieces) -> Reading[None]:
+        if not (yield from text.accept(self.begin)):
+            text.back_to(0)
+            if not self.has_begun:
+                return
+        yield from text.skip(_LINE_BREAKS)
+        text.take()
+        if (yield from text.pass_on_up_to([self.end], out.reasoning, held="\n")):
+            yield from text.accept(self.end)
+            yield from text.skip(_LINE_BREAKS)
+            text.take()
+
+
+class AnswerReader:
+    """However the text is cut, the pieces joined are the same. Nothing but whitespace around thoughts and calls is lost
+    before the last wanted call.
+    """
+
+    def __init__(
+        self,
+        family: ToolFamily | None,
+        max_calls: int | None = None,
+        schemas: Schemas = _NO_SCHEMAS,
+        thoughts: Thoughts | None = None,
+    ) -> None:
+        """`family`: of calls; None: there are none. All text after `max_calls` calls (None: no limit) is dropped."""
+        self._format = None if family is None else FORMATS[family]
+        self._schemas = schemas
+        self._thoughts = thoughts
+        self._text = Text()
+        self._pieces = Pieces(max_calls)
+        self._reading = self._read()
+
+    @property
+    def is_full(self) -> bool:
+        """True after as many calls as are wanted."""
+        return self._pieces.is_full
+
+    def push(self, text: str, is_last: bool = False) -> list[Piece]:
+        """What is known from the text so far and was not passed on before. `is_last`: no more text comes."""
+        self._text.feed(text, is_last)
+        next(self._reading, None)
+        if self._text.tap is not None:
+            self._text.tap(self._text.take())
+        return self._pieces.empty()
+
+    def finish(self) -> list[Piece]:
+        """What was held back because it might have become something else."""
+        return self.push("", is_last=True)
+
+    def _read(self) -> Reading[None]:
+        if self._thoughts is not None:
+            yield from self._thoughts.read(self._text, self._pieces)
+        if self._format is not None:
+            yield from self._format.read(self._text, self._pieces, self._schemas)
+        else:
+            yield from self._text.pass_on_up_to((), self._pieces.content)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chairlift.api.tools.code_formats import is_text
-from chairlift.api.tools.families import FORMATS, ToolFamily
+from chairlift.api.tools import FORMATS, ToolFamily
+from chairlift.api.tools.formats import is_text
 from chairlift.errors import InvalidRequest
 from chairlift.params import find_excess
 

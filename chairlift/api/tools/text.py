@@ -4,6 +4,7 @@ Readers are generators that go through the text in order, as if all of it were t
 more. The work is linear in the text, and however it is cut, the pieces joined are the same.
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -14,6 +15,8 @@ WHITESPACE = " \t\n\r"  # what JSON calls so
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SCALAR = re.compile(r"[0-9A-Za-z+.-]*")
 _BETWEEN = re.compile(r"[0-9A-Za-z+.,: \t\n\r-]*")  # between the strings and brackets of an array or object
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_KNOWN_ESCAPES = "\\'\"abfnrtvxuU01234567\n"  # of Python's strings
 
 _Result = TypeVar("_Result")
 Reading = Generator[None, None, _Result]
@@ -241,6 +244,21 @@ def parsed(raw: str) -> object:
     except (ValueError, RecursionError):
         return None
     return value
+
+
+def json_of_literal(raw: str) -> str | None:
+    """A JSON or Python literal as JSON; None if it is neither."""
+    value = parsed(raw)
+    try:
+        if value is None and raw != "null":
+            # Python warns of escapes that it does not know.
+            known = _ESCAPE.sub(lambda each: each[0] if each[1] in _KNOWN_ESCAPES else "\\" + each[0], raw)
+            value = ast.literal_eval(known)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return written
 
 
 def is_sendable(text: object) -> bool:

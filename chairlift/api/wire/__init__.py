@@ -1,1 +1,360 @@
-"""The shapes of requests and replies: OpenAI's specification plus vLLM's extensions. Unknown fields are refused."""
+"""The shapes of requests and replies: OpenAI's and Anthropic's specifications plus vLLM's extensions.
+
+Here is what all shapes share: strictness, fields that do not simply work, and the one complaint about a wrong body.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StrictInt,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema, to_json
+
+from chairlift.errors import InvalidRequest
+from chairlift.params import RequestOutput
+
+LeftOutIfNone = Field(exclude_if=lambda value: value is None)
+
+Texts = list[str]
+TokenIds = list[StrictInt]
+Label = Annotated[str, Field(max_length=512)]  # only kept or repeated
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
+
+_STATELESS = "use previous_response_id, or send the whole conversation as input"
+_TEXT_ONLY = "only text is understood and made here"
+
+REFUSED = {
+    "access_programs": "there are no access programs here",
+    "audio": _TEXT_ONLY,
+    "comparison_response_id": _STATELESS,
+    "context_management": "leave out of input what may be forgotten",
+    "conversation": _STATELESS,
+    "function_call": "deprecated; use tools, tool_choice and tool_calls",
+    "functions": "deprecated; use tools",
+    "image": _TEXT_ONLY,
+    "compaction": "leave out of messages what may be forgotten",
+    "container": "there are no containers here",
+    "fallback_credit_token": "there is one model here",
+    "fallbacks": "there is one model here",
+    "max_tool_calls": "there are no built-in tools here",
+    "mcp_servers": "the client connects to such servers, and sends their tools",
+    "moderation": "there is no moderation here",
+    "namespace": "functions have no namespaces here",
+    "output_schema": "the model does not see it; describe it in description",
+    "prompt": "no prompts are stored here; send its text",
+    "suffix": "the model continues texts, it does not fill gaps",
+    "thread": "nothing is kept of a conversation; send all of it as messages",
+    "verbosity": "ask for it in a message",
+    "web_search_options": "there is no web search here",
+}
+"""Fields of the specifications that bodies refuse, and why; each body says which (`Body`)."""
+
+_MAX_FIELDS = 256  # of one object whose fields have names
+_COLLECTIONS = ("list", "set", "frozenset", "tuple", "dict")
+_Value = TypeVar("_Value")
+
+# In the path to a complaint pydantic also names the form of a field that it tried: a class, or a type of Python's.
+_FORM = re.compile(r"[A-Z].*|.*[\[(].*|constrained-.*|str|int|float|bool|none")
+_SHOULD_BE = "Input should be "
+_MESSAGES = {
+    "model_type": "Input should be an object",
+    "dict_type": "Input should be an object",
+    "dataclass_type": "Input should be an object",
+    "union_tag_not_found": "Input should be an object",
+    "list_type": "Input should be a list",
+}
+
+
+def let_others_run(value: _Value) -> _Value:
+    """Changes nothing. pydantic releases the interpreter's lock only to call Python functions, so what validates or
+    writes much calls one now and then.
+    """
+    return value
+
+
+def _fail_fast(schema: Any, handler: GetCoreSchemaHandler) -> None:
+    """Makes every collection in a core schema stop at its first error: a list of a million wrong elements must not
+    become a million complaints.
+    """
+    if isinstance(schema, dict):
+        if schema.get("type") in _COLLECTIONS:
+            schema["fail_fast"] = True
+        if schema.get("type") == "definition-ref":
+            schema = handler.resolve_ref_schema(cast(CoreSchema, schema))
+        for part in schema.values():
+            _fail_fast(part, handler)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part, handler)
+
+
+def without_nulls(given: object) -> object:
+    """An object without its fields that are null; anything else as it is.
+
+    Of a crowd of unknown fields each would be a complaint of its own, and to collect them would hold up all others.
+    """
+    if not isinstance(given, dict):
+        return given
+    if len(given) > _MAX_FIELDS:
+        raise PydanticCustomError("too_many_fields", "{count} fields, of which most are unknown", {"count": len(given)})
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class Fate(StrEnum):
+    """What becomes of a field."""
+
+    WORKS = "works"
+    IGNORED = "accepted, changes nothing"
+    REFUSED = "refused unless null"
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Marks a field that is accepted because it cannot change the answer."""
+
+    why: str
+    fate: ClassVar = Fate.IGNORED
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "description": f"{self.fate}: {self.why}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Refused(Ignored):
+    """Marks a field of a specification that is not supported: anything but null is an error that names it."""
+
+    fate: ClassVar = Fate.REFUSED
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_before_validator_function(self._check, handler(source))
+
+    def _check(self, value: object, info: ValidationInfo) -> object:
+        if value is not None:
+            raise InvalidRequest(f"{info.field_name} is not supported: {self.why}", info.field_name)
+        return value
+
+
+class Body(BaseModel):
+    """A request's body, or a part of one. A field that is null counts as left out, also one that is not known here.
+
+    `refuses`, a class argument, names fields of `REFUSED` that it has as well.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init_subclass__(cls, refuses: Collection[str] = (), **config: Any) -> None:
+        super().__init_subclass__(**config)
+        marks = {name: Annotated[None, Refused(REFUSED[name])] for name in refuses}
+        cls.__annotations__ = {**inspect.get_annotations(cls), **marks}
+        for name in marks:
+            setattr(cls, name, None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, given: object) -> object:
+        return without_nulls(given)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Collections fail fast, and between two objects other threads get a turn."""
+        schema = handler(source)
+        _fail_fast(schema, handler)
+        model: Any = schema
+        while model["type"] != "model":  # a validator of the whole, or a reference
+            model = handler.resolve_ref_schema(model) if model["type"] == "definition-ref" else model["schema"]
+        model["schema"] = core_schema.no_info_after_validator_function(let_others_run, model["schema"])
+        return schema
+
+
+class Written(Body):
+    """What a model wrote. It comes back with whatever servers and clients on its way have added, which is dropped."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def only(allowed: object, why: str, path: str | None = None) -> BeforeValidator:
+    """Refuses every value of a field but null and this one; `path`: of a field within a field."""
+
+    def check(value: object, info: ValidationInfo) -> object:
+        if value is not None and value != allowed:
+            name = path or info.field_name
+            raise InvalidRequest(f"{name}: only {to_json(allowed).decode()} is supported: {why}", name)
+        return value
+
+    return BeforeValidator(check)
+
+
+def only_types(field: str, *known: str) -> BeforeValidator:
+    """Refuses an object of another type by that type's name, rather than by the first of its fields."""
+    return BeforeValidator(_known_type(field, *known))
+
+
+def _known_type(field: str, *known: str) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        if isinstance(value, dict) and type_of(value) not in known:
+            raise InvalidRequest(
+                f"{field}: type {repr(type_of(value))[:80]} is not supported; known here: {', '.join(known)}", field
+            )
+        return value
+
+    return check
+
+
+def type_of(value: dict[str, Any]) -> Any:
+    """An item's type; one without is a message if it has a role."""
+    return "message" if value.get("type") is None and "role" in value else value.get("type")
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Marks a union of classes. `pick` says which of them an object becomes; None: it is no object."""
+
+    pick: Callable[[Any], type[BaseModel] | None]
+    check: Callable[[object], object] = let_others_run  # what comes, before one is picked
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Their names stand in the paths to complaints: see `_FORM`."""
+        forms = {form.__name__: handler.generate_schema(form) for form in get_args(union)}
+        picked = core_schema.tagged_union_schema(forms, lambda value: getattr(self.pick(value), "__name__", None))
+        return core_schema.no_info_before_validator_function(self.check, picked)
+
+
+def by_type(field: str, **forms: type[BaseModel]) -> OneOf:
+    """Picks a class by an object's type, and refuses an object of another type as `only_types` does."""
+    pick = lambda value: forms.get(str(type_of(value))) if isinstance(value, dict) else None  # noqa: E731
+    return OneOf(pick, _known_type(field, *forms))
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, and which field is to blame."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """Every error's body."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    """How many tokens of the prompts had been computed for other requests."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    """How many of the generated tokens are thoughts, how many were guessed rightly, and how many guesses were wrong."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Summed over prompts; a prompt counts once, however many choices continue it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> Self:
+        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        choices = [choice for output in outputs for choice in output.outputs]
+        num_generated = sum(len(choice.token_ids) for choice in choices)
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in choices)
+        return cls(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_generated,
+            total_tokens=num_prompt + num_generated,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(each.num_cached_tokens for each in outputs)),
+            completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=num_reasoning,
+                accepted_prediction_tokens=sum(choice.num_accepted_tokens for choice in choices),
+                rejected_prediction_tokens=sum(choice.num_rejected_tokens for choice in choices),
+            ),
+        )
+
+
+def complaint_of(error: ValidationError) -> InvalidRequest:
+    """One complaint out of all: our own if there is one, else about the first wrong field.
+
+    For a field that may have several forms, the complaint that got furthest is about the form that was meant.
+    """
+    complaints = error.errors(include_url=False, include_input=False)
+    for each in complaints:
+        cause = each.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidRequest):
+            return _placed(cause, _path(each))
+    field = complaints[0]["loc"][:1]
+    depth = max(len(each["loc"]) for each in complaints if each["loc"][:1] == field)
+    meant = [each for each in complaints if each["loc"][:1] == field and len(each["loc"]) == depth]
+    path = ".".join(_path(meant[0]))
+    match meant[0]["type"]:
+        case "extra_forbidden":
+            return InvalidRequest(f"unknown or unsupported field: {path}", path)
+        case "json_invalid":
+            return InvalidRequest(f"the body is not JSON: {meant[0]['msg']}")
+    message = _joined([each for each in meant if _path(each) == _path(meant[0])])
+    return InvalidRequest(f"{path}: {message}" if path else message, str(field[0]) if field else None)
+
+
+def _path(complaint: ErrorDetails) -> list[str]:
+    """The fields and indices that lead to what is wrong."""
+    *lead, last = complaint["loc"] or ("",)
+    is_named = complaint["type"] == "extra_forbidden"  # by whoever sent it, with a name like any
+    names = [str(part) for part in lead if isinstance(part, int) or not _FORM.fullmatch(part)]
+    return names + ([str(last)] if is_named or isinstance(last, int) or not _FORM.fullmatch(last) else [])
+
+
+def _joined(complaints: list[ErrorDetails]) -> str:
+    """What is said of each form that a field may have, in one sentence."""
+    messages = list(dict.fromkeys(_MESSAGES.get(each["type"], each["msg"]) for each in complaints))
+    if not all(message.startswith(_SHOULD_BE) for message in messages):
+        return messages[0]
+    return _SHOULD_BE + " or ".join(message.removeprefix(_SHOULD_BE) for message in messages)
+
+
+def _placed(complaint: InvalidRequest, path: list[str]) -> InvalidRequest:
+    """With the whole path, where a part of the body complained that does not know where in the body it stands."""
+    name = complaint.param
+    if len(path) < 2 or name not in (path[0], path[-1]):
+        return complaint
+    whole, message = ".".join(path), str(complaint)
+    message = whole + message.removeprefix(name) if message.startswith(name) else f"{whole}: {message}"
+    return InvalidRequest(message, name if name == path[0] else whole)
+
+
+@contextmanager
+def own_field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Complaints name the fields that the client wrote; `names`: a request's `field_names`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = names.get(error.param or "")
+        if name is None:
+            raise
+        error.args = (f"{name}: {error}",)
+        error.param = name
+        raise

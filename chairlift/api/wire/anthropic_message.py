@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from chairlift.api.wire.base import ErrorDetail, LeftOutIfNone, Usage
+from chairlift.api.wire import ErrorDetail, LeftOutIfNone, Usage
 
 
 class SaidText(BaseModel):

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from chairlift.api.wire.base import Body, Ignored, LeftOutIfNone, Texts, TokenIds, Usage, let_others_run, only_types
+from chairlift.api.wire import Body, Ignored, LeftOutIfNone, Texts, TokenIds, Usage, let_others_run, only_types
 from chairlift.api.wire.generation import CompletionsRequest
 from chairlift.api.wire.messages import (
     Effort,

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from chairlift.api.wire.base import Body, Ignored, Label, Metadata, Texts, TokenIds, only, without_nulls
+from chairlift.api.wire import Body, Ignored, Label, Metadata, Texts, TokenIds, only, without_nulls
 from chairlift.errors import InvalidGrammar, InvalidRequest
 from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
+from pydantic import ConfigDict, Field, StrictBool, model_validator
 
-from chairlift.api.tools import FunctionSpec
-from chairlift.api.wire.base import Body, Written, only, only_types
+from chairlift.api.tools.grammars import FunctionSpec
+from chairlift.api.wire import Body, OneOf, Written, only, only_types
 from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
@@ -119,18 +119,13 @@ def _text(content: str | Sequence[TextPart] | None) -> str:
 
 
 def is_of_assistant(message: Any) -> bool:
-    """Of a message as it was parsed from JSON, or as a model has it."""
+    """Whether the assistant said it; `message`: as it was parsed from JSON, or a model."""
     role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
     return bool(role == "assistant")
 
 
-def _kind_of(message: Any) -> str:
-    return (AssistantTurn if is_of_assistant(message) else ChatMessage).__name__
-
-
 AnyMessage = Annotated[
-    Annotated[ChatMessage, Tag(ChatMessage.__name__)] | Annotated[AssistantTurn, Tag(AssistantTurn.__name__)],
-    Discriminator(_kind_of),
+    ChatMessage | AssistantTurn, OneOf(lambda message: AssistantTurn if is_of_assistant(message) else ChatMessage)
 ]
 
 # --- tools
@@ -184,14 +179,14 @@ class LeftOutTool(Body):
     type: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
 
 
-def known_or_left_out(form: str, *types: str | None) -> Discriminator:
-    """Picks a class, by name, for tools of these types, and `LeftOutTool` for all others."""
+def known_or_left_out(form: type[Body], *types: str | None) -> OneOf:
+    """Picks a class for tools of these types, and `LeftOutTool` for all others."""
 
-    def pick(tool: Any) -> str:
+    def pick(tool: Any) -> type[Body]:
         kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-        return form if kind in types or not isinstance(kind, str) else LeftOutTool.__name__
+        return form if kind in types or not isinstance(kind, str) else LeftOutTool
 
-    return Discriminator(pick)
+    return OneOf(pick)
 
 
 class NamedFunction(Body):
@@ -239,6 +234,8 @@ class CallableTool(Protocol):
 class ToolUse(Body):
     """Which tools there are, and which must be called. Endpoints say so in shapes of their own."""
 
+    tools: Sequence[Any] | None = None
+
     @model_validator(mode="after")
     def _check_tool_choice(self) -> Self:
         if self.is_call_forced and not self.callable_tools:
@@ -250,12 +247,12 @@ class ToolUse(Body):
     @property
     def callable_tools(self) -> Sequence[CallableTool]:
         """The tools that can be served here: functions."""
-        raise NotImplementedError
+        return [tool for tool in self.tools or [] if not isinstance(tool, LeftOutTool)]
 
     @property
-    def left_out(self) -> Sequence[str]:
+    def left_out(self) -> list[str]:
         """The types of tools that are not understood here."""
-        return ()
+        return [tool.type for tool in self.tools or [] if isinstance(tool, LeftOutTool)]
 
     @property
     def call_mode(self) -> ToolChoiceMode:
@@ -289,17 +286,8 @@ class ToolUse(Body):
 class ParallelToolUse(ToolUse):
     """The same as OpenAI's endpoints say it. They narrow the types to their own shapes."""
 
-    tools: Sequence[Tool | FunctionTool | LeftOutTool] | None = None
     tool_choice: ToolChoiceMode | NamedTool | ChosenFunction | None = None
     parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one call")
-
-    @property
-    def callable_tools(self) -> Sequence[CallableTool]:
-        return [tool for tool in self.tools or [] if not isinstance(tool, LeftOutTool)]
-
-    @property
-    def left_out(self) -> list[str]:
-        return [tool.type for tool in self.tools or [] if isinstance(tool, LeftOutTool)]
 
     @property
     def call_mode(self) -> ToolChoiceMode:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, RootModel
 
-from chairlift.api.wire.base import ErrorDetail, LeftOutIfNone, Usage
+from chairlift.api.wire import ErrorDetail, LeftOutIfNone, Usage
 from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.messages import Effort
 from chairlift.api.wire.responses import ItemStatus

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PrivateAttr, StrictBool, StrictInt, Tag, field_validator, model_validator
+from pydantic import Field, PrivateAttr, StrictBool, StrictInt, field_validator, model_validator
 
+from chairlift.api.wire import Body, Ignored, OneOf, Written, by_type, only, only_types, type_of
 from chairlift.api.wire.anthropic import MessagesRequest
-from chairlift.api.wire.base import Body, Ignored, Written, by_type, only, only_types, type_of
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.api.wire.generation import (
     FOR_CACHING,
@@ -30,6 +30,7 @@ from chairlift.api.wire.messages import (
     ToolCall,
     ToolChoiceMode,
     effort_arguments,
+    is_of_assistant,
     known_or_left_out,
 )
 from chairlift.engine.text.tokenizer import ChatOptions, Message
@@ -69,11 +70,7 @@ class Refusal(Body):
 
 
 Part = Annotated[
-    Annotated[InputText, Tag("InputText")]
-    | Annotated[WrittenText, Tag("WrittenText")]
-    | Annotated[Refusal, Tag("Refusal")],
-    by_type(input_text="InputText", output_text="WrittenText", refusal="Refusal"),
-    only_types("input", "input_text", "output_text", "refusal"),
+    InputText | WrittenText | Refusal, by_type("input", input_text=InputText, output_text=WrittenText, refusal=Refusal)
 ]
 OutputPart = Annotated[InputText, only_types("input", "input_text")]
 
@@ -152,31 +149,23 @@ class InputCallOutput(Body, refuses=("namespace",)):
         return ChatMessage(role="tool", content=_joined(self.output), tool_call_id=self.call_id).as_template_input()
 
 
-def _form_of(item: Any) -> str | None:
-    """The class of an item; see `by_type`."""
+Item = InputMessage | WrittenMessage | Reasoning | InputCall | InputCallOutput
+_FORMS: dict[str, type[Body]] = {
+    "reasoning": Reasoning,
+    "function_call": InputCall,
+    "function_call_output": InputCallOutput,
+}
+
+
+def _form_of(item: Any) -> type[Body] | None:
     if not isinstance(item, dict):
         return None
-    match type_of(item):
-        case "message":
-            return "WrittenMessage" if item.get("role") == "assistant" else "InputMessage"
-        case "reasoning":
-            return "Reasoning"
-        case "function_call":
-            return "InputCall"
-        case _:
-            return "InputCallOutput"
+    if type_of(item) == "message":
+        return WrittenMessage if is_of_assistant(item) else InputMessage
+    return _FORMS.get(type_of(item))
 
 
-InputItem = Annotated[
-    Annotated[InputMessage, Tag("InputMessage")]
-    | Annotated[WrittenMessage, Tag("WrittenMessage")]
-    | Annotated[Reasoning, Tag("Reasoning")]
-    | Annotated[InputCall, Tag("InputCall")]
-    | Annotated[InputCallOutput, Tag("InputCallOutput")],
-    Discriminator(_form_of),
-    only_types("input", "message", "reasoning", "function_call", "function_call_output"),
-]
-Item = InputMessage | WrittenMessage | Reasoning | InputCall | InputCallOutput
+InputItem = Annotated[Item, OneOf(_form_of), only_types("input", "message", *_FORMS)]
 
 
 def _joined(content: str | Sequence[InputText | WrittenText | Refusal]) -> str:
@@ -220,10 +209,7 @@ _REASONING = "reasoning.encrypted_content"
 
 
 InputItems = list[InputItem]
-AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("FunctionTool")] | Annotated[LeftOutTool, Tag("LeftOutTool")],
-    known_or_left_out("FunctionTool", "function"),
-]
+AnyTool = Annotated[FunctionTool | LeftOutTool, known_or_left_out(FunctionTool, "function")]
 
 
 class TextOptions(Body):

@@ -9,15 +9,14 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import AttentionBackend, LoadFormat, ResolvedConfig
 from chairlift.errors import ConfigurationError
-from chairlift.models import Checkpoint, load_adapted, load_model, make_dummy_model
+from chairlift.models import Checkpoint, load_adapted, load_backend, load_model, make_dummy_model
 from chairlift.models.adapter import AdaptedConfig, AdaptedDecoder
-from chairlift.models.attention import Backend, BatchMetadata
-from chairlift.models.attention.batch import token_slots
+from chairlift.models.attention import Backend, BatchMetadata, token_slots
 from chairlift.models.attention.torch_sdpa import attend_alone
-from chairlift.models.backends import load_backend
 from chairlift.models.config import ModelShape
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
+from chairlift.models.parallel import CheckpointPart
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,8 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
     if config.attention_backend is AttentionBackend.CPU:
         return CpuDecoder(model, config.slot_len, quantization=config.quantization)
     model.pack()
+    if isinstance(checkpoint, CheckpointPart):
+        checkpoint.connect(model)
     if config.batch_invariant:
         return InvariantForward(model)
     return _with_attention(model, model.config, config)

@@ -20,12 +20,10 @@ from typing import Protocol
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.cache.memory import send
 from chairlift.engine.execution.forward import Forward
+from chairlift.engine.sampling import send, to_device
 from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table, sample_in_graph
-from chairlift.engine.sampling.transfers import to_device
-from chairlift.models.attention import BatchMetadata
-from chairlift.models.attention.batch import view_length
+from chairlift.models.attention import BatchMetadata, view_length
 
 logger = logging.getLogger(__name__)
 

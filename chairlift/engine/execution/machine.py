@@ -9,11 +9,13 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import torch
 
+from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.cache.memory import can_map
 from chairlift.config import DType, EngineConfig, ResolvedConfig
 from chairlift.engine.execution.forward import Forward, TorchForward
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _AMPERE = (8, 0)  # compute capability of the first GPUs that multiply bfloat16
 _GIB = 2**30
+_LAUNCH_S = 0.002  # of decode steps: a newcomer waits for that, and the host's work hides behind it
 _CGROUP = Path("/sys/fs/cgroup")  # of version 2, and of version 1 with its folders
 _CGROUP_FILES = (
     (_CGROUP / "memory.max", _CGROUP / "memory.current"),
@@ -103,14 +106,21 @@ def _fast_cpu_dtypes() -> frozenset[DType]:
     return frozenset(dtypes)
 
 
-def fit_cache(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, forward: Forward) -> ResolvedConfig:
+def fit_cache(
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    model: ModelShape,
+    forward: Forward,
+    least: Callable[[int], int] = int,
+) -> ResolvedConfig:
     """`resolved` with as many slots as a GPU has memory for beside the loaded model; on a CPU as it is.
 
+    `least`: of a number, where several GPUs work together, the lowest that one of them has.
     `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.
     """
     if resolved.device == "cpu" or not isinstance(forward, TorchForward):
         return resolved
-    fitted = fit_slots(config, resolved, model, _measure_free_bytes(forward, resolved))
+    fitted = fit_slots(config, resolved, model, least(_measure_free_bytes(forward, resolved)))
     logger.info(
         "%d slots of %d tokens: a cache of %.2f GiB",
         fitted.num_slots,
@@ -146,3 +156,27 @@ def _measure_free_bytes(forward: TorchForward, config: ResolvedConfig) -> int:
         num_step_bytes / _GIB,
     )
     return num_free_bytes - num_step_bytes
+
+
+def allocate_cache(
+    params: KVCacheParams, num_slots: int, num_layers: int, config: ResolvedConfig
+) -> ContinuousBatchingKVCacheManager:
+    """The cache of a resolved configuration. `ConfigurationError` if there is no memory for it."""
+    slot_len, devices = config.slot_len, [config.device]
+    size = ContinuousBatchingKVCacheManager.estimated_memory_size(params, num_slots, slot_len, num_layers, devices)
+    max_tokens = config.cache_tokens if config.is_cache_elastic else None
+    try:
+        cache = ContinuousBatchingKVCacheManager(params, num_slots, slot_len, num_layers, devices, max_tokens)
+    except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
+        raise ConfigurationError(
+            f"allocating {size / 1e6:.0f} MB of cache failed; lower max_batch_size or max_seq_len"
+        ) from error
+    num_bytes = size if max_tokens is None else min(size, config.kv_cache_memory_bytes)
+    how = "at once" if max_tokens is None else "as it is used"
+    logger.info("cache: %d slots of %d tokens, %.1f MB taken %s", num_slots, slot_len, num_bytes / 1e6, how)
+    return cache
+
+
+def steps_that_fit(seconds_each: float, most: int) -> int:
+    """Decode steps of a launch, from 1 to `most`, that together take about as long as a launch should."""
+    return max(1, min(most, round(_LAUNCH_S / max(seconds_each, 1e-6))))

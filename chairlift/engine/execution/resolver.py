@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from chairlift.cache.budget import CHUNK_TOKENS
 from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, ResolvedConfig
 from chairlift.errors import ConfigurationError
-from chairlift.models.backends import find_obstacle, page_size_of
+from chairlift.models import find_obstacle, page_size_of
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 
@@ -60,7 +60,12 @@ def resolve(
         raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
 
     def choose_backend(dtype: DType) -> _Backend:
-        return _resolve_backend(config, machine, lambda name: find_obstacle(name, model, dtype, machine.device))
+        def find(name: AttentionBackend) -> str | None:
+            if name is AttentionBackend.CPU and config.tensor_parallel_size > 1:
+                return f"it computes in one process, and tensor_parallel_size is {config.tensor_parallel_size}"
+            return find_obstacle(name, model, dtype, machine.device)
+
+        return _resolve_backend(config, machine, find)
 
     dtype = config.dtype
     if dtype == "auto":

@@ -15,13 +15,11 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
 from chairlift.cache.ledger import Reservation
-from chairlift.cache.memory import send
 from chairlift.engine.execution.forward import Forward
 from chairlift.engine.execution.graphs import ON_DEVICE, DecodeGraphs, LastTokens
+from chairlift.engine.sampling import Arrival, Places, bring, send, to_device, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, prepare_graph_sampling
-from chairlift.engine.sampling.guesses import Places, up_to_wrong
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
-from chairlift.engine.sampling.transfers import Arrival, bring, to_device
 from chairlift.models.attention import BatchMetadata
 from chairlift.params import TokenLogprobs
 from chairlift.scheduler import RowPlan, RowResult, StepPlan

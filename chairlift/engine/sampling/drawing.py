@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.cache.memory import send
-from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
+from chairlift.engine.sampling import NOTHING_GUESSED, Guessed, send, to_device
 from chairlift.engine.sampling.penalties import has_penalty
-from chairlift.engine.sampling.transfers import to_device
 from chairlift.params import SamplingParams
 from chairlift.scheduler import RequestState
 

@@ -21,9 +21,8 @@ from typing import Self
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from chairlift.cache.memory import send
+from chairlift.engine.sampling import send, to_device
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, explain
-from chairlift.engine.sampling.transfers import to_device
 from chairlift.params import GRAMMAR_LIMIT
 from chairlift.scheduler import Grammar
 
@@ -248,7 +247,8 @@ class PendingMasks:
     @classmethod
     def of(cls, grammars: Sequence[Grammar | None]) -> Self | None:
         """By row; None if no row has one."""
-        constrained = {row: each for row, each in enumerate(grammars) if isinstance(each, TokenGrammar)}
+        own = (getattr(grammar, "own", grammar) for grammar in grammars)  # those of several ranks are wrapped
+        constrained = {row: each for row, each in enumerate(own) if isinstance(each, TokenGrammar)}
         return cls(constrained) if constrained else None
 
     def apply(self, logits: torch.Tensor) -> None:

@@ -6,8 +6,7 @@ from weakref import ref
 
 import torch
 
-from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
-from chairlift.engine.sampling.transfers import to_device
+from chairlift.engine.sampling import NOTHING_GUESSED, Guessed, to_device
 from chairlift.params import SamplingParams
 from chairlift.scheduler import RequestState
 

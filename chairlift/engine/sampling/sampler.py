@@ -13,13 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.cache.memory import send
+from chairlift.engine.sampling import NOTHING_GUESSED, Guessed, bring, send, to_device
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
-from chairlift.engine.sampling.guesses import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
-from chairlift.engine.sampling.transfers import bring, to_device
 from chairlift.params import Logprob, TokenLogprobs
 from chairlift.scheduler import RequestState
 

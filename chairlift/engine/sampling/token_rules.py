@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.cache.memory import send
+from chairlift.engine.sampling import send
 from chairlift.errors import InvalidRequest
 from chairlift.params import RepetitionDetection, SamplingParams
 
@@ -153,7 +153,7 @@ class TokenRules:
 
     def refused_on(self, device: torch.device) -> torch.Tensor | None:
         """The same there, sent once."""
-        if self.refused is not None and self.refused.device.type != device.type:
+        if self.refused is not None and self.refused.device != device:
             self.refused = send(self.refused, device)
         return self.refused
 

@@ -23,7 +23,8 @@ from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, Vocabulary, strings_in, too_long
 from chairlift.errors import CheckpointError, InvalidRequest
 from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING, find_model
-from chairlift.models.gguf import GGUF_SUFFIX, end_tokens, open_gguf, sampling_of
+from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
+from chairlift.models.gguf.families import end_tokens, sampling_of
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
 from chairlift.scheduler import Drafter, Request
 

@@ -12,7 +12,7 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import DType
-from chairlift.models.attention.batch import (
+from chairlift.models.attention import (
     Attend,
     AttentionConfig,
     Backend,

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.models.attention.batch import Attend, AttentionConfig, BatchMetadata, append_tokens, view_length
+from chairlift.models.attention import Attend, AttentionConfig, BatchMetadata, append_tokens, view_length
 
 
 def _attention(

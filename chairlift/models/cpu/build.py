@@ -23,18 +23,18 @@ from pathlib import Path
 import torch
 
 from chairlift.models.cpu.compiler import (
-    INSTRUCTION_SETS,
     PLAIN,
     CpuKernelsUnavailable,
     InstructionSet,
     compile_library,
     file_name,
     find_compiler,
+    instruction_sets,
 )
 
 logger = logging.getLogger(__name__)
 
-ISA_VARIABLE = "CHAIRLIFT_CPU_ISA"
+LEVEL_VARIABLE = "CHAIRLIFT_CPU_LEVEL"
 CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 
 _PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, which are trusted as its other code is
@@ -42,6 +42,8 @@ _ROOT = 0
 _MARK = b"chairlift-sha256"  # begins what is behind the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
 _UNUSED_AFTER_S = 30 * 24 * 3600.0
+_AT_HWCAP = 16  # in the vector of facts that Linux hands to every process
+_ARM_HWCAPS = {"asimd": 1, "asimddp": 20}  # their bits
 
 
 class _Damaged(Exception):
@@ -55,33 +57,57 @@ def load_library(isa: str | None = None) -> ctypes.CDLL:
     CpuKernelsUnavailable if they have to be compiled and there is no compiler, or it fails; if this machine lacks the
     named set; if there is no OpenMP runtime.
     """
-    wanted = isa or os.environ.get(ISA_VARIABLE)
+    wanted = isa or os.environ.get(LEVEL_VARIABLE)
     usable = usable_instruction_sets()
     if not usable:
         raise CpuKernelsUnavailable(f"the kernels are made for Linux, not {platform.system()}")
     if wanted is not None and wanted not in usable:
-        source = "" if isa else f"{ISA_VARIABLE} "
+        source = "" if isa else f"{LEVEL_VARIABLE} "
         raise CpuKernelsUnavailable(f"{source}{wanted!r} is not one that this processor has: {', '.join(usable)}")
-    for instruction_set in INSTRUCTION_SETS:
-        if instruction_set.name == wanted or (wanted is None and instruction_set.name in usable):
-            library = _open(instruction_set)
-            if library.chairlift_start() == 0:
-                logger.info("CPU kernels: %s", instruction_set.name)
-                return library
-            logger.warning("the system does not let this process use %s", instruction_set.name)
+    by_name = {each.name: each for each in instruction_sets(platform.machine())}
+    for name in [wanted] if wanted else usable:
+        library = _open(by_name[name])
+        if library.chairlift_start() == 0:
+            logger.info("CPU kernels: %s", name)
+            return library
+        logger.warning("the system does not let this process use %s", name)
     raise CpuKernelsUnavailable(f"the system does not let this process use {wanted}")
 
 
 def usable_instruction_sets() -> list[str]:
-    """Names of the sets whose features this processor has, the best first."""
+    """Names of the sets whose features this processor has, the best first; last what its vendor made slow."""
     if platform.system() != "Linux":
         return []
-    features = torch.cpu.get_capabilities()
-    return [s.name for s in INSTRUCTION_SETS if all(features.get(feature) for feature in s.features)]
+    machine, vendor = platform.machine(), _vendor()
+    features = _arm_features(_hwcap()) if machine == "aarch64" else _x86_features()
+    usable = [each for each in instruction_sets(machine) if features.issuperset(each.features)]
+    return [each.name for each in sorted(usable, key=lambda each: each.slow_on == vendor)]
+
+
+def _x86_features() -> frozenset[str]:
+    """As torch names them."""
+    return frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
+
+
+def _arm_features(hwcap: int) -> frozenset[str]:
+    """As Linux names them: https://docs.kernel.org/arch/arm64/elf_hwcaps.html"""
+    return frozenset(name for name, bit in _ARM_HWCAPS.items() if hwcap >> bit & 1)
+
+
+def _hwcap() -> int:
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return int(getauxval(_AT_HWCAP))
+
+
+def _vendor() -> str:
+    """The processor's, as Linux tells it of x86; elsewhere nothing."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def are_kernels_fast() -> bool:
-    """True if this processor has AVX2 at least: without it torch's own kernels are faster."""
+    """True if this processor has AVX2 or NEON at least: without them torch's own kernels are faster."""
     return any(name != PLAIN for name in usable_instruction_sets())
 
 

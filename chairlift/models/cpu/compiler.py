@@ -32,27 +32,50 @@ class CpuKernelsUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """A way to compile: the processor features it takes, as torch names them, and the compiler's flags."""
+    """A way to compile: the processor features it takes, as `build` finds them, and the compiler's flags.
+
+    `slow_on`: the vendor whose processors compute faster with the sets that follow, as /proc/cpuinfo names it.
+    """
 
     name: str
     features: tuple[str, ...]
     flags: tuple[str, ...]
+    slow_on: str | None = None
 
 
 PLAIN = "plain"  # any processor
 _AVX2 = ("avx2", "fma3", "f16c")
-_AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_bf16", "avx512_vnni")
-_AMX = ("amx_tile", "amx_bf16")
-_AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
+_VNNI = (*_AVX512, "avx512_vnni")
+_BF16 = (*_VNNI, "avx512_bf16")
+_AMX = (*_BF16, "amx_tile", "amx_bf16")
+_AVX512_FLAGS = ("-march=x86-64-v4",)
+_VNNI_FLAGS = (*_AVX512_FLAGS, "-mavx512vnni")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
+_PLAIN_SET = InstructionSet(PLAIN, (), ())
 
-INSTRUCTION_SETS = (  # the best first
-    InstructionSet("amx", (*_AVX512, *_AMX), (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")),
-    InstructionSet("avx512_bf16", _AVX512, _AVX512_FLAGS),
-    InstructionSet("avx512", _AVX512[:4], ("-march=x86-64-v4",)),
-    InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
-    InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
-    InstructionSet(PLAIN, (), ()),
-)
+_BY_MACHINE = {  # the best first
+    "x86_64": (
+        InstructionSet("amx", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")),
+        # Intel's take a vdpbf16ps every second cycle, and two products in float32 in each.
+        InstructionSet("avx512_bf16", _BF16, _BF16_FLAGS, slow_on="GenuineIntel"),
+        InstructionSet("avx512_vnni", _VNNI, _VNNI_FLAGS),
+        InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
+        InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
+        InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
+        _PLAIN_SET,
+    ),
+    "aarch64": (
+        InstructionSet("neon_dotprod", ("asimd", "asimddp"), ("-march=armv8.2-a+dotprod",)),
+        # Atomics that are chosen at run time are in the compiler's own library.
+        InstructionSet("neon", ("asimd",), ("-march=armv8-a", "-mno-outline-atomics")),
+    ),
+}
+
+
+def instruction_sets(machine: str) -> tuple[InstructionSet, ...]:
+    """Those of a kind of machine, as `platform.machine` names it; the best first."""
+    return _BY_MACHINE.get(machine, (_PLAIN_SET,))
 
 
 def file_name(instruction_set: InstructionSet) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import Quantization
-from chairlift.models.attention.batch import BatchMetadata
+from chairlift.models.attention import BatchMetadata
 from chairlift.models.config import Activation, QKNorm, RopeConfig
 from chairlift.models.cpu.build import load_library
 from chairlift.models.cpu.packing import (

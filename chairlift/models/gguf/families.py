@@ -14,7 +14,7 @@ import torch
 
 from chairlift.errors import CheckpointError
 from chairlift.models.config import LAYER_TYPES, Norms
-from chairlift.models.gguf.container import PLAIN, GGUFFile, Kind, format_of, is_readable, read_tensor, readable_names
+from chairlift.models.gguf import PLAIN, GGUFFile, Kind, format_of, is_readable, read_tensor, readable_names
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import GroupFormat
 
@@ -79,7 +79,6 @@ class _Fields:
     """A file's metadata, asked for once: what nobody has asked for must not matter."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self._file = file
         self._prefix = f"{architecture}."
         self._left = {name: value for name, value in file.metadata.items() if name.startswith(self._prefix)}
 
@@ -368,7 +367,7 @@ class GGUFWeights:
         return f"{_OUTER_NAMES[part]}.{suffix}" if part in _OUTER_NAMES else name
 
     def _split_halves(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of each head: first the rows that were even, then those that were odd."""
+        """In each head first the rows that were even, then those that were odd."""
         pairs = rows.view(-1, self._head_dim // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
 

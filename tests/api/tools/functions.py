@@ -5,7 +5,8 @@ import json
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from chairlift.api.tools import FunctionSpec, ToolFamily
+from chairlift.api.tools import ToolFamily
+from chairlift.api.tools.grammars import FunctionSpec
 from tests.api.tools.driving import byte_tokenizer, long_tokenizer
 
 FAMILIES = pytest.mark.parametrize("family", list(ToolFamily))

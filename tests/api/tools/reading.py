@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, Piece, ToolFamily
+from chairlift.api.tools import AnswerReader, ToolFamily
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
 
 
 @dataclass(frozen=True)

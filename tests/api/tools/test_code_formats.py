@@ -5,14 +5,9 @@ from typing import Any
 
 import pytest
 
-from chairlift.api.tools import (
-    AnswerReader,
-    CallPiece,
-    ContentPiece,
-    FunctionSpec,
-    ToolFamily,
-    forced_calls_grammar,
-)
+from chairlift.api.tools import AnswerReader, ToolFamily
+from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar
+from chairlift.api.tools.text import CallPiece, ContentPiece
 from tests.api.tools.reading import Call, assert_streams, joined, read_whole
 
 MISTRAL, CODER, PYTHONIC = ToolFamily.MISTRAL, ToolFamily.QWEN3_CODER, ToolFamily.PYTHONIC

@@ -3,7 +3,8 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from chairlift.api.tools import FunctionSpec, ToolFamily, forced_calls_grammar, free_grammar
+from chairlift.api.tools import ToolFamily
+from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar, free_grammar
 from chairlift.errors import InvalidRequest
 from tests.api.tools.driving import Verdict, byte_tokenizer, judge
 from tests.api.tools.functions import (

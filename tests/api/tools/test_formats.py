@@ -4,15 +4,13 @@ import pytest
 
 from chairlift.api.tools import (
     AnswerReader,
-    CallPiece,
-    ContentPiece,
     ReasoningFamily,
-    ReasoningPiece,
     Thoughts,
     ToolFamily,
     family_of_template,
     reasoning_of_template,
 )
+from chairlift.api.tools.text import CallPiece, ContentPiece, ReasoningPiece
 from tests.api.tools.reading import assert_streams
 
 QWEN = r"""{{- "\n\nFor each function call, return a json object with function name and arguments within

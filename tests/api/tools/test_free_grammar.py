@@ -1,7 +1,8 @@
 import pytest
 from llguidance import LLTokenizer
 
-from chairlift.api.tools import ToolFamily, free_grammar
+from chairlift.api.tools import ToolFamily
+from chairlift.api.tools.grammars import free_grammar
 from tests.api.tools.driving import Verdict, judge
 from tests.api.tools.functions import (
     ARGUMENTS,

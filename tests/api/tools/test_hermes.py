@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, ToolFamily
+from chairlift.api.tools import AnswerReader, ToolFamily
+from chairlift.api.tools.text import CallPiece, ContentPiece
 from tests.api.tools.reading import Call, assert_streams, read, read_whole
 
 HERMES = ToolFamily.HERMES

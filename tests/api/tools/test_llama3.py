@@ -1,6 +1,7 @@
 import pytest
 
-from chairlift.api.tools import AnswerReader, CallPiece, ContentPiece, ToolFamily
+from chairlift.api.tools import AnswerReader, ToolFamily
+from chairlift.api.tools.text import CallPiece, ContentPiece
 from tests.api.tools.reading import Call, assert_streams, read, read_whole
 
 LLAMA = ToolFamily.LLAMA3_JSON

@@ -9,7 +9,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 
-from chairlift.api.tools import ToolFamily, forced_calls_grammar, free_grammar
+from chairlift.api.tools import ToolFamily
+from chairlift.api.tools.grammars import forced_calls_grammar, free_grammar
 from tests.api.tools.driving import generate
 from tests.api.tools.functions import (
     FAMILIES,

@@ -1,10 +1,12 @@
 """Instruction sets, number formats and shapes that the native code is tried with."""
 
+import platform
+
 import pytest
 
 from chairlift.models.cpu import CpuKernelsUnavailable, load_library
 from chairlift.models.cpu.build import usable_instruction_sets
-from chairlift.models.cpu.compiler import INSTRUCTION_SETS
+from chairlift.models.cpu.compiler import instruction_sets
 from tests.models.cpu.support import FORMATS, Format
 
 _USED_HERE = next(iter(usable_instruction_sets()), "plain")  # the default of this machine; the others are slow tests
@@ -13,7 +15,7 @@ _USED_HERE = next(iter(usable_instruction_sets()), "plain")  # the default of th
 @pytest.fixture(
     params=[
         pytest.param(name, marks=() if name == _USED_HERE else pytest.mark.slow)
-        for name in (instruction_set.name for instruction_set in INSTRUCTION_SETS)
+        for name in (instruction_set.name for instruction_set in instruction_sets(platform.machine()))
     ]
 )
 def isa(request: pytest.FixtureRequest) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from chairlift.config import AttentionBackend, DType, Quantization
 from chairlift.engine.execution.forward import TorchForward
-from chairlift.models.backends import load_backend
+from chairlift.models import load_backend
 from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder

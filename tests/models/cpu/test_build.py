@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from chairlift import LLM
 from chairlift.models import cpu
@@ -31,8 +33,9 @@ def library() -> str:
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     load_library()
-    (best, *_) = (each for each in compiler.INSTRUCTION_SETS if each.name in usable_instruction_sets())
-    return str(build._library_path(best))
+    (best, *_) = usable_instruction_sets()
+    (found,) = (each for each in compiler.instruction_sets(platform.machine()) if each.name == best)
+    return str(build._library_path(found))
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory that does not exist yet. No library counts as loaded in this process."""
     directory = tmp_path / "cache" / "kernels"
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(directory))
-    monkeypatch.delenv("CHAIRLIFT_CPU_ISA", raising=False)
+    monkeypatch.delenv("CHAIRLIFT_CPU_LEVEL", raising=False)
     monkeypatch.setattr(build, "load_library", build.load_library.__wrapped__)
     return directory
 
@@ -100,6 +103,19 @@ def test_every_instruction_set_has_a_library_of_its_own(cache: Path, copying: Pa
         load(isa)
     assert len(names(cache)) == len(usable)
     assert "-shared" in copying.read_text()
+
+
+@pytest.mark.parametrize(("vendor", "first"), [("GenuineIntel", "avx512_vnni"), ("AuthenticAMD", "avx512_bf16")])
+def test_products_of_bf16_are_taken_where_the_vendor_made_them_fast(
+    vendor: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = compiler.instruction_sets("x86_64")
+    features = {name: True for each in sets for name in each.features if "amx" not in name}
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr(build, "_vendor", lambda: vendor)
+    assert usable_instruction_sets()[0] == first
+    assert "avx512_bf16" in usable_instruction_sets()
 
 
 def test_other_sources_make_another_library(
@@ -321,15 +337,15 @@ def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(
     cache: Path, is_parameter: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_parameter:
-        monkeypatch.setenv("CHAIRLIFT_CPU_ISA", "avx9")
-    source = "" if is_parameter else "CHAIRLIFT_CPU_ISA "
+        monkeypatch.setenv("CHAIRLIFT_CPU_LEVEL", "avx9")
+    source = "" if is_parameter else "CHAIRLIFT_CPU_LEVEL "
     message = refusal("avx9" if is_parameter else None)
     assert message == (f"{source}'avx9' is not one that this processor has: {', '.join(usable_instruction_sets())}")
     assert not cache.exists()
 
 
 def test_the_environment_names_the_instruction_set(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHAIRLIFT_CPU_ISA", "plain")
+    monkeypatch.setenv("CHAIRLIFT_CPU_LEVEL", "plain")
     load()
     assert copying.exists()
     assert [name.split("-")[1] for name in names(cache)] == ["plain"]

@@ -147,7 +147,7 @@ def test_any_number_of_rows_of_the_head_is_multiplied(number_format: Format, isa
 
 
 def bits(bench: Bench) -> torch.Tensor:
-    """Of what lies in the slots, as integers: what is no number equals itself."""
+    """What lies in the slots, as integers: so what is no number equals itself."""
     blocks = bench.blocks
     return blocks.view(torch.int32 if blocks.dtype == torch.float32 else torch.int16)
 
@@ -272,7 +272,7 @@ def test_the_torch_models_matrices_are_let_go_of(shape: str, number_format: Form
 
 
 def expected_bytes(is_tied: bool, number_format: Format) -> int:
-    """Of a model without padding: vocab 128, hidden 64, intermediate 192, two layers, 2 heads of 32, both with keys."""
+    """A model without padding: vocab 128, hidden 64, intermediate 192, two layers, 2 heads of 32, both with keys."""
     num_weights = 2 * 64 * (192 + 64 + 384 + 192)
     bits = {None: (8 * number_format.dtype.itemsize,) * 2, "int8": (8.5, 8.5), "int4": (4.5, 8.5)}
     in_layers, in_head = bits[number_format.quantization]

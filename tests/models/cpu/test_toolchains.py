@@ -1,7 +1,6 @@
 """No compiler warns of the kernels, what clang makes of them is right, and sanitizers find nothing."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +8,22 @@ from pathlib import Path
 import pytest
 
 from chairlift.models.cpu.build import usable_instruction_sets
-from chairlift.models.cpu.compiler import _COMPILE_FLAGS, _SOURCES, INSTRUCTION_SETS, InstructionSet
+from chairlift.models.cpu.compiler import _COMPILE_FLAGS, _SOURCES, InstructionSet, instruction_sets
+from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need
+from tests.models.cpu.support import BFLOAT16, BFLOAT16_INT8, SHAPES, cpu_bench, threads
+from tests.support.forward_bench import Row
 
 pytestmark = pytest.mark.slow
 
+X86, ARM = instruction_sets("x86_64"), instruction_sets("aarch64")
 COMPILERS = ("g++", "g++-11", "g++-12", "g++-13", "g++-14", "clang++")
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
+CLANG_FOR_ARM = "clang++ --target=aarch64-linux-gnu"
+CLANG_FOR_MACOS = "clang++ --target=arm64-apple-macos12 -nostdinc++ -U__nonnull"
+WAYS = [
+    *((compiler, each) for compiler in COMPILERS for each in X86),
+    *((compiler, each) for compiler in (ARM_COMPILER, CLANG_FOR_ARM, CLANG_FOR_MACOS) for each in ARM),
+]
 
 # The compiler itself runs without the sanitizer.
 SANITIZING = """#!/bin/sh
@@ -45,16 +54,11 @@ print("computed")
 """
 
 
-def need(program: str) -> None:
-    if shutil.which(program) is None:
-        pytest.skip(f"there is no {program}")
-
-
 def compute(tmp_path: Path, isa: str, **environment: str) -> None:
     """In a process of its own, with a library of its own."""
     if isa not in usable_instruction_sets():
         pytest.skip(f"this processor does not have {isa}")
-    own = {"CHAIRLIFT_CACHE_DIR": str(tmp_path / "cache"), "CHAIRLIFT_CPU_ISA": isa}
+    own = {"CHAIRLIFT_CACHE_DIR": str(tmp_path / "cache"), "CHAIRLIFT_CPU_LEVEL": isa}
     done = subprocess.run(
         [sys.executable, "-c", COMPUTING],
         env={**os.environ, **own, **environment},
@@ -67,13 +71,26 @@ def compute(tmp_path: Path, isa: str, **environment: str) -> None:
     assert (done.stdout, done.returncode) == ("computed\n", 0), done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, ids=lambda each: each.name)
+def arm_headers() -> list[str]:
+    """Directories of the headers that the compiler for Arm takes, but for its own intrinsics."""
+    command = [ARM_COMPILER, "-xc++", "-E", "-v", "/dev/null"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    found = [Path(line.strip()).resolve() for line in lines if line.startswith(" /") and Path(line.strip()).is_dir()]
+    return [str(path) for path in found if "gcc-cross" not in path.parts]
+
+
+@pytest.mark.parametrize(("compiler", "instruction_set"), WAYS, ids=lambda each: getattr(each, "name", each))
 def test_no_compiler_warns(compiler: str, instruction_set: InstructionSet) -> None:
-    need(compiler)
+    """For macOS with the headers of Linux, as there are no others: it shows that the sources fit the compiler."""
+    command = compiler.split()
+    need(command[0])
+    if "clang++ " in compiler:
+        need(ARM_COMPILER)  # whose headers it takes
+    if compiler == CLANG_FOR_MACOS:
+        command += [f"-isystem{path}" for path in arm_headers()]
     flags = (*_COMPILE_FLAGS, *instruction_set.flags, *WARNINGS, "-fsyntax-only")
     done = subprocess.run(
-        [compiler, *flags, str(_SOURCES / "decoder.cpp")], capture_output=True, text=True, check=False
+        [*command, *flags, str(_SOURCES / "decoder.cpp")], capture_output=True, text=True, check=False
     )
     assert (done.stderr, done.returncode) == ("", 0)
 
@@ -97,3 +114,19 @@ def test_sanitizers_find_nothing(tmp_path: Path, isa: str, sanitizer: str, runti
     compiler.write_text(SANITIZING.format(sanitizer=sanitizer))
     compiler.chmod(0o755)
     compute(tmp_path, isa, CXX=str(compiler), LD_PRELOAD=library, ASAN_OPTIONS="detect_leaks=0")
+
+
+def test_no_thread_races_with_another(tmp_path: Path) -> None:
+    """As a program with threads of its own: the sanitizer does not see what OpenMP's wait for."""
+    need("g++")
+    (avx2,) = (each for each in X86 if each.name == "avx2")
+    if avx2.name not in usable_instruction_sets():
+        pytest.skip(f"this processor does not have {avx2.name}")
+    program = tmp_path / "program"
+    compile_program("g++", (*avx2.flags, "-fsanitize=thread", "-O1"), program)
+    steps = ([Row(1, [3, 5, 7]), Row(2, list(range(140)))], [Row(1, [9]), Row(2, [11])], [Row(1, [4])])
+    for number_format in (BFLOAT16, BFLOAT16_INT8):
+        with kernels_of(str(program)), threads(3):
+            bench = cpu_bench(SHAPES["like OLMo 2"], number_format)
+            for rows in steps:
+                bench.run(rows)

@@ -2,29 +2,16 @@
 
 #include "forward.h"
 
-// What every OpenMP runtime has, LLVM's as well. Not by pragmas: each compiler would call its own.
-extern "C" {
-void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
-int omp_get_thread_num();
-int omp_get_num_threads();
-}
-
 namespace {
 
-// Runs `body(team)` on that many threads of the pool that torch has as well.
+// Runs `body(team)` on that many threads.
 template <class Body> void in_parallel(int num_threads, Counter* counters, Body body) {
-    struct Region {
-        Counter* counters;
-        Body& body;
-        Barrier barrier;
-    } region{counters, body, {}};
-    const auto run = [](void* data) {
-        Region& own = *static_cast<Region*>(data);
+    Barrier barrier;
+    on_threads(num_threads, [&](int rank, int size) {
         forget_tiles();
-        own.body(Team{omp_get_thread_num(), omp_get_num_threads(), own.counters, own.barrier});
+        body(Team{rank, size, counters, barrier});
         leave_tiles();
-    };
-    GOMP_parallel(run, &region, unsigned(num_threads), 0);
+    });
 }
 
 template <class T, class W>

@@ -81,13 +81,16 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
 
 // ---- a group's products with the columns of some panels, by level ----
 
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#if defined(__aarch64__) || (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__))
 
-// Products of bytes with a sign and without are added in pairs, as 16 bits, which only hold the sum if one of them is
-// small. So 4 bits are multiplied as they are, and of 8 bits the magnitude, by values that take its sign.
+// Bytes with a sign, which 4 bits have if they are multiplied as they are.
 constexpr int HALVES_UP = 0;  // how far 4 bits are moved up: not at all
 constexpr int PANELS_AT_ONCE = 1;
 
+#if defined(__AVX2__)
+
+// Products of bytes with a sign and without are added in pairs, as 16 bits, which only hold the sum if one of them is
+// small. So of 8 bits the magnitude is multiplied, by values that take its sign.
 INLINE __m256i sums_of_pairs(__m256i words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
 
 template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const u32_register (&b)[GROUP_WORDS]) {
@@ -105,13 +108,54 @@ template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const
     return bit_cast<i32_register>(BITS == 4 ? _mm256_slli_epi32(sums_of_pairs(sum), 4) : sum);
 }
 
+#else
+
+template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const u32_register (&b)[GROUP_WORDS]) {
+    int32x4_t sum = vdupq_n_s32(0);
+#if !defined(__ARM_FEATURE_DOTPROD)
+    int16x8_t low = vdupq_n_s16(0), high = low;  // 16 bits hold two products of 8 bits, or 16 of 4 bits
+#endif
+#pragma GCC unroll 8
+    for (int w = 0; w < GROUP_WORDS; w++) {
+        const int8x16_t weights = bit_cast<int8x16_t>(b[w]);
+        const int8x16_t values = bit_cast<int8x16_t>(vdupq_n_s32(load<int32_t>(a + 4 * w)));
+#if defined(__ARM_FEATURE_DOTPROD)
+        sum = vdotq_s32(sum, weights, values);
+#else
+        if (BITS == 4) {
+            low = vmlal_s8(low, vget_low_s8(weights), vget_low_s8(values));
+            high = vmlal_s8(high, vget_high_s8(weights), vget_high_s8(values));
+        } else {
+            low = vmull_s8(vget_low_s8(weights), vget_low_s8(values));
+            high = vmull_s8(vget_high_s8(weights), vget_high_s8(values));
+            sum = vpadalq_s16(sum, vpaddq_s16(low, high));
+        }
+#endif
+    }
+#if !defined(__ARM_FEATURE_DOTPROD)
+    if (BITS == 4) sum = vpaddlq_s16(vpaddq_s16(low, high));
+#endif
+    return bit_cast<i32_register>(BITS == 4 ? vshlq_n_s32(sum, 4) : sum);
+}
+
+#endif
+
+template <int BITS, class Words> INLINE auto multiply_words(const int8_t* a, const Words (&b)[GROUP_WORDS]) {
+    if constexpr (IS_PAIR<Words>) {
+        Half<Words> low[GROUP_WORDS], high[GROUP_WORDS];
+        for (int w = 0; w < GROUP_WORDS; w++) low[w] = b[w].lo, high[w] = b[w].hi;
+        const auto first = multiply_words<BITS>(a, low), second = multiply_words<BITS>(a, high);
+        return Pair<std::remove_const_t<decltype(first)>>{first, second};
+    } else {
+        return multiply_register<BITS>(a, b);
+    }
+}
+
 template <int BITS, int PANELS>
 INLINE void multiply_group(const Group& group, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
                            i32x16 (&dots)[PANELS]) {
     for (int p = 0; p < PANELS; p++) {
-        u32_register low[GROUP_WORDS], high[GROUP_WORDS];
-        for (int w = 0; w < GROUP_WORDS; w++) low[w] = b[p][w].lo, high[w] = b[p][w].hi;
-        dots[p] = {multiply_register<BITS>(group.values, low), multiply_register<BITS>(group.values, high)};
+        dots[p] = multiply_words<BITS>(group.values, b[p]);
         if (BITS == 4 && has_shift) dots[p] += group.shift - i32x16{};
     }
 }
@@ -144,13 +188,20 @@ INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
 #endif
 }
 
+// Two sums of half a group, as one would wait for itself longer than the processor looks ahead.
 template <int BITS, int PANELS>
 INLINE void multiply_group(const Group& group, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
                            i32x16 (&dots)[PANELS]) {
+    constexpr int HALF = GROUP_WORDS / 2;
+    i32x16 second[PANELS] = {};
     for (int p = 0; p < PANELS; p++) dots[p] = (has_shift ? group.shift : 0) - i32x16{};
-#pragma GCC unroll 8
-    for (int w = 0; w < GROUP_WORDS; w++)
-        for (int p = 0; p < PANELS; p++) multiply_add(dots[p], group.values + 4 * w, b[p][w]);
+#pragma GCC unroll 4
+    for (int w = 0; w < HALF; w++)
+        for (int p = 0; p < PANELS; p++) {
+            multiply_add(dots[p], group.values + 4 * w, b[p][w]);
+            multiply_add(second[p], group.values + 4 * (w + HALF), b[p][w + HALF]);
+        }
+    for (int p = 0; p < PANELS; p++) dots[p] += second[p];
 }
 
 INLINE u32x16 as_factor(u32x16 bytes) { return bytes; }

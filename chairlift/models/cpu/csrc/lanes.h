@@ -1,6 +1,6 @@
-// Sixteen lanes as the level's registers hold them: one of AVX-512, two of AVX2, four of 128 bits. Wherever they are not
-// one register they are a pair of halves, whose operators work on each: compilers take a vector that no register holds
-// apart by way of memory.
+// Sixteen lanes as the level's registers hold them: one of AVX-512, two of AVX2, four of 128 bits, as NEON's are.
+// Wherever they are not one register they are a pair of halves, whose operators work on each: compilers take a vector
+// that no register holds apart by way of memory.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))

@@ -40,10 +40,14 @@ struct Fetch {
 
 // ---- any machine: registers of ROWS x PANELS accumulators ----
 
+constexpr int64_t MOST_DEPTH = 1024;  // at a time: what rows of it take stays in the first two levels of the cache
+
 #if defined(__AVX512F__)
 constexpr int MOST_ROWS = 12, MOST_PANELS = 2, FEW_ROWS = 4, FEW_ROWS_PANELS = 4;
 #elif defined(__AVX2__)
 constexpr int MOST_ROWS = 5, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 4;
+#elif defined(__aarch64__)
+constexpr int MOST_ROWS = 5, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 2;
 #else
 constexpr int MOST_ROWS = 2, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 2;
 #endif
@@ -85,20 +89,28 @@ INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const bf16* a, int64_t lda
 }
 #endif
 
+// Where lines of what comes next are fetched: `step` bytes further for each vector of a panel, from as many places as
+// there are panels.
+struct Next {
+    const char* from;
+    int64_t step;
+};
+
 // `depth` elements of rows of A and of panels that are `panel` elements apart; `is_more`: they are added to C.
 template <int ROWS, int PANELS, class A, class T>
-INLINE void multiply_block(const A* a, int64_t lda, const T* b, int64_t panel, int64_t depth, bool is_more, float* c,
-                           int64_t ldc) {
+INLINE void multiply_block(const A* a, int64_t lda, const T* b, int64_t panel, int64_t depth, bool is_more, Next next,
+                           float* c, int64_t ldc) {
     f32x16 sum[ROWS][PANELS] = {};
     if (is_more)
         for (int r = 0; r < ROWS; r++)
             for (int p = 0; p < PANELS; p++) sum[r][p] = load16(c + r * ldc + p * LANES);
-    for (int64_t k = 0; k < depth; k += Pack<T>) {
+    for (int64_t k = 0; k < depth; k += Pack<T>, next.from += next.step) {
         typename Factor<T>::type words[PANELS];
         for (int p = 0; p < PANELS; p++) {
             const T* from = b + p * panel + k * LANES;
             words[p] = load<typename Factor<T>::type>(from);
-            if (ROWS <= FEW_ROWS) __builtin_prefetch((const char*)from + PREFETCH_BYTES);
+            __builtin_prefetch((const char*)from + PREFETCH_BYTES);
+            __builtin_prefetch(next.from + p * panel * int64_t(sizeof(T)), 0, 2);
         }
         add_products<0, Pack<T>>(sum, a + k, lda, words);
     }
@@ -109,65 +121,71 @@ INLINE void multiply_block(const A* a, int64_t lda, const T* b, int64_t panel, i
 // As many rows as there are, up to MOST_ROWS: one instance of the block for each number.
 template <int ROWS, int PANELS, class A, class T>
 INLINE void multiply_rows(int rows, const A* a, int64_t lda, const T* b, int64_t panel, int64_t depth, bool is_more,
-                          float* c, int64_t ldc) {
+                          Next next, float* c, int64_t ldc) {
     if (rows == ROWS)
-        multiply_block<ROWS, PANELS>(a, lda, b, panel, depth, is_more, c, ldc);
+        multiply_block<ROWS, PANELS>(a, lda, b, panel, depth, is_more, next, c, ldc);
     else if constexpr (ROWS > 1)
-        multiply_rows<ROWS - 1, PANELS>(rows, a, lda, b, panel, depth, is_more, c, ldc);
+        multiply_rows<ROWS - 1, PANELS>(rows, a, lda, b, panel, depth, is_more, next, c, ldc);
 }
 
-// C [rows, 16 panels] (row stride ldc) = A [rows, depth] (row stride lda) B, or more of it.
+// C [rows, 16 panels] (row stride ldc) = A [rows, depth] (row stride lda) B, or more of it: up to MOST_ROWS rows.
 template <class A, class T>
-static void multiply_vectors(const A* a, int64_t lda, int rows, const T* b, int panels, int64_t panel, int64_t depth,
-                             bool is_more, float* c, int64_t ldc) {
+static void multiply_panels(const A* a, int64_t lda, int rows, const T* b, int panels, int64_t panel, int64_t depth,
+                            bool is_more, Next next, float* c, int64_t ldc) {
     for (int p = 0; p < panels;) {
         const T* part = b + p * panel;
+        const Next own{next.from + p * panel * int64_t(sizeof(T)), next.step};
         const bool is_wide = rows <= FEW_ROWS && panels - p >= FEW_ROWS_PANELS;
         const int width = is_wide ? FEW_ROWS_PANELS : panels - p >= MOST_PANELS ? MOST_PANELS : 1;
-        const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
-        for (int i = 0, r = 0; i < blocks; i++) {
-            const int end = rows * (i + 1) / blocks;  // blocks of nearly one size
-            const A* from = a + r * lda;
-            float* to = c + r * ldc + p * LANES;
-            if (is_wide)
-                multiply_rows<FEW_ROWS, FEW_ROWS_PANELS>(end - r, from, lda, part, panel, depth, is_more, to, ldc);
-            else if (width == MOST_PANELS)
-                multiply_rows<MOST_ROWS, MOST_PANELS>(end - r, from, lda, part, panel, depth, is_more, to, ldc);
-            else
-                multiply_rows<MOST_ROWS, 1>(end - r, from, lda, part, panel, depth, is_more, to, ldc);
-            r = end;
-        }
+        float* to = c + p * LANES;
+        if (is_wide)
+            multiply_rows<FEW_ROWS, FEW_ROWS_PANELS>(rows, a, lda, part, panel, depth, is_more, own, to, ldc);
+        else if (width == MOST_PANELS)
+            multiply_rows<MOST_ROWS, MOST_PANELS>(rows, a, lda, part, panel, depth, is_more, own, to, ldc);
+        else
+            multiply_rows<MOST_ROWS, 1>(rows, a, lda, part, panel, depth, is_more, own, to, ldc);
         p += width;
     }
 }
 
+// A part of the depth; rows as they are.
 template <class T>
-static void multiply_vectors(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, float* c,
-                             int64_t ldc) {
-    multiply_vectors(a, lda, rows, b, panels, depth * LANES, depth, false, c, ldc);
+INLINE void multiply_part(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t panel, int64_t depth,
+                          bool is_more, Next next, float* c, int64_t ldc) {
+    multiply_panels(a, lda, rows, b, panels, panel, depth, is_more, next, c, ldc);
 }
 
 #if !defined(__AVX512BF16__)
-// Rows are widened once for all columns, as much of them at a time as stays in the first-level cache. Weights are widened
-// in registers.
-[[maybe_unused]] static void multiply_vectors(const bf16* a, int64_t lda, int rows, const bf16* b, int panels,
-                                              int64_t depth, float* c, int64_t ldc) {
-    constexpr int64_t DEPTH_AT_ONCE = 256;
-    constexpr int ROWS_WIDENED = 8;
-    alignas(64) float wide[ROWS_WIDENED * DEPTH_AT_ONCE];
-    for (int r = 0; r < rows; r += ROWS_WIDENED) {
-        const int count = rows - r < ROWS_WIDENED ? rows - r : ROWS_WIDENED;
-        for (int64_t start = 0; start < depth; start += DEPTH_AT_ONCE) {
-            const int64_t size = depth - start < DEPTH_AT_ONCE ? depth - start : DEPTH_AT_ONCE;
-            for (int i = 0; i < count; i++)
-                for (int64_t k = 0; k < size; k += LANES)
-                    store16(wide + i * DEPTH_AT_ONCE + k, load16(a + (r + i) * lda + start + k));
-            multiply_vectors(wide, DEPTH_AT_ONCE, count, b + start * LANES, panels, depth * LANES, size, start > 0,
-                             c + r * ldc, ldc);
-        }
-    }
+// Rows are widened once for all columns, and weights in registers.
+INLINE void multiply_part(const bf16* a, int64_t lda, int rows, const bf16* b, int panels, int64_t panel,
+                          int64_t depth, bool is_more, Next next, float* c, int64_t ldc) {
+    constexpr int64_t STRIDE = MOST_DEPTH + LANES;  // rows at a power of 2 from each other would share few cache lines
+    alignas(64) float wide[MOST_ROWS * STRIDE];
+    for (int r = 0; r < rows; r++)
+        for (int64_t k = 0; k < depth; k += LANES) store16(wide + r * STRIDE + k, load16(a + r * lda + k));
+    multiply_panels(wide, STRIDE, rows, b, panels, panel, depth, is_more, next, c, ldc);
 }
 #endif
+
+// In blocks of rows of nearly one size, and of the depth. Where there are several blocks of rows, the first waits for
+// memory and the others compute, so the weights that come next are fetched by all of them, a share each.
+template <class T>
+static void multiply_vectors(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, float* c,
+                             int64_t ldc, const Fetch& fetch) {
+    const int blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t panel = depth * LANES, step = fetch.is_first && blocks > 1 ? (64 + blocks - 1) / blocks : 0;
+    for (int i = 0, r = 0; i < blocks; i++) {
+        const int end = rows * (i + 1) / blocks;
+        for (int64_t k = 0; k < depth; k += MOST_DEPTH) {
+            const int64_t size = depth - k < MOST_DEPTH ? depth - k : MOST_DEPTH;
+            const T* part = b + k * LANES;
+            const char* next = step ? fetch.next + (i * depth + k) * 64 / Pack<T> / blocks : (const char*)part;
+            multiply_part(a + r * lda + k, lda, end - r, part, panels, panel, size, k > 0, {next, step}, c + r * ldc,
+                          ldc);
+        }
+        r = end;
+    }
+}
 
 #if defined(__AMX_TILE__)
 
@@ -257,7 +275,7 @@ static void multiply(const bf16* a, int64_t lda, int rows, const bf16* b, int pa
 
 static void multiply(const float* a, int64_t lda, int rows, const float* b, int panels, int64_t depth, float* c,
                      int64_t ldc, Fetch = {}) {
-    multiply_vectors(a, lda, rows, b, panels, depth, c, ldc);
+    multiply_vectors(a, lda, rows, b, panels, depth, c, ldc, {});
 }
 
 // The kernel hands tiles out on request only, once per process. False where it does not.
@@ -273,8 +291,8 @@ INLINE void leave_tiles() {}
 
 template <class T>
 static void multiply(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, float* c, int64_t ldc,
-                     Fetch = {}) {
-    multiply_vectors(a, lda, rows, b, panels, depth, c, ldc);
+                     Fetch fetch = {}) {
+    multiply_vectors(a, lda, rows, b, panels, depth, c, ldc, fetch);
 }
 
 static bool enable_tiles() { return true; }

@@ -4,36 +4,109 @@
 #include <sched.h>
 
 #include <atomic>
+#include <climits>
 #include <cstdint>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#if defined(__APPLE__) || defined(CHAIRLIFT_OWN_THREADS)
+#include <pthread.h>
+
+constexpr int MOST_THREADS = 256;
+
+// Runs `work(rank, size)` on so many threads, or as many as there can be. They are made for it and end with it, since
+// torch brings no OpenMP runtime with a pool of threads that could be shared; and a sanitizer sees all that they do.
+template <class Work> void on_threads(int num_threads, Work work) {
+    struct Region {
+        Work& work;
+        std::atomic<int> size{0};  // 0: it is not known yet how many there are
+    } region{work};
+    struct Member {
+        Region* region;
+        int rank;
+        pthread_t thread;
+    } members[MOST_THREADS];
+    const auto run = [](void* data) -> void* {
+        const Member& own = *static_cast<Member*>(data);
+        int size = 0;
+        while (!(size = own.region->size.load(std::memory_order_acquire))) sched_yield();
+        own.region->work(own.rank, size);
+        return nullptr;
+    };
+    int size = 1;
+    for (; size < num_threads && size < MOST_THREADS; size++) {
+        members[size].region = &region;
+        members[size].rank = size;
+        if (pthread_create(&members[size].thread, nullptr, run, &members[size])) break;
+    }
+    region.size.store(size, std::memory_order_release);
+    work(0, size);
+    for (int rank = 1; rank < size; rank++) pthread_join(members[rank].thread, nullptr);
+}
+
+#else
+
+// What every OpenMP runtime has, LLVM's as well. Not by pragmas: each compiler would call its own.
+extern "C" {
+void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
+int omp_get_thread_num();
+int omp_get_num_threads();
+}
+
+// Runs `work(rank, size)` on that many threads of the pool that torch has as well.
+template <class Work> void on_threads(int num_threads, Work work) {
+    const auto run = [](void* data) { (*static_cast<Work*>(data))(omp_get_thread_num(), omp_get_num_threads()); };
+    GOMP_parallel(run, &work, unsigned(num_threads), 0);
+}
+
+#endif
 
 struct alignas(64) Counter {
     std::atomic<int64_t> taken;
 };
 
-// A pass has hundreds of these, so a thread that waits must not keep the core from the one that it waits for, as
-// happens when other programs run: it spins for some microseconds only, then gives way. (OpenMP's own spins for long.)
+// A pass has hundreds of these. A thread that waits spins for about as long as stages differ (0.1 ms), then sleeps: the
+// one that it waits for has lost its core to another program. Who yields the core instead gives a whole time slice away,
+// and with one busy program beside it a step took up to 30 times as long. (OpenMP's own barrier spins for long.)
 struct Barrier {
     alignas(64) std::atomic<int> arrived{0};
     alignas(64) std::atomic<int> generation{0};
+    std::atomic<int> num_sleeping{0};
 
     void wait(int size) {
-        constexpr int SPINS = 400;
+        constexpr int SPINS = 2000;
         const int before = generation.load(std::memory_order_relaxed);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
             arrived.store(0, std::memory_order_relaxed);
-            generation.store(before + 1, std::memory_order_release);
+            generation.store(before + 1);
+            if (num_sleeping.load()) wake_all();
             return;
         }
-        for (int spins = 0; generation.load(std::memory_order_acquire) == before; spins++) {
-            if (spins >= SPINS) {
-                sched_yield();
-                continue;
-            }
+        for (int spins = 0; spins < SPINS; spins++) {
+            if (generation.load(std::memory_order_acquire) != before) return;
 #if defined(__x86_64__)
             __builtin_ia32_pause();
+#elif defined(__aarch64__)
+            __asm__ volatile("isb");  // as long as a pause; "yield" takes no time on most processors
 #endif
         }
+        num_sleeping.fetch_add(1);  // before the last look, so that who arrives last sees it, or is seen
+        while (generation.load() == before) sleep_while(before);
+        num_sleeping.fetch_sub(1);
     }
+
+  private:
+#if defined(__linux__)
+    void sleep_while(int value) { syscall(SYS_futex, &generation, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0); }
+    void wake_all() { syscall(SYS_futex, &generation, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+#else
+    void sleep_while(int) { sched_yield(); }
+    void wake_all() {}
+#endif
 };
 
 // Each thread has a contiguous share of a stage's units, so that it reads memory in order; who is done early takes

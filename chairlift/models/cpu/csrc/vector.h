@@ -29,6 +29,11 @@ INLINE f32x16 load16(const uint8_t* p) {
         return bit_cast<f32_register>(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from))));
     };
     return {half(p), half(p + REGISTER_LANES)};
+#elif defined(__aarch64__)
+    const uint8x16_t bytes = vld1q_u8(p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+    const auto four = [](uint16x4_t words) { return bit_cast<f32_register>(vcvtq_f32_u32(vmovl_u16(words))); };
+    return {{four(vget_low_u16(low)), four(vget_high_u16(low))}, {four(vget_low_u16(high)), four(vget_high_u16(high))}};
 #else
     return convert<f32x16>(load<u8x16>(p));
 #endif
@@ -41,6 +46,9 @@ INLINE f32x16 load16(const half* p) {
     const half* second = p + REGISTER_LANES;
     return {bit_cast<f32_register>(_mm256_cvtph_ps(load<__m128i>(p))),
             bit_cast<f32_register>(_mm256_cvtph_ps(load<__m128i>(second)))};
+#elif defined(__aarch64__)
+    const auto four = [p](int i) { return bit_cast<f32_register>(vcvt_f32_f16(load<float16x4_t>(p + i))); };
+    return {{four(0), four(4)}, {four(8), four(12)}};
 #else
     const u32x16 bits = load16(&p->bits), size = bits & 0x7fff;
     const f32x16 scaled = bit_cast<f32x16>(size << 13) * 0x1p112f;  // another bias of the exponent
@@ -76,6 +84,12 @@ INLINE void store16(int8_t* p, i32x16 x) {
     const __m256i bytes = _mm256_packs_epi16(words, words);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
     store_raw(p, _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, order)));
+#elif defined(__aarch64__)
+    const auto eight = [](Half<i32x16> words) {
+        const int16x4_t low = vmovn_s32(bit_cast<int32x4_t>(words.lo)), high = vmovn_s32(bit_cast<int32x4_t>(words.hi));
+        return vmovn_s16(vcombine_s16(low, high));
+    };
+    store_raw(p, vcombine_s8(eight(x.lo), eight(x.hi)));
 #else
     store_raw(p, convert<i8x16>(x));
 #endif
@@ -105,33 +119,34 @@ INLINE void store1(bf16* p, float x) {
 
 // a b + c, rounded once where the processor can. Said outright, and the compiler is told to fuse nothing else: what it
 // fuses may differ from one copy of a function to the next, and with it the last bit.
-INLINE f32x16 fma16(f32x16 a, f32x16 b, f32x16 c) {
+INLINE f32_register fma16(f32_register a, f32_register b, f32_register c) {
 #if defined(__AVX512F__)
-    return bit_cast<f32x16>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+    return bit_cast<f32_register>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
 #elif defined(__FMA__)
-    const auto half = [](f32_register x, f32_register y, f32_register z) {
-        return bit_cast<f32_register>(
-            _mm256_fmadd_ps(bit_cast<__m256>(x), bit_cast<__m256>(y), bit_cast<__m256>(z)));
-    };
-    return {half(a.lo, b.lo, c.lo), half(a.hi, b.hi, c.hi)};
+    return bit_cast<f32_register>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
+#elif defined(__aarch64__)
+    return bit_cast<f32_register>(
+        vfmaq_f32(bit_cast<float32x4_t>(c), bit_cast<float32x4_t>(a), bit_cast<float32x4_t>(b)));
 #else
     return a * b + c;
 #endif
 }
+template <class H> INLINE Pair<H> fma16(Pair<H> a, Pair<H> b, Pair<H> c) {
+    return {fma16(a.lo, b.lo, c.lo), fma16(a.hi, b.hi, c.hi)};
+}
 
 // Of something and what is not a number, `b`.
-INLINE f32x16 max16(f32x16 a, f32x16 b) {
+INLINE f32_register max16(f32_register a, f32_register b) {
 #if defined(__AVX512F__)
-    return bit_cast<f32x16>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
+    return bit_cast<f32_register>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
 #elif defined(__AVX2__)
-    const auto half = [](f32_register x, f32_register y) {
-        return bit_cast<f32_register>(_mm256_max_ps(bit_cast<__m256>(x), bit_cast<__m256>(y)));
-    };
-    return {half(a.lo, b.lo), half(a.hi, b.hi)};
+    return bit_cast<f32_register>(_mm256_max_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
 #else
     return select(a > b, a, b);
 #endif
 }
+template <class H> INLINE Pair<H> max16(Pair<H> a, Pair<H> b) { return {max16(a.lo, b.lo), max16(a.hi, b.hi)}; }
+
 INLINE f32x16 abs16(f32x16 a) { return bit_cast<f32x16>(bit_cast<u32x16>(a) & 0x7fffffffu); }
 
 // All lanes combined two by two: those 8 apart, then 4, 2 and 1. A fixed tree, so that a sum does not depend on how the

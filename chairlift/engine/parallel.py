@@ -1,0 +1,384 @@
+"""One model over several processes: each rank has a part of it, and all run the same engine on the same inputs.
+
+Rank 0 is the process that makes the engine; it starts the others. What is asked of the engine there (`add`, `abort`,
+`step`, ...) it tells the others before it does it, so that all do the same in the same order. What they decide depends
+on nothing that differs between processes: the time is that of rank 0's last message, what a launch gives is what rank 0
+sampled, and memory is the least that any rank has. So schedulers, slots and lengths are the same everywhere, and while
+a step runs only hidden states and logits travel (`models/parallel.py`).
+
+A rank whose link to rank 0 closes ends at once, whatever it does. When one is lost, rank 0 ends the others, so that
+nobody waits for it, and serves nothing any more.
+"""
+
+import functools
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from chairlift.config import AttentionBackend, EngineConfig
+from chairlift.engine.execution.resolver import MachineFacts
+from chairlift.errors import ConfigurationError, EngineDead, QueueFull
+from chairlift.models import Checkpoint
+from chairlift.models.parallel import HOST, CheckpointPart, Group, find_split_obstacle
+from chairlift.scheduler import Grammar, Request
+
+if TYPE_CHECKING:
+    from chairlift.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+_NOTICE_S = 2.0  # between an error and the knowledge that a lost rank was its cause
+_END_S = 5.0  # for a process to end by itself
+_ALONE = ("quantization", "speculation", "batch_invariant")  # settings that need the model in one process
+_REFUSALS = (QueueFull, ValueError)  # of `add`, which are the same everywhere
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_T = TypeVar("_T")
+
+
+def on_every_rank(method: "Callable[Concatenate[EngineCore, _P], _R]") -> "Callable[Concatenate[EngineCore, _P], _R]":
+    """A method of the engine that changes something: what rank 0 calls, all ranks call."""
+
+    @functools.wraps(method)
+    def call(core: "EngineCore", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if core.ranks is None:
+            return method(core, *args, **kwargs)
+        core.ranks.announce(method.__name__, args, kwargs)
+        try:
+            return method(core, *args, **kwargs)
+        except BaseException as error:  # also an interrupt
+            if not (method.__name__ == "add" and isinstance(error, _REFUSALS)):
+                core.ranks.give_up(error)
+            raise
+
+    return call
+
+
+class Ranks:
+    """The ranks of a model, as one of them knows them that is not the first."""
+
+    def __init__(self, rank: int, config: EngineConfig, store: TCPStore, link: Connection | None = None) -> None:
+        """`config`: with the device of this rank. `link`: to rank 0."""
+        self.rank, self.config = rank, config
+        self._store, self._link, self._now = store, link, 0.0
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing works any more, which rank 0 knows."""
+        return None
+
+    def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
+        """This rank's part of the model, and of the machine: ranks on a CPU share its memory and cores."""
+        size, timeout = self.config.tensor_parallel_size, timedelta(seconds=self.config.step_timeout)
+        free_bytes = self.least(machine.free_bytes if machine.is_gpu else machine.free_bytes // size)
+        machine = replace(machine, free_bytes=free_bytes, num_threads=max(1, machine.num_threads // size))
+        group = Group(self.rank, size, self._store, torch.device(machine.device), timeout)
+        return CheckpointPart.of(checkpoint, group), machine
+
+    def clock(self) -> float:
+        """`time.perf_counter()` of rank 0 when it last said something."""
+        return self._now
+
+    def least(self, own: int) -> int:
+        """Of all ranks, while the engine is made. EngineDead if one is lost."""
+        assert self._link is not None, "rank 0 asks the others"
+        self._link.send(own)
+        return self.agree(own)
+
+    def agree(self, own: _T) -> _T:  # noqa: ARG002
+        """What rank 0 has of this."""
+        agreed: _T = self.receive()
+        return agreed
+
+    def receive(self) -> Any:
+        """What rank 0 says next."""
+        assert self._link is not None, "rank 0 listens to nobody"
+        self._now, message = pickle.loads(self._link.recv_bytes())
+        return message
+
+    def share(self, request: Request) -> Request:
+        """With a grammar that goes on everywhere as rank 0's does."""
+        if request.new_grammar is None:
+            return request
+        return replace(request, new_grammar=functools.partial(_SharedGrammar, self, request.new_grammar))
+
+    def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """That method of the engine is called, as rank 0 has announced."""
+
+    def give_up(self, error: BaseException) -> None:
+        """A call failed in the middle. This process ends, which rank 0 notices."""
+
+    def close(self) -> None:
+        """Nothing more will be asked of the engine. Rank 0 ends this process."""
+
+
+class Leader(Ranks):
+    """Rank 0. The others start when it is made, and end with it."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        """ConfigurationError if the model cannot be divided so, or there are too few devices."""
+        config = _checked(config, checkpoint)
+        listener = socket.create_server((HOST, 0))
+        port = listener.getsockname()[1]
+        store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        super().__init__(0, config, store)
+        self._others = _Others(config, port)
+        self._end = weakref.finalize(self, self._others.end)
+
+    @property
+    def failure(self) -> str | None:
+        """See `Ranks`."""
+        return self._others.failure
+
+    def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
+        """See `Ranks`."""
+        part, machine = super().split(checkpoint, machine)
+        self._others.group = part.group
+        return part, machine
+
+    def least(self, own: int) -> int:
+        """See `Ranks`."""
+        return self.agree(min(own, *self._others.answers()))
+
+    def agree(self, own: _T) -> _T:
+        """See `Ranks`."""
+        self._now = time.perf_counter()
+        self._others.tell((self._now, own))
+        return own
+
+    def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Tells the others of the call. EngineDead if it is a step, and a rank is lost."""
+        if name == "step" and self.failure is not None:
+            raise EngineDead(self.failure)
+        self.agree((name, [_without_grammar(each) for each in args], kwargs))
+
+    def give_up(self, error: BaseException) -> None:
+        """A call failed in the middle, so that the ranks differ: ends the others. EngineDead if one was lost."""
+        if isinstance(error, Exception) and self._others.is_over.wait(_NOTICE_S):
+            raise EngineDead(self.failure) from error
+        self._others.fail(f"a step ended with {type(error).__name__}, so that the ranks no longer agree")
+
+    def close(self) -> None:
+        """Ends the others."""
+        self._end()
+
+
+class _SharedGrammar:
+    """A sequence's grammar, which rank 0 has; the others are told what comes of it. See `scheduler.Grammar`."""
+
+    def __init__(self, ranks: Ranks, new: Callable[[], Grammar | None]) -> None:
+        self._ranks = ranks
+        self.own = self._attempt(new)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ranks.agree(self.own is None or self.own.is_ready)
+
+    def advance(self, token_id: int) -> bool:
+        return self._ranks.agree(self._attempt(lambda: self.own is not None and self.own.advance(token_id)))
+
+    def _attempt(self, act: Callable[[], _T]) -> _T:
+        """What comes of it here. If it fails on rank 0, all raise."""
+        result, problem = None, None
+        try:
+            result = act()
+        except Exception as error:
+            problem = str(error)
+        if (problem := self._ranks.agree(problem)) is not None:
+            raise RuntimeError(problem)
+        return cast("_T", result)
+
+
+def _without_grammar(argument: object) -> object:
+    if isinstance(argument, Request) and argument.new_grammar is not None:
+        return replace(argument, new_grammar=cast("Any", _no_grammar))
+    return argument
+
+
+def _no_grammar() -> None:
+    """What other ranks have of one."""
+
+
+class _Others:
+    """The processes of the other ranks. Knows nothing of the engine, so that they end when that is gone."""
+
+    def __init__(self, config: EngineConfig, port: int) -> None:
+        self.failure: str | None = None
+        self.is_over = threading.Event()
+        self.group: Group | None = None
+        self._is_ending = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._links: list[Connection] = []
+        for rank in range(1, config.tensor_parallel_size):
+            link, theirs = Pipe()
+            self._processes.append(_start(theirs))
+            self._links.append(link)
+            device = f"cuda:{rank}" if config.device != "cpu" else "cpu"
+            link.send((rank, config.model_copy(update={"device": device}), port))
+        self._answers = [SimpleQueue[int | None]() for _ in self._links]
+        self._thread = threading.Thread(target=self._listen, name="chairlift-ranks", daemon=True)
+        self._thread.start()
+
+    def answers(self) -> list[int]:
+        """One of each. EngineDead if a rank is lost."""
+        answers = [answer for queue in self._answers if (answer := queue.get()) is not None]
+        if len(answers) < len(self._answers):
+            raise EngineDead(self.failure)
+        return answers
+
+    def tell(self, message: object) -> None:
+        """Sends it to all; in vain if one is lost, which will be noticed."""
+        if not self.is_over.is_set():
+            pickled = pickle.dumps(message)
+            with suppress(OSError):
+                for link in self._links:
+                    link.send_bytes(pickled)
+
+    def fail(self, reason: str) -> None:
+        """Ends them all at once."""
+        if self.failure is None:
+            self.failure = reason
+            logger.critical("%s; all ranks end", reason)
+        self._kill()
+        self.is_over.set()
+        for queue in self._answers:
+            queue.put(None)
+        if self.group is not None:
+            self.group.abort()
+
+    def end(self) -> None:
+        """Has them end, and waits for that."""
+        self._is_ending = True
+        self.tell((0.0, None))
+        deadline = time.monotonic() + _END_S
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        self._kill()
+        if threading.current_thread() is not self._thread:  # in which garbage may be collected, too
+            self._thread.join()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _listen(self) -> None:
+        """In a thread: takes their answers, until one of them is gone."""
+        last_words: dict[Any, str] = {}
+        while True:
+            for link in wait(self._links):
+                index = self._links.index(link)  # type: ignore[arg-type]
+                try:
+                    said = self._links[index].recv()
+                except (EOFError, OSError):
+                    if not self._is_ending:
+                        self.fail(_describe_end(index + 1, self._processes[index], last_words.get(link)))
+                    return
+                if isinstance(said, str):
+                    last_words[link] = said
+                else:
+                    self._answers[index].put(said)
+
+
+def _checked(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
+    """With the device of rank 0. ConfigurationError for what does not work over several ranks."""
+    size, num_gpus = config.tensor_parallel_size, torch.cuda.device_count()
+    for name in _ALONE:
+        if getattr(config, name):
+            raise ConfigurationError(f"{name} works with tensor_parallel_size 1 only; leave one of the two out")
+    if config.attention_backend is AttentionBackend.CPU:
+        raise ConfigurationError("attention_backend cpu works with tensor_parallel_size 1 only; choose torch")
+    if (obstacle := find_split_obstacle(checkpoint, size)) is not None:
+        raise ConfigurationError(f"tensor_parallel_size {size} does not work with this model: {obstacle}")
+    if config.device == "cpu" or (config.device == "auto" and not num_gpus):
+        return config.model_copy(update={"device": "cpu"})
+    if config.device not in ("auto", "cuda"):
+        raise ConfigurationError(f"device {config.device} is one for tensor_parallel_size {size}; choose cpu or cuda")
+    if num_gpus < size:
+        raise ConfigurationError(f"tensor_parallel_size {size} is more than the {num_gpus} CUDA devices here; lower it")
+    return config.model_copy(update={"device": "cuda:0"})
+
+
+# --- processes
+
+
+def _start(link: Connection) -> "subprocess.Popen[bytes]":
+    """A rank's process. It finds modules where this one does, and runs nothing of the user's program."""
+    program = f"from chairlift.engine.parallel import follow; follow({link.fileno()})"
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
+    with link:
+        return subprocess.Popen(
+            [sys.executable, "-c", program], env=environment, stdin=subprocess.DEVNULL, pass_fds=[link.fileno()]
+        )
+
+
+def _describe_end(rank: int, process: "subprocess.Popen[bytes]", last_words: str | None) -> str:
+    """Why a rank that has closed its link is gone."""
+    try:
+        code = process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        return f"rank {rank} no longer answers"
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return f"rank {rank} {how}" if last_words is None else f"rank {rank} failed: {last_words}"
+
+
+def follow(fd: int) -> None:
+    """The program of a rank other than 0, whose end of the link to rank 0 is that file. Ends the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # these are rank 0's business
+        signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("chairlift").setLevel(logging.ERROR)  # the rest rank 0 says as well
+    threading.Thread(target=_end_with_link, args=(fd,), daemon=True).start()
+    link, code = Connection(fd), 0
+    try:
+        rank, config, port = link.recv()
+        _obey(Ranks(rank, config, TCPStore(HOST, port, is_master=False), link))
+    except BaseException as error:
+        code = 1
+        if not isinstance(error, ConfigurationError):
+            logger.critical("a rank failed", exc_info=error)
+        with suppress(OSError):
+            link.send(f"{type(error).__name__}: {error}")
+    finally:
+        os._exit(code)  # whatever other threads wait for
+
+
+def _obey(ranks: Ranks) -> None:
+    from chairlift.engine.core import EngineCore  # which imports this module
+
+    core = EngineCore(ranks.config, ranks=ranks)
+    while (call := ranks.receive()) is not None:
+        name, args, kwargs = call
+        try:
+            getattr(core, name)(*args, **kwargs)
+        except _REFUSALS:
+            if name != "add":
+                raise
+
+
+def _end_with_link(fd: int) -> None:
+    """In a thread: ends this process when rank 0 is gone, also if a device waits for that for ever."""
+    poll = select.poll()
+    poll.register(fd, 0)  # that the other end is closed is told always
+    poll.poll()
+    os._exit(1)

@@ -1,0 +1,222 @@
+"""A model over several devices, a process (rank) for each: tensor parallelism (Shoeybi et al., "Megatron-LM", 2019).
+
+A rank has its share of the heads, of the MLPs' inner features and of the vocabulary: a decoder of a smaller
+description, wired as ever. What the ranks compute together hangs on a few of its modules (`CheckpointPart.connect`):
+
+    qkv_proj, gate_up_proj   the rows of the rank's heads and features     nothing: each goes on with its own
+    o_proj, down_proj        the columns of the same                       what comes out is added up
+    embed_tokens             the rows of the rank's tokens                 zeros for other tokens, added up
+    lm_head                  the same rows                                 logits are put side by side
+    q_norm, k_norm           if they span all heads, those of the rank     the mean of the squares
+
+So hidden states and logits are the same on every rank, bit for bit. Where there are fewer key/value heads than ranks,
+several ranks have the same one.
+"""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional as F
+
+from chairlift.errors import CheckpointError
+from chairlift.models.checkpoint import Checkpoint
+from chairlift.models.config import ModelConfig, QKNorm
+from chairlift.models.decoder import Decoder
+from chairlift.models.layers import RMSNorm
+from chairlift.models.stored import GroupFormat, SafetensorsWeights, WeightReader
+
+HOST = "127.0.0.1"
+"""Where ranks find each other: nobody else may connect."""
+
+
+class Group:
+    """The ranks of one model, and what they compute together: all must make the same calls, in the same order."""
+
+    def __init__(self, rank: int, size: int, store: Any, device: torch.device, timeout: timedelta) -> None:
+        """Waits until all ranks are here. `timeout`: of this and of each call, which raises RuntimeError then."""
+        self.rank, self.size = rank, size
+        torch_distributed: Any = distributed  # its stubs lack most of what follows
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            options = torch_distributed.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._backend = torch_distributed.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            options = torch_distributed.ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [torch_distributed.ProcessGroupGloo.create_device(hostname=HOST)]
+            self._backend = torch_distributed.ProcessGroupGloo(store, rank, size, options)
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, of any shape; in place."""
+        self._backend.allreduce([x]).wait()
+        return x
+
+    def put_together(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, V] -> [N, ranks * V]`, in the order of the ranks."""
+        parts = x.new_empty(self.size, *x.shape)
+        self._backend.allgather([list(parts)], [x.contiguous()]).wait()
+        return parts.transpose(0, 1).flatten(1)
+
+    def abort(self) -> None:
+        """From any thread: a call that waits for a rank that is gone raises."""
+        self._backend.abort()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPart(Checkpoint):
+    """What one rank has of a checkpoint: `config` describes its part of the model."""
+
+    whole: ModelConfig
+    group: Group
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, group: Group) -> "CheckpointPart":
+        """Of a checkpoint for which there is no obstacle."""
+        whole, size = checkpoint.config, group.size
+        assert isinstance(whole, ModelConfig), "other decoders are not divided"
+        part = replace(
+            whole,
+            num_heads=whole.num_heads // size,
+            num_kv_heads=max(1, whole.num_kv_heads // size),
+            intermediate_size=whole.intermediate_size // size,
+            vocab_size=-(-whole.vocab_size // size),  # the last rows of the last ranks may be padding
+        )
+        return cls(checkpoint.path, part, whole=whole, group=group)
+
+    def open_weights(self) -> WeightReader:
+        """See `Checkpoint`: a reader of the part."""
+        return _WeightsPart(SafetensorsWeights(self.weight_files), self.whole, self.group)
+
+    def connect(self, model: Decoder) -> None:
+        """Connects the rank's decoder, once it is loaded, with those of the others."""
+        group, vocab_size = self.group, self.whole.vocab_size
+        for layer in model.layers:
+            attention = layer.self_attn
+            for product in (attention.o_proj, layer.mlp.down_proj):
+                product.register_forward_hook(lambda _module, _inputs, output: group.add_up(output))
+            if self.whole.qk_norm is QKNorm.ALL_HEADS and attention.q_norm is not None and attention.k_norm is not None:
+                attention.q_norm = _SpreadNorm(attention.q_norm, group)
+                attention.k_norm = _SpreadNorm(attention.k_norm, group)
+        model.model.embed_tokens = _SpreadEmbedding(model.model.embed_tokens.weight, group)
+        model.lm_head.register_forward_hook(lambda _module, _inputs, output: group.put_together(output)[:, :vocab_size])
+
+
+def find_split_obstacle(checkpoint: Checkpoint, size: int) -> str | None:
+    """Why that checkpoint cannot be divided over so many ranks; None if it can."""
+    config = checkpoint.config
+    if checkpoint.gguf is not None or checkpoint.compression is not None:
+        return "its weights are quantized"
+    if not isinstance(config, ModelConfig):
+        return f"{config.architecture} is none of the families that docs/models.md lists"
+    if config.num_heads % size:
+        return f"its {config.num_heads} attention heads cannot be divided by that"
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        return f"its {config.num_kv_heads} key/value heads can neither be divided by that nor divide it"
+    if config.intermediate_size % size:
+        return f"the {config.intermediate_size} inner features of its MLPs cannot be divided by that"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What a rank has of a tensor: spans of one dimension, end to end, and zeros up to `length`."""
+
+    dim: int
+    whole_length: int
+    length: int
+    spans: list[tuple[int, int]]
+
+
+class _WeightsPart:
+    """A `WeightReader` that reads a rank's part of each tensor."""
+
+    def __init__(self, files: SafetensorsWeights, whole: ModelConfig, group: Group) -> None:
+        self.names = files.names
+        self._files, self._rank, self._size = files, group.rank, group.size
+        q, kv, inner = (
+            (whole.num_heads, whole.head_dim),
+            (whole.num_kv_heads, whole.head_dim),
+            (whole.intermediate_size, 1),
+        )
+        rows = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv], "qkv_proj": [q, kv, kv]}
+        rows |= {"gate_proj": [inner], "up_proj": [inner], "gate_up_proj": [inner, inner]}
+        rows |= {"q_norm": [q], "k_norm": [kv]} if whole.qk_norm is QKNorm.ALL_HEADS else {}
+        length = -(-whole.vocab_size // self._size)
+        start, stop = (min(rank * length, whole.vocab_size) for rank in (self._rank, self._rank + 1))
+        self._cuts = dict.fromkeys(("embed_tokens", "lm_head"), _Cut(0, whole.vocab_size, length, [(start, stop)]))
+        self._cuts |= {module: self._cut(0, stacked) for module, stacked in rows.items()}
+        self._cuts |= {"o_proj": self._cut(1, [q]), "down_proj": self._cut(1, [inner])}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """See `WeightReader`."""
+        shape, cut = list(self._files.shape_of(name)), self._cut_of(name)
+        if cut is not None:
+            if shape[cut.dim : cut.dim + 1] != [cut.whole_length]:
+                raise CheckpointError(
+                    f"tensor {name} has shape {shape}; the model needs {cut.whole_length} in dimension {cut.dim}"
+                )
+            shape[cut.dim] = cut.length
+        return tuple(shape)
+
+    def format_of(self, name: str) -> GroupFormat | None:
+        """See `WeightReader`."""
+        return self._files.format_of(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `WeightReader`."""
+        if (cut := self._cut_of(name)) is not None:
+            read = self._files.read_spans(name, cut.dim, cut.spans)
+            return F.pad(read, (0, 0, 0, cut.length - len(read))) if cut.dim == 0 and read.dim() == 2 else read
+        whole = self._files.read(name)
+        is_first_ranks = name.endswith(("o_proj.bias", "down_proj.bias"))  # which adds it for all
+        return torch.zeros_like(whole) if is_first_ranks and self._rank else whole
+
+    def _cut_of(self, name: str) -> _Cut | None:
+        """None: every rank has all of it."""
+        module, leaf = name.split(".")[-2:]
+        cut = self._cuts.get(module)
+        return None if cut is None or (cut.dim == 1 and leaf == "bias") else cut
+
+    def _cut(self, dim: int, stacked: list[tuple[int, int]]) -> _Cut:
+        """`stacked`: how many heads or features, of which length, of each part that lies in the dimension."""
+        spans, whole_length = [], 0
+        for count, length in stacked:
+            first = self._rank * count // self._size  # of fewer heads than ranks, several have the same
+            last = first + max(1, count // self._size)
+            spans.append((whole_length + first * length, whole_length + last * length))
+            whole_length += count * length
+        return _Cut(dim, whole_length, sum(stop - start for start, stop in spans), spans)
+
+
+class _SpreadEmbedding(nn.Embedding):
+    """An embedding of which each rank has as many rows."""
+
+    def __init__(self, rows: torch.Tensor, group: Group) -> None:
+        super().__init__(len(rows), rows.shape[1], _weight=rows, _freeze=True)
+        self._group = group
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `[T] -> [T, hidden]`"""
+        own = input_ids - self._group.rank * len(self.weight)
+        is_elsewhere = (own < 0) | (own >= len(self.weight))
+        embedded = super().forward(own.masked_fill(is_elsewhere, 0))
+        return self._group.add_up(embedded.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0))
+
+
+class _SpreadNorm(RMSNorm):
+    """An `RMSNorm` over as many features of each rank."""
+
+    def __init__(self, norm: RMSNorm, group: Group) -> None:
+        super().__init__(len(norm.weight), norm.eps)
+        assert not norm.is_offset, "no family has offset norms over all heads"
+        self.weight, self._group = norm.weight, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., size] -> [..., size]`"""
+        mean = self._group.add_up(x.float().square().mean(dim=-1, keepdim=True)) / self._group.size
+        scaled: torch.Tensor = (x * (mean + self.eps).rsqrt()).to(x.dtype) * self.weight
+        return scaled

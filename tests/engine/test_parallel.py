@@ -1,0 +1,219 @@
+"""A model over several ranks: the same answers as from one, and an end for all when one is lost."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from chairlift import LLM, SamplingParams
+from chairlift.engine.core import EngineCore
+from chairlift.engine.execution.runner import Launch
+from chairlift.engine.parallel import Leader
+from chairlift.errors import ConfigurationError, EngineDead
+from chairlift.params import RequestOutput, StructuredOutputs
+from chairlift.scheduler import StepPlan
+from tests.engine.async_support import DEADLINE_S, make_async_llm
+from tests.engine.support import GREEDY, PROMPTS, VOCAB_SIZE, core_of, make_llm, make_tiny_checkpoint, tokens_of
+from tests.support.checkpoints import random_prompts
+from tests.support.server_process import SERVE, running
+
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values of two layers, two heads of 8 in float32
+SETTINGS: dict[str, Any] = {"attention_backend": "torch", "max_seq_len": 128, "max_num_batched_tokens": 32}
+DRAWN = SamplingParams(
+    n=2, seed=9, max_tokens=8, min_tokens=3, top_p=0.9, top_k=50, frequency_penalty=0.5, bad_words=["a", "bc"]
+)
+DIGITS = StructuredOutputs(regex="[0-9]{3}-[0-9]{2}|none")
+LETTERS = {ord(letter): 100.0 for letter in "abcdefgh"}  # as a bias: nothing else is drawn
+PREFIX, *ENDINGS = random_prompts(3, [60, 3, 5, 4, 9], VOCAB_SIZE)
+LONG = [PREFIX[:40] + ending * 2 for ending in ENDINGS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four heads of two key/value heads, biases, and a vocabulary that cannot be divided."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), attention_bias=True, mlp_bias=True, **heads)
+
+
+def make_divided(model: str, size: int) -> LLM:
+    """Three slots, and memory for two of their sequences. Of more ranks each has one key/value head of the two."""
+    token_bytes = TOKEN_BYTES if size == 1 else TOKEN_BYTES // 2
+    return make_llm(model, **SETTINGS, tensor_parallel_size=size, kv_cache_memory_bytes=192 * token_bytes)
+
+
+@pytest.fixture(scope="module")
+def two(model: str) -> Iterator[LLM]:
+    with make_divided(model, 2) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> dict[str, list[RequestOutput]]:
+    with make_divided(model, 1) as llm:
+        return answers(llm)
+
+
+def answers(llm: LLM) -> dict[str, list[RequestOutput]]:
+    """Of all that the scheduler does: chunks, drawing, reuse, stop strings, rows that yield memory, rest."""
+    letters = SamplingParams(max_tokens=20, seed=1, logit_bias=LETTERS, ignore_eos=True)
+    written = llm.generate(PROMPTS[:4], letters)
+    stops = [letters.model_copy(update={"stop": [output.outputs[0].text[5:8]]}) for output in written]
+    results = {
+        "greedy": llm.generate(PROMPTS, GREEDY),
+        "drawn": llm.generate(PROMPTS[:4], DRAWN),
+        "scored": llm.generate(PROMPTS[3:4], GREEDY.model_copy(update={"logprobs": 2, "prompt_logprobs": 1})),
+        "structured": llm.generate(PROMPTS[:4], GREEDY.model_copy(update={"structured_outputs": DIGITS})),
+        "stopped": llm.generate(PROMPTS[:4], stops),
+    }
+    core_of(llm).rest()
+    llm.reset_prefix_cache()
+    results["reused"] = [llm.generate([PREFIX + ending], GREEDY)[0] for ending in ENDINGS]
+    results["yielding"] = llm.generate(LONG, GREEDY.model_copy(update={"max_tokens": 40}))
+    core = core_of(llm)
+    assert core.read_stats().totals.num_preemptions > 0
+    core.check()
+    if core.ranks is not None:
+        core.ranks.announce("check", (), {})  # a rank for which it fails is lost
+    results["again"] = llm.generate(PROMPTS[:1], GREEDY)
+    return results
+
+
+def pids_of_ranks(core: EngineCore) -> list[int]:
+    """The processes of all but the first."""
+    assert isinstance(core.ranks, Leader)
+    return [process.pid for process in core.ranks._others._processes]
+
+
+def assert_same(found: dict[str, list[RequestOutput]], expected: dict[str, list[RequestOutput]]) -> None:
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs), name
+        assert [each.num_cached_tokens for each in found[name]] == [each.num_cached_tokens for each in outputs], name
+    assert [each.num_cached_tokens for each in expected["reused"]] == [0, 60, 60, 60]
+    assert all(re.fullmatch("[0-9]{3}-[0-9]{2}|none", each.outputs[0].text) for each in found["structured"])
+    ours, theirs = (logprobs_of(each["scored"][0]) for each in (found, expected))
+    assert [list(each) for each in ours] == [list(each) for each in theirs]
+    for own, other in zip(ours, theirs, strict=True):
+        assert own == pytest.approx(other, abs=1e-4)
+
+
+def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
+    listed = [*(output.prompt_logprobs or ())[1:], *(output.outputs[0].logprobs or ())]
+    assert len(listed) == 39 + 12
+    return [{token: each.logprob for token, each in (place or {}).items()} for place in listed]
+
+
+def test_two_ranks_answer_as_one_does(two: LLM, expected: dict[str, list[RequestOutput]]) -> None:
+    assert_same(answers(two), expected)
+
+
+def test_four_ranks_answer_as_one_does(model: str, expected: dict[str, list[RequestOutput]]) -> None:
+    with make_divided(model, 4) as four:
+        first, second, third = pids_of_ranks(core_of(four))
+        assert tokens_of(four.generate(PROMPTS[:3], GREEDY)) == tokens_of(expected["greedy"][:3])
+        reused = [
+            four.generate([PREFIX + ending], GREEDY.model_copy(update={"max_tokens": 5}))[0] for ending in ENDINGS
+        ]
+    assert tokens_of(reused) == [tokens[:5] for tokens in tokens_of(expected["reused"])]
+    assert [output.num_cached_tokens for output in reused] == [0, 60, 60, 60]
+    assert not any(map(psutil.pid_exists, (first, second, third)))
+
+
+def test_a_request_that_is_refused_or_left_changes_nothing_on_any_rank(two: LLM) -> None:
+    core = core_of(two)
+    expected = tokens_of(two.generate(PROMPTS[:3], GREEDY))
+    generation = two.inputs.prepare("twice", PROMPTS[1], GREEDY)
+    core.add(*generation.requests)
+    with pytest.raises(ValueError, match="already here"):
+        core.add(*generation.requests)
+    core.step()
+    assert core.abort(generation.requests[0].request_id) is not None
+    assert core.abort("nobody") is None
+    assert tokens_of(two.generate(PROMPTS[:3], GREEDY)) == expected
+
+
+def test_an_interrupted_step_ends_the_ranks(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(two)
+    (pid,) = pids_of_ranks(core)
+    monkeypatch.setattr(core._runner, "launch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        two.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    with pytest.raises(EngineDead, match="a step ended with KeyboardInterrupt, so that the ranks no longer agree"):
+        two.generate(PROMPTS, GREEDY)
+    assert not psutil.pid_exists(pid)
+
+
+def interrupt(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_rank_that_is_killed_in_a_step_ends_all_with_an_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_divided(model, 2) as llm:
+        (pid,) = pids_of_ranks(core_of(llm))
+        launch = core_of(llm)._runner.launch
+        num_launches = 0
+
+        def kill_at_third(plan: StepPlan) -> Launch:
+            nonlocal num_launches
+            num_launches += 1
+            if num_launches == 3:
+                os.kill(pid, signal.SIGKILL)
+            return launch(plan)
+
+        monkeypatch.setattr(core_of(llm)._runner, "launch", kill_at_third)
+        with pytest.raises(EngineDead, match="rank 1 was killed by signal 9"):
+            llm.generate(PROMPTS, GREEDY)
+        with pytest.raises(EngineDead, match="rank 1 was killed by signal 9"):
+            llm.generate(PROMPTS, GREEDY)
+        assert not psutil.pid_exists(pid)
+
+
+async def test_a_rank_that_is_killed_while_nothing_runs_is_noticed(model: str) -> None:
+    async with make_async_llm(model, **SETTINGS, tensor_parallel_size=2) as llm:
+        outputs = [output async for output in llm.generate(PROMPTS[0], GREEDY)]
+        assert len(outputs[-1].outputs[0].token_ids) == 12
+        (pid,) = pids_of_ranks(llm._core)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(llm.died.wait(), DEADLINE_S)
+        assert not llm.is_healthy
+        with pytest.raises(EngineDead, match="the engine died: rank 1 was killed by signal 9"):
+            await llm.generate(PROMPTS[0], GREEDY).__anext__()
+
+
+def test_a_server_has_ranks_which_end_with_it_however_it_ends(model: str) -> None:
+    with running(SERVE, model, "-tp", "2", "--attention-backend", "torch", "--dtype", "float32") as server:
+        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}).encode()
+        request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
+            assert json.load(reply)["usage"]["completion_tokens"] == 4
+        children = psutil.Process(server.popen.pid).children()
+        (rank,) = (each for each in children if "chairlift.engine.parallel" in " ".join(each.cmdline()))
+        server.popen.kill()
+        rank.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not work with this model: its 4 attention heads"),
+        ({"attention_backend": "cpu"}, "attention_backend cpu works with tensor_parallel_size 1 only; choose torch"),
+        ({"speculation": "ngram"}, "speculation works with tensor_parallel_size 1 only; leave one of the two out"),
+        ({"batch_invariant": True}, "batch_invariant works with tensor_parallel_size 1 only"),
+        ({"quantization": "int8"}, "quantization works with tensor_parallel_size 1 only"),
+        ({"device": "cuda:1"}, "device cuda:1 is one for tensor_parallel_size 2; choose cpu or cuda"),
+        ({"device": "cuda"}, "tensor_parallel_size 2 is more than the 0 CUDA devices here; lower it"),
+    ],
+)
+def test_what_does_not_work_over_ranks_is_refused_at_start(
+    model: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigurationError, match=message):
+        make_llm(model, **{"tensor_parallel_size": 2, **settings})

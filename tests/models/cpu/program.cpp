@@ -1,0 +1,62 @@
+// One call of the kernels' C interface, for where there is no Python to make it. The call and the memory it is about come
+// on the standard input; what it returns, its output and the slots, in which it may have written, go to the other.
+// With an argument: what Linux says that the processor has.
+#include <sys/auxv.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+extern "C" {
+int chairlift_start();
+int64_t chairlift_forward(const void* model, const void* batch, int format, void* hidden, void* workspace, int threads);
+int64_t chairlift_logits(const void* model, const void* hidden, int64_t num_rows, int format, float* out,
+                         void* workspace, int threads);
+}
+
+struct Call {  // as in standalone.py
+    int64_t num_bytes, num_pointers;           // of memory, and in it
+    int64_t model, input, num_rows;            // num_rows 0: a forward pass, whose input is a batch
+    int64_t format, output_bytes, num_threads;
+    int64_t slots, slots_bytes;
+};
+
+static void read_all(void* to, int64_t size) {
+    if (fread(to, 1, size_t(size), stdin) != size_t(size)) abort();
+}
+
+static char* allocate(int64_t size) {  // exactly as much, for sanitizers; what is read before it is written is no number
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 64, size_t(size))) abort();
+    return static_cast<char*>(memset(memory, 0xff, size_t(size)));
+}
+
+int main(int count, char**) {
+    if (count > 1) return printf("%lu\n", getauxval(AT_HWCAP)) < 0;
+    if (chairlift_start()) abort();
+    Call call;
+    read_all(&call, sizeof call);
+    char *memory = allocate(call.num_bytes), *output = allocate(call.output_bytes), *workspace = nullptr;
+    read_all(memory, call.num_bytes);
+    for (int64_t i = 0; i < call.num_pointers; i++) {  // each is an offset as yet
+        int64_t place, target;
+        read_all(&place, sizeof place);
+        memcpy(&target, memory + place, sizeof target);
+        const char* pointer = memory + target;
+        memcpy(memory + place, &pointer, sizeof pointer);
+    }
+    const auto run = [&] {
+        const void *model = memory + call.model, *input = memory + call.input;
+        const int format = int(call.format), threads = int(call.num_threads);
+        return call.num_rows ? chairlift_logits(model, input, call.num_rows, format, reinterpret_cast<float*>(output),
+                                                workspace, threads)
+                             : chairlift_forward(model, input, format, output, workspace, threads);
+    };
+    workspace = allocate(run());
+    const int64_t result = run();
+    fwrite(&result, sizeof result, 1, stdout);
+    fwrite(output, 1, size_t(call.output_bytes), stdout);
+    fwrite(memory + call.slots, 1, size_t(call.slots_bytes), stdout);
+    free(memory), free(output), free(workspace);
+}

@@ -1,0 +1,179 @@
+"""A model that is divided over ranks: what each reads, and that together they compute what one does.
+
+Ranks are threads here, which torch's collectives take for processes.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from chairlift.config import DType
+from chairlift.engine.execution.forward import TorchForward
+from chairlift.errors import CheckpointError
+from chairlift.models import load_model, open_checkpoint
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.decoder import Decoder
+from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
+from tests.support.checkpoints import make_checkpoint, random_prompts
+from tests.support.forward_bench import SLOT_LEN, Bench, Row
+
+Result = TypeVar("Result")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "vocab_size": 317},
+    "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, "vocab_size": 317},
+    "qwen3, norms of heads": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "olmo2, norms of all heads": {"model_type": "olmo2"},
+    "phi3, fused": {"model_type": "phi3", "pad_token_id": 0},
+    "granite, multipliers": {
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+    },
+    "gemma2, caps": {
+        "model_type": "gemma2",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def on_ranks(size: int, run: Callable[[Group], Result]) -> list[Result]:
+    """What each rank returns, in order."""
+    store, device, timeout = HashStore(), torch.device("cpu"), timedelta(seconds=60)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(lambda rank: run(Group(rank, size, store, device, timeout)), range(size)))
+
+
+def load_part(path: Path, group: Group) -> Decoder:
+    part = CheckpointPart.of(open_checkpoint(str(path)), group)
+    model = load_model(part, DType.FLOAT32, "cpu", SLOT_LEN)
+    part.connect(model)
+    return model
+
+
+def logits_of(model: Decoder) -> torch.Tensor:
+    """Of a prompt, a prompt beside a decoding row, and two decoding rows: `[tokens, vocab]`."""
+    first, second = random_prompts(6, [40, 30], 317)
+    bench = Bench(model.config, model.dtype, TorchForward(model, TorchBackend(model.config.attention)))
+    steps = [[Row(3, first)], [Row(3, [7]), Row(1, second)], [Row(1, [8]), Row(3, [9])]]
+    return torch.cat([logits for rows in steps for logits in bench.run(rows)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_compute_together_what_one_computes(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, seed=3, **{"head_dim": 16, **FAMILIES[family]})
+    whole = logits_of(load_model(open_checkpoint(str(tmp_path)), DType.FLOAT32, "cpu", SLOT_LEN))
+    assert whole.std() > 0.05  # or else there would be nothing to compare
+    for size in (2, 4):  # with 4, two ranks have the same key/value head
+        first, *others = on_ranks(size, lambda group: logits_of(load_part(tmp_path, group)))
+        torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-5)
+        assert all(torch.equal(other, first) for other in others)
+
+
+def test_a_rank_has_its_share_and_reads_no_more_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, num_hidden_layers=1, vocab_size=317)
+    first, last = (shares for shares in on_ranks(2, lambda group: shapes_of(load_part(tmp_path, group))))
+    assert first == last
+    assert first == {
+        "embed_tokens": [159, 64],
+        "qkv_proj": [64, 64],  # of 4 and twice 2 heads, 2 and twice 1
+        "o_proj": [64, 32],
+        "gate_up_proj": [96, 64],  # of twice 96 rows
+        "down_proj": [64, 48],
+        "pre_attention_norm": [64],
+        "pre_mlp_norm": [64],
+        "norm": [64],
+        "lm_head": [159, 64],
+    }
+    read: list[tuple[str, int]] = []
+    monkeypatch.setattr("chairlift.models.stored.safe_open", lambda *given, **named: Watched(read, *given, **named))
+    on_ranks(2, lambda group: load_part(tmp_path, group) if group.rank else None)
+    sizes = {name.removeprefix("model.").removeprefix("layers.0."): size for name, size in read}
+    assert sizes["embed_tokens.weight"] == 158 * 64
+    assert sizes["self_attn.k_proj.weight"] == 16 * 64
+    assert sizes["self_attn.o_proj.weight"] == 64 * 32
+    assert sum(sizes.values()) == 2 * 158 * 64 + 2 * 64 * 32 + 2 * 16 * 64 + 3 * 48 * 64 + 3 * 64
+
+
+def shapes_of(model: Decoder) -> dict[str, list[int]]:
+    return {name.split(".")[-2]: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+class Watched:
+    """A safetensors file that notes how much of each tensor is read."""
+
+    def __init__(self, read: list[tuple[str, int]], *given: Any, **named: Any) -> None:
+        from safetensors import safe_open
+
+        self._file: Any = safe_open(*given, **named)
+        self._read = read
+
+    def __enter__(self) -> "Watched":
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        self._read.append((name, tensor.numel()))
+        return tensor
+
+    def get_slice(self, name: str) -> "WatchedSlice":
+        return WatchedSlice(self._read, name, self._file.get_slice(name))
+
+
+class WatchedSlice:
+    def __init__(self, read: list[tuple[str, int]], name: str, given: Any) -> None:
+        self._read, self._name, self._slice = read, name, given
+
+    def get_shape(self) -> list[int]:
+        return list(self._slice.get_shape())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._slice[index]
+        self._read.append((self._name, tensor.numel()))
+        return tensor
+
+
+def test_a_tensor_of_another_size_is_refused_by_every_rank(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, num_attention_heads=4, num_key_value_heads=4)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"num_key_value_heads": 4', '"num_key_value_heads": 2'))
+    with pytest.raises(CheckpointError, match=r"k_proj.weight has shape \[64, 64\]; the model needs 32 in dimension 0"):
+        on_ranks(2, lambda group: load_part(tmp_path, group))
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "obstacle"),
+    [
+        (2, {}, None),
+        (4, {}, None),
+        (3, {}, "its 4 attention heads cannot be divided by that"),
+        (8, {}, "its 4 attention heads cannot be divided by that"),
+        (2, {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}, "its 3 key/value heads"),
+        (4, {"intermediate_size": 98}, "the 98 inner features of its MLPs cannot be divided by that"),
+        (2, {"model_type": "gpt_neox"}, "GPTNeoXForCausalLM is none of the families"),
+    ],
+)
+def test_what_cannot_be_divided_has_an_obstacle(
+    tmp_path: Path, size: int, shape: dict[str, Any], obstacle: str | None
+) -> None:
+    make_checkpoint(tmp_path, num_hidden_layers=1, **shape)
+    found = find_split_obstacle(open_checkpoint(str(tmp_path)), size)
+    assert found == obstacle if obstacle is None or found is None else found.startswith(obstacle)

@@ -273,8 +273,7 @@ class AsyncLLM:
     def _take(self) -> None:
         """On the event loop: brings readers all news that there are."""
         begin = time.perf_counter()
-        update = Update() if self._thread is None else self._thread.take()
-        if not update:
+        if self._thread is None or not (update := self._thread.take()):
             return
         try:
             self._distribute(update)

@@ -230,7 +230,7 @@ def _add_flag(group: Any, name: str, info: FieldInfo) -> argparse.Action:
         kind = {"action": argparse.BooleanOptionalAction}
     elif get_origin(info.annotation) is list:
         kind["action"] = "append"
-    short = info.json_schema_extra["flag"] if isinstance(info.json_schema_extra, dict) else None
+    short = info.json_schema_extra.get("flag") if isinstance(info.json_schema_extra, dict) else None
     names = [_flag(name), *([str(short)] if short else [])]
     action: argparse.Action = group.add_argument(*names, help=text, **kind)
     return action

@@ -22,19 +22,21 @@ import sys
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from queue import SimpleQueue
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from chairlift.config import AttentionBackend, EngineConfig
-from chairlift.engine.execution.resolver import MachineFacts
+from chairlift.config import EngineConfig
+from chairlift.engine.execution.resolver import MachineFacts, resolve_divided
 from chairlift.errors import ConfigurationError, EngineDead, QueueFull
 from chairlift.models import Checkpoint
 from chairlift.models.parallel import HOST, CheckpointPart, Group, find_split_obstacle
@@ -47,8 +49,7 @@ logger = logging.getLogger(__name__)
 
 _NOTICE_S = 2.0  # between an error and the knowledge that a lost rank was its cause
 _END_S = 5.0  # for a process to end by itself
-_ALONE = ("quantization", "speculation", "batch_invariant")  # settings that need the model in one process
-_REFUSALS = (QueueFull, ValueError)  # of `add`, which are the same everywhere
+_REFUSALS: Mapping[str, tuple[type[Exception], ...]] = defaultdict(tuple, add=(QueueFull, ValueError))  # by method
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -64,7 +65,7 @@ def on_every_rank(method: "Callable[Concatenate[EngineCore, _P], _R]") -> "Calla
         try:
             return method(core, *args, **kwargs)
         except BaseException as error:  # also an interrupt
-            if not (method.__name__ == "add" and isinstance(error, _REFUSALS)):
+            if not isinstance(error, _REFUSALS[method.__name__]):  # those are the same everywhere
                 core.ranks.give_up(error)
             raise
 
@@ -170,7 +171,8 @@ class Leader(_Divided):
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         """ConfigurationError if the model cannot be divided so, or there are too few devices."""
-        config = _checked(config, checkpoint)
+        obstacle = find_split_obstacle(checkpoint, config.tensor_parallel_size)
+        config = resolve_divided(config, obstacle, torch.cuda.device_count())
         listener = socket.create_server((HOST, 0))
         port = listener.getsockname()[1]
         store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -235,7 +237,7 @@ class _SharedGrammar:
         result, problem = None, None
         try:
             result = act()
-        except Exception as error:
+        except Exception as error:  # of a grammar: the others go on
             problem = str(error)
         if (problem := self._ranks.agree(problem)) is not None:
             raise RuntimeError(problem)
@@ -243,13 +245,10 @@ class _SharedGrammar:
 
 
 def _without_grammar(argument: object) -> object:
+    """As other ranks get it: what makes a grammar makes None there."""
     if isinstance(argument, Request) and argument.new_grammar is not None:
-        return replace(argument, new_grammar=cast("Any", _no_grammar))
+        return replace(argument, new_grammar=cast("Any", NoneType))
     return argument
-
-
-def _no_grammar() -> None:
-    """What other ranks have of one."""
 
 
 class _Others:
@@ -318,39 +317,20 @@ class _Others:
 
     def _listen(self) -> None:
         """In a thread: takes their answers, until one of them is gone."""
-        last_words: dict[Any, str] = {}
+        last_words: dict[int, str] = {}
         while True:
-            for link in wait(self._links):
-                index = self._links.index(link)  # type: ignore[arg-type]
+            ready = wait(self._links)
+            for index in (index for index, link in enumerate(self._links) if link in ready):
                 try:
                     said = self._links[index].recv()
                 except (EOFError, OSError):
                     if not self._is_ending:
-                        self.fail(_describe_end(index + 1, self._processes[index], last_words.get(link)))
+                        self.fail(_describe_end(index + 1, self._processes[index], last_words.get(index)))
                     return
                 if isinstance(said, str):
-                    last_words[link] = said
+                    last_words[index] = said
                 else:
                     self._answers[index].put(said)
-
-
-def _checked(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
-    """With the device of rank 0. ConfigurationError for what does not work over several ranks."""
-    size, num_gpus = config.tensor_parallel_size, torch.cuda.device_count()
-    for name in _ALONE:
-        if getattr(config, name):
-            raise ConfigurationError(f"{name} works with tensor_parallel_size 1 only; leave one of the two out")
-    if config.attention_backend is AttentionBackend.CPU:
-        raise ConfigurationError("attention_backend cpu works with tensor_parallel_size 1 only; choose torch")
-    if (obstacle := find_split_obstacle(checkpoint, size)) is not None:
-        raise ConfigurationError(f"tensor_parallel_size {size} does not work with this model: {obstacle}")
-    if config.device == "cpu" or (config.device == "auto" and not num_gpus):
-        return config.model_copy(update={"device": "cpu"})
-    if config.device not in ("auto", "cuda"):
-        raise ConfigurationError(f"device {config.device} is one for tensor_parallel_size {size}; choose cpu or cuda")
-    if num_gpus < size:
-        raise ConfigurationError(f"tensor_parallel_size {size} is more than the {num_gpus} CUDA devices here; lower it")
-    return config.model_copy(update={"device": "cuda:0"})
 
 
 # --- processes
@@ -369,12 +349,12 @@ def _start(link: Connection) -> "subprocess.Popen[bytes]":
 
 def _describe_end(rank: int, process: "subprocess.Popen[bytes]", last_words: str | None) -> str:
     """Why a rank that has closed its link is gone."""
-    try:
-        code = process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        return f"rank {rank} no longer answers"
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return f"rank {rank} {how}" if last_words is None else f"rank {rank} failed: {last_words}"
+    if last_words is not None:
+        return f"rank {rank} failed: {last_words}"
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    code = process.returncode or 0
+    return f"rank {rank} was killed by signal {-code}" if code < 0 else f"rank {rank} has ended"
 
 
 def follow(fd: int) -> None:
@@ -402,11 +382,8 @@ def _obey(ranks: Follower) -> None:
     core = EngineCore(ranks.config, ranks=ranks)
     while (call := ranks.receive()) is not None:
         name, args, kwargs = call
-        try:
+        with suppress(*_REFUSALS[name]):  # rank 0 has refused as well
             getattr(core, name)(*args, **kwargs)
-        except _REFUSALS:
-            if name != "add":
-                raise
 
 
 def _end_with_link(fd: int) -> None:

@@ -14,6 +14,7 @@ MAX_AUTO_SEQ_LEN_GPU = 4096  # there every slot takes memory for so many tokens,
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, and delay newcomers and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
+_ALONE = ("quantization", "speculation", "batch_invariant")  # settings that need the model in one process
 
 ObstacleFinder = Callable[[AttentionBackend, ModelShape, DType, str], str | None]
 """`find_obstacle(backend, model, dtype, device)`: why the backend cannot run such a model there, or None."""
@@ -100,6 +101,28 @@ def resolve(
     }
     resolved = ResolvedConfig.model_validate({**config.model_dump(), **decided})
     return fit_slots(config, resolved, model, machine.free_bytes - weight_bytes)
+
+
+def resolve_divided(config: EngineConfig, obstacle: str | None, num_gpus: int) -> EngineConfig:
+    """`config` with the device of the first of several ranks. ConfigurationError for what does not work over them.
+
+    `obstacle`: why the model cannot be divided so.
+    """
+    size = config.tensor_parallel_size
+    for name in _ALONE:
+        if getattr(config, name):
+            raise ConfigurationError(f"{name} works with tensor_parallel_size 1 only; leave one of the two out")
+    if config.attention_backend is AttentionBackend.CPU:
+        raise ConfigurationError("attention_backend cpu works with tensor_parallel_size 1 only; choose torch")
+    if obstacle is not None:
+        raise ConfigurationError(f"tensor_parallel_size {size} does not work with this model: {obstacle}")
+    if config.device == "cpu" or (config.device == "auto" and not num_gpus):
+        return config.model_copy(update={"device": "cpu"})
+    if config.device not in ("auto", "cuda"):
+        raise ConfigurationError(f"device {config.device} is one for tensor_parallel_size {size}; choose cpu or cuda")
+    if num_gpus < size:
+        raise ConfigurationError(f"tensor_parallel_size {size} is more than the {num_gpus} CUDA devices here; lower it")
+    return config.model_copy(update={"device": "cuda:0"})
 
 
 def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, free_bytes: int) -> ResolvedConfig:

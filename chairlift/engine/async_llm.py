@@ -233,8 +233,7 @@ class AsyncLLM:
                 self._thread = None  # and with it the way back from the thread: the memory is free at once
             else:
                 logger.error("the engine thread did not stop; it is left behind")
-        await asyncio.to_thread(self._core.close)
-        await asyncio.to_thread(self.inputs.close)
+        await asyncio.gather(*map(asyncio.to_thread, (self._core.ranks.close, self.inputs.close)))
 
     async def __aenter__(self) -> Self:
         return self

@@ -56,12 +56,10 @@ class EngineCore:
         """`pacing` None: what suits the device. `ranks`: given to all but the first, which starts the others."""
         checkpoint = open_checkpoint(config.model)
         self.vocab_size = checkpoint.config.vocab_size
-        if ranks is None and config.tensor_parallel_size > 1:
-            ranks = Leader(config, checkpoint)
-        self.ranks, config = ranks, config if ranks is None else ranks.config
-        machine = inspect_machine(config.device)
-        if ranks is not None:
-            checkpoint, machine = ranks.split(checkpoint, machine)
+        is_first = ranks is None and config.tensor_parallel_size > 1
+        self.ranks = Leader(config, checkpoint) if is_first else ranks or Ranks(config)
+        config = self.ranks.config
+        checkpoint, machine = self.ranks.split(checkpoint, inspect_machine(config.device))
         shape = checkpoint.config
         grouped = grouped_size(checkpoint) if config.load_format is LoadFormat.SAFETENSORS else None
         self.config = resolve(config, shape, count_parameters(shape), machine, grouped=grouped)
@@ -69,9 +67,8 @@ class EngineCore:
             logger.warning("attention backend torch rather than cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)
         forward = load_forward(checkpoint, self.config)
-        if ranks is not None:
-            ranks.least(0)  # all have loaded their parts, and can compute together
-        self.config = fit_cache(config, self.config, shape, forward, int if ranks is None else ranks.least)
+        self.ranks.meet()  # from here on they compute together
+        self.config = fit_cache(config, self.config, shape, forward, self.ranks.least)
         params = KVCacheParams(TORCH_DTYPES[self.config.dtype], shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
         self._pacing = pacing or Pacing.of(device)
@@ -98,11 +95,11 @@ class EngineCore:
                 self.config.preempt_levels,
                 self.config.queue_timeout,
             ),
-            clock=time.perf_counter if ranks is None else ranks.clock,
+            clock=self.ranks.clock,
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
         )
-        self._is_steps_auto = config.max_steps_per_launch == "auto" and ranks is None  # who would measure other times
+        self._is_steps_auto = config.max_steps_per_launch == "auto" and config.tensor_parallel_size == 1
         self._journal = Journal(self._scheduler)
         ready = self.config
         logger.info(
@@ -110,18 +107,7 @@ class EngineCore:
             *(ready.dtype, ready.device, ready.attention_backend, ready.num_slots, ready.slot_len),
             *(ready.max_num_batched_tokens, ready.max_steps_per_launch),
         )
-        if ranks is not None:
-            ranks.least(0)  # all are ready
-
-    @property
-    def failure(self) -> str | None:
-        """Why no step is possible any more, if that is known without one: a rank is lost."""
-        return None if self.ranks is None else self.ranks.failure
-
-    def close(self) -> None:
-        """Ends the processes of other ranks, if there are any."""
-        if self.ranks is not None:
-            self.ranks.close()
+        self.ranks.meet()
 
     @property
     def has_work(self) -> bool:
@@ -137,8 +123,7 @@ class EngineCore:
 
         `QueueFull` if there is no place and none has to leave. ValueError if one of them was added before.
         """
-        shared = requests if self.ranks is None else map(self.ranks.share, requests)
-        return self._noted(self._scheduler.add(*shared))
+        return self._noted(self._scheduler.add(*map(self.ranks.share, requests)))
 
     @on_every_rank
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -193,9 +178,7 @@ class EngineCore:
         return True
 
     def _finish(self, launch: Launch) -> list[TokenEvent]:
-        results = launch.wait()
-        if self.ranks is not None:
-            results = self.ranks.agree(results)
+        results = self.ranks.agree(launch.wait())
         events = self._scheduler.update(launch.plan, results)
         self._launches.popleft()
         seconds = self._journal.note_launch(launch.plan, launch.begin)

@@ -127,6 +127,7 @@ class Client:
         return arrivals
 
     def close(self) -> None:
+        self._poll.close()
         for stream in self._streams.values():
             stream.socket.close()
 
@@ -183,13 +184,14 @@ def _serving(case: Case, arguments: argparse.Namespace) -> Iterator[Server]:
     flags = ["--port", "0", "--num-threads", "1", "--max-batch-size", str(case.num_streams), "--log-interval", "0"]
     flags += ["--max-steps-per-launch", str(arguments.steps), "--max-num-batched-tokens", "8192", "--dtype", "float32"]
     command = [sys.executable, str(_SERVER), str(case.step_ms), *flags, *arguments.flag]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
         try:
             yield Server(process, _port_of(process, Path(f"/dev/fd/{log.fileno()}")))
         finally:
             process.kill()
-            process.wait()
 
 
 def _port_of(process: "subprocess.Popen[str]", log: Path) -> int:

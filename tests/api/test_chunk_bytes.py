@@ -1,12 +1,14 @@
 """The very bytes of streams whose chunks tell nothing but text: what a template makes of it is what pydantic would."""
 
+import asyncio
+import gc
 import itertools
 import re
 
 import aiohttp
 import pytest
 
-from chairlift.api.replies import BLANK, TextEvent, event
+from chairlift.api.replies import BLANK, EventStream, TextEvent, event
 from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
 from tests.api.conftest import Server
 
@@ -51,3 +53,16 @@ def test_any_text(text: str) -> None:
         return ChatCompletionChunk(id="a", created=1, model="b", choices=[ChatChunkChoice(index=0, delta=delta)])
 
     assert TextEvent(chunk(BLANK)).of(text) == event(chunk(text))
+
+
+async def test_a_stream_leaves_nothing_to_the_garbage_collector(server: Server) -> None:
+    """With thousands of streams a minute its rounds would stop all of them, the longer the more there is."""
+    gc.collect()
+    gc.disable()
+    try:
+        await events_of(server, "completions", {"prompt": "hi"})
+        async with asyncio.timeout(20):
+            while any(isinstance(each, EventStream) for each in gc.get_objects()):  # its handler may not be over yet
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()

@@ -111,9 +111,10 @@ class EventStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._beat is not None, "entered before"
-        self._beat.cancel()
-        await asyncio.gather(self._beat, return_exceptions=True)
+        beat, self._beat = self._beat, None  # which knows this stream: to keep it would be a cycle for the collector
+        assert beat is not None, "entered before"
+        beat.cancel()
+        await asyncio.gather(beat, return_exceptions=True)
 
     async def send(self, *events: str) -> None:
         """Writes events. Waits while the client reads slower than we write; see `Connection` for one that stops."""

@@ -126,7 +126,8 @@ class EngineConfig(BaseModel):
     )
     max_steps_per_launch: Count | Auto = Field(
         "auto",
-        description="decode steps between two looks of the host, while no request waits; auto: 4 on a GPU, 1 on a CPU",
+        description="decode steps between two looks of the host, while no request waits; auto: on a GPU as many"
+        " as take 2 ms, up to 4; on a CPU 1",
     )
     seed: int = Field(0, ge=0, description="seeds the sampling of requests that name no seed of their own")
     step_timeout: float = Field(

@@ -53,7 +53,8 @@ class Api:
         """`ConfigurationError` if keys or origins are wrong."""
         self._llm = llm
         self._model_name = config.served_model_name or llm.config.model
-        self._created = int(time.time())
+        root, max_len = llm.config.model, llm.config.max_seq_len
+        self._card = ModelCard(id=self._model_name, created=int(time.time()), root=root, max_model_len=max_len)
         self.keys = KeyRing(gather_keys(config), config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
@@ -99,7 +100,7 @@ class Api:
         self._bodies.close()
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        return await self._answer_at_once(request, TokenizeRequest, self._tokenize)
+        return await self._answer_at_once(request, TokenizeRequest, partial(TokenizeReply.of, self._llm.inputs))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         return await self._answer_at_once(
@@ -110,10 +111,7 @@ class Api:
         return await self._answer_at_once(request, CountTokensRequest, self._job_maker.count_tokens)
 
     async def tokenizer_info(self, _: web.Request) -> web.Response:
-        tokenizer = self._llm.inputs.tokenizer
-        max_len = self._llm.config.max_seq_len
-        template = tokenizer.chat_template or None
-        return _json(TokenizerInfo(chat_template=template, model_max_length=max_len, **tokenizer.describe()))
+        return _json(TokenizerInfo.of(self._llm.inputs))
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
         if len(self.keys) > 1:  # what is slow for all afterwards must not be one's to decide
@@ -134,11 +132,11 @@ class Api:
         return _json(DeletedResponse(id=response_id))
 
     async def models(self, _: web.Request) -> web.Response:
-        return _json(ModelList(data=[self._card()]))
+        return _json(ModelList(data=[self._card]))
 
     async def model(self, request: web.Request) -> web.Response:
         self._check_model(request.match_info["model"])
-        return _json(self._card())
+        return _json(self._card)
 
     async def health(self, _: web.Request | None = None) -> web.Response:
         """200 while the engine's thread answers and new requests are served, else 503."""
@@ -204,26 +202,10 @@ class Api:
 
         return await off_loop(parse), off_loop
 
-    def _tokenize(self, body: TokenizeRequest) -> TokenizeReply:
-        inputs = self._llm.inputs
-        if body.messages is not None:
-            tokens = inputs.encode_chat(body.template_messages(), body.chat_options())
-        else:
-            tokens = inputs.tokenize(body.prompt or "", body.add_special_tokens is not False)
-        strs = inputs.tokenizer.entries(tokens) if body.return_token_strs else None
-        max_len = self._llm.config.max_seq_len
-        return TokenizeReply(tokens=tokens, count=len(tokens), max_model_len=max_len, token_strs=strs)
-
     def _check_model(self, name: str | None) -> None:
         """A request that names no model means the one there is."""
         if name not in (None, self._model_name):
             raise ModelNotFound(f"there is no model {name!r} here, only {self._model_name!r}", "model")
-
-    def _card(self) -> ModelCard:
-        config = self._llm.config
-        return ModelCard(
-            id=self._model_name, created=self._created, root=config.model, max_model_len=config.max_seq_len
-        )
 
     @web.middleware
     async def _count_active(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -251,8 +251,7 @@ async def answer(llm: AsyncLLM, job: Job, request: web.Request) -> web.StreamRes
 async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
     """Waits for every generation to end. A client that leaves meanwhile cancels this, and with it the work."""
     latest: dict[int, RequestOutput] = {}
-    running = llm.run_all(job.generations, wants_steps=False)
-    async with aclosing(job.observation.follow(running)) as outputs:
+    async with aclosing(job.observation.follow(llm.run_all(job.generations, wants_steps=False))) as outputs:
         async for index, output in outputs:
             _check(output)
             latest[index] = output

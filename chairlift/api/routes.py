@@ -21,6 +21,7 @@ from chairlift.api.wire.completions import (
 from chairlift.api.wire.messages import AnyMessage, Rendering
 from chairlift.api.wire.response_object import DeletedResponse, ResponseObject, ResponsesEvent
 from chairlift.api.wire.responses import ResponsesRequest
+from chairlift.engine.text.inputs import InputProcessor
 from chairlift.errors import InvalidRequest
 
 
@@ -51,6 +52,15 @@ class TokenizeReply(BaseModel):
     max_model_len: int
     token_strs: Annotated[list[str] | None, LeftOutIfNone] = None
 
+    @classmethod
+    def of(cls, inputs: InputProcessor, body: TokenizeRequest) -> Self:
+        if body.messages is not None:
+            tokens = inputs.encode_chat(body.template_messages(), body.chat_options())
+        else:
+            tokens = inputs.tokenize(body.prompt or "", body.add_special_tokens is not False)
+        strs = inputs.tokenizer.entries(tokens) if body.return_token_strs else None
+        return cls(tokens=tokens, count=len(tokens), max_model_len=inputs.max_seq_len, token_strs=strs)
+
 
 class DetokenizeRequest(Body):
     """Tokens whose text is wanted."""
@@ -79,6 +89,12 @@ class TokenizerInfo(BaseModel):
     unk_token: str | None
     added_tokens_decoder: dict[int, AddedToken]
     model_max_length: int
+
+    @classmethod
+    def of(cls, inputs: InputProcessor) -> Self:
+        tokenizer = inputs.tokenizer
+        template = tokenizer.chat_template or None
+        return cls(chat_template=template, model_max_length=inputs.max_seq_len, **tokenizer.describe())
 
 
 class ModelCard(BaseModel):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from chairlift.cache.ledger import Reservation, SlotCopy, SlotLedger
-from chairlift.cache.memory import MappedMemory, allocate_blocks
+from chairlift.cache.memory import MappedMemory, allocate_blocks, send
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
 
@@ -174,8 +174,8 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         return [
             ContinuousBatchingKVCacheCollection(
                 blocks=blocks,
-                cache_lengths=lengths.to(device, non_blocking=True),
-                lookup_table=slots.to(device, non_blocking=True),
+                cache_lengths=send(lengths, device),
+                lookup_table=send(slots, device),
                 is_cache_empty=not any(reservation.lengths),
                 max_seq_length=max(first, default=0),
                 max_cache_length=max(map(sum, zip(reservation.lengths, first, strict=True)), default=0),

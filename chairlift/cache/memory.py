@@ -45,6 +45,13 @@ def can_map(device: torch.device) -> bool:
     return device.type == "cpu" and sys.platform == "linux"
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of the host's tensor on the device, for which nobody waits; the tensor must not change any more."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def allocate_blocks(shape: list[int], dtype: torch.dtype, device: torch.device) -> BlockMemory:
     """Blocks of that shape, of zeros. Raises MemoryError, or RuntimeError as torch does, if there is no room."""
     return MappedMemory(shape, dtype) if can_map(device) else DenseMemory(shape, dtype, device)

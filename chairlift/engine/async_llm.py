@@ -233,8 +233,7 @@ class AsyncLLM:
                 self._thread = None  # and with it the way back from the thread: the memory is free at once
             else:
                 logger.error("the engine thread did not stop; it is left behind")
-        await asyncio.to_thread(self._core.close)
-        await asyncio.to_thread(self.inputs.close)
+        await asyncio.gather(*map(asyncio.to_thread, (self._core.ranks.close, self.inputs.close)))
 
     async def __aenter__(self) -> Self:
         return self
@@ -274,8 +273,7 @@ class AsyncLLM:
     def _take(self) -> None:
         """On the event loop: brings readers all news that there are."""
         begin = time.perf_counter()
-        update = Update() if self._thread is None else self._thread.take()
-        if not update:
+        if self._thread is None or not (update := self._thread.take()):
             return
         try:
             self._distribute(update)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.config import EngineConfig, LoadFormat, ResolvedConfig
+from chairlift.cache import KVCacheParams
+from chairlift.config import EngineConfig, LoadFormat
 from chairlift.engine.execution.forward import Forward, load_forward
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, GraphRecorder, LastTokens
-from chairlift.engine.execution.machine import fit_cache, inspect_machine
+from chairlift.engine.execution.machine import allocate_cache, fit_cache, inspect_machine, steps_that_fit
 from chairlift.engine.execution.resolver import resolve
 from chairlift.engine.execution.runner import Launch, ModelRunner
 from chairlift.engine.journal import EngineStats, Journal, Snapshot
@@ -56,34 +56,29 @@ class EngineCore:
         """`pacing` None: what suits the device. `ranks`: given to all but the first, which starts the others."""
         checkpoint = open_checkpoint(config.model)
         self.vocab_size = checkpoint.config.vocab_size
-        if ranks is None and config.tensor_parallel_size > 1:
-            ranks = Leader(config, checkpoint)
-        self.ranks, config = ranks, config if ranks is None else ranks.config
-        machine = inspect_machine(config.device)
-        if ranks is not None:
-            checkpoint, machine = ranks.split(checkpoint, machine)
+        is_first = ranks is None and config.tensor_parallel_size > 1
+        self.ranks = Leader(config, checkpoint) if is_first else ranks or Ranks(config)
+        config = self.ranks.config
+        checkpoint, machine = self.ranks.split(checkpoint, inspect_machine(config.device))
         shape = checkpoint.config
-        num_parameters = count_parameters(shape)
         grouped = grouped_size(checkpoint) if config.load_format is LoadFormat.SAFETENSORS else None
-        self.config = resolve(config, shape, num_parameters, machine, grouped=grouped)
+        self.config = resolve(config, shape, count_parameters(shape), machine, grouped=grouped)
         if self.config.fallback_reason is not None:
             logger.warning("attention backend torch rather than cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)
-        dtype = TORCH_DTYPES[self.config.dtype]
         forward = load_forward(checkpoint, self.config)
-        if ranks is not None:
-            ranks.least(0)  # all have loaded their parts, and can compute together
-        self.config = fit_cache(config, self.config, shape, forward, int if ranks is None else ranks.least)
-        params = KVCacheParams(dtype, shape.num_kv_heads, shape.head_dim)
+        self.ranks.meet()  # from here on they compute together
+        self.config = fit_cache(config, self.config, shape, forward, self.ranks.least)
+        params = KVCacheParams(TORCH_DTYPES[self.config.dtype], shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
         self._pacing = pacing or Pacing.of(device)
-        is_ahead = self._pacing.num_launches_ahead > 0
-        assert config.speculation is None or not is_ahead, "guesses need the tokens of the launch before"
+        ahead = self._pacing.num_launches_ahead
+        assert not (config.speculation and ahead), "guesses need the tokens of the launch before"
         if not shape.can_record:
             self._pacing = replace(self._pacing, recorder=None)
         self._launches: deque[Launch] = deque()  # in flight, in the order in which they were begun
         num_slots = self.config.num_slots + (self._pacing.recorder is not None)
-        self.cache = _allocate(params, num_slots, shape.num_layers, self.config)
+        self.cache = allocate_cache(params, num_slots, shape.num_layers, self.config)
         last_tokens = LastTokens(num_slots, device)
         graphs = self._make_graphs(self._pacing.recorder, forward, last_tokens) if self._pacing.recorder else None
         sampler = Sampler(self.vocab_size, num_slots, device)
@@ -100,33 +95,19 @@ class EngineCore:
                 self.config.preempt_levels,
                 self.config.queue_timeout,
             ),
-            clock=time.perf_counter if ranks is None else ranks.clock,
+            clock=self.ranks.clock,
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
         )
+        self._is_steps_auto = config.max_steps_per_launch == "auto" and config.tensor_parallel_size == 1
         self._journal = Journal(self._scheduler)
+        ready = self.config
         logger.info(
             "engine ready: %s on %s, attention %s, %d slots of %d tokens, %d tokens a step, up to %d steps a launch",
-            self.config.dtype,
-            self.config.device,
-            self.config.attention_backend,
-            self.config.num_slots,
-            self.config.slot_len,
-            self.config.max_num_batched_tokens,
-            self.config.max_steps_per_launch,
+            *(ready.dtype, ready.device, ready.attention_backend, ready.num_slots, ready.slot_len),
+            *(ready.max_num_batched_tokens, ready.max_steps_per_launch),
         )
-        if ranks is not None:
-            ranks.least(0)  # all are ready
-
-    @property
-    def failure(self) -> str | None:
-        """Why no step is possible any more, if that is known without one: a rank is lost."""
-        return None if self.ranks is None else self.ranks.failure
-
-    def close(self) -> None:
-        """Ends the processes of other ranks, if there are any."""
-        if self.ranks is not None:
-            self.ranks.close()
+        self.ranks.meet()
 
     @property
     def has_work(self) -> bool:
@@ -142,8 +123,7 @@ class EngineCore:
 
         `QueueFull` if there is no place and none has to leave. ValueError if one of them was added before.
         """
-        shared = requests if self.ranks is None else map(self.ranks.share, requests)
-        return self._noted(self._scheduler.add(*shared))
+        return self._noted(self._scheduler.add(*map(self.ranks.share, requests)))
 
     @on_every_rank
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -198,14 +178,15 @@ class EngineCore:
         return True
 
     def _finish(self, launch: Launch) -> list[TokenEvent]:
-        results = launch.wait()
-        if self.ranks is not None:
-            results = self.ranks.agree(results)
+        results = self.ranks.agree(launch.wait())
         events = self._scheduler.update(launch.plan, results)
         self._launches.popleft()
         seconds = self._journal.note_launch(launch.plan, launch.begin)
         if self._speculation is not None:
             self._speculation.note_launch(launch.plan, seconds)
+        if self._is_steps_auto and launch.plan.is_decode:
+            most = self.config.max_steps_per_launch
+            self._scheduler.max_steps = steps_that_fit(seconds / launch.plan.num_steps, most)
         return self._noted(events)
 
     def _noted(self, events: list[TokenEvent]) -> list[TokenEvent]:
@@ -239,21 +220,3 @@ class EngineCore:
         """Asserts that requests, slots, lengths and memory agree."""
         self._scheduler.check()
         self.cache.check_memory()
-
-
-def _allocate(
-    params: KVCacheParams, num_slots: int, num_layers: int, config: ResolvedConfig
-) -> ContinuousBatchingKVCacheManager:
-    slot_len, devices = config.slot_len, [config.device]
-    size = ContinuousBatchingKVCacheManager.estimated_memory_size(params, num_slots, slot_len, num_layers, devices)
-    max_tokens = config.cache_tokens if config.is_cache_elastic else None
-    try:
-        cache = ContinuousBatchingKVCacheManager(params, num_slots, slot_len, num_layers, devices, max_tokens)
-    except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
-        raise ConfigurationError(
-            f"allocating {size / 1e6:.0f} MB of cache failed; lower max_batch_size or max_seq_len"
-        ) from error
-    num_bytes = size if max_tokens is None else min(size, config.kv_cache_memory_bytes)
-    how = "at once" if max_tokens is None else "as it is used"
-    logger.info("cache: %d slots of %d tokens, %.1f MB taken %s", num_slots, slot_len, num_bytes / 1e6, how)
-    return cache

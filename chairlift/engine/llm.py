@@ -96,7 +96,7 @@ class LLM:
         with self._turn:
             self._stay_awake()
             if self._core is not None:
-                self._core.close()
+                self._core.ranks.close()
             self._core = None
             self.inputs.close()
 

@@ -60,8 +60,6 @@ def on_every_rank(method: "Callable[Concatenate[EngineCore, _P], _R]") -> "Calla
 
     @functools.wraps(method)
     def call(core: "EngineCore", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if core.ranks is None:
-            return method(core, *args, **kwargs)
         core.ranks.announce(method.__name__, args, kwargs)
         try:
             return method(core, *args, **kwargs)
@@ -74,46 +72,67 @@ def on_every_rank(method: "Callable[Concatenate[EngineCore, _P], _R]") -> "Calla
 
 
 class Ranks:
-    """The ranks of a model, as one of them knows them that is not the first."""
+    """The ranks of a model, as one of them knows them. This one is alone, and agrees with itself."""
 
-    def __init__(self, rank: int, config: EngineConfig, store: TCPStore, link: Connection | None = None) -> None:
-        """`config`: with the device of this rank. `link`: to rank 0."""
-        self.rank, self.config = rank, config
-        self._store, self._link, self._now = store, link, 0.0
+    failure: str | None = None
+    """Why nothing works any more, if that is known."""
 
-    @property
-    def failure(self) -> str | None:
-        """Why nothing works any more, which rank 0 knows."""
-        return None
+    def __init__(self, config: EngineConfig) -> None:
+        """`config`: with the device of this rank."""
+        self.config = config
+
+    def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[Checkpoint, MachineFacts]:
+        """This rank's part of the model, and of the machine."""
+        return checkpoint, machine
+
+    def least(self, own: int) -> int:
+        """Of all ranks, while the engine is made. EngineDead if one is lost."""
+        return own
+
+    def meet(self) -> None:
+        """Returns when all ranks have come so far; as `least`."""
+        self.least(0)
+
+    def clock(self) -> float:
+        """Seconds, for all that is decided by time."""
+        return time.perf_counter()
+
+    def agree(self, own: _T) -> _T:
+        """What rank 0 has of this."""
+        return own
+
+    def share(self, request: Request) -> Request:
+        """As it can be worked on by all ranks."""
+        return request
+
+    def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """That method of the engine is called. EngineDead if it is a step, and a rank is lost."""
+
+    def give_up(self, error: BaseException) -> None:
+        """A call failed in the middle, so that the ranks differ. EngineDead if one was lost."""
+
+    def close(self) -> None:
+        """Nothing more will be asked of the engine."""
+
+
+class _Divided(Ranks):
+    """One of several ranks."""
+
+    def __init__(self, rank: int, config: EngineConfig, store: TCPStore) -> None:
+        super().__init__(config)
+        self._rank, self._store, self._now = rank, store, 0.0
 
     def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
-        """This rank's part of the model, and of the machine: ranks on a CPU share its memory and cores."""
+        """See `Ranks`. On a CPU they share memory and cores."""
         size, timeout = self.config.tensor_parallel_size, timedelta(seconds=self.config.step_timeout)
         free_bytes = self.least(machine.free_bytes if machine.is_gpu else machine.free_bytes // size)
         machine = replace(machine, free_bytes=free_bytes, num_threads=max(1, machine.num_threads // size))
-        group = Group(self.rank, size, self._store, torch.device(machine.device), timeout)
+        group = Group(self._rank, size, self._store, torch.device(machine.device), timeout)
         return CheckpointPart.of(checkpoint, group), machine
 
     def clock(self) -> float:
         """`time.perf_counter()` of rank 0 when it last said something."""
         return self._now
-
-    def least(self, own: int) -> int:
-        """Of all ranks, while the engine is made. EngineDead if one is lost."""
-        assert self._link is not None, "rank 0 asks the others"
-        self._link.send(own)
-        return self.agree(own)
-
-    def agree(self, own: _T) -> _T:  # noqa: ARG002
-        """What rank 0 has of this."""
-        agreed: _T = self.receive()
-        return agreed
-
-    def receive(self) -> Any:
-        """What rank 0 says next."""
-        assert self._link is not None, "rank 0 listens to nobody"
-        self._now, message = pickle.loads(self._link.recv_bytes())
-        return message
 
     def share(self, request: Request) -> Request:
         """With a grammar that goes on everywhere as rank 0's does."""
@@ -121,17 +140,32 @@ class Ranks:
             return request
         return replace(request, new_grammar=functools.partial(_SharedGrammar, self, request.new_grammar))
 
-    def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """That method of the engine is called, as rank 0 has announced."""
 
-    def give_up(self, error: BaseException) -> None:
-        """A call failed in the middle. This process ends, which rank 0 notices."""
+class Follower(_Divided):
+    """A rank other than 0. Its process ends when a call fails, or rank 0 does."""
 
-    def close(self) -> None:
-        """Nothing more will be asked of the engine. Rank 0 ends this process."""
+    def __init__(self, link: Connection) -> None:
+        rank, config, port = link.recv()
+        super().__init__(rank, config, TCPStore(HOST, port, is_master=False))
+        self._link = link
+
+    def least(self, own: int) -> int:
+        """See `Ranks`."""
+        self._link.send(own)
+        return self.agree(own)
+
+    def agree(self, own: _T) -> _T:  # noqa: ARG002
+        """See `Ranks`."""
+        agreed: _T = self.receive()
+        return agreed
+
+    def receive(self) -> Any:
+        """What rank 0 says next."""
+        self._now, message = pickle.loads(self._link.recv_bytes())
+        return message
 
 
-class Leader(Ranks):
+class Leader(_Divided):
     """Rank 0. The others start when it is made, and end with it."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
@@ -145,7 +179,7 @@ class Leader(Ranks):
         self._end = weakref.finalize(self, self._others.end)
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> str | None:  # type: ignore[override]
         """See `Ranks`."""
         return self._others.failure
 
@@ -166,19 +200,19 @@ class Leader(Ranks):
         return own
 
     def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Tells the others of the call. EngineDead if it is a step, and a rank is lost."""
+        """See `Ranks`. Tells the others."""
         if name == "step" and self.failure is not None:
             raise EngineDead(self.failure)
         self.agree((name, [_without_grammar(each) for each in args], kwargs))
 
     def give_up(self, error: BaseException) -> None:
-        """A call failed in the middle, so that the ranks differ: ends the others. EngineDead if one was lost."""
+        """See `Ranks`. Ends the others."""
         if isinstance(error, Exception) and self._others.is_over.wait(_NOTICE_S):
             raise EngineDead(self.failure) from error
         self._others.fail(f"a step ended with {type(error).__name__}, so that the ranks no longer agree")
 
     def close(self) -> None:
-        """Ends the others."""
+        """See `Ranks`. Ends the others."""
         self._end()
 
 
@@ -351,8 +385,7 @@ def follow(fd: int) -> None:
     threading.Thread(target=_end_with_link, args=(fd,), daemon=True).start()
     link, code = Connection(fd), 0
     try:
-        rank, config, port = link.recv()
-        _obey(Ranks(rank, config, TCPStore(HOST, port, is_master=False), link))
+        _obey(Follower(link))
     except BaseException as error:
         code = 1
         if not isinstance(error, ConfigurationError):
@@ -363,7 +396,7 @@ def follow(fd: int) -> None:
         os._exit(code)  # whatever other threads wait for
 
 
-def _obey(ranks: Ranks) -> None:
+def _obey(ranks: Follower) -> None:
     from chairlift.engine.core import EngineCore  # which imports this module
 
     core = EngineCore(ranks.config, ranks=ranks)

@@ -139,7 +139,7 @@ class EngineThread:
             await asyncio.sleep(interval)
             if not self.is_alive:
                 return EngineHung("the engine's thread is gone")
-            if (failure := self._core.failure) is not None:
+            if (failure := self._core.ranks.failure) is not None:
                 return EngineDead(failure)
             progress = self.progress
             num_looks = num_looks + 1 if progress is not None and progress == seen else 0

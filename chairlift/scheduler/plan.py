@@ -36,13 +36,18 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     num_decode_rows: int
     num_steps: int
-    # By row: tokens that it gets if it goes on and its guess is right; one a step, or only the first.
+    # By row: tokens that it gets if it goes on and its guess is right.
     num_expected: tuple[int, ...] = ()
 
     @property
     def is_decode(self) -> bool:
         """Every row decodes."""
         return self.num_decode_rows == len(self.rows)
+
+
+def share_of(num_tokens: int) -> int:
+    """What one prompt may have of a step's tokens though others are more urgent or shorter: so that none starves."""
+    return -(-num_tokens // 4)
 
 
 class NextStep:
@@ -52,24 +57,37 @@ class NextStep:
         self.num_left = num_tokens
         self.decode: list[RowPlan] = []
         self.guessing: list[RowPlan] = []
-        self.prefill: list[RowPlan] = []
+        self._chunks: dict[RequestState, int] = {}  # of prompts: their tokens in this step
 
-    def add_prompt(self, request: RequestState) -> None:
-        """Plans as many of the request's uncomputed tokens as there is budget for."""
-        num_wanted = request.num_uncomputed
-        num_new = min(num_wanted, self.num_left)
-        self.num_left -= num_new
-        self.prefill.append(RowPlan(request, num_new, is_sampled=num_new == num_wanted))
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Planned, not those that are left."""
+        return sum(self._chunks.values())
 
-    def go_on(self, begun: list[RequestState], placement: Placement) -> None:
-        """Adds the next chunks of prompts that have slots, except those that wait for a leader."""
+    def add_prompt(self, request: RequestState, num_kept: int = 0) -> None:
+        """Plans as many more of the request's uncomputed tokens as the budget has beyond `num_kept`."""
+        num_planned = self._chunks.get(request, 0)
+        num_new = min(request.num_uncomputed - num_planned, self.num_left - num_kept)
+        if num_new > 0:
+            self.num_left -= num_new
+            self._chunks[request] = num_planned + num_new
+
+    def go_on(self, begun: list[RequestState], placement: Placement, num_kept: int) -> None:
+        """Adds chunks of prompts that have slots, except those that wait for a leader; `num_kept` tokens are left.
+
+        Of the others the most urgent comes first, and of those as urgent the one with the fewest tokens to compute; but
+        the one that has been here longest has its share in any case.
+        """
+        if not self.num_left:
+            return
         for request in begun:
-            if not self.num_left:
-                return
             if request.leader is not None:
                 placement.follow(request)
-            if request.leader is None:
-                self.add_prompt(request)
+        ready = [request for request in begun if request.leader is None]
+        for request in ready[:1]:
+            self.add_prompt(request, self.num_left - share_of(self.num_left))
+        for request in sorted(ready, key=lambda each: (each.options.priority, each.num_uncomputed)):
+            self.add_prompt(request, num_kept)
 
     def add_guesses(self, guesses: Mapping[str, Guess]) -> None:
         """Those decode rows for which there is a guess, by request, compute it as well."""
@@ -87,10 +105,11 @@ class NextStep:
         if max_steps > 1 and self.decode and not self.guessing:
             requests = [row.request for row in self.decode]
             room = max_seq_len - max(request.num_computed for request in requests)
-            wanted = max(1 if request.needs_newest_token else request.num_remaining for request in requests)
+            wanted = max(request.num_remaining for request in requests)
             num_steps = max(1, min(max_steps, room, wanted))  # none is wanted after a prompt that is only scored
-        rows = (*self.decode, *self.guessing, *self.prefill)
-        expected = [(1 if row.request.needs_newest_token else num_steps) if row.is_sampled else 0 for row in rows]
+        chunks = [RowPlan(each, num_new, num_new == each.num_uncomputed) for each, num_new in self._chunks.items()]
+        rows = (*self.decode, *self.guessing, *chunks)
+        expected = [num_steps if row.is_sampled else 0 for row in rows]
         for index, row in enumerate(self.guessing, len(self.decode)):
             expected[index] = row.num_new_tokens
         return StepPlan(rows, len(self.decode), num_steps, tuple(expected))

@@ -129,7 +129,7 @@ class _Progress:
     repetition: RepetitionWatch | None = None
     drafter: Drafter | None = None  # None: nothing is guessed
     # Whether the host works out from the newest token what may come next. Then nothing can be planned before that token
-    # is known, and of a launch of several steps only the first counts.
+    # is known, and launches are of one step while it runs: of several it would have only one token.
     needs_newest_token: bool = False
     # In its slot
     slot: int | None = None
@@ -254,7 +254,7 @@ class RequestState(_Progress):
 
         `error`: why no valid token follows them. It counts only if the sequence gets that far.
         """
-        kept = sampled[:1] if self.needs_newest_token else sampled
+        kept = sampled
         if sampled:
             self.contents.is_sampled = True
             if self.max_tokens == 0:  # only the prompt was to be computed
@@ -264,7 +264,7 @@ class RequestState(_Progress):
             if self._ends_with(token):
                 kept = kept[: index + 1]
                 break
-        if error is not None and self.finish_reason is None and not (self.needs_newest_token and kept):
+        if error is not None and self.finish_reason is None:
             self.fail(error, stop_reason)
         return kept
 

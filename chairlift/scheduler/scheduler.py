@@ -1,12 +1,13 @@
 """The policy: which requests run, how many tokens of each, for how many steps.
 
 - Decode rows always go on: the token budget is at least the number of slots. The rest of it goes to prompts: first
-  those begun, then waiting ones (`waiting`: which is next) that find a slot (`placement`: which one, and what of the
-  prompt need not be computed). A prompt that does not fit is computed in chunks, so it stalls no decoding.
+  those begun, the urgent and then the short ones first, then waiting ones (`waiting`: which is next) that find a slot
+  (`placement`: which one, and what of the prompt need not be computed). One that does not fit is computed in chunks, so
+  it stalls no decoding. A quarter is kept for who waits, and one for whose prompt was begun first: none starves.
 - A row that has no memory for its next tokens gets more. If there is none, the row that came last of the lowest
   priority yields: it goes back to the queue with its tokens, and goes on when there is room. The oldest row never
   does, and none is admitted while memory is short, so that whatever runs or waits comes to its end.
-- When no request waits and none is prefilled, several decode steps go into one launch.
+- When no request waits, none is prefilled and no row's tokens must be seen one by one, a launch has several steps.
 - A step may be planned while the tokens of the one before are still being computed. A row whose next token needs a mask
   from the host (a grammar, bad words) sits that step out. A row that turns out to have ended has been planned once too
   often: its surplus is dropped, and its slot is free when no launch writes to it.
@@ -14,17 +15,19 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 from chairlift.cache.ledger import Reservation, SlotLedger
 from chairlift.params import FinishReason
 from chairlift.scheduler.placement import Placement
-from chairlift.scheduler.plan import NextStep, RowPlan, RowResult, StepPlan, TokenEvent
+from chairlift.scheduler.plan import NextStep, RowPlan, RowResult, StepPlan, TokenEvent, share_of
 from chairlift.scheduler.request import TIMED_OUT, Request, RequestState
 from chairlift.scheduler.speculation import Speculation
 from chairlift.scheduler.waiting import DEFAULT_POLICY, Policy, WaitingQueue
 
 _MAX_EXPIRED = 256  # requests in a step: to end one takes some ten microseconds, and thousands may be due at once
 _NO_RESULT = RowResult()
+_needs_newest_token = attrgetter("needs_newest_token")
 
 
 class Scheduler:
@@ -46,9 +49,8 @@ class Scheduler:
         self._max_num_running = slots.slots_remaining if max_num_running is None else max_num_running
         if max_num_batched_tokens < self._max_num_running:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_steps_per_launch = max_steps_per_launch
-        self._clock, self.speculation = clock, speculation
+        self.max_steps = self._max_steps_per_launch = max_steps_per_launch  # at present, and at most
+        self._max_num_batched_tokens, self._clock, self.speculation = max_num_batched_tokens, clock, speculation
         self.placement = Placement(slots, policy.enable_prefix_caching)
         self.waiting = WaitingQueue(max_queue_size, policy, clock)
         self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
@@ -123,8 +125,7 @@ class Scheduler:
         """
         self._preempt_if_wanted()
         step = NextStep(self._max_num_batched_tokens)
-        begun, growing = list[RequestState](), list[RequestState]()
-        reach = self._max_steps_per_launch
+        begun, growing, reach = list[RequestState](), list[RequestState](), self._max_steps_per_launch
         for row in self._running.values():
             request = row.request
             num_pending = request.num_pending
@@ -141,12 +142,14 @@ class Scheduler:
             begun = [request for request in begun if _keeps_slot(request)]
             step.decode = [row for row in step.decode if _keeps_slot(row.request) and row.request not in short]
         step.num_left -= len(step.decode)
-        step.go_on(begun, self.placement)
+        num_kept = share_of(step.num_left) if len(self.waiting) and self._num_places else 0
+        step.go_on(begun, self.placement, num_kept)
         self._admit(step)
+        step.go_on(begun, self.placement, 0)
         if self.speculation is not None and step.decode:
             self.speculation.add_guesses(step, self.placement)
-        is_alone = not step.prefill and not len(self.waiting)
-        return step.finish(self._max_steps_per_launch if is_alone else 1, self._slots.max_seq_len)
+        is_alone = not (step.num_prompt_tokens or len(self.waiting) or any(map(_needs_newest_token, self.running)))
+        return step.finish(self.max_steps if is_alone else 1, self._slots.max_seq_len)
 
     def advance(self, plan: StepPlan, reservation: Reservation) -> None:
         """The plan's launch has begun: books it as if no row ended in it. `update` must follow, in the same order."""

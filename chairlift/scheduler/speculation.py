@@ -89,7 +89,7 @@ class Speculation:
     def add_guesses(self, step: NextStep, placement: Placement) -> None:
         """Adds what decode rows verify, with what prompts left of the budget. No row yields memory for a guess."""
         requests = [row.request for row in step.decode]
-        num_tokens = len(requests) + sum(row.num_new_tokens for row in step.prefill)
+        num_tokens = len(requests) + step.num_prompt_tokens
         guesses = self._choose(requests, num_tokens)
         fitting: dict[str, Guess] = {}
         for request in requests:

@@ -105,7 +105,32 @@ def test_as_many_threads_as_physical_cores_that_may_be_used(
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(psutil, "cpu_count", count)
+    monkeypatch.setattr(machine, "_CGROUP_QUOTAS", ())  # whatever this machine has
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_usable)))
+    assert choose_num_threads() == num_threads
+
+
+@pytest.mark.parametrize(
+    ("files", "num_threads"),
+    [
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.cfs_quota_us": "300000\n", "cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 8),
+        ({}, 8),
+    ],
+)
+def test_no_more_threads_than_a_container_has_time_for(
+    files: dict[str, str], num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    quotas = (tmp_path / "cpu.max",), (tmp_path / "cpu.cfs_quota_us", tmp_path / "cpu.cfs_period_us")
+    monkeypatch.setattr(machine, "_CGROUP_QUOTAS", quotas)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)  # noqa: ARG005
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert choose_num_threads() == num_threads
 
 

@@ -15,6 +15,7 @@ import torch
 from chairlift import LLM
 from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.execution.machine import steps_that_fit
 from chairlift.engine.execution.runner import Launch
 from chairlift.errors import EngineDead
 from chairlift.params import RepetitionDetection, RequestOutput, StructuredOutputs
@@ -335,3 +336,10 @@ async def test_a_launch_that_fails_is_told_to_everybody(
 
 def test_a_device_that_works_beside_the_host_is_kept_one_launch_ahead_of() -> None:
     assert Pacing.of(torch.device("cpu")) == Pacing(num_launches_ahead=0, recorder=None)
+
+
+@pytest.mark.parametrize(
+    ("seconds_each", "num_steps"), [(0.0, 4), (0.0004, 4), (0.0007, 3), (0.001, 2), (0.0019, 1), (0.006, 1), (5.0, 1)]
+)
+def test_a_launch_has_as_many_steps_as_take_two_milliseconds(seconds_each: float, num_steps: int) -> None:
+    assert steps_that_fit(seconds_each, 4) == num_steps

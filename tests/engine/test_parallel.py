@@ -79,8 +79,7 @@ def answers(llm: LLM) -> dict[str, list[RequestOutput]]:
     core = core_of(llm)
     assert core.read_stats().totals.num_preemptions > 0
     core.check()
-    if core.ranks is not None:
-        core.ranks.announce("check", (), {})  # a rank for which it fails is lost
+    core.ranks.announce("check", (), {})  # a rank for which it fails is lost
     results["again"] = llm.generate(PROMPTS[:1], GREEDY)
     return results
 

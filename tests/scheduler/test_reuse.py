@@ -141,13 +141,12 @@ def test_equal_prompts_are_computed_once_and_copied() -> None:
 def test_who_shares_a_prompt_that_is_computed_in_chunks_waits_for_as_much_as_it_shares() -> None:
     engine = FakeEngine(budget=16)
     engine.add("a", SYSTEM + USER)
-    engine.add("b", [*SYSTEM[:30], 1, 2])
+    engine.add("b", [*SYSTEM[:36], 1, 2])
     assert engine.steps(3) == [
         Plan([("a", 16)]),
         Plan([("a", 16)]),
-        Plan([("a", 16)]),  # what is left of the budget goes to those that began first
+        Plan([("a", 10), ("b", 6)], copies=[SlotCopy(0, 1, 32)]),  # for the last four it would not pay to wait
     ]
-    assert engine.step() == Plan([("a", 2), ("b", 2)], copies=[SlotCopy(0, 1, 30)])
 
 
 def test_short_shared_prefixes_are_not_waited_for() -> None:
@@ -185,8 +184,7 @@ def test_what_was_copied_from_a_prompt_in_work_is_not_kept_before_a_token_proves
     engine.add("a", prompt)
     engine.step()
     engine.add("b", prompt[:30] + list(range(300, 340)))
-    engine.step()
-    assert engine.step() == Plan([("a", 16), ("b", 16)], copies=[SlotCopy(0, 1, 30)])
+    assert engine.step() == Plan([("a", 24), ("b", 8)], copies=[SlotCopy(0, 1, 30)])
     engine.scheduler.abort("b")
     assert list(engine.slots.owed) == [Scrub(1, 0)]
     assert engine.slots.warm == {}

@@ -6,9 +6,11 @@ An executor that knows no model answers each plan: it reserves in the real ledge
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chairlift.errors import QueueFull
-from chairlift.params import FinishReason
+from chairlift.params import FinishReason, RequestOptions
 from chairlift.scheduler import Request, RowResult, TokenEvent
 from tests.scheduler.fake_engine import EOS, WORD, Driver, Plan, written
 
@@ -80,25 +82,53 @@ def test_an_unfinished_chunk_is_not_sampled_and_says_nothing() -> None:
     assert trace.events == [TokenEvent("a", [WORD], None, None)]
 
 
-def test_a_prompt_that_waits_starts_only_when_the_one_before_leaves_budget() -> None:
+def test_a_prompt_that_waits_gets_a_quarter_and_what_the_one_before_leaves() -> None:
     trace = Trace(budget=8)
     trace.add("a", 18)
     trace.add("b", 10)
     assert trace.steps(4) == [
         Plan([("a", 8)]),
-        Plan([("a", 8)]),
-        Plan([("a", 2), ("b", 6)]),
+        Plan([("a", 6), ("b", 2)]),
+        Plan([("a", 4), ("b", 4)]),
         Plan([("a", 1), ("b", 4)], decode=1),
     ]
 
 
-def test_a_short_prompt_does_not_overtake_a_long_one() -> None:
-    trace = Trace(budget=8)
-    trace.add("long", 20)
+def test_an_urgent_prompt_waits_for_one_step_and_not_for_a_long_prompt_that_was_begun() -> None:
+    trace = Trace(budget=8192, max_seq_len=2**17)
+    trace.add("long", 100_000, options=RequestOptions(priority=5))
     trace.step()
-    trace.add("short", 1)
-    assert trace.step() == Plan([("long", 8)])
-    assert trace.step() == Plan([("long", 4), ("short", 1)])
+    trace.add("urgent", 10, options=RequestOptions(priority=-5))
+    assert trace.step() == Plan([("long", 8182), ("urgent", 10)])
+
+
+def test_of_prompts_begun_the_urgent_and_then_the_short_come_first_but_the_oldest_has_a_quarter() -> None:
+    trace = Trace(budget=16, max_seq_len=256)
+    for name, num_tokens, priority in (("oldest", 100, 1), ("long", 40, 1), ("short", 20, 1), ("urgent", 60, 0)):
+        trace.add(name, num_tokens, options=RequestOptions(priority=priority))
+        trace.step()
+    begun = {name: trace.requests[name].num_computed for name in trace.requests}
+    assert begun == {"oldest": 36, "long": 12, "short": 12, "urgent": 4}
+    assert trace.step() == Plan([("oldest", 4), ("urgent", 12)])
+    for _ in range(4):
+        trace.step()
+    assert trace.step() == Plan([("urgent", 1), ("oldest", 4), ("short", 4), ("long", 7)], decode=1)
+
+
+@given(longs=st.lists(st.integers(1, 400), min_size=1, max_size=7), short=st.integers(1, 6), ahead=st.integers(0, 7))
+def test_a_short_prompt_waits_for_the_number_of_prompts_before_it_but_not_for_their_length(
+    longs: list[int], short: int, ahead: int
+) -> None:
+    trace = Trace(num_slots=8, budget=32, max_seq_len=512)
+    for number, num_tokens in enumerate(longs):
+        trace.add(f"long {number}", num_tokens)
+        if number < ahead:
+            trace.step()
+    request, num_steps = trace.add("short", short), 0
+    while request.num_uncomputed > 1 or not request.num_computed:
+        trace.step()
+        num_steps += 1
+    assert num_steps <= len(longs) + 2
 
 
 def test_the_last_token_of_a_chunked_prompt_counts_as_a_decode_row() -> None:

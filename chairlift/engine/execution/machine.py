@@ -8,12 +8,14 @@ is left.
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import torch
 
+from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.cache.memory import can_map
 from chairlift.config import DType, EngineConfig, ResolvedConfig
 from chairlift.engine.execution.forward import Forward, TorchForward
@@ -26,10 +28,15 @@ logger = logging.getLogger(__name__)
 
 _AMPERE = (8, 0)  # compute capability of the first GPUs that multiply bfloat16
 _GIB = 2**30
+_LAUNCH_S = 0.002  # of decode steps: a newcomer waits for that, and the host's work hides behind it
 _CGROUP = Path("/sys/fs/cgroup")  # of version 2, and of version 1 with its folders
 _CGROUP_FILES = (
     (_CGROUP / "memory.max", _CGROUP / "memory.current"),
     (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+)
+_CGROUP_QUOTAS = (  # microseconds of each period, and the period
+    (_CGROUP / "cpu.max",),
+    (_CGROUP / "cpu/cpu.cfs_quota_us", _CGROUP / "cpu/cpu.cfs_period_us"),
 )
 
 
@@ -76,7 +83,16 @@ def choose_num_threads() -> int:
     if wanted.isdecimal() and int(wanted):  # torch's own count may be what an earlier engine set
         return int(wanted)
     num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or num_usable, num_usable))
+    return max(1, min(psutil.cpu_count(logical=False) or num_usable, num_usable, _cpu_quota()))
+
+
+def _cpu_quota() -> int:
+    """CPUs whose time a container may use, whole ones; many without a limit. More threads than that are halted."""
+    for files in _CGROUP_QUOTAS:
+        words = " ".join(file.read_text() for file in files if file.exists()).split()
+        if len(words) == 2 and words[0].isdecimal():  # otherwise "max", or -1
+            return int(words[0]) // int(words[1])
+    return sys.maxsize
 
 
 def _fast_cpu_dtypes() -> frozenset[DType]:
@@ -140,3 +156,27 @@ def _measure_free_bytes(forward: TorchForward, config: ResolvedConfig) -> int:
         num_step_bytes / _GIB,
     )
     return num_free_bytes - num_step_bytes
+
+
+def allocate_cache(
+    params: KVCacheParams, num_slots: int, num_layers: int, config: ResolvedConfig
+) -> ContinuousBatchingKVCacheManager:
+    """The cache of a resolved configuration. `ConfigurationError` if there is no memory for it."""
+    slot_len, devices = config.slot_len, [config.device]
+    size = ContinuousBatchingKVCacheManager.estimated_memory_size(params, num_slots, slot_len, num_layers, devices)
+    max_tokens = config.cache_tokens if config.is_cache_elastic else None
+    try:
+        cache = ContinuousBatchingKVCacheManager(params, num_slots, slot_len, num_layers, devices, max_tokens)
+    except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation as a RuntimeError
+        raise ConfigurationError(
+            f"allocating {size / 1e6:.0f} MB of cache failed; lower max_batch_size or max_seq_len"
+        ) from error
+    num_bytes = size if max_tokens is None else min(size, config.kv_cache_memory_bytes)
+    how = "at once" if max_tokens is None else "as it is used"
+    logger.info("cache: %d slots of %d tokens, %.1f MB taken %s", num_slots, slot_len, num_bytes / 1e6, how)
+    return cache
+
+
+def steps_that_fit(seconds_each: float, most: int) -> int:
+    """Decode steps of a launch, from 1 to `most`, that together take about as long as a launch should."""
+    return max(1, min(most, round(_LAUNCH_S / max(seconds_each, 1e-6))))

@@ -11,19 +11,13 @@ from types import MappingProxyType
 
 import torch
 
+from chairlift.cache.memory import send as send
 from chairlift.scheduler import StepPlan
 
 
 def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers, or rows of numbers, as a tensor on the device."""
     return send(torch.tensor(values, dtype=dtype), device)
-
-
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of the host's tensor on the device; the tensor must not change any more."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def bring(tensor: torch.Tensor) -> torch.Tensor:

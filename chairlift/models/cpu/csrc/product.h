@@ -110,7 +110,7 @@ INLINE void multiply_block(const A* a, int64_t lda, const T* b, int64_t panel, i
             const T* from = b + p * panel + k * LANES;
             words[p] = load<typename Factor<T>::type>(from);
             __builtin_prefetch((const char*)from + PREFETCH_BYTES);
-            __builtin_prefetch(next.from + p * panel * int64_t(sizeof(T)), 0, 2);
+            if (ROWS > FEW_ROWS) __builtin_prefetch(next.from + p * panel * int64_t(sizeof(T)), 0, 2);
         }
         add_products<0, Pack<T>>(sum, a + k, lda, words);
     }

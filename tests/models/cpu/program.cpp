@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 extern "C" {
 int chairlift_start();
@@ -16,10 +17,15 @@ int64_t chairlift_logits(const void* model, const void* hidden, int64_t num_rows
 }
 
 struct Call {  // as in standalone.py
-    int64_t num_bytes, num_pointers;           // of memory, and in it
-    int64_t model, input, num_rows;            // num_rows 0: a forward pass, whose input is a batch
+    int64_t num_regions, num_pointers;
+    int64_t model, input, num_rows;  // num_rows 0: a forward pass, whose input is a batch
     int64_t format, output_bytes, num_threads;
     int64_t slots, slots_bytes;
+};
+
+struct Region {
+    int64_t start, size;
+    char* memory;
 };
 
 static void read_all(void* to, int64_t size) {
@@ -37,17 +43,29 @@ int main(int count, char**) {
     if (chairlift_start()) abort();
     Call call;
     read_all(&call, sizeof call);
-    char *memory = allocate(call.num_bytes), *output = allocate(call.output_bytes), *workspace = nullptr;
-    read_all(memory, call.num_bytes);
-    for (int64_t i = 0; i < call.num_pointers; i++) {  // each is an offset as yet
+    std::vector<Region> regions;
+    for (int64_t i = 0; i < call.num_regions; i++) {
+        Region region;
+        read_all(&region.start, 2 * sizeof(int64_t));
+        region.memory = allocate(region.size);
+        read_all(region.memory, region.size);
+        regions.push_back(region);
+    }
+    const auto find = [&](int64_t place) {
+        for (const Region& each : regions)
+            if (each.start <= place && place < each.start + each.size) return each.memory + (place - each.start);
+        abort();
+    };
+    for (int64_t i = 0; i < call.num_pointers; i++) {  // each is a place as yet
         int64_t place, target;
         read_all(&place, sizeof place);
-        memcpy(&target, memory + place, sizeof target);
-        const char* pointer = memory + target;
-        memcpy(memory + place, &pointer, sizeof pointer);
+        memcpy(&target, find(place), sizeof target);
+        const char* pointer = find(target);
+        memcpy(find(place), &pointer, sizeof pointer);
     }
+    char *output = allocate(call.output_bytes), *workspace = nullptr;
+    const void *model = find(call.model), *input = find(call.input);
     const auto run = [&] {
-        const void *model = memory + call.model, *input = memory + call.input;
         const int format = int(call.format), threads = int(call.num_threads);
         return call.num_rows ? chairlift_logits(model, input, call.num_rows, format, reinterpret_cast<float*>(output),
                                                 workspace, threads)
@@ -57,6 +75,7 @@ int main(int count, char**) {
     const int64_t result = run();
     fwrite(&result, sizeof result, 1, stdout);
     fwrite(output, 1, size_t(call.output_bytes), stdout);
-    fwrite(memory + call.slots, 1, size_t(call.slots_bytes), stdout);
-    free(memory), free(output), free(workspace);
+    fwrite(find(call.slots), 1, size_t(call.slots_bytes), stdout);
+    for (const Region& each : regions) free(each.memory);
+    free(output), free(workspace);
 }

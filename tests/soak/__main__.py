@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from random import Random, SystemRandom
 
-from tests.soak.load import Load, Wave, draw_wave
+from tests.soak.load import Load, Wave, draw_waves
 from tests.soak.server import in_child_process
 from tests.soak.verdict import Verdict, judge, table
 
@@ -47,9 +47,11 @@ async def soak(seconds: float, seed: int) -> Verdict:
         for wave in [Wave(24, _WARM_UP_SHARE * seconds), Wave(8, 2.0, is_cut=True)]:
             await load.put(wave)
         before = await load.read_final_state()
-        while time.monotonic() < ends_at:
-            await load.put(draw_wave(rng))
+        for wave in draw_waves(rng):
+            await load.put(wave)
             print(f"{len(load.client_log.entries):6} requests so far", file=sys.stderr)
+            if time.monotonic() > ends_at:
+                break
         return judge(load, before, await load.read_final_state())
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar
@@ -138,9 +138,11 @@ class Load:
             await asyncio.sleep(_POLL_S)
 
 
-def draw_wave(rng: Random) -> Wave:
-    """A wave of any strength, from a small load to twice what the server can take."""
-    return Wave(rng.choice([2, 8, 24, 40]), rng.uniform(4.0, 10.0), is_cut=rng.random() < 0.4)
+def draw_waves(rng: Random) -> Iterator[Wave]:
+    """Waves without end, each four of all strengths: from a small load to twice what the server can take."""
+    while True:
+        for num_clients in rng.sample([2, 8, 24, 40], 4):
+            yield Wave(num_clients, rng.uniform(4.0, 10.0), is_cut=rng.random() < 0.4)
 
 
 def _draw(rng: Random, weights: Mapping[_Drawn, int]) -> _Drawn:

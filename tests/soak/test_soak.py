@@ -48,7 +48,7 @@ def test_after_a_minute_of_mixed_load_nothing_is_left_and_everything_was_right()
     assert outcomes_of(report, {"full slot", "withheld headers"}, "cut off") == {"full slot", "withheld headers"}
     assert outcomes_of(report, {"leaves within its body"}, "left") == {"leaves within its body"}
     totals = sum((Counter(counts) for counts in report["endings"].values()), Counter())
-    assert min(totals["finished"], totals["queue full"], totals["left"]) > 100
+    assert min(totals["finished"], totals["queue full"], totals["left"]) > 50  # a minute of waves of all strengths
 
 
 STATE = ServerState(8, 8, 0, 0, 0, 0, 0, num_tasks=5, num_threads=9, num_fds=20, num_objects=1000, rss_mb=300.0)

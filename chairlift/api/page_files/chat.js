@@ -230,7 +230,7 @@ function keepingEndInSight(change, always = false) {
   if (always || isNear) log.scrollTop = log.scrollHeight;
 }
 
-// `short_id` of chairlift/engine/stats.py: the CRC-32 of a text in ASCII, as eight hexadecimal digits.
+// `short_id` of chairlift/engine/journal.py: the CRC-32 of a text in ASCII, as eight hexadecimal digits.
 function shortId(text) {
   let crc = -1;
   for (let index = 0; index < text.length; index += 1) {

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from chairlift.api import ServerConfig
-from chairlift.api.http.connections import Listener, tls_context
+from chairlift.api.http.listening import Listener, tls_context
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import in_loop, serving
 from tests.engine.async_support import DEADLINE_S

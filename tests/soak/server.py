@@ -16,7 +16,7 @@ from pathlib import Path
 
 from chairlift.api import ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.http.connections import Listener
+from chairlift.api.http.listening import Listener
 from chairlift.api.server import make_runner, start
 from chairlift.engine.async_llm import AsyncLLM
 from tests.soak.state import Served, ServerLog, ServerState, Target

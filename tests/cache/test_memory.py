@@ -34,9 +34,9 @@ def test_what_is_cleared_reads_as_zeros_and_nothing_else_does(
     memory = DenseMemory(shape, torch.float32, CPU) if is_dense else MappedMemory(shape, torch.float32)
     memory.blocks.fill_(7)
     for slot in (1, 3):
-        memory.clear(slot, start)
+        memory.clear(slot, start, 96)
     expected = torch.full(shape, 7.0)
-    expected[[1, 3], :, :, start:] = 0
+    expected[[1, 3], :, :, start : 96 if is_dense else None] = 0  # where it costs nothing, to the end of the slot
     assert torch.equal(memory.blocks, expected)
 
 
@@ -61,11 +61,11 @@ def test_whole_pages_of_what_is_cleared_are_given_back() -> None:
     memory = MappedMemory(SHAPE, torch.float32)
     memory.blocks.fill_(7)
     assert memory.num_resident() == 4 * 6 * 8 * mmap.PAGESIZE
-    memory.clear(2, 128)
+    memory.clear(2, 128, 160)
     assert memory.num_resident() == (3 * 6 * 8 + 6 * 4) * mmap.PAGESIZE
-    memory.clear(2, 127)  # the page with token 127 has earlier ones, too
+    memory.clear(2, 127, 160)  # the page with token 127 has earlier ones, too
     assert memory.num_resident() == (3 * 6 * 8 + 6 * 4) * mmap.PAGESIZE
-    memory.clear(2, 0)
+    memory.clear(2, 0, 160)
     assert memory.num_resident() == 3 * 6 * 8 * mmap.PAGESIZE
 
 

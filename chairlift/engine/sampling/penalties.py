@@ -85,6 +85,10 @@ class PenaltyState:
         """Notes the sampled tokens, int64 `[N]`, of those rows that have no guess."""
         self._num_generated[batch.slots[batch.counted], tokens[batch.rows[batch.counted]]] += 1
 
+    def forget_owners(self) -> None:
+        """The counts of all requests start anew."""
+        self._owners.clear()
+
     def _start(self, request: RequestState, slot: int) -> None:
         if not self._num_generated.numel():
             self._num_generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)

@@ -18,8 +18,8 @@ from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
-from chairlift.params import Logprob, TokenLogprobs
-from chairlift.scheduler import RequestState
+from chairlift.params import MAX_LOGPROBS, Logprob, SamplingParams, TokenLogprobs
+from chairlift.scheduler import Request, RequestState
 
 _BLOCK_SIZE = 64  # positions whose logits are in memory at the same time
 
@@ -182,6 +182,16 @@ class Sampler:
             logprobs = pick_logprobs(raw, tokens[batch.logprob_rows], max(batch.num_top_logprobs))
         return Sampled(tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN), logprobs)
 
+    def rehearse(self, logits: torch.Tensor) -> None:
+        """Samples float32 `[N, vocab]`, N up to the slots, as if each row asked for all that takes memory."""
+        params = SamplingParams(top_k=1, top_p=0.5, min_p=0.1, repetition_penalty=2.0, logprobs=MAX_LOGPROBS)
+        requests = [_rehearsing(params, slot) for slot in range(len(logits))]
+        self.sample(logits, self.prepare(requests, num_steps=1), step=0)
+
+    def start_anew(self) -> None:
+        """A launch failed in its middle: nobody knows which of its tokens were counted."""
+        self._penalties.forget_owners()
+
     def _additions(self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed) -> list[_Additions | None]:
         """Bad words are judged by the tokens that the host knows: where that matters, only the first step counts."""
         known, self._constants = self._constants, {}
@@ -223,6 +233,12 @@ class Sampler:
             if isinstance(request.token_filter, RuleFilter)
             and (refused := request.token_filter.rules.refused_on(self._device)) is not None
         }
+
+
+def _rehearsing(params: SamplingParams, slot: int) -> RequestState:
+    request = RequestState(Request(f"rehearsal-{slot}", [0], params, max_tokens=1, seed=0), arrival_time=0.0)
+    request.slot = slot
+    return request
 
 
 def _may_not_end(request: RequestState, num_more: int) -> bool:

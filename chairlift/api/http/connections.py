@@ -52,7 +52,7 @@ class Listener:
         handshake = None if self._tls is None else self._config.client_timeout
         for each in self.sockets:
             with _naming_the_address(self._config):
-                each.listen(_BACKLOG)  # uvloop would fail to without a word
+                each.listen(_BACKLOG)  # uvloop would fail to, silently
             server = await asyncio.get_running_loop().create_server(
                 make_protocol,
                 sock=each,
@@ -305,7 +305,7 @@ class Connection(web.RequestHandler):
         self._header_timer = loop.call_later(self._config.client_timeout, self.force_close)
 
     def _check_open_files(self, transport: asyncio.BaseTransport) -> None:
-        """Warns, now and then, if there can be no more connections: the loop refuses them without a word.
+        """Warns, now and then, if there can be no more connections: the loop refuses them silently.
 
         A new connection has the lowest descriptor that was free.
         """

@@ -82,8 +82,11 @@ async def chunks_of(server: Server, path: str, body: dict[str, Any]) -> list[dic
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def parts_of(choices: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """By index what choices say, of a whole reply or of chunks in order: texts, tokens, scores, and how each ended."""
+def parts_of(choices: Iterable[dict[str, Any]], is_alone: bool = True) -> dict[int, dict[str, Any]]:
+    """By index what choices say, of a whole reply or of chunks in order: texts, tokens, scores, and how each ended.
+
+    Who is not alone has other last bits in its scores each time, so they are only counted.
+    """
     found: dict[int, dict[str, Any]] = {}
     for choice in choices:
         part = found.setdefault(choice["index"], {"end": (None, None)})
@@ -91,7 +94,8 @@ def parts_of(choices: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
         message = choice.get("message") or choice.get("delta") or {}
         said = {"text": choice.get("text"), "token_ids": choice.get("token_ids")}
         said |= {name: message.get(name) for name in ("content", "reasoning", "reasoning_content")}
-        said |= {f"logprobs {name}": values for name, values in (choice["logprobs"] or {}).items()}
+        scores = (choice["logprobs"] or {}).items()
+        said |= {f"logprobs {name}": values if is_alone else [0] * len(values or ()) for name, values in scores}
         for name, value in said.items():
             if value:
                 part[name] = part[name] + value if name in part else value
@@ -100,7 +104,7 @@ def parts_of(choices: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 async def whole_and_chunks(
-    server: Server, path: str, body: dict[str, Any], **stream_options: bool
+    server: Server, path: str, body: dict[str, Any], *, is_alone: bool = True, **stream_options: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A reply, and the chunks of the same request, which must have one identity and come to the same."""
     options = {"stream_options": stream_options} if stream_options else {}
@@ -109,7 +113,8 @@ async def whole_and_chunks(
     for chunk in chunks:
         (check_chat_chunk if path == CHAT else check_completion)(chunk)
     assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
-    assert parts_of(choice for chunk in chunks for choice in chunk["choices"]) == parts_of(whole["choices"])
+    streamed = parts_of((choice for chunk in chunks for choice in chunk["choices"]), is_alone)
+    assert streamed == parts_of(whole["choices"], is_alone)
     return whole, chunks
 
 

@@ -148,9 +148,9 @@ def text_of(choice: dict[str, Any]) -> str:
 
 
 async def check(server: Server, path: str, body: dict[str, Any], seed: int) -> None:
-    plain, _ = await whole_and_chunks(server, path, body)
+    plain, _ = await whole_and_chunks(server, path, body, is_alone=False)
     stops = random_stops(text_of(plain["choices"][0]), random.Random(seed))
-    stopped, _ = await whole_and_chunks(server, path, {**body, "stop": stops})
+    stopped, _ = await whole_and_chunks(server, path, {**body, "stop": stops}, is_alone=False)
     for free, choice in zip(plain["choices"], stopped["choices"], strict=True):
         assert text_of(choice) == cut(text_of(free), stops)
         is_cut = text_of(choice) != text_of(free)

@@ -28,16 +28,13 @@ from tests.benchmarks.fakes import FAKE_WORKER, FIELDS, SETTINGS, SHAPE, RunScri
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a configuration; the workers that measure it are fakes."""
+    monkeypatch.setattr(Engine, "command", lambda engine: [sys.executable, FAKE_WORKER, engine.kind])
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
     return directory
-
-
-@pytest.fixture(autouse=True)
-def _fake_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "command", lambda engine: [sys.executable, FAKE_WORKER, engine.kind])
 
 
 def test_a_comparison_ends_in_a_line_of_json(model: Path, tmp_path: Path, run_script: RunScript) -> None:

@@ -25,8 +25,6 @@ from tests.loadtest.null_server import (
     usage,
 )
 
-pytestmark = pytest.mark.asyncio
-
 
 def slow_stream(first: bytes, then: bytes | None, seconds: float = 0.02) -> Answer:
     """Something at once and the rest later, or (None) never."""

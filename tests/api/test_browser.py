@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.browser import DESKTOP, PHONE, Page, browsing
+from tests.support.browser import DESKTOP, PHONE, FakeSite, Page, browsing
 from tests.support.fake_batch import FakeBatch
-from tests.support.fake_site import FakeSite
 from tests.support.server_process import SERVE, Process, running
 
 Keys = pytest.importorskip("selenium.webdriver", reason="selenium is not installed").Keys

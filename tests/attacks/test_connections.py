@@ -257,26 +257,6 @@ def test_a_burst_on_open_connections_is_answered_beside_the_streams_of_others(ta
 
 
 @pytest.mark.parametrize(
-    "accept",
-    [
-        "text/plain; version=a.b.c",
-        "application/openmetrics-text; version=a.b.c",
-        "application/openmetrics-text; version=1.0.0; escaping=nonsense",
-        "text/plain; version=" + "9" * 5000,
-        "*/*;q=many",
-        "," * 7000,
-        ";" * 7000,
-        "text/plain; version=",
-        "\u00ff",
-    ],
-)
-def test_metrics_answer_whatever_is_accepted(target: Target, accept: str) -> None:
-    with httpx.Client(base_url=target.process.url) as client:
-        reply = client.get("/metrics", headers=[(b"Accept", accept.encode("latin-1"))])
-    assert reply.status_code in (200, 406)
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("Authorization", "Bearer " + "\u00ff" * 4000),

@@ -1,16 +1,21 @@
-"""benchmarks/scheduler_cost.py in the small: every figure is there. What they are is not for a test to say."""
+"""The benchmarks of the host's own costs, in the small: every figure is there, whatever it is."""
 
 import json
+import sys
 from pathlib import Path
 
+import host_path
+import pytest
 import scheduler_cost
 from harness import StepTimes, make_request, medians, timed_step
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import RequestOptions
 from chairlift.scheduler import Scheduler
+from tests.benchmarks.fakes import RunScript
 
-from .fakes import RunScript
+# --- the scheduler
+
 
 VERBS = ["schedule", "reserve", "advance", "update", "scheduler", "total"]
 
@@ -65,3 +70,22 @@ def test_a_timed_step_is_a_whole_step() -> None:
     timed_step(scheduler, slots)
     assert not scheduler.has_work
     assert [state.num_output_tokens for state in states] == [2, 1]
+
+
+# --- a server with all but a model
+
+
+def test_a_small_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ["--cases", "3x4", "--seconds", "1", "--output-tokens", "9", "--json", str(tmp_path / "report.json")]
+    monkeypatch.setattr(sys, "argv", ["host_path.py", *flags])
+    assert host_path.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("3 streams, 4 ms")
+    report = json.loads(lines[-1])
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    (figures,) = report["cases"]
+    assert figures["ideal"] == 750
+    assert figures["tokens_per_s"] > 0
+    assert figures["idle"] < 1.0
+    assert figures["ttft_ms"]["p50"] > 4.0  # the step that makes it
+    assert min(figures["cpu_us"].values()) > 0.0

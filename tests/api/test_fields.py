@@ -1,4 +1,4 @@
-"""Each field of a chat, and every way of writing messages: what it does, and that no other changes an answer."""
+"""Each field of a chat and of a completion: what it does, and that those which must not change an answer do not."""
 
 from typing import Any
 
@@ -7,13 +7,20 @@ from openai import AsyncOpenAI
 
 from chairlift.api.wire.completions import ChatCompletionRequest
 from tests.api.conftest import MAX_SEQ_LEN, Server
-from tests.api.contract import CHAT, check_chat, check_chat_chunk, chunks_of, counts, error_of, post, user
+from tests.api.contract import (
+    CHAT,
+    COMPLETIONS,
+    check_chat,
+    check_completion,
+    counts,
+    error_of,
+    post,
+    user,
+    whole_and_chunks,
+)
 
 QUESTION = user("What is 17 + 25?")
-
-
 GREEDY: dict[str, Any] = {"messages": QUESTION, "temperature": 0}
-
 
 ACCEPTED: dict[str, Any] = {
     "metadata": {"a": "b"},
@@ -49,27 +56,18 @@ async def test_accepted_fields_change_nothing(server: Server) -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("has_usage", [False, True])
-async def test_chunks_have_the_shape_and_the_order_of_the_specification(
-    server: Server, n: int, has_usage: bool
-) -> None:
-    body = {**GREEDY, "n": n, "stream_options": {"include_usage": has_usage}}
-    raw = await chunks_of(server, CHAT, body)
-    chunks = [check_chat_chunk(chunk) for chunk in raw]
-    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
-    assert chunks[0].id.startswith("chatcmpl-")
+async def test_chunks_have_the_order_of_the_specification(server: Server, n: int, has_usage: bool) -> None:
+    whole, chunks = await whole_and_chunks(server, CHAT, {**GREEDY, "n": n}, include_usage=has_usage)
+    assert chunks[0]["id"].startswith("chatcmpl-")
     if has_usage:
-        usage = chunks.pop().usage
-        assert raw[-1]["choices"] == []
-        assert usage is not None
-        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
+        usage = chunks.pop()
+        assert (usage["choices"], counts(usage["usage"])) == ([], counts(whole["usage"]))
+    assert all(chunk.get("usage") is None and len(chunk["choices"]) == 1 for chunk in chunks)
     for index in range(n):
-        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
-        assert (own[0].delta.role, own[0].delta.content) == ("assistant", "")
-        assert all(choice.delta.role is None for choice in own[1:])
-        assert [choice.finish_reason for choice in own] == [None] * (len(own) - 1) + ["stop"]
-        assert own[-1].delta.content is None
-        assert "".join(choice.delta.content or "" for choice in own) == "17 + 25 = 42."
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in own[1:])
+        assert (own[-1]["finish_reason"], own[-1]["delta"]) == ("stop", {})
 
 
 # --- fields that work
@@ -104,11 +102,8 @@ async def test_stop_strings_end_the_answer_and_are_not_in_it(
     server: Server, stop: str | list[str], expected: str, reason: str | None
 ) -> None:
     body = {**GREEDY, "stop": stop}
-    (choice,) = (await post(server, CHAT, body))["choices"]
+    (choice,) = (await whole_and_chunks(server, CHAT, body))[0]["choices"]
     assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", reason)
-    chunks = [chunk["choices"][0] for chunk in await chunks_of(server, CHAT, body)]
-    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == expected
-    assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", reason)
 
 
 async def test_a_seed_repeats_an_answer_and_choices_differ(server: Server) -> None:
@@ -230,3 +225,70 @@ async def test_template_variables_are_passed_on_but_not_over_the_servers_own(ser
     assert await content(server, chat_template_kwargs={"mood": "good"}) == "17 + 25 = 42."
     error = await error_of(server, CHAT, {**GREEDY, "chat_template_kwargs": {"tools": []}})
     assert (error["param"], "must not set tools" in error["message"]) == ("chat_template_kwargs", True)
+
+
+# --- completions
+
+
+STORY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
+
+ACCEPTED_STORY: dict[str, Any] = {
+    "metadata": {"a": "b"},
+    "safety_identifier": "c",
+    "store": False,
+    "service_tier": "default",
+    "prompt_cache_key": "d",
+    "prompt_cache_retention": "in_memory",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+}
+
+
+async def text_of(server: Server, **fields: Any) -> str:
+    reply = check_completion(await post(server, COMPLETIONS, {**STORY, **fields}))
+    return reply.choices[0].text
+
+
+async def test_accepted_fields_change_no_completion(server: Server) -> None:
+    plain = await post(server, COMPLETIONS, STORY)
+    for name, value in {**ACCEPTED_STORY, "best_of": 1, "n": 1, "echo": False}.items():
+        reply = await post(server, COMPLETIONS, {**STORY, name: value})
+        assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"])), name
+
+
+async def test_best_of_may_repeat_what_n_says(server: Server) -> None:
+    reply = await post(server, COMPLETIONS, {**STORY, "n": 2, "best_of": 2})
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    assert (await error_of(server, COMPLETIONS, {**STORY, "n": 2, "best_of": 3}))["param"] == "best_of"
+
+
+@pytest.mark.parametrize("has_usage", [False, True])
+async def test_chunks_of_a_completion_have_the_order_of_the_specification(server: Server, has_usage: bool) -> None:
+    body = {"prompt": ["1 + 1 =", "Once"], "n": 2, "temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    whole, chunks = await whole_and_chunks(server, COMPLETIONS, body, include_usage=has_usage)
+    assert chunks[0]["id"].startswith("cmpl-")
+    if has_usage:
+        usage = chunks.pop()
+        assert usage["choices"] == []
+        assert counts(usage["usage"]) == counts(whole["usage"]) == (len("1 + 1 =Once"), 20, 31)
+    assert all(chunk.get("usage") is None and len(chunk["choices"]) == 1 for chunk in chunks)
+
+
+async def test_the_end_token_can_be_ignored_or_be_any_token(server: Server) -> None:
+    body = {"prompt": [259, *b"Hello!", 257, 260], "temperature": 0, "max_tokens": 50}
+    ended = await post(server, COMPLETIONS, body)
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    longer = await post(server, COMPLETIONS, {**body, "ignore_eos": True})
+    assert longer["usage"]["completion_tokens"] == 50
+    assert longer["choices"][0]["text"].startswith(ended["choices"][0]["text"])
+    first = ended["choices"][0]["text"][0]
+    (stopped,) = (await post(server, COMPLETIONS, {**body, "stop_token_ids": [ord(first)]}))["choices"]
+    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", ord(first))
+
+
+async def test_prompts_that_are_the_same_are_answered_the_same_in_every_form(server: Server) -> None:
+    tokens = list(b"Once upon a time")
+    texts = [await text_of(server, prompt=prompt) for prompt in ("Once upon a time", tokens, [tokens])]
+    several = await post(server, COMPLETIONS, {**STORY, "prompt": [tokens, tokens]})
+    assert {*texts, *(choice["text"] for choice in several["choices"])} == {texts[0]}
+    assert several["usage"]["prompt_tokens"] == 2 * len(tokens)
+    assert several["usage"]["completion_tokens"] == 32

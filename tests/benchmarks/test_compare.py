@@ -1,5 +1,11 @@
-"""What a comparison computes: workloads, ceilings, medians and tables."""
+"""Comparisons of engines: the command with fake workers in every engine's place, what `--peer` may name, figures."""
 
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import compare
 import pytest
 from comparison.ceiling import (
     DEFAULT_WORKLOADS,
@@ -14,8 +20,131 @@ from comparison.ceiling import (
 )
 from comparison.contest import Score, Standing, Trial, record
 from comparison.report import table
+from peers.engines import Engine, UsageError
 
-from .fakes import FIELDS, SHAPE
+from tests.benchmarks.fakes import FAKE_WORKER, FIELDS, SETTINGS, SHAPE, RunScript
+
+# --- the command
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a configuration; the workers that measure it are fakes."""
+    monkeypatch.setattr(Engine, "command", lambda engine: [sys.executable, FAKE_WORKER, engine.kind])
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
+    return directory
+
+
+def test_a_comparison_ends_in_a_line_of_json(model: Path, tmp_path: Path, run_script: RunScript) -> None:
+    flags = ["--model", str(model), "--workloads", "2x4+3", "1x8+1", "--rounds", "2", "--json", str(tmp_path / "out")]
+    ran = run_script(compare, *flags, "--peer", "transformers", "--peer", f"vllm={sys.executable},raises=1")
+    report = ran.report
+    assert json.loads((tmp_path / "out").read_text(encoding="utf-8")) == report
+    assert "2x4+3, round 2, transformers: " in ran.err
+    assert ran.out.startswith("workload")
+
+    # A batch of one prompt is a start-up's too.
+    assert (ran.code, report["failed"]) == (1, True)
+    assert report["engines"]["vllm"]["failure"] == "did not start: RuntimeError: out of blocks"
+    assert [result["workload"] for result in report["results"]] == ["2x4+3", "1x8+1"]
+    assert len(report["results"][0]["engines"]["chairlift"]["seconds"]) == 2
+    assert len(report["results"][0]["machine_rates"]) == 3
+    assert report["results"][1]["unit"] == "prompt tokens/s"
+    assert report["settings"]["max_requests"] == 2
+    assert report["settings"]["max_prompt_tokens"] == 8
+    assert report["settings"]["cache_gigabytes"] == 1
+    assert report["machine"]["cores"] >= 1
+    assert report["engines"]["transformers"]["about"]["fake"] == "1.0"
+
+
+def test_all_well_is_exit_code_0(model: Path, run_script: RunScript) -> None:
+    assert run_script(compare, "--model", str(model), "--workloads", "2x4+3", "--rounds", "1").code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--peer", "vllm=/no/python"], "compare.py: --peer vllm: no executable file at /no/python\n"),
+        (
+            ["--peer", "transformers"] * 2,
+            "compare.py: --peer transformers: named twice; tell them apart with as=NAME\n",
+        ),
+    ],
+)
+def test_a_peer_that_is_not_there_is_one_line(flags: list[str], message: str, run_script: RunScript) -> None:
+    assert run_script(compare, *flags) == (2, "", message)
+
+
+def test_a_workload_that_is_none_is_refused(run_script: RunScript) -> None:
+    ran = run_script(compare, "--workloads", "8x128")
+    assert ran.code == 2
+    assert "'8x128' is no workload: write REQUESTSxPROMPT+OUTPUT" in ran.err
+
+
+# --- peers
+
+
+def test_a_peer_runs_in_its_own_python() -> None:
+    engine = Engine.parse(f"vllm={sys.executable},max_num_batched_tokens=2048,as=vllm-2k")
+    assert engine == Engine("vllm-2k", "vllm", sys.executable, {"max_num_batched_tokens": "2048"})
+    assert engine.command() == [sys.executable, "-m", "peers.workers.vllm_worker"]
+
+
+def test_transformers_may_run_in_ours() -> None:
+    assert Engine.parse("transformers") == Engine("transformers", "transformers", sys.executable)
+    assert Engine.parse("transformers-batch").options == {"batch": "1"}
+
+
+def test_llama_cpp_s_server_is_driven_by_our_python(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    engine = Engine.parse(f"llama.cpp={sys.executable},gguf={model}")
+    assert engine.python == sys.executable
+    assert engine.options == {"gguf": str(model), "binary": sys.executable}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("vlm=/bin/sh", "--peer vlm: no such peer; there are chairlift, transformers, transformers-batch, vllm"),
+        ("chairlift", "--peer chairlift: give it a name, as chairlift,as=NAME,SETTING=VALUE"),
+        ("vllm", "--peer vllm: name its Python, as vllm=/path/to/it"),
+        ("vllm=/no/python", "--peer vllm: no executable file at /no/python"),
+        ("llama.cpp=/bin/sh", "--peer llama.cpp: name its gguf, as llama.cpp=/bin/sh,gguf=PATH"),
+        ("llama.cpp=/bin/sh,gguf=/no/file", "--peer llama.cpp: nothing at /no/file"),
+        ("openvino=/bin/sh,hint=LATENCY", "--peer openvino: name its model"),
+        ("vllm=/bin/sh,fast", "--peer vllm: 'fast' is no option: write key=value"),
+        ("vllm=/bin/sh,preload=/bin/sh:/no/library", "--peer vllm: nothing at /no/library"),
+    ],
+)
+def test_what_is_not_there_is_named(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Engine.parse(text)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_workers_see_our_scripts_and_no_network() -> None:
+    environment = Engine.parse("transformers").environment(replace(SETTINGS, num_threads=2), {"PATH": "/bin"})
+    assert Path(environment["PYTHONPATH"]).name == "benchmarks"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["PATH"] == "/bin"
+
+
+def test_vllm_is_told_its_cores_and_cache_in_the_environment() -> None:
+    settings = replace(SETTINGS, num_threads=1, cache_gigabytes=3)
+    environment = Engine.parse("vllm=/bin/sh,preload=/bin/sh:/bin/ls").environment(settings, {})
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
+    assert "OMP_NUM_THREADS" not in environment
+    assert environment["LD_PRELOAD"] == "/bin/sh:/bin/ls"
+
+
+# --- workloads, ceilings, medians and tables
+
 
 STANDINGS = {
     "chairlift": Standing("chairlift", marks={"imports_done": 1.0, "first_token": 2.5}, peak_bytes=10**9),

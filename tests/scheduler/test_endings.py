@@ -20,6 +20,9 @@ class Words:
         self.left = list(tokens)
         self.is_ready = True
 
+    def foresee(self) -> None:
+        """It says nothing."""
+
     def advance(self, token_id: int) -> bool:
         if token_id != self.left.pop(0):
             raise ValueError(f"token {token_id} does not fit")

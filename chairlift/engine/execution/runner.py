@@ -8,7 +8,7 @@ device, by slot.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
@@ -20,6 +20,7 @@ from chairlift.engine.execution.forward import Forward
 from chairlift.engine.execution.graphs import ON_DEVICE, DecodeGraphs, LastTokens
 from chairlift.engine.sampling import Arrival, Places, bring, on_device, send, to_device, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, prepare_graph_sampling
+from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
 from chairlift.models.attention import BatchMetadata
 from chairlift.params import TokenLogprobs
@@ -235,15 +236,15 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> StepResult:
     """What each row gets of the outputs, now on the host; grammars see their tokens first."""
     sampled = [] if outputs.tokens is None else outputs.tokens.tolist()
     masks = None if outputs.sampling is None else outputs.sampling.masks
-    if masks is not None:
-        masks.take([steps[0] for steps in sampled])
     logprobs = iter(_logprobs_by_place(outputs))
     results = []
+    sampled_at: dict[int, RowResult] = {}  # by the place of its first token
     place = 0
     for index, row in enumerate(plan.rows):
         end = place + (1 + len(row.guess.tokens) if row.is_sampled else 0)
         drawn = [token for steps in sampled[place:end] for token in steps]
-        own = up_to_wrong(drawn, row.guess.tokens) if row.guess.tokens else drawn
+        own = drawn if masks is None else masks.in_time(place, drawn)
+        own = up_to_wrong(own, row.guess.tokens) if row.guess.tokens else own
         wants_logprobs = row.is_sampled and row.request.params.logprobs is not None
         result = RowResult(
             token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
@@ -252,13 +253,23 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> StepResult:
             error=_NOT_A_NUMBER if INVALID_TOKEN in own else None,
             has_bad_surplus=INVALID_TOKEN in drawn,
         )
-        if masks is not None and result.error is not None:
+        results.append(result)
+        if row.is_sampled:
+            sampled_at[place] = result
+        place = end
+    if masks is not None:
+        _show_to_grammars(sampled_at, masks)
+    return results
+
+
+def _show_to_grammars(results: Mapping[int, RowResult], masks: PendingMasks) -> None:
+    """By place: notes in them what their grammars make of them."""
+    masks.take({place: result.token_ids for place, result in results.items()})
+    for place, result in results.items():
+        if result.error is not None:
             result.error = masks.error_of(place) or result.error
             result.stop_reason = masks.stop_reason_of(place)
-        result.is_late = masks is not None and row.is_sampled and place in masks.late
-        results.append(result)
-        place = end
-    return results
+        result.is_late = place in masks.late
 
 
 def _results_without_memory(plan: StepPlan) -> StepResult:

@@ -44,7 +44,8 @@ class PenaltyState:
             assert request.slot is not None, "a request without a slot is sampled"
             # A row that needs its newest token keeps one token of a launch, but all were counted.
             owner = self._owners.get(request.slot)
-            if owner is None or owner() is not request or request.needs_newest_token:
+            is_new = owner is None or owner() is not request or request.needs_newest_token
+            if is_new and request.slot not in slots[-1:]:  # once for all rows of a guess
                 self._start(request, request.slot)
             slots.append(request.slot)
         for slot in {slots[index] for index, row in enumerate(rows) if row in guessed}:

@@ -151,7 +151,7 @@ class Sampler:
         """Gathers the parameters of the rows that will be sampled, once per launch."""
         wanting = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         return SamplingBatch(
-            masks=PendingMasks.of([request.grammar for request in requests]),
+            masks=PendingMasks.of([request.grammar for request in requests], guessed),
             logprob_rows=to_device(wanting, torch.int64, self._device) if wanting else None,
             num_top_logprobs=[requests[row].params.logprobs or 0 for row in wanting],
             additions=self._additions(requests, num_steps, guessed),

@@ -101,7 +101,7 @@ def serve(arguments: Sequence[str]) -> int:
     import asyncio
 
     from chairlift.api.http.access import check_access
-    from chairlift.api.http.connections import Listener
+    from chairlift.api.http.listening import Listener
     from chairlift.api.telemetry.log import set_up_logging
 
     set_up_logging(config.log_format)

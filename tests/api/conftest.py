@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from chairlift.api import ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.http.connections import Listener
+from chairlift.api.http.listening import Listener
 from chairlift.api.server import make_runner, start
 from chairlift.api.tools import ToolFamily
 from chairlift.engine.async_llm import AsyncLLM

@@ -25,7 +25,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from chairlift.api import ServerConfig
 from chairlift.api.http.access import KeyLimits, KeyRing, gather_keys, read_keys
-from chairlift.api.http.connections import Listener, tls_context
+from chairlift.api.http.listening import Listener, tls_context
 from chairlift.commands import serve_command
 from chairlift.errors import ConfigurationError
 from chairlift.flags import read_settings

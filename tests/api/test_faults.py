@@ -14,7 +14,7 @@ import torch
 from openai import AsyncOpenAI
 
 from chairlift.api import ServerConfig
-from chairlift.api.http.connections import Listener
+from chairlift.api.http.listening import Listener
 from chairlift.api.server import serve
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.text.outputs import GenerationState

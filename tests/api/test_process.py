@@ -14,7 +14,7 @@ import pytest
 
 from chairlift.__main__ import main
 from chairlift.api import ServerConfig
-from chairlift.api.http.connections import Listener
+from chairlift.api.http.listening import Listener
 from chairlift.errors import ConfigurationError
 from tests.support.server_process import SERVE, Process, long_stream, run_to_end, running
 
@@ -73,9 +73,9 @@ async def test_all_addresses_of_a_name_are_taken_at_one_port_and_who_listens_fir
         config = ServerConfig(host="localhost", port=port)
         words = f"cannot listen on localhost:{port}: .*; choose another --host or --port"
         with Listener(config) as late:  # the system lets several take an address on which nobody listens yet
-            await first.accept(asyncio.Protocol)
+            first.accept(asyncio.Protocol)
             with pytest.raises(ConfigurationError, match=words):
-                await late.accept(asyncio.Protocol)
+                late.accept(asyncio.Protocol)
         with pytest.raises(ConfigurationError, match=words):
             Listener(config)
 

@@ -14,10 +14,12 @@ from openai import AsyncOpenAI
 from openai.types.completion_usage import PromptTokensDetails
 
 from chairlift.api import ServerConfig
-from chairlift.api.replies import BLANK, EventStream, TextEvent, event
+from chairlift.api.replies import BLANK, EventStream, TextEvent, anthropic, event, responses
+from chairlift.api.replies.answer import Call
 from chairlift.api.wire import Usage
+from chairlift.api.wire.anthropic_message import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
 from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
-from chairlift.api.wire.response_object import ResponseUsage
+from chairlift.api.wire.response_object import Event, EventType, ResponseUsage
 from chairlift.params import CompletionOutput, RequestOutput
 from tests.api.conftest import Server, in_loop
 from tests.api.contract import (
@@ -76,13 +78,44 @@ async def test_a_completion(server: Server) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ['"', "\\", "\0", "\x1f\x7f", "é日😀\u2028", "</script>", "%s {} \\u0000", ""])
+TEXTS = ['"', "\\", "\0", "\x1f\x7f", "é日😀\u2028", "</script>", "%s {} \\u0000", '"sequence_number":0', ""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_any_text(text: str) -> None:
     def chunk(content: str) -> ChatCompletionChunk:
         delta = Delta(reasoning=content, reasoning_content=content)
         return ChatCompletionChunk(id="a", created=1, model="b", choices=[ChatChunkChoice(index=0, delta=delta)])
 
     assert TextEvent(chunk(BLANK)).of(text) == event(chunk(text))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_a_block_of_a_message_has_more(text: str) -> None:
+    told: dict[anthropic._Kind, TextDelta | ThinkingDelta | InputJsonDelta] = {
+        "text": TextDelta(text=text),
+        "thinking": ThinkingDelta(thinking=text),
+        "tool_use": InputJsonDelta(partial_json=text),
+    }
+    for kind, delta in told.items():
+        block = anthropic._OpenBlock(3, kind, Call("add") if kind == "tool_use" else None)
+        block.add("before")
+        expected = event(ContentBlockDelta(index=3, delta=delta), "content_block_delta")
+        assert anthropic._send(block.add(text)) == [expected]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_an_item_of_a_response_has_more(text: str) -> None:
+    more: dict[responses._Kind, tuple[EventType, dict[str, Any]]] = {
+        "message": ("response.output_text.delta", {"content_index": 0, "logprobs": []}),
+        "reasoning": ("response.reasoning_text.delta", {"content_index": 0}),
+        "function_call": ("response.function_call_arguments.delta", {}),
+    }
+    for kind, (name, fields) in more.items():
+        item = responses._OpenItem(2, kind, Call("add") if kind == "function_call" else None)
+        item.add("before", [])
+        expected = Event(type=name, sequence_number=7, item_id=item.id, output_index=2, delta=text, **fields)
+        assert responses._numbered(item.add(text, []), 7) == event(expected, name)
 
 
 async def test_a_stream_leaves_nothing_to_the_garbage_collector(server: Server) -> None:

@@ -238,6 +238,21 @@ def test_a_burst_of_requests_is_answered_beside_the_streams_of_others(target: Ta
     target.withstand(lambda attacker: attacker.fire_at_once(shots))
 
 
+def test_a_burst_on_open_connections_is_answered_beside_the_streams_of_others(target: Target) -> None:
+    raw = Shot(TOKENIZE, HELLO.replace(b',"max_tokens":1', b"")).raw()
+
+    async def burst(attacker: Attacker) -> None:
+        connections = [await attacker.connect() for _ in range(1000)]
+        for _, writer in connections:
+            writer.write(raw)
+        replies = await asyncio.gather(*(reader.read() for reader, _ in connections))
+        assert all(reply.startswith(b"HTTP/1.1 200") for reply in replies)
+        for _, writer in connections:
+            writer.close()
+
+    target.withstand(burst)
+
+
 # Headers
 
 

@@ -369,14 +369,15 @@ def test_an_interrupt_amid_what_is_owed_leaves_none_of_it_out(monkeypatch: pytes
     manager.blocks[0].normal_()
     zero, scrubbed = manager._clear_blocks, []
 
-    def interrupted(slot: int, start: int) -> None:
+    def interrupted(slot: int, start: int, end: int) -> None:
         scrubbed.append(slot)
         if len(scrubbed) == 2:
             raise KeyboardInterrupt
-        zero(slot, start)
+        zero(slot, start, end)
 
     monkeypatch.setattr(manager, "_clear_blocks", interrupted)
-    for slot in range(3):
+    for slot in manager.claim(3):
+        manager.hold(slot, 32)
         manager.scrub(slot, 0)
     with pytest.raises(KeyboardInterrupt):
         manager.settle()

@@ -77,9 +77,9 @@ def test_what_is_cleared_reads_as_zeros_and_nothing_else_does(
     memory = DenseMemory(shape, torch.float32, CPU) if is_dense else MappedMemory(shape, torch.float32)
     memory.blocks.fill_(7)
     for slot in (1, 3):
-        memory.clear(slot, start)
+        memory.clear(slot, start, 96)
     expected = torch.full(shape, 7.0)
-    expected[[1, 3], :, :, start:] = 0
+    expected[[1, 3], :, :, start : 96 if is_dense else None] = 0  # where it costs nothing, to the end of the slot
     assert torch.equal(memory.blocks, expected)
 
 
@@ -104,11 +104,11 @@ def test_whole_pages_of_what_is_cleared_are_given_back() -> None:
     memory = MappedMemory(SHAPE, torch.float32)
     memory.blocks.fill_(7)
     assert memory.num_resident() == 4 * 6 * 8 * mmap.PAGESIZE
-    memory.clear(2, 128)
+    memory.clear(2, 128, 160)
     assert memory.num_resident() == (3 * 6 * 8 + 6 * 4) * mmap.PAGESIZE
-    memory.clear(2, 127)  # the page with token 127 has earlier ones, too
+    memory.clear(2, 127, 160)  # the page with token 127 has earlier ones, too
     assert memory.num_resident() == (3 * 6 * 8 + 6 * 4) * mmap.PAGESIZE
-    memory.clear(2, 0)
+    memory.clear(2, 0, 160)
     assert memory.num_resident() == 3 * 6 * 8 * mmap.PAGESIZE
 
 
@@ -200,9 +200,9 @@ def test_memory_stays_where_it_was_until_it_is_wanted_elsewhere() -> None:
     ledger.release(first)
     assert list(ledger.owed) == []
     write(ledger, second, 64)
-    assert list(ledger.owed) == [Scrub(first, 0)]  # 16 chunks at a time, or all that there are
+    assert list(ledger.owed) == [Scrub(first, 0, 256)]  # 16 chunks at a time, or all that there are
     write(ledger, second, 192)
-    assert list(ledger.owed) == [Scrub(first, 0)]
+    assert list(ledger.owed) == [Scrub(first, 0, 256)]
 
 
 def test_of_a_warm_slot_the_rest_is_given_back_when_memory_is_wanted() -> None:
@@ -211,7 +211,7 @@ def test_of_a_warm_slot_the_rest_is_given_back_when_memory_is_wanted() -> None:
     write(ledger, first, 256)
     ledger.release(first, 70)
     write(ledger, second, 150)
-    assert list(ledger.owed) == [Scrub(first, 128)]
+    assert list(ledger.owed) == [Scrub(first, 128, 256)]
     assert use_of(ledger) == (3, 2, 0)
 
 
@@ -224,7 +224,7 @@ def test_what_warm_slots_must_give_up_is_said_and_nothing_changes() -> None:
     assert use_of(ledger) == (0, 4, 1)
     ledger.shrink_warm(first, 128)
     assert ledger.hold(second, 190) == 0
-    assert (use_of(ledger), list(ledger.owed)) == ((3, 2, 0), [Scrub(first, 128)])
+    assert (use_of(ledger), list(ledger.owed)) == ((3, 2, 0), [Scrub(first, 128, 256)])
     assert ledger.warm == {first: 128}
 
 
@@ -276,7 +276,7 @@ def test_all_that_nobody_holds_can_be_given_back() -> None:
     ledger.release(slots[0])
     ledger.release(slots[1], 64)
     ledger.give_back()
-    assert list(ledger.owed) == [Scrub(slots[1], 64), Scrub(slots[0], 0)]
+    assert list(ledger.owed) == [Scrub(slots[1], 64, 256), Scrub(slots[0], 0, 256)]
     ledger.give_back()
     assert len(ledger.owed) == 2
     assert use_of(ledger) == (4, 1, 11)

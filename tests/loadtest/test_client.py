@@ -303,6 +303,20 @@ def test_usage_is_taken_for_what_it_says(usage: bytes, counts: tuple[int | None,
 
 
 @pytest.mark.parametrize(
+    ("details", "counts"),
+    [
+        (b"null", (None, None, 0)),
+        (b'{"reasoning_tokens": 3}', (None, None, 0)),
+        (b'{"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}', (5, 2, 7)),
+        (b'{"accepted_prediction_tokens": 5}', (5, None, 5)),
+    ],
+)
+def test_usage_tells_what_the_server_guessed(details: bytes, counts: tuple[int | None, ...]) -> None:
+    record = record_of((b'{"choices": [], "usage": {"completion_tokens_details": %s}}' % details, 2.0))
+    assert (record.usage_accepted_tokens, record.usage_rejected_tokens, record.guessed_tokens) == counts
+
+
+@pytest.mark.parametrize(
     "event",
     [
         b"{",

@@ -25,7 +25,7 @@ from aiohttp import web
 from chairlift.api import ServerConfig
 from chairlift.api.app import Api
 from chairlift.api.errors import Handler
-from chairlift.api.http.connections import Listener
+from chairlift.api.http.listening import Listener
 from chairlift.api.server import make_runner, start
 from chairlift.engine.async_llm import AsyncLLM
 

@@ -195,7 +195,7 @@ class EngineCore:
         self._launches.popleft()
         seconds = self._journal.note_launch(launch.plan, launch.begin)
         if self._speculation is not None:
-            self._speculation.note_launch(launch.plan, seconds)
+            self._speculation.note_launch(launch.plan, self.ranks.agree(seconds))
         if self._is_steps_auto and launch.plan.is_decode:
             most = self.config.max_steps_per_launch
             self._scheduler.max_steps = steps_that_fit(seconds / launch.plan.num_steps, most)

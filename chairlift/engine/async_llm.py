@@ -11,10 +11,18 @@ from uuid import uuid4
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.journal import EngineStats, Snapshot
-from chairlift.engine.text.inputs import DEFAULT_CHAT, DEFAULT_TEXT, Generation, InputProcessor, Prompt, TextOptions
+from chairlift.engine.text.inputs import (
+    DEFAULT_CHAT,
+    DEFAULT_TEXT,
+    Generation,
+    Grammars,
+    InputProcessor,
+    Prompt,
+    TextOptions,
+)
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Message
-from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Stop, Update
+from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Port, Stop, Update, describe_death
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
@@ -80,9 +88,20 @@ class AsyncLLM:
         `config`: fields of `EngineConfig`.
         """
         self._core = EngineCore(EngineConfig(model=model, **config))
-        self._engine: Engine = LocalEngine(self._core)
-        self.config = self._engine.config
-        self.inputs = InputProcessor(self.config, self._engine.vocab_size)
+        self._use(LocalEngine(self._core))
+
+    @classmethod
+    def of(cls, engine: Engine, grammars: Grammars, seed_stream: int) -> Self:
+        """With an engine that others use as well; see `InputProcessor`."""
+        llm = cls.__new__(cls)
+        llm._use(engine, grammars, seed_stream)
+        llm._usable_engine()  # which may die before the first request
+        return llm
+
+    def _use(self, engine: Engine, grammars: Grammars | None = None, seed_stream: int = 0) -> None:
+        self._engine = engine
+        self.config = engine.config
+        self.inputs = InputProcessor(self.config, engine.vocab_size, grammars, seed_stream)
         self.inputs.vocabulary.load()  # later, all requests would wait for that
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._mailboxes: dict[str, _Mailbox] = {}  # by the generation's id; those that run together share one
@@ -97,6 +116,13 @@ class AsyncLLM:
     def is_healthy(self) -> bool:
         """True while new requests are served."""
         return self.death is None and not self._is_closed and self._engine.is_alive
+
+    def connect(self, wake: Callable[[], None]) -> Port:
+        """For one more reader of an engine in this process; see `EngineThread.connect`."""
+        engine = self._usable_engine()
+        assert isinstance(engine, LocalEngine), "an engine in another process has lines of its own"
+        assert engine.thread is not None, "it was started"
+        return engine.thread.connect(wake)
 
     @property
     def num_unfinished(self) -> int:
@@ -249,7 +275,7 @@ class AsyncLLM:
     def _usable_engine(self) -> Engine:
         """The engine, which starts with the first request, and with it the watch over it."""
         if self.death is not None:
-            raise EngineDead(f"the engine died: {_describe(self.death)}")
+            raise EngineDead(f"the engine died: {describe_death(self.death)}")
         if self._is_closed:
             raise EngineClosed("the engine was closed")
         if not self._is_started:
@@ -298,9 +324,9 @@ class AsyncLLM:
     def _die(self, error: BaseException) -> None:
         if self.death is not None:
             return
-        logger.critical("the engine is dead: %s", _describe(error))
+        logger.critical("the engine is dead: %s", describe_death(error))
         self.death = error
-        self._fail_all(EngineDead(_describe(error)))
+        self._fail_all(EngineDead(describe_death(error)))
         self.died.set()
         self._engine.send(Stop())
 
@@ -310,10 +336,6 @@ class AsyncLLM:
         for answer in self._answers:
             if not answer.done():
                 answer.set_exception(error)
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, EngineDead) else f"a step failed: {type(error).__name__}: {error}"
 
 
 def _retrieve(future: asyncio.Future[_Result]) -> None:

@@ -141,7 +141,8 @@ class Port:
         self._lock = threading.Lock()  # of the next two
         self._untaken = Update()
         self._is_told = False  # the reader knows that there are, or may be, news
-        self.held: set[str] = set()  # sequences that rest; the engine thread's
+        self.num_open = 0  # sequences that have not ended; this and the next are the engine thread's
+        self.held: set[str] = set()  # those of them that rest
 
     @property
     def is_behind(self) -> bool:
@@ -233,7 +234,8 @@ class EngineThread:
 
     @property
     def _can_step(self) -> bool:
-        return self._core.has_work and not all(port.is_behind for port in self._ports)
+        behind = [port.is_behind for port in self._ports if port.num_open]
+        return self._core.has_work and not (behind and all(behind))
 
     def _turn(self) -> bool:
         """Obeys what has come in, then takes one step. False after `Stop`."""
@@ -255,7 +257,9 @@ class EngineThread:
         for event in events:
             updates[self._ports_of[event.request_id]].events.append(event)
             if event.finish_reason is not None:
-                self._ports_of.pop(event.request_id).held.discard(event.request_id)
+                port = self._ports_of.pop(event.request_id)
+                port.num_open -= 1
+                port.held.discard(event.request_id)
 
     def _tell(self, updates: defaultdict[Port, Update]) -> None:
         for port, update in updates.items():
@@ -303,6 +307,7 @@ class EngineThread:
                 try:
                     self._sort(self._core.add(*command.requests), updates)
                     self._ports_of.update(dict.fromkeys(names, port))
+                    port.num_open += len(names)
                 except (QueueFull, ValueError) as error:
                     updates[port].rejections.append(Rejection(names, error))
             case Leave():
@@ -355,3 +360,8 @@ class LocalEngine:
             else:
                 logger.error("the engine thread did not stop; it is left behind")
         await asyncio.to_thread(self._core.ranks.close)
+
+
+def describe_death(error: BaseException) -> str:
+    """Why an engine does nothing any more, in words."""
+    return str(error) if isinstance(error, EngineDead) else f"a step failed: {type(error).__name__}: {error}"

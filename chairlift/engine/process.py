@@ -1,0 +1,426 @@
+"""The seams between processes: an engine here, and its readers, API workers, at the other ends of sockets.
+
+    worker: AsyncLLM -> Link  === Unix socket ===  Line -> Port -> EngineThread: the engine's process
+
+`Link` is an `Engine` to the worker, and `Line` a reader to the engine. A message is its length in four bytes, then a
+pickle: both ends run one program. One update at a time is under way to a worker, the next when it has taken that; what
+comes meanwhile gathers in the port. Tokens travel in columns. Beside the seams, each end may ask the other by name.
+
+Grammars stay with the engine, which compiles them: a worker has a number instead, and as long as it has that the
+engine keeps the grammar. A worker that dies closes its socket, and all that it ran ends.
+"""
+
+import asyncio
+import inspect
+import logging
+import pickle
+import socket
+import struct
+import weakref
+from array import array
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, NoReturn
+
+from chairlift.config import ResolvedConfig
+from chairlift.engine.async_llm import AsyncLLM
+from chairlift.engine.journal import EngineStats
+from chairlift.engine.text.grammar import Thinking
+from chairlift.engine.thread import Abort, Add, Call, Command, Leave, Rejection, Taken, Update, describe_death
+from chairlift.errors import ChairliftError, EngineClosed, EngineDead, RequestFailed
+from chairlift.params import StructuredOutputs
+from chairlift.scheduler import Grammar, Request, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+
+Service = Callable[..., Any]
+"""What one end offers the other: a function, whose result, an awaitable's if it is one, travels back."""
+
+
+# --- messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    number: int
+    name: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    number: int
+    answer: Any
+    error: Exception | None
+
+
+@dataclass(frozen=True, slots=True)
+class _NumberedAdd:
+    """`Add`, with the numbers that stand for its sequences from here on, by their names."""
+
+    requests: list[Request]
+    numbers: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    """The worker needs that grammar no more."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class PackedUpdate:
+    """An `Update` in columns, a row for each event. One that is not plain has no count and stands in `others`."""
+
+    numbers: "array[int]" = field(default_factory=lambda: array("I"))
+    counts: "array[int]" = field(default_factory=lambda: array("H"))  # of tokens
+    seconds: "array[float]" = field(default_factory=lambda: array("d"))
+    tokens: "array[int]" = field(default_factory=lambda: array("I"))  # of all events, one after the other
+    others: list[TokenEvent] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+    death: EngineDead | None = None
+
+    @classmethod
+    def of(cls, update: Update, numbers: dict[str, int]) -> "PackedUpdate":
+        """`numbers`: of sequences; those that end are removed."""
+        packed = cls(rejections=update.rejections)
+        if update.death is not None:
+            packed.death = EngineDead(describe_death(update.death))
+        for event in update.events:
+            if _is_plain(event):
+                packed.numbers.append(numbers[event.request_id])
+                packed.counts.append(len(event.new_token_ids))
+                packed.seconds.append(event.token_seconds or 0.0)
+                packed.tokens.extend(event.new_token_ids)
+            else:
+                packed.numbers.append(0)
+                packed.counts.append(0)
+                packed.others.append(event)
+        for name in packed.ended:
+            del numbers[name]
+        return packed
+
+    @property
+    def ended(self) -> list[str]:
+        """Sequences of which there will be no more news."""
+        rejected = [name for rejection in self.rejections for name in rejection.request_ids]
+        return rejected + [event.request_id for event in self.others if event.finish_reason is not None]
+
+    def unpack(self, names: dict[int, str]) -> Update:
+        """`names`: of sequences by their numbers; see `of`."""
+        events, others, tokens, end = list[TokenEvent](), iter(self.others), self.tokens.tolist(), 0
+        seconds = iter(self.seconds)
+        for number, num_tokens in zip(self.numbers, self.counts, strict=True):
+            if num_tokens:
+                begin, end = end, end + num_tokens
+                events.append(TokenEvent(names[number], tokens[begin:end], None, token_seconds=next(seconds)))
+            else:
+                events.append(next(others))
+        return Update(events, self.rejections, self.death)
+
+
+def _is_plain(event: TokenEvent) -> bool:
+    """Whether it says no more than tokens: neither a sequence's beginning nor its end."""
+    if event.times is not None or event.finish_reason is not None or not event.new_token_ids:
+        return False
+    return event.token_seconds is not None and not (event.logprobs or event.prompt_logprobs or event.num_drafted)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class EnginesGrammar:
+    """A worker's word for a compiled grammar, as a request's `new_grammar`."""
+
+    number: int
+
+    def __call__(self) -> NoReturn:
+        raise AssertionError("only the engine's process can start it")
+
+
+# --- both ends
+
+
+class Peer(asyncio.Protocol):
+    """One end of a socket between processes. For one event loop."""
+
+    def __init__(self, services: Mapping[str, Service]) -> None:
+        self._services = dict(services)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = count()
+        self._replies: set[asyncio.Task[None]] = set()
+        self._received = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+        self.lost = asyncio.Event()
+
+    def offer(self, name: str, service: Service) -> None:
+        """One more."""
+        self._services[name] = service
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport), "of a socket"
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            message = pickle.loads(bytes(self._received[_LENGTH.size : end]))
+            del self._received[:end]
+            self._receive(message)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.lost.set()
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(EngineClosed("the process at the other end is gone"))
+
+    def post(self, message: object) -> None:
+        """Sends it, unless the other end is gone, which `lost` tells."""
+        if self._transport is not None and not self.lost.is_set():
+            data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+            self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def ask(self, name: str, *args: Any) -> "asyncio.Future[Any]":
+        """What the other end's service says, or raises. `EngineClosed` if the other end is gone."""
+        answer = asyncio.get_running_loop().create_future()
+        if self.lost.is_set():
+            answer.set_exception(EngineClosed("the process at the other end is gone"))
+            return answer
+        number = next(self._numbers)
+        self._asked[number] = answer
+        answer.add_done_callback(lambda done: self._forget(number, done))
+        self.post(_Ask(number, name, args))
+        return answer
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _forget(self, number: int, answer: "asyncio.Future[Any]") -> None:
+        self._asked.pop(number)
+        if not answer.cancelled():
+            answer.exception()  # who asked may have left
+
+    def _receive(self, message: object) -> None:
+        match message:
+            case _Ask():
+                reply = asyncio.get_running_loop().create_task(self._reply(message))
+                self._replies.add(reply)
+                reply.add_done_callback(self._replies.discard)
+            case _Told() if (asked := self._asked.get(message.number)) is not None and not asked.done():
+                if message.error is None:
+                    asked.set_result(message.answer)
+                else:
+                    asked.set_exception(message.error)
+
+    async def _reply(self, ask: _Ask) -> None:
+        answer, problem = None, None
+        try:
+            answer = self._services[ask.name](*ask.args)
+            if inspect.isawaitable(answer):
+                answer = await answer
+        except ChairliftError as error:
+            problem = error
+        except Exception as error:
+            logger.error("answering %s failed", ask.name, exc_info=error)
+            answer, problem = None, RequestFailed(f"{ask.name} failed: {type(error).__name__}: {error}")
+        self.post(_Told(ask.number, answer, problem))
+
+
+def read_message(connection: socket.socket) -> object:
+    """The first message, from a socket that has no `Peer` yet; `EngineClosed` if there will be none."""
+    (length,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
+    return pickle.loads(_read_exactly(connection, length))
+
+
+def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        piece = connection.recv(num_bytes - len(data))
+        if not piece:
+            raise EngineClosed("the process at the other end is gone")
+        data += piece
+    return data
+
+
+# --- the worker's end
+
+
+class Link(Peer):
+    """An engine in another process; see `Engine`, all of which is for the event loop."""
+
+    def __init__(
+        self, config: ResolvedConfig, vocab_size: int, stats: EngineStats, services: Mapping[str, Service]
+    ) -> None:
+        """`stats`: as of now; `services`: for the engine's process."""
+        super().__init__(services)
+        self.config = config
+        self.vocab_size = vocab_size
+        self.stats = stats  # the newest that are known
+        self.grammars = _Grammars(self)
+        self._wake: Callable[[], None] = lambda: None
+        self._packed: PackedUpdate | None = None
+        self._is_told = False
+        self._serials = count(1)
+        self._names: dict[int, str] = {}  # of sequences, by number
+        self._numbers_of: dict[str, int] = {}  # and the other way
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.lost.is_set()
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def send(self, command: Command) -> None:
+        match command:
+            case Add():
+                numbers = {request.request_id: next(self._serials) for request in command.requests}
+                self._numbers_of |= numbers
+                self._names |= {number: name for name, number in numbers.items()}
+                self.post(_NumberedAdd(command.requests, numbers))
+            case Abort():
+                self.post(command)
+            case Call():
+                asked = self.ask(command.function.__name__)
+                asked.add_done_callback(lambda done: _deliver(done, command.deliver))
+            case _:
+                pass  # the engine does not stop for one of its readers
+
+    def take(self) -> Update:
+        packed, self._packed = self._packed, None
+        self._is_told = packed is not None
+        if packed is None:
+            return Update()
+        self.post(Taken())
+        update = packed.unpack(self._names)
+        for name in packed.ended:
+            del self._names[self._numbers_of.pop(name)]
+        return update
+
+    def read_stats(self) -> EngineStats:
+        return self.stats
+
+    async def until_dead(self) -> EngineDead:
+        await self.lost.wait()
+        return EngineDead("the engine's process is gone")
+
+    async def close(self, *, waits: bool = True) -> None:
+        """Nothing: the socket is there until its process ends."""
+
+    def _receive(self, message: object) -> None:
+        if not isinstance(message, PackedUpdate):
+            super()._receive(message)
+            return
+        self._packed = message
+        if not self._is_told:
+            self._is_told = True
+            self._wake()
+
+
+def _deliver(answer: "asyncio.Future[Any]", deliver: Callable[[Any], None]) -> None:
+    """What is no answer means that the engine is dead, of which there are other news."""
+    if not answer.cancelled() and answer.exception() is None:
+        deliver(answer.result())
+
+
+class _Grammars:
+    """The engine's compiler, from a worker; see `inputs.Grammars`."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[EnginesGrammar]":
+        """On the event loop. The engine keeps it for as long as the result is there."""
+        compiled: Future[EnginesGrammar] = Future()
+        loop = asyncio.get_running_loop()
+
+        def keep(done: "asyncio.Future[int]") -> None:
+            if done.cancelled() or (problem := done.exception()) is not None:
+                compiled.set_exception(EngineClosed("cancelled") if done.cancelled() else problem)
+                return
+            grammar = EnginesGrammar(done.result())
+            weakref.finalize(grammar, _call_in, loop, self._link.post, _Release(grammar.number)).atexit = False
+            compiled.set_result(grammar)
+
+        self._link.ask("compile", outputs, thinking).add_done_callback(keep)
+        return compiled
+
+    def starter(self, compiled: EnginesGrammar) -> EnginesGrammar:
+        return compiled
+
+    def close(self) -> None:
+        """Nothing: it is the engine's."""
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
+    """From any thread."""
+    with suppress(RuntimeError):  # the loop was closed meanwhile
+        loop.call_soon_threadsafe(function, *args)
+
+
+# --- the engine's end
+
+
+class Line(Peer):
+    """A worker, as a reader of the engine."""
+
+    def __init__(self, llm: AsyncLLM, services: Mapping[str, Service]) -> None:
+        """`services`: for the worker, beside those of the engine. It is connected when it has a socket."""
+        of_engine = {"take_snapshot": llm.take_snapshot, "reset_prefix_cache": llm.reset_prefix_cache}
+        super().__init__({**of_engine, "compile": self._compile, **services})
+        loop = asyncio.get_running_loop()
+        self._grammars = llm.inputs.grammars
+        self._kept: dict[int, Callable[[], Grammar]] = {}  # grammars that the worker has numbers of
+        self._serials = count()
+        self._numbers_of: dict[str, int] = {}  # of sequences
+        self._is_full = False  # an update is under way
+        self._port = llm.connect(lambda: _call_in(loop, self._flush))
+
+    def tell_death(self, death: BaseException) -> None:
+        """Of which a thread that hangs says nothing."""
+        self.post(PackedUpdate(death=EngineDead(describe_death(death))))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._port.send(Leave())
+        self._kept.clear()
+
+    def _receive(self, message: object) -> None:
+        match message:
+            case Taken():
+                self._is_full = False
+                self._flush()
+            case Abort():
+                self._port.send(message)
+            case _NumberedAdd():
+                self._numbers_of |= message.numbers
+                self._port.send(Add([self._with_grammar(request) for request in message.requests]))
+            case _Release():
+                self._kept.pop(message.number, None)
+            case _:
+                super()._receive(message)
+
+    def _flush(self) -> None:
+        """Sends what there is, unless the worker has not taken what was sent before."""
+        if not self._is_full and not self.lost.is_set() and (update := self._port.take()):
+            self._is_full = True
+            self.post(PackedUpdate.of(update, self._numbers_of))
+
+    def _with_grammar(self, request: Request) -> Request:
+        if not isinstance(request.new_grammar, EnginesGrammar):
+            return request
+        return replace(request, new_grammar=self._kept[request.new_grammar.number])
+
+    async def _compile(self, outputs: StructuredOutputs, thinking: Thinking | None) -> int:
+        shared = asyncio.wrap_future(self._grammars.compile(outputs, thinking))
+        number = next(self._serials)
+        self._kept[number] = self._grammars.starter(await asyncio.shield(shared))
+        return number

@@ -100,7 +100,7 @@ class AsyncLLM:
 
     def _use(self, engine: Engine, grammars: Grammars | None = None, seed_stream: int = 0) -> None:
         self._engine = engine
-        self.config = engine.config
+        self.config, self.vocab_size = engine.config, engine.vocab_size
         self.inputs = InputProcessor(self.config, engine.vocab_size, grammars, seed_stream)
         self.inputs.vocabulary.load()  # later, all requests would wait for that
         self._outputs = OutputProcessor(self.inputs.tokenizer)

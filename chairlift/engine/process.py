@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from chairlift.config import ResolvedConfig
 from chairlift.engine.async_llm import AsyncLLM
@@ -162,8 +162,7 @@ class Peer(asyncio.Protocol):
         self._services[name] = service
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport), "of a socket"
-        self._transport = transport
+        self._transport = cast("asyncio.WriteTransport", transport)  # which uvloop's is, without saying so
 
     def data_received(self, data: bytes) -> None:
         self._received += data

@@ -95,12 +95,19 @@ class Nursery:
         """
         if not IS_POSSIBLE:
             raise ConfigurationError("api_workers: this system has no fork; leave it out, or set it to 1")
+        self._program = program
+        self._start()
+
+    def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = start_interpreter(program.format(theirs.fileno()), theirs.fileno())
+            self._process = start_interpreter(self._program.format(theirs.fileno()), theirs.fileno())
 
     def bear(self) -> socket.socket:
-        """The socket of a new worker. What goes wrong closes it."""
+        """The socket of a new worker, which is closed when the worker has ended, or if it cannot be started."""
+        if self._process.poll() is not None:  # somebody has killed it
+            self._socket.close()
+            self._start()
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._socket, [b"\0"], [theirs.fileno()])

@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 
 from chairlift import AsyncLLM, SamplingParams
-from chairlift.engine.thread import MAX_STEPS_AHEAD, Abort, Stop
+from chairlift.engine.thread import MAX_STEPS_AHEAD, Abort, Add, Leave, Stop
 from chairlift.params import RequestOutput
+from chairlift.scheduler import TokenEvent
 from tests.engine.async_support import (
     DEADLINE_S,
     LONG,
@@ -108,6 +109,26 @@ async def test_the_loop_is_woken_once_for_all_that_it_has_not_taken(tiny: str) -
         block_until_behind(engine)
         assert num_wakes - num_before <= 1  # for eight steps
         assert len((await task).outputs[0].token_ids) == 200
+
+
+async def test_the_rows_of_a_reader_that_is_behind_rest_while_others_go_on_and_end_when_it_leaves(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        slow = engine.connect(lambda: None)
+        first, second = [await engine.prepare("hi", LONG) for _ in range(2)]
+        slow.send(Add(first.requests))
+        assert len((await last(engine.generate("hi", LONG))).outputs[0].token_ids) == 200
+        await wait_until(lambda: thread_of(engine).progress is None, "only the slow reader's row is left")
+        assert slow._untaken.num_parts == MAX_STEPS_AHEAD
+        events = list[TokenEvent]()
+        while not events or events[-1].finish_reason is None:
+            events += slow.take().events
+            await asyncio.sleep(0)
+        assert sum(len(event.new_token_ids) for event in events) == 200
+        slow.send(Add(second.requests))
+        await wait_until(lambda: engine._core.cache.slots_remaining == 1, "it runs")
+        slow.send(Leave())
+        await wait_until_idle(engine)
+        assert (await last(engine.generate("hi", GREEDY))).finished
 
 
 async def test_who_wants_no_steps_is_told_of_the_beginning_and_the_end(tiny: str) -> None:

@@ -23,7 +23,7 @@ from statistics import median
 
 from harness import US_PER_S, make_request, medians, time_calls, timed_step
 from machine import print_report
-from simulation.events import Clock
+from simulation.simulation import Clock
 from simulation.workload import text
 
 from chairlift.cache.ledger import SlotLedger

@@ -17,8 +17,8 @@ from time import perf_counter
 from machine import print_report
 from simulation.costs import COSTS
 from simulation.figures import Figures, figures_of, format_table
+from simulation.meter import Breach
 from simulation.simulation import Machine, Setting, Simulation, settings
-from simulation.watch import Breach
 from simulation.workload import Synthetic, Workload, capacity, conversations, read_workload
 
 from chairlift.loadtest.summary import BenchError

@@ -1,6 +1,6 @@
-"""`chairlift chat`: a talk in the terminal, with a model of its own or with a server's.
+"""`chairlift chat`: a conversation in the terminal, with a model in this process or with a server.
 
-Ctrl-C ends an answer, of which what was said is kept; at the prompt it takes the line back. Ctrl-D or /bye leaves.
+Ctrl-C ends an answer and keeps what there is of it; at the prompt it discards the line. Ctrl-D or /bye leaves.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError
 
 HELP = '''\
-  /system TEXT   what the system says first, from here on (without TEXT: nothing)
+  /system TEXT   set the system message (without TEXT: remove it)
   /save FILE     write the conversation so far as JSON
   /clear         begin a new conversation
   /help          show this
@@ -33,7 +33,7 @@ Message = dict[str, str]
 
 
 class SamplingConfig(BaseModel):
-    """What the terminal says of an answer; the rest is as the model has it."""
+    """How to sample an answer; what is left out is as the model has it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,7 +46,7 @@ class SamplingConfig(BaseModel):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What the user says of it."""
+        """The settings that the user gave."""
         return self.model_dump(include={"max_tokens", "temperature"}, exclude_none=True)
 
 
@@ -58,15 +58,15 @@ class AnswerConfig(SamplingConfig):
 
 
 class ChatConfig(SamplingConfig):
-    """How to talk, and with whom."""
+    """What `chairlift chat` is told beside the engine's settings."""
 
-    url: str | None = Field(None, description="a server to talk with; unset: a model of its own")
+    url: str | None = Field(None, description="server to talk with; unset: a model in this process")
     api_key: SecretStr | None = Field(None, description="key for the server")
-    system: str | None = Field(None, description="what the system says first")
+    system: str | None = Field(None, description="system message")
 
 
 class Speaker(Protocol):
-    """Who answers."""
+    """A model, here or behind a server."""
 
     def answer(self, messages: list[Message]) -> AsyncGenerator[tuple[str, str]]:
         """Pieces as they come: ("thought" or "text", what is new). `ConnectionError` if there is no answer."""
@@ -125,14 +125,14 @@ class Server:
                     for piece in _pieces(line.decode().strip()):
                         yield piece
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ConnectionError(f"{self._url} cannot be asked: {error or type(error).__name__}") from error
+            raise ConnectionError(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
 
     async def close(self) -> None:
         """Nothing is open between two answers."""
 
 
 def _pieces(line: str) -> list[tuple[str, str]]:
-    """What one line of the stream brings."""
+    """The pieces in one line of the stream."""
     if not line.startswith(_EVENT) or line == f"{_EVENT}[DONE]":
         return []
     event = json.loads(line.removeprefix(_EVENT))
@@ -157,44 +157,44 @@ def open_speaker(config: ChatConfig, engine: EngineConfig) -> Speaker:
         return OwnModel(config, engine)
     if others := sorted(given - {"model"}):
         flag = others[0].replace("_", "-")
-        raise ConfigurationError(f"--{flag} is the server's to set; leave it out, or leave --url out")
+        raise ConfigurationError(f"--{flag} is a setting of the server; leave it out, or leave --url out")
     return Server(config, engine.model if "model" in given else None)
 
 
 class Conversation:
-    """What was said, and what the user's lines do to it."""
+    """The messages so far, and commands that change them."""
 
     def __init__(self, system: str | None) -> None:
         self.messages: list[Message] = []
         self.set_system(system or "")
 
     def set_system(self, text: str) -> None:
-        """What the system says comes first, and once."""
+        """There is one system message, the first."""
         others = [message for message in self.messages if message["role"] != "system"]
         self.messages = ([{"role": "system", "content": text}] if text else []) + others
 
     def clear(self) -> None:
-        """All but what the system says."""
+        """Keeps the system message alone."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def obey(self, line: str) -> str:
-        """Does what a line that begins with a slash says; what to tell the user of it."""
+        """Obeys a line that begins with a slash; returns what to tell the user."""
         command, _, rest = line.partition(" ")
         match command, rest.strip():
             case "/system", text:
                 self.set_system(text)
-                return "the system says so from here on" if text else "the system says nothing from here on"
+                return "the system message is set" if text else "the system message is removed"
             case "/save", "":
-                return "say where to: /save FILE"
+                return "name a file: /save FILE"
             case "/save", name:
                 return self._save(Path(name).expanduser())
             case "/clear", "":
                 self.clear()
-                return "a new conversation"
+                return "a new conversation begins"
             case "/help", "":
                 return HELP.rstrip()
             case _:
-                return f"{command} is unknown here; /help shows what there is"
+                return f"unknown command {command}; /help lists the commands"
 
     def _save(self, path: Path) -> str:
         try:
@@ -210,7 +210,7 @@ def converse(speaker: Speaker, system: str | None, runner: asyncio.Runner) -> in
         import readline  # noqa: F401 - gives `input` a history and an editor
     conversation = Conversation(system)
     if sys.stdin.isatty():
-        _tell("/help shows what there is; ctrl-D leaves")
+        _tell("/help lists the commands; ctrl-D leaves")
     try:
         while (said := _read_message(input)) is not None and said != "/bye":
             if said.startswith("/"):
@@ -223,7 +223,7 @@ def converse(speaker: Speaker, system: str | None, runner: asyncio.Runner) -> in
 
 
 def _answer(speaker: Speaker, conversation: Conversation, said: str, runner: asyncio.Runner) -> None:
-    """What could not be answered at all counts as not said."""
+    """A message that got no answer at all is taken out again."""
     conversation.messages.append({"role": "user", "content": said})
     texts: list[str] = []
     try:
@@ -253,7 +253,7 @@ async def _show(speaker: Speaker, messages: list[Message], texts: list[str]) -> 
 
 
 def _read_message(read_line: Callable[[str], str]) -> str | None:
-    """A line, or the lines between two lots of quotes; None at the end of the input."""
+    """A line, or the lines between triple quotes; None at the end of the input."""
     try:
         message = read_line(_PROMPT if sys.stdin.isatty() else "")
         if message.lstrip().startswith(_QUOTES):
@@ -276,5 +276,5 @@ def _write(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """What is no part of the answers."""
+    """Writes what is no part of an answer."""
     sys.stderr.write(f"{text}\n")

@@ -49,13 +49,13 @@ def serve_command() -> Command:
 
 
 def chat_command() -> Command:
-    """`chairlift chat`: settings of the talk, and of the engine of a model of its own."""
+    """`chairlift chat`: settings of the conversation, and of the engine if the model runs here."""
     from chairlift.chat import ChatConfig
     from chairlift.config import EngineConfig
 
     return Command(
         "chat",
-        "Talk with a model in the terminal: one of its own, or with --url a server's.",
+        "Talk with a model in the terminal: one in this process, or with --url a server's.",
         models=(ChatConfig, EngineConfig),
         groups={"chat": "max_tokens"} | _ENGINE_GROUPS,
         examples=("chairlift chat smollm2", "chairlift chat --url http://127.0.0.1:8000 --system 'Answer in French.'"),
@@ -102,7 +102,7 @@ def serve(arguments: Sequence[str]) -> int:
     """Serves until a signal or the engine's death. What cannot work is refused before torch is imported."""
     engine_config, config = read_settings(serve_command(), arguments)
     from chairlift.api.http.access import check_access
-    from chairlift.api.http.connections import Listener
+    from chairlift.api.http.listening import Listener
     from chairlift.api.telemetry.log import set_up_logging
 
     set_up_logging(config.log_format)
@@ -133,7 +133,7 @@ def nurse(fd: int) -> None:
 
 
 def chat(arguments: Sequence[str]) -> int:
-    """Talks until the user leaves."""
+    """Reads messages and answers them until the user leaves."""
     config, engine_config = read_settings(chat_command(), arguments)
     import asyncio
 

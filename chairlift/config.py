@@ -93,8 +93,8 @@ class EngineConfig(BaseModel):
     device: str = Field("auto", description="'cpu', 'cuda', 'cuda:1', ...; auto: the first GPU if there is one")
     tensor_parallel_size: Count = Field(
         1,
-        description="devices that the model is divided over, with a process for each; on a CPU so many processes share"
-        " it, which shows that it works and gains nothing",
+        description="devices that the model is divided over, with a process for each; on a CPU, that many processes,"
+        " which is no faster and good for tests only",
         json_schema_extra={"flag": "-tp"},
     )
     dtype: DType | Auto = Field("auto", description="auto: the checkpoint's, or float32 on a device that lacks it")
@@ -105,13 +105,13 @@ class EngineConfig(BaseModel):
     )
     quantization: Quantization | None = Field(
         None,
-        description="int8: weights and products in 8 bits, faster and nearly as exact; int4: weights in 4 bits, but for"
-        " the head's 8, to read fewer bytes at some loss; cpu backend only",
+        description="int8: weights and products in 8 bits, faster and nearly as exact; int4: weights in 4 bits (the"
+        " head's in 8), fewer bytes to read at some loss of quality; cpu backend only",
     )
     batch_invariant: bool = Field(
         False,
-        description="logits that are the same, bit for bit, whatever else is in the batch; on a CPU only, where the cpu"
-        " backend always computes so, and torch does several times slower",
+        description="logits that are the same, bit for bit, whatever else is in the batch; CPU only: the cpu backend"
+        " always does this, and torch becomes several times slower",
     )
     speculation: SpeculationMethod | None = Field(
         None,
@@ -119,15 +119,15 @@ class EngineConfig(BaseModel):
         " nothing but the time; on a CPU, with the cpu backend or batch_invariant",
     )
     num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] | Auto = Field(
-        "auto", description="tokens of a guess at most; auto: as many as are expected to save time, which may be none"
+        "auto", description="most tokens of a guess; auto: as many as are expected to save time, which may be none"
     )
     num_threads: Count | Auto = Field(
         "auto", description="CPU threads for the model; auto: OMP_NUM_THREADS, or the number of physical cores"
     )
     max_steps_per_launch: Count | Auto = Field(
         "auto",
-        description="decode steps between two looks of the host, while no request waits; auto: on a GPU as many"
-        " as take 2 ms, up to 4; on a CPU 1",
+        description="decode steps that the device runs before the host looks again, while no request waits; auto: on a"
+        " GPU as many as take 2 ms, up to 4; on a CPU 1",
     )
     seed: int = Field(0, ge=0, description="seeds the sampling of requests that name no seed of their own")
     step_timeout: float = Field(
@@ -142,8 +142,8 @@ class EngineConfig(BaseModel):
     )
     max_seq_len: Count | Auto = Field(
         "auto",
-        description="tokens of a sequence, prompt and answer together; auto: on a CPU the model's, as far as the cache"
-        " has memory for one such sequence; on a GPU, where every slot takes memory for so many, up to 4096",
+        description="most tokens of a sequence, prompt and answer together; auto: on a CPU the model's maximum, or what"
+        " the cache has memory for; on a GPU, where every slot takes memory for all of them, up to 4096",
     )
     kv_cache_memory_bytes: Count | Auto = Field(
         "auto",
@@ -164,8 +164,7 @@ class EngineConfig(BaseModel):
     # Whose turn it is
     max_num_batched_tokens: Count | Auto = Field(
         "auto",
-        description="token budget of one step, in chunks of which long prompts are computed; auto: 8192 on a GPU, 1024"
-        " on a CPU",
+        description="most tokens of a step; longer prompts are computed in chunks; auto: 8192 on a GPU, 1024 on a CPU",
     )
     max_queue_size: int = Field(1024, ge=0, description="requests that may wait for a slot; more are refused")
     queue_timeout: float | None = Field(
@@ -177,7 +176,7 @@ class EngineConfig(BaseModel):
         " unset: no request loses its slot",
     )
     preempt_levels: Count = Field(
-        1, description="levels of priority that a request must be above the one whose slot it takes"
+        1, description="levels of priority by which a request must be above the one whose slot it takes"
     )
 
 

@@ -157,7 +157,7 @@ class SamplingParams(BaseModel):
     bad_words: Strings = Field(
         default_factory=list,
         max_length=1024,
-        description="words that are not written, neither at the beginning nor behind a space",
+        description="words that are never written, at the beginning or after a space",
     )
     allowed_token_ids: list[int] | None = Field(
         None, min_length=1, max_length=2**20, description="the only tokens that may be sampled"
@@ -196,7 +196,7 @@ class RequestOptions:
     priority: int = Field(
         default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower is served first; waiting makes up for it"
     )
-    tenant: str = Field(default="", description="who shares the machine with others, each with the same right to it")
+    tenant: str = Field(default="", description="who sent it; tenants get equal shares of the machine")
     cache_salt: str = Field(default="", description="only requests with the same salt reuse each other's prompts")
     queue_share: float = Field(
         default=1.0, gt=0.0, le=1.0, description="share of the waiting queue that the tenant's requests may fill"
@@ -210,7 +210,7 @@ class RequestOptions:
     prediction: str = Field(
         default="",
         max_length=2**20,
-        description="text that the answer may have much of: where the engine speculates, guesses come from it",
+        description="text that much of the answer may repeat: where the engine speculates, guesses come from it",
     )
 
 

@@ -15,7 +15,7 @@ Replica = TypeVar("Replica", bound=Hashable)
 BLOCK_BYTES = 128
 """Bytes of a block of text: some 30 tokens, so that little of a shared beginning is missed."""
 
-_MAX_BLOCKS = 512  # of one prompt; what follows 64 KB of text is nobody else's
+_MAX_BLOCKS = 512  # of one prompt; prompts hardly ever share more than 64 KB of text
 _MAX_REMEMBERED = 200_000
 _DIGEST_BYTES = 12
 

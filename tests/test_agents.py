@@ -29,7 +29,7 @@ from chairlift.api import ServerConfig
 from tests.api.anthropic_support import anthropic_client
 from tests.api.conftest import Server, serving
 from tests.api.contract import client_of
-from tests.support.planned_model import install_plan, make_agents_checkpoint
+from tests.support.scripted_model import install_plan, make_agents_checkpoint
 
 FILES = {f"file_{number}.py": f"print({number})" for number in range(4)}
 LONG = "You are a coding agent. " + "Read before you write, and say what you did. " * 370  # 16,674 tokens, one a byte

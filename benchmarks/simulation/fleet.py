@@ -21,10 +21,9 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.routing import PrefixRouter, name_blocks
 from chairlift.scheduler import Policy, RowResult, Scheduler, StepPlan, TokenEvent
 from simulation.costs import CostModel
-from simulation.events import Agenda, Clock
 from simulation.figures import Spread
 from simulation.requests import Records, SimulatedRequest
-from simulation.simulation import Machine, Setting, shape_of
+from simulation.simulation import Agenda, Clock, Machine, Setting, shape_of
 from simulation.workload import Conversation, Workload, opening
 
 _BLOCK_TOKENS = 32

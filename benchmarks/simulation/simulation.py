@@ -4,8 +4,11 @@ A step takes the time that the cost model says. What happens meanwhile (requests
 time, between `advance` and `update`, as it does in an engine that works beside its device.
 """
 
+import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import count
 from math import inf
 
 from harness import launch, num_context_tokens, take_copies
@@ -15,13 +18,69 @@ from chairlift.errors import QueueFull
 from chairlift.params import RequestOptions
 from chairlift.scheduler import Policy, RequestState, RowResult, Scheduler, StepPlan, TokenEvent
 from simulation.costs import CostModel, StepShape
-from simulation.events import Agenda, Clock
-from simulation.meter import Meter
+from simulation.meter import Meter, Watch
 from simulation.requests import Fate, SimulatedRequest
-from simulation.watch import Watch
 from simulation.workload import Conversation, Turn, Workload, opening
 
 _UNFINISHED = RowResult()
+
+
+class Clock:
+    """The time of the simulation, in seconds; the scheduler reads it by calling it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Agenda:
+    """What will happen: conversations of the workload as they are due, and what was planned meanwhile."""
+
+    def __init__(
+        self, workload: Workload, clock: Clock, begin: Callable[[Conversation], None], *, is_on_demand: bool
+    ) -> None:
+        """`is_on_demand`: conversations begin when `begin_next` says so, never by themselves."""
+        self._workload = workload
+        self._is_on_demand = is_on_demand
+        self._clock = clock
+        self._begin = begin
+        self._next = next(workload, None)
+        self._entries: list[tuple[float, int, Callable[[], None]]] = []  # a heap of time, serial number, act
+        self._serials = count()  # of two at the same time the one that was planned first happens first
+
+    @property
+    def next_time(self) -> float:
+        """When something happens next; infinity if nothing does any more."""
+        return min(self._next_arrival, self._entries[0][0] if self._entries else inf)
+
+    def plan(self, time: float, act: Callable[[], None]) -> None:
+        """`act` will be called at that time, which is not in the past."""
+        heapq.heappush(self._entries, (time, next(self._serials), act))
+
+    def pass_time(self, until: float) -> None:
+        """Lets everything happen that is due by then, each at its time."""
+        while (time := self.next_time) <= until:
+            self._clock.now = max(self._clock.now, time)
+            if self._next_arrival <= time:
+                self.begin_next()
+            else:
+                heapq.heappop(self._entries)[2]()
+        self._clock.now = until
+
+    def begin_next(self) -> bool:
+        """The workload's next conversation begins now, due or not. False if there is none."""
+        conversation = self._next
+        if conversation is None:
+            return False
+        self._next = next(self._workload, None)
+        self._begin(conversation)
+        return True
+
+    @property
+    def _next_arrival(self) -> float:
+        return inf if self._next is None or self._is_on_demand else self._next.arrival
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,15 +267,19 @@ def capacity(settings: Synthetic, num_slots: int, cost: CostModel) -> float:
 
     Each request takes the time of its prompt's tokens, and of every output token a share of a step with all slots busy.
     """
-    sample = replace(settings, requests=_BLOCK, rate=None)
-    turns = [turn for conversation in conversations(sample) for turn in conversation.turns]
-    shared = [sum(p.num_tokens for p in conversation.prefixes) for conversation in conversations(sample)]
-    num_prompt = round(fmean(turn.num_new_tokens for turn in turns) + fmean(shared))
-    num_output = fmean(turn.num_output_tokens for turn in turns)
+    prompts, outputs, num_conversations = [], [], 0
+    for conversation in conversations(replace(settings, requests=_BLOCK, rate=None)):
+        num_conversations += 1
+        num_said = sum(prefix.num_tokens for prefix in conversation.prefixes)
+        for turn in conversation.turns:
+            prompts.append(num_said + turn.num_new_tokens)
+            outputs.append(turn.num_output_tokens)
+            num_said = prompts[-1] + outputs[-1]
+    num_prompt, num_output = round(fmean(prompts)), fmean(outputs)
     step = cost.seconds(StepShape(0, num_slots, round(num_slots * (num_prompt + num_output / 2))))
     prompt = cost.seconds(StepShape(num_prompt, 0, 0)) - cost.seconds(StepShape(0, 0, 0))
     requests_per_s = 1 / (prompt + num_output * step / num_slots)
-    return requests_per_s * len(shared) / len(turns)
+    return requests_per_s * num_conversations / len(prompts)
 
 
 class WorkloadLine(TraceLine):

@@ -48,8 +48,8 @@ class ServerConfig(BaseModel):
 
     keep_billing_line: bool = Field(
         False,
-        description="show models the billing line that begins Claude Code's system prompts; it is another in every"
-        " request, so nothing of a prompt behind it can be reused",
+        description="show models the billing line that begins Claude Code's system prompts; it differs in every"
+        " request, so nothing of a prompt after it can be reused",
     )
 
     api_workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(

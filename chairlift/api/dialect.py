@@ -61,8 +61,8 @@ class Dialect:
         family, is_parallel = self._tool_family, body.is_parallel
         if family is None:
             raise InvalidRequest(
-                "this model's chat template writes no tool calls that are understood here; leave tools out, or start"
-                " the server with --tool-call-parser",
+                "this server does not know how this model's chat template writes tool calls; leave tools out, or start"
+                " it with --tool-call-parser",
                 "tools",
             )
         if body.is_call_forced:

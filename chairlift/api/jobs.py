@@ -93,7 +93,7 @@ class JobMaker:
         self._fingerprint = f"fp_{hashlib.sha256(served.encode()).hexdigest()[:10]}"
 
     def draft(self, body: object, client: Client) -> Draft:
-        """`InvalidRequest` or `pydantic.ValidationError` if the body asks for what there is not."""
+        """Raises `InvalidRequest` or `pydantic.ValidationError` if the body asks for something that is not offered."""
         if isinstance(body, CompletionRequest):
             return self._draft_completion(body, client)
         assert isinstance(body, Conversation), "what the table of endpoints has"
@@ -287,7 +287,7 @@ async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.St
                 await stream.send(*events, *news)
                 events = []
             await stream.send(*events, *await job.make(sum(sizes.values()), job.reply.closing))
-    except ConnectionError:  # the client left; nobody is there to be told
+    except ConnectionError:  # the client left, so nobody reads an error
         return stream.response
     except Exception as error:
         if not stream.is_open:
@@ -309,7 +309,7 @@ def _to_json(body: BaseModel) -> bytes:
 
 
 def _size_of(output: RequestOutput) -> int:
-    """How much work it is to dress an output: scored tokens, and characters for what they are worth."""
+    """How much work it is to make a reply of an output, in scored tokens."""
     size = _num_scores(output.prompt_logprobs)
     for choice in output.outputs:
         size += _num_scores(choice.logprobs) + len(choice.text) // _CHARACTERS_PER_SCORE

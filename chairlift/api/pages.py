@@ -295,7 +295,7 @@ def add_page_routes(app: web.Application, feed: "SnapshotFeed") -> None:
     async def watch(request: web.Request) -> web.StreamResponse:
         """Sends snapshots until the watcher leaves or the engine is gone. What fails before the first is raised."""
         stream = EventStream(request)
-        with suppress(ConnectionError):  # the watcher left; nobody is there to be told
+        with suppress(ConnectionError):  # the watcher left, so nobody reads an error
             async with stream, aclosing(feed.events()) as events:
                 async for event in events:
                     await stream.send(event)

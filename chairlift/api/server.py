@@ -15,7 +15,8 @@ from aiohttp import web
 from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.app import Api
 from chairlift.api.http.access import gather_keys
-from chairlift.api.http.connections import Listener, connections_of
+from chairlift.api.http.connections import connections_of
+from chairlift.api.http.listening import Listener
 from chairlift.api.telemetry.log import log_activity
 from chairlift.engine.async_llm import AsyncLLM
 
@@ -92,7 +93,7 @@ async def start(runner: web.AppRunner, config: ServerConfig, listener: Listener)
     """Serves connections from here on."""
     await runner.setup()
     assert runner.server is not None, "set up"
-    await listener.accept(connections_of(runner.server, config))
+    listener.accept(connections_of(runner.server, config))
 
 
 def _handlers(listener: Listener, stop: asyncio.Event, hurry: asyncio.Event) -> Handlers:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Self
 from chairlift.api import ServerConfig
 from chairlift.api.app import Api, Common
 from chairlift.api.http.access import KeyLimits, gather_keys
-from chairlift.api.http.connections import Listener
+from chairlift.api.http.listening import Listener
 from chairlift.api.replies.responses import ResponseStore, StoredResponse
 from chairlift.api.server import (
     EXIT_CUT_SHORT,
@@ -46,7 +46,8 @@ from chairlift.config import ResolvedConfig
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.journal import EngineStats
 from chairlift.engine.parallel import start_interpreter
-from chairlift.engine.process import Line, Link, read_message
+from chairlift.engine.process import Line, Link
+from chairlift.engine.wire import read_message
 from chairlift.errors import ConfigurationError, EngineClosed
 
 logger = logging.getLogger(__name__)

@@ -39,10 +39,11 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A slot's memory from that token on is given back."""
+    """A slot's memory from one token to before another is given back; behind that there is none."""
 
     slot: int
     start: int
+    end: int
 
 
 class TokenBudget:
@@ -134,8 +135,8 @@ class TokenBudget:
                 return
             num_parked = self._backed[slot] - self._claimed[slot] - self._warm[slot]
             if num_parked:
-                num_cut = min(num_parked, max(num_chunks, at_least))
+                num_cut, end = min(num_parked, max(num_chunks, at_least)), self.num_backed_of(slot)
                 self._backed[slot] -= num_cut
                 self._num_backed -= num_cut
                 num_chunks -= num_cut
-                yield Cut(slot, CHUNK_TOKENS * self._backed[slot])
+                yield Cut(slot, CHUNK_TOKENS * self._backed[slot], end)

@@ -42,13 +42,15 @@ class SlotCopy:
 
 @dataclass(frozen=True, slots=True)
 class Scrub:
-    """From a token on a slot reads as zeros, and its memory there is given back.
+    """From one token to before another a slot reads as zeros, and its memory there is given back.
 
-    It may hold NaN, and attention multiplies what it masks; or the memory is wanted elsewhere.
+    It may hold NaN, and attention multiplies what it masks; or the memory is wanted elsewhere. Behind the end nothing
+    was written that has not been scrubbed or is not sound.
     """
 
     slot: int
     start: int
+    end: int
 
 
 class SlotPool:
@@ -181,9 +183,10 @@ class SlotPool:
             self.owed.append(SlotCopy(source, target, num_tokens))
 
     def scrub(self, seq_id: int, start: int) -> None:
-        """Makes a slot read as zeros from a token on, before anything is computed next."""
+        """A claimed slot reads as zeros from a token on, as far as its owner may write, in the next forward pass."""
         with self._lock:
-            self.owed.append(Scrub(seq_id, start))
+            self._check_claimed(seq_id)
+            self.owed.append(Scrub(seq_id, start, self.budget.limits[seq_id]))
 
     def release(self, seq_id: int, num_kept: int = 0) -> None:
         """Gives a claimed slot back: it is free, or warm if its first `num_kept` tokens stay valid.
@@ -251,7 +254,7 @@ class SlotPool:
             assert not any(limits[seq_id] for seq_id in free | warm), "a slot without owner has a limit"
 
     def _owe(self, cuts: Iterable[Cut]) -> None:
-        self.owed += (Scrub(cut.slot, cut.start) for cut in cuts)
+        self.owed += (Scrub(cut.slot, cut.start, cut.end) for cut in cuts)
 
     def _no_memory(self, seq_ids: list[int]) -> str:
         use = self.budget.use

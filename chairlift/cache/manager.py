@@ -239,7 +239,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 if isinstance(job, SlotCopy):
                     self._copy_blocks(job.source, job.target, job.num_tokens)
                 else:
-                    self._clear_blocks(job.slot, job.start)
+                    self._clear_blocks(job.slot, job.start, job.end)
                 self.owed.popleft()  # only now, so that an interrupt leaves it for the next time
 
     def _copy_blocks(self, source: int, target: int, num_tokens: int) -> None:
@@ -247,9 +247,9 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         for blocks in self.blocks:
             blocks[target, :, :, :num_tokens].copy_(blocks[source, :, :, :num_tokens])
 
-    def _clear_blocks(self, slot: int, start: int) -> None:
+    def _clear_blocks(self, slot: int, start: int, end: int) -> None:
         for memory in self.memories:
-            memory.clear(slot, start)
+            memory.clear(slot, start, end)
 
 
 def _block_shape(params: KVCacheParams, n_sequences: int, max_seq_len: int, num_layers: int) -> list[int]:

@@ -31,8 +31,11 @@ class BlockMemory(Protocol):
     is_elastic: bool
     """Only what was written takes memory, and what is given back can be used by others."""
 
-    def clear(self, slot: int, start: int) -> None:
-        """The slot's tokens from `start` on read as zeros; their memory is given back, where that is possible."""
+    def clear(self, slot: int, start: int, end: int) -> None:
+        """The slot's tokens `[start, end)` read as zeros; their memory is given back, where that is possible.
+
+        Nothing behind them is valid.
+        """
         ...
 
     def num_resident(self) -> int:
@@ -65,9 +68,9 @@ class DenseMemory:
     def __init__(self, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
         self.blocks = torch.zeros(shape, dtype=dtype, device=device)
 
-    def clear(self, slot: int, start: int) -> None:
+    def clear(self, slot: int, start: int, end: int) -> None:
         """See `BlockMemory`."""
-        self.blocks[slot, :, :, start:].zero_()
+        self.blocks[slot, :, :, start:end].zero_()
 
     def num_resident(self) -> int:
         """See `BlockMemory`."""
@@ -102,13 +105,13 @@ class MappedMemory:
         if _HUGE_PAGES.exists():
             self._advise(0, size, mmap.MADV_NOHUGEPAGE)  # one token would take 2 MiB in every plane
 
-    def clear(self, slot: int, start: int) -> None:
+    def clear(self, slot: int, start: int, end: int) -> None:  # noqa: ARG002 - what was never written costs nothing
         """See `BlockMemory`. Whole pages are given back, and what shares a page with something else is overwritten."""
-        begin, end = (number * self._num_planes * self._plane_bytes for number in (slot, slot + 1))
+        first, last = (number * self._num_planes * self._plane_bytes for number in (slot, slot + 1))
         if start == 0:
-            self._clear(begin, end)
+            self._clear(first, last)
             return
-        for plane in range(begin, end, self._plane_bytes):
+        for plane in range(first, last, self._plane_bytes):
             self._clear(plane + start * self._token_bytes, plane + self._plane_bytes)
 
     def num_resident(self) -> int:

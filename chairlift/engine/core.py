@@ -82,7 +82,8 @@ class EngineCore:
         last_tokens = LastTokens(num_slots, device)
         graphs = self._make_graphs(self._pacing.recorder, forward, last_tokens) if self._pacing.recorder else None
         sampler = Sampler(self.vocab_size, num_slots, device)
-        self._runner = ModelRunner(forward, self.cache, sampler, last_tokens, graphs)
+        is_divided = config.tensor_parallel_size > 1
+        self._runner = ModelRunner(forward, self.cache, sampler, last_tokens, graphs, is_divided=is_divided)
         self._speculation = Speculation(config.num_speculative_tokens) if config.speculation else None
         self._scheduler = Scheduler(
             self.cache,
@@ -99,7 +100,7 @@ class EngineCore:
             max_num_running=self.config.max_batch_size,
             speculation=self._speculation,
         )
-        self._is_steps_auto = config.max_steps_per_launch == "auto" and config.tensor_parallel_size == 1
+        self._is_steps_auto = config.max_steps_per_launch == "auto" and not is_divided
         self._journal = Journal(self._scheduler)
         ready = self.config
         logger.info(
@@ -144,12 +145,19 @@ class EngineCore:
         self._journal.look_around()
 
     @on_every_rank
-    def rest(self) -> None:
-        """Gives memory back that nobody uses. For when there has been no work for a while; frees some warm slots."""
-        if self.cache.is_elastic and not self.has_work:
+    def rest(self) -> bool:
+        """For when there has been no work for a while: gives memory back that nobody uses, and records a graph.
+
+        Frees some warm slots. True if there is more to do.
+        """
+        if self.has_work:
+            return False
+        if self.cache.is_elastic:
             self._scheduler.placement.rest()
             self.cache.settle()
             self._journal.look_around()
+        # Of several ranks one might have no memory for a graph, and the others would wait for it.
+        return self.config.tensor_parallel_size == 1 and self._runner.record_missing()
 
     @on_every_rank
     def step(self) -> list[TokenEvent]:
@@ -174,6 +182,8 @@ class EngineCore:
 
     def _launch_next(self) -> bool:
         """False if nothing can be planned before the tokens of a launch in flight are known."""
+        if self._launches and self._launches[-1].outputs is None:
+            return False  # there will be no such tokens
         plan = self._scheduler.schedule()
         if not plan.rows:
             return False

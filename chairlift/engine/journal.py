@@ -56,6 +56,7 @@ class SlotSnapshot:
     num_prompt_tokens: int = 0
     num_tokens: int = 0  # prompt and generated
     num_held: int = 0  # that it has memory for
+    num_accepted: int = 0  # of those generated: guessed rightly, see docs/speculation.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +359,7 @@ def _slot(request: RequestState) -> SlotSnapshot:
         num_prompt_tokens=request.num_prompt_tokens,
         num_tokens=request.num_tokens,
         num_held=request.num_held,
+        num_accepted=request.num_accepted,
     )
 
 

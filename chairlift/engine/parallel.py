@@ -229,6 +229,9 @@ class _SharedGrammar:
     def is_ready(self) -> bool:
         return self._ranks.agree(self.own is None or self.own.is_ready)
 
+    def foresee(self) -> None:
+        """Ranks do not guess."""
+
     def advance(self, token_id: int) -> bool:
         return self._ranks.agree(self._attempt(lambda: self.own is not None and self.own.advance(token_id)))
 

@@ -287,7 +287,8 @@ class EngineThread:
         try:
             return self._inbox.get(timeout=REST_AFTER_S)
         except Empty:
-            self._core.rest()
+            while self._core.rest() and self._inbox.empty():
+                pass
             return self._inbox.get()
 
     def _obey(

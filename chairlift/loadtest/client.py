@@ -144,6 +144,9 @@ class StreamedReply:
                 self._record.usage_prompt_tokens = _count(usage, "prompt_tokens")
                 self._record.usage_output_tokens = _count(usage, "completion_tokens")
                 self._record.usage_cached_tokens = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+                details = usage.get("completion_tokens_details") or {}
+                self._record.usage_accepted_tokens = _count(details, "accepted_prediction_tokens")
+                self._record.usage_rejected_tokens = _count(details, "rejected_prediction_tokens")
         except (ValueError, TypeError, AttributeError, KeyError) as problem:
             shown = event.decode(errors="replace")
             raise RequestFailed("malformed chunk", f"{shown!r} ({problem})") from None

@@ -301,6 +301,8 @@ def _raw_figures(record: RequestRecord, started_at: float) -> dict[str, Any]:
         "asked_output_tokens": record.asked_output_tokens,
         "prompt_tokens": record.usage_prompt_tokens,
         "cached_tokens": record.usage_cached_tokens,
+        "accepted_tokens": record.usage_accepted_tokens,
+        "rejected_tokens": record.usage_rejected_tokens,
         "output_tokens": record.output_tokens,
         "output_token_source": record.output_token_source,
         "error": None if record.failure is None else str(record.failure),

@@ -61,8 +61,9 @@ class RequestRecord:
 
     `chunk_times` are the arrivals of content chunks. `ended_at` is the arrival of the last chunk with a choice, so the
     usage chunk after it does not count; of a failure, the time it was noticed. `usage_*` are the server's counts, None
-    where it sent none; cached are the prompt tokens that it did not compute again. `turn` counts from 0 within a
-    conversation. `asked_*` are the lengths asked for; None for a prompt that only the server can count.
+    where it sent none; cached are the prompt tokens that it did not compute again, accepted and rejected those that it
+    guessed rightly and wrongly. `turn` counts from 0 within a conversation. `asked_*` are the lengths asked for; None
+    for a prompt that only the server can count.
     """
 
     index: int
@@ -73,6 +74,8 @@ class RequestRecord:
     usage_prompt_tokens: int | None = None
     usage_output_tokens: int | None = None
     usage_cached_tokens: int | None = None
+    usage_accepted_tokens: int | None = None
+    usage_rejected_tokens: int | None = None
     failure: RequestFailure | None = None
     turn: int = 0
     asked_prompt_tokens: int | None = None
@@ -89,6 +92,11 @@ class RequestRecord:
         if self.usage_prompt_tokens is not None:
             return "server's usage"
         return "not known" if self.asked_prompt_tokens is None else "length asked for"
+
+    @property
+    def guessed_tokens(self) -> int:
+        """Those that the server guessed and verified, as far as it tells; see docs/speculation.md."""
+        return (self.usage_accepted_tokens or 0) + (self.usage_rejected_tokens or 0)
 
     @property
     def output_tokens(self) -> int:
@@ -190,9 +198,10 @@ class Summary:
     """A test's figures; metadata has the row of each in the tables: a label, and how to format (summary, figure).
 
     Times end in their unit; throughputs are per second; None where nothing was measured. Sources say who counted the
-    tokens. The peak is of whole seconds, so a test of less than one has none. Short replies have fewer tokens than were
-    asked for. `goodput` is of requests within the limits, `good_share` their share of all. `client_*` is how the load
-    test itself fared: one that falls behind sees tokens late that came in time.
+    tokens. Guessed tokens are None where the server tells of none. The peak is of whole seconds, so a test of less than
+    one has none. Short replies have fewer tokens than were asked for. `goodput` is of requests within the limits,
+    `good_share` their share of all. `client_*` is how the load test itself fared: one that falls behind sees tokens
+    late that came in time.
     """
 
     num_requests: int
@@ -203,6 +212,8 @@ class Summary:
     prompt_token_source: str
     output_tokens: int = field(metadata={"output tokens": "{1} ({0.output_token_source})"})
     output_token_source: str
+    guessed_tokens: int | None = field(metadata={"guessed tokens": "{1}, of which {0.accepted_tokens} are output"})
+    accepted_tokens: int | None
     num_short_replies: int = field(metadata={"short replies": "{1}"})
     request_throughput: float = field(metadata={"request throughput": "{1:.2f} requests/s"})
     output_token_throughput: float = field(metadata={"output throughput": "{1:.2f} tokens/s"})
@@ -251,6 +262,7 @@ def summarize(result: BenchResult) -> Summary:
     good, config, duration_s = result.succeeded, result.config, result.duration_s
     prompt_tokens = sum(record.prompt_tokens for record in good)
     output_tokens = sum(record.output_tokens for record in good)
+    guessed_tokens = sum(record.guessed_tokens for record in good) or None
     num_good = sum(keeps_limits(record, config.limits) for record in result.records) if config.limits else None
     return Summary(
         num_requests=len(result.records),
@@ -261,6 +273,8 @@ def summarize(result: BenchResult) -> Summary:
         prompt_token_source=_who_counted(record.prompt_token_source for record in good),
         output_tokens=output_tokens,
         output_token_source=_who_counted(record.output_token_source for record in good),
+        guessed_tokens=guessed_tokens,
+        accepted_tokens=guessed_tokens and sum(record.usage_accepted_tokens or 0 for record in good),
         num_short_replies=sum(record.output_tokens < (record.asked_output_tokens or 0) for record in good),
         request_throughput=len(good) / duration_s,
         output_token_throughput=output_tokens / duration_s,

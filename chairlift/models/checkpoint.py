@@ -168,7 +168,7 @@ def _gguf_in(directory: Path) -> Path | None:
     firsts = sorted({first_part(path) for path in directory.glob(f"*{GGUF_SUFFIX}")})
     if len(firsts) > 1:
         names = ", ".join(path.name for path in firsts[:3])
-        raise CheckpointError(f"{directory} has {len(firsts)} GGUF files ({names}...); name the one that is to be used")
+        raise CheckpointError(f"{directory} has {len(firsts)} GGUF files ({names}...); name the one to use")
     return firsts[0] if firsts else None
 
 

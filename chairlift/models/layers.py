@@ -27,8 +27,8 @@ def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
 
     @functools.cache
-    def compiled() -> Callable[_P, _R]:
-        if (obstacle := _find_compile_obstacle()) is not None:
+    def compiled(device: torch.device) -> Callable[_P, _R]:
+        if (obstacle := _find_compile_obstacle(device)) is not None:
             logger.warning("%s runs operator by operator, which is slower: %s", function.__name__, obstacle)
             return function
         return torch.compile(function)
@@ -37,16 +37,16 @@ def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         first = args[0]
         is_cuda = isinstance(first, torch.Tensor) and first.is_cuda
-        return (compiled() if is_cuda else function)(*args, **kwargs)
+        return (compiled(first.device) if is_cuda else function)(*args, **kwargs)
 
     return call
 
 
 @functools.cache
-def _find_compile_obstacle() -> str | None:
-    """Why torch.compile cannot make kernels here; None if it can. It needs Triton and a C compiler."""
+def _find_compile_obstacle(device: torch.device) -> str | None:
+    """Why torch.compile cannot make kernels for that device; None if it can. It needs Triton and a C compiler."""
     try:
-        torch.compile(F.silu)(torch.zeros(256, device="cuda"))
+        torch.compile(F.silu)(torch.zeros(256, device=device))
     except Exception as error:  # the compiler's own, a missing program's or library's: each means the same here
         return next(iter(str(error).splitlines()), type(error).__name__)
     return None

@@ -150,7 +150,7 @@ def _read_compressed_tensors(stated: dict[str, Any]) -> Compression:
     if len(found) != 1:
         raise _unreadable(f"compressed-tensors in {len(found)} formats at once")
     ((num_bits, group_size),) = found
-    return Compression("compressed-tensors", *_checked(num_bits, group_size))
+    return Compression("compressed-tensors", _checked(num_bits, group_size))
 
 
 def _read_awq(stated: dict[str, Any]) -> Compression:
@@ -159,7 +159,7 @@ def _read_awq(stated: dict[str, Any]) -> Compression:
     num_bits = stated.get("bits", stated.get("w_bit"))
     if num_bits != 4:
         raise _unreadable(f"AWQ in {num_bits} bits")
-    return Compression("awq", *_checked(num_bits, stated.get("group_size", stated.get("q_group_size"))))
+    return Compression("awq", _checked(num_bits, stated.get("group_size", stated.get("q_group_size"))))
 
 
 def _read_gptq(stated: dict[str, Any]) -> Compression:
@@ -167,16 +167,16 @@ def _read_gptq(stated: dict[str, Any]) -> Compression:
     if layout not in ("gptq", "gptq_v2"):
         raise _unreadable(f"GPTQ in the format {layout}")
     # The first format stores zero points less one.
-    return Compression("gptq", *_checked(stated.get("bits"), stated.get("group_size")), int(layout == "gptq"))
+    return Compression("gptq", _checked(stated.get("bits"), stated.get("group_size")), int(layout == "gptq"))
 
 
 _READERS_OF_CONFIGS = {"compressed-tensors": _read_compressed_tensors, "awq": _read_awq, "gptq": _read_gptq}
 
 
-def _checked(num_bits: object, group_size: object) -> tuple[int]:
+def _checked(num_bits: object, group_size: object) -> int:
     if type(num_bits) is not int or num_bits not in _BITS or group_size not in (*_GROUP_SIZES, -1):
         raise _unreadable(f"values of {num_bits} bits in groups of {group_size}")
-    return (num_bits,)
+    return num_bits
 
 
 def _unreadable(what: str) -> CheckpointError:

@@ -1,28 +1,36 @@
-"""Guesses at what a sequence says next: what followed, earlier in its text, the tokens that it now ends with.
+"""Guesses at what a sequence says next: what followed, somewhere else, the tokens that it now ends with.
 
-The text may begin with a guess at the whole answer, the prediction:
+The longest such end is looked for in the sequence itself, which may begin with a guess at the whole answer, and in the
+answers that its client was given lately:
 
-    tokens  | prediction | NONE | prompt | answer |
+    | prediction | NONE | prompt | answer |        | end of a prompt | answer | NONE | end of a prompt | answer | NONE |
 
-A look-up takes the same time however long the text is: the ends of all runs of two and of four tokens are indexed as
+A look-up takes the same time however long a text is: the ends of all runs of two and of four tokens are indexed as
 they come, and of earlier places with the same end only the newest few are compared (as LZ77 compressors do).
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 MAX_MATCH = 32
 """Tokens before a guess that are compared; more agreement says no more."""
 
-_NONE = -1  # no token: nothing matches across it
+FORCED_MATCH = MAX_MATCH + 1
+"""What counts as matched before tokens that a grammar forces."""
+
+_NONE = -1  # no token: no guess goes beyond it
 _SHORT, _LONG = 2, 4  # tokens of indexed runs
-_MAX_PLACES = 6  # that end as the text does: the newest
+_MAX_PLACES = 6  # in a text, that end as the sequence does: the newest
 _PREDICTED_MATCH = 16  # what a place in the prediction counts for at least: somebody means it to be the answer
-_MATCHES = (3, 6, 16)  # tokens before a guess from which on it counts as likelier
-_FIRST_RATES = (0.2, 0.4, 0.7, 0.9)  # of guesses with fewer, and so on, until the row has shown what they are
+_MATCHES = (3, 6, 16, FORCED_MATCH)  # tokens before a guess from which on it counts as likelier
+_FIRST_RATES = (0.2, 0.4, 0.7, 0.9, 0.95)  # of guesses with fewer, and so on, until the row has shown what they are
 _MAX_INDEXED = 1024  # in a look-up: a long prompt delays no step by more than some two milliseconds
 _NEWEST_TOKEN = 0.1  # its weight in a rate
+_MAX_REMEMBERED = 2**14  # tokens of one client's answers: so many, and as many older ones
+_MAX_REMEMBERED_IN_ALL = 2**17  # of all clients' together: 45 MB
+_MAX_ANSWER = 2**12  # tokens of an answer: its first ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,73 +66,135 @@ class Rates:
         self._shares[kind] += weight * (num_accepted / num_tried - self._shares[kind])
 
 
-class Drafter:
-    """Guesses for one sequence. Keeps a copy of its tokens."""
+class Text:
+    """Tokens that grow, and where in them a run of tokens ended."""
 
-    def __init__(self, num_prompt_tokens: int, prediction: Sequence[int] = ()) -> None:
-        self.rates = Rates()
-        self._tokens = [*prediction, _NONE]
-        self._num_predicted = len(prediction)
-        self._start = len(self._tokens)  # of the prompt
+    def __init__(self, finds_short: bool) -> None:
+        """`finds_short`: also runs of two tokens, if there is no longer one; in much text each of them is somewhere."""
+        self.tokens: list[int] = []
+        self._finds_short = finds_short
         self._num_indexed = 0
-        self._newest_short: dict[tuple[int, int], int] = {}  # run -> where it ended last
+        self._newest_short: dict[tuple[int, ...], int] = {}  # run -> where it ended last
         self._newest_long: dict[tuple[int, ...], int] = {}
         self._earlier: list[int] = []  # by place: the one before that a run of four ended with the same tokens
-        # How far back the text is that the last guess came from; it is followed while it agrees.
-        self._distance = self._start + num_prompt_tokens if prediction else 0
 
-    def guess(self, token_ids: Sequence[int], num_tokens: int) -> Guess:
-        """At most so many tokens, of a sequence that now has `token_ids`: each time there may be more than before."""
-        self._tokens += token_ids[len(self._tokens) - self._start :]
+    def places(self, ending: tuple[int, ...]) -> list[int]:
+        """Where it says what a sequence with this ending, of `_LONG` tokens, ends with: the newest first."""
         self._index()
-        end, best, place = len(self._tokens) - 1, 0, 0
-        for candidate in self._places(end):
-            num_matched = self._num_matched(candidate, end)
-            if num_matched > best:
-                best, place = num_matched, candidate
-        if not best:
-            return NO_GUESS
-        self._distance = end - place
-        found = self._tokens[place + 1 : place + 1 + num_tokens]
-        if place < self._num_predicted:
-            best = max(best, _PREDICTED_MATCH)
-            found = found[: self._num_predicted - place - 1]
-        return Guess(_repeated(found, num_tokens) if place + num_tokens > end else found, best)
-
-    def _places(self, end: int) -> list[int]:
-        """Where what comes next may be found: behind each of these."""
-        tokens = self._tokens
-        places = [end - self._distance] if self._distance and self._distance <= end else []
-        place = self._newest_long.get(tuple(tokens[end - _LONG + 1 :]), _NONE)
-        if place == _NONE and end:
-            place = self._newest_short.get((tokens[end - 1], tokens[end]), _NONE)
-            return places if place == _NONE else [*places, place]
+        places: list[int] = []
+        place = self._newest_long.get(ending, _NONE)
+        if place == _NONE:
+            place = self._newest_short.get(ending[-_SHORT:], _NONE)
+            return places if place == _NONE else [place]
         while place != _NONE and len(places) < _MAX_PLACES:
             places.append(place)
             place = self._earlier[place]
         return places
 
-    def _num_matched(self, place: int, end: int) -> int:
-        tokens = self._tokens
-        most = min(MAX_MATCH, place + 1)
-        for back in range(most):
-            if tokens[place - back] != tokens[end - back]:
-                return back
-        return most
-
     def _index(self) -> None:
-        """All places but the last, which is what is looked for; of a long prompt in several goes."""
-        tokens, newest, earlier = self._tokens, self._newest_long, self._earlier
+        """All places but the last, behind which there is nothing; of many in several goes."""
+        tokens, newest, earlier = self.tokens, self._newest_long, self._earlier
         places = range(len(tokens) - 1)[self._num_indexed :][:_MAX_INDEXED]
         for place in places:
-            run = tuple(tokens[place - _LONG + 1 : place + 1])
+            run = tuple(tokens[max(place - _LONG + 1, 0) : place + 1])
             earlier.append(newest.get(run, _NONE))
             newest[run] = place
-            if place:
-                self._newest_short[tokens[place - 1], tokens[place]] = place
+            if place and self._finds_short:
+                self._newest_short[run[-_SHORT:]] = place
         self._num_indexed += len(places)
 
 
-def _repeated(tokens: list[int], num_tokens: int) -> list[int]:
-    """What comes behind the text's own end is the same once more."""
-    return (tokens * -(-num_tokens // len(tokens)))[:num_tokens] if tokens else tokens
+class Answers:
+    """What clients were answered lately, each client's apart: who asks alike is often answered alike.
+
+    Nobody's guesses come from another's answers, so that neither their time nor their number tells of them.
+    """
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[Hashable, list[Text]] = OrderedDict()  # first those of who came least lately
+        self._num_tokens = 0
+
+    def of(self, client: Hashable) -> Sequence[Text]:
+        """Where to look for that client's next one."""
+        return self._texts.get(client, ())
+
+    def remember(self, client: Hashable, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """A prompt and its answer, of which the first tokens count. The oldest make room for it."""
+        begin, end = max(num_prompt_tokens - MAX_MATCH, 0), num_prompt_tokens + _MAX_ANSWER
+        tokens = [*token_ids[begin:end], _NONE]
+        texts = self._texts.setdefault(client, [Text(finds_short=False)])
+        self._texts.move_to_end(client)
+        if texts[-1].tokens and len(texts[-1].tokens) + len(tokens) > _MAX_REMEMBERED:
+            texts.append(Text(finds_short=False))
+            for older in texts[:-2]:
+                self._num_tokens -= len(older.tokens)
+            del texts[:-2]
+        texts[-1].tokens += tokens
+        self._num_tokens += len(tokens)
+        while self._num_tokens > _MAX_REMEMBERED_IN_ALL:
+            _, forgotten = self._texts.popitem(last=False)
+            self._num_tokens -= sum(len(text.tokens) for text in forgotten)
+
+    def forget(self) -> None:
+        """All of them."""
+        self._texts.clear()
+        self._num_tokens = 0
+
+
+class Drafter:
+    """Guesses for one sequence. Keeps a copy of its tokens."""
+
+    def __init__(self, num_prompt_tokens: int, prediction: Sequence[int] = ()) -> None:
+        self.rates = Rates()
+        self._text = Text(finds_short=True)
+        if prediction:
+            self._text.tokens += [*prediction, _NONE]
+        self._start = len(self._text.tokens)  # of the prompt
+        # The text that the last guess came from, and how far before the own end the place was: it is followed while it
+        # agrees.
+        self._followed: Text | None = self._text if prediction else None
+        self._distance = self._start + num_prompt_tokens
+
+    def guess(self, token_ids: Sequence[int], num_tokens: int, answers: Sequence[Text] = ()) -> Guess:
+        """At most so many tokens, of a sequence that now has `token_ids`: each time there may be more than before.
+
+        `answers`: other texts that it may be found in.
+        """
+        own = self._text
+        own.tokens += token_ids[len(own.tokens) - self._start :]
+        end, source, place, num_matched = len(own.tokens) - 1, own, 0, 0
+        ending = tuple(own.tokens[-_LONG:])
+        for text in (own, *answers):
+            places = text.places(ending)
+            if text is self._followed and 0 <= end - self._distance < len(text.tokens):
+                places.insert(0, end - self._distance)
+            for candidate in places:
+                num = self._num_matched(text, candidate, num_matched)
+                if num > num_matched:
+                    source, place, num_matched = text, candidate, num
+        if not num_matched:
+            return NO_GUESS
+        self._followed, self._distance = source, end - place
+        if source is own and place < self._start:
+            num_matched = max(num_matched, _PREDICTED_MATCH)
+        return Guess(_what_follows(source, place, num_tokens, is_own=source is own), num_matched)
+
+    def _num_matched(self, text: Text, place: int, least: int) -> int:
+        """Tokens up to there that are those that the sequence ends with; 0 if they are not more than `least`."""
+        own, theirs = self._text.tokens, text.tokens
+        end = len(own) - 1
+        most = min(MAX_MATCH, place + 1, end + 1)
+        if most <= least or own[end - least] != theirs[place - least]:
+            return 0
+        for back in range(most):
+            if theirs[place - back] != own[end - back]:
+                return back
+        return most
+
+
+def _what_follows(text: Text, place: int, num_tokens: int, is_own: bool) -> list[int]:
+    """The tokens behind a place, up to the end of what is said there. The own end is taken to be said once more."""
+    found = text.tokens[place + 1 : place + 1 + num_tokens]
+    if _NONE in found:
+        return found[: found.index(_NONE)]
+    return (found * -(-num_tokens // len(found)))[:num_tokens] if is_own and found else found

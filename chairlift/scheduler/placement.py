@@ -126,7 +126,7 @@ class Placement:
         del self._owners[slot]
         request.slot = request.leader = None
 
-    def step_back(self, request: RequestState, num_tokens: int = 1) -> None:
+    def step_back(self, request: RequestState, num_tokens: int) -> None:
         """The newest tokens of a row do not count: they have to be computed once more, or were guessed wrongly."""
         assert request.slot is not None, f"{request.request_id} goes on without a slot"
         self._slots.rewind(request.slot, num_tokens)

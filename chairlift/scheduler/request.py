@@ -34,6 +34,13 @@ class Grammar(Protocol):
         """False while its row must sit out because the mask for its next token is late."""
         ...
 
+    def foresee(self) -> Sequence[int] | None:
+        """Tokens that are likely to come next, since nothing else may be said; None: no guess can be verified now.
+
+        It is None the first time: what comes next is worked out for whoever has asked.
+        """
+        ...
+
     def advance(self, token_id: int) -> bool:
         """Takes the next token. True if the text is complete and nothing can follow. Raises if it does not fit."""
         ...
@@ -203,7 +210,7 @@ class RequestState(_Progress):
             self.fail(f"the request could not be started: {error}")
         follows_text = self.token_filter is not None and self.token_filter.follows_text
         self.needs_newest_token = self.grammar is not None or follows_text
-        if request.new_drafter is not None and not self.needs_newest_token:
+        if request.new_drafter is not None and not follows_text:
             self.drafter = request.new_drafter()
 
     def reuse(self, num_tokens: int) -> None:

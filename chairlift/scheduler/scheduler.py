@@ -121,8 +121,10 @@ class Scheduler:
         return events
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was computed so far will be reused by others; running requests go on."""
+        """Nothing that was computed or answered so far will be reused for others; running requests go on."""
         self.placement.forget_prefixes()
+        if self.speculation is not None:
+            self.speculation.answers.forget()
 
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.
@@ -200,7 +202,7 @@ class Scheduler:
     def _take(self, row: RowPlan, num_expected: int, result: RowResult) -> list[int]:
         """Books the tokens that a row got, and takes back what was computed in vain. Returns those that count."""
         if result.is_late:
-            self.placement.step_back(row.request)
+            self.placement.step_back(row.request, num_expected)
             return []
         if row.guess.tokens:
             self.placement.step_back(row.request, num_expected - len(result.token_ids))
@@ -274,6 +276,8 @@ class Scheduler:
 
     def _retire(self, request: RequestState) -> None:
         del self._running[request.request_id]
+        if self.speculation is not None:
+            self.speculation.remember(request)
         request.drop_surplus()
         self.waiting.charge(request)
         self._release_if_idle(request)

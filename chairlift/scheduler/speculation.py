@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from chairlift.config import Auto
-from chairlift.scheduler.drafting import NO_GUESS, Guess
+from chairlift.scheduler.drafting import FORCED_MATCH, NO_GUESS, Answers, Drafter, Guess
 from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.plan import NextStep, RowPlan, StepPlan
 from chairlift.scheduler.request import RequestState
@@ -82,6 +82,7 @@ class Speculation:
         """`max_tokens`: of every guess, whatever it takes; "auto": as many as are expected to save time."""
         self._max_tokens = max_tokens
         self.times = StepTimes()
+        self.answers = Answers()
         # Since it was made. What was verified and is not part of an answer was in vain.
         self.num_drafted = self.num_accepted = 0
         self.accepted_at: list[int] = []  # by place in the guess
@@ -118,6 +119,11 @@ class Speculation:
         for place in range(num_accepted):
             self.accepted_at[place] += 1
 
+    def remember(self, request: RequestState) -> None:
+        """A request has ended: what its client asks next may be answered alike."""
+        if request.drafter is not None and request.error is None:
+            self.answers.remember(_client_of(request), request.token_ids, request.num_prompt_tokens)
+
     def note_launch(self, plan: StepPlan, seconds: float) -> None:
         """A launch took so long, all of its steps together."""
         self.times.note(sum(row.num_new_tokens for row in plan.rows), seconds / plan.num_steps)
@@ -131,13 +137,23 @@ class Speculation:
             num_wanted = min(most, request.num_remaining - 1)
             if request.drafter is None or request.num_pending or num_wanted <= 0:
                 continue
-            guess = request.drafter.guess(request.token_ids, num_wanted)
+            guess = self._guess(request, request.drafter, num_wanted)
             if guess.tokens:
                 guesses[request.request_id] = guess
                 rates[request.request_id] = request.drafter.rates.of(guess)
         if self._max_tokens == "auto" and guesses:
             guesses = self._worthwhile(guesses, rates, len(requests), num_tokens)
         return guesses
+
+    def _guess(self, request: RequestState, drafter: Drafter, num_tokens: int) -> Guess:
+        """What a grammar forces, or else what was said elsewhere."""
+        if request.grammar is not None:
+            forced = request.grammar.foresee()
+            if forced is None:
+                return NO_GUESS
+            if forced:
+                return Guess(forced, FORCED_MATCH).cut(num_tokens)
+        return drafter.guess(request.token_ids, num_tokens, self.answers.of(_client_of(request)))
 
     def _worthwhile(
         self, guesses: dict[str, Guess], rates: dict[str, float], num_rows: int, num_tokens: int
@@ -159,6 +175,11 @@ class Speculation:
             counts = {name: _num_above(rates[name], threshold, len(guess.tokens)) for name, guess in guesses.items()}
             chosen = {name: guesses[name].cut(count) for name, count in counts.items() if count}
         return chosen
+
+
+def _client_of(request: RequestState) -> tuple[str, str]:
+    """Whoever gets guesses from each other's answers: with keys the holder of one, and never two with another salt."""
+    return request.options.tenant, request.options.cache_salt
 
 
 def _num_above(rate: float, threshold: float, most: int) -> int:

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from chairlift.api import ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.http.connections import Listener
+from chairlift.api.http.listening import Listener
 from chairlift.api.server import make_runner, start
 from chairlift.api.tools import ToolFamily
 from chairlift.engine.async_llm import AsyncLLM
@@ -23,8 +23,6 @@ from tests.engine.async_support import wait_until
 SLOTS = 4
 MAX_SEQ_LEN = 512
 ENGINE: dict[str, Any] = {"max_batch_size": SLOTS, "max_seq_len": MAX_SEQ_LEN, "dtype": "float32", "num_threads": 1}
-
-
 in_loop = pytest_asyncio.fixture(loop_scope="module")
 """Makes a fixture of a coroutine or a generator, in the loop in which the tests run."""
 

@@ -1,18 +1,23 @@
 """What the contract tests share: servers with settings of their own, and the strictest reading of what they say.
 
-The judge of shapes is the official client's own pydantic models, in strict mode and without unknown fields.
+The judge of shapes is the official client's own pydantic models, in strict mode and without unknown fields; that of
+log-probabilities the bundled checkpoint through transformers, in float32, without a cache.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any, TypeVar
 
 import aiohttp
+import torch
 from openai import BaseModel as ClientModel
 from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
+from transformers import LlamaForCausalLM
 
+from chairlift.models.checkpoint import find_model
 from tests.api.conftest import ENGINE as ENGINE
 from tests.api.conftest import Server
 from tests.api.conftest import client_of as client_of
@@ -20,10 +25,8 @@ from tests.api.conftest import serving as serving
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-
 # vLLM's extensions: which stop string or token it was, and tokens where they are asked for.
 _OUR_OWN_FIELDS = {"reasoning", "reasoning_content", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs"}
-
 _Reply = TypeVar("_Reply", bound=ClientModel)
 
 
@@ -79,6 +82,42 @@ async def chunks_of(server: Server, path: str, body: dict[str, Any]) -> list[dic
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+def parts_of(choices: Iterable[dict[str, Any]], is_alone: bool = True) -> dict[int, dict[str, Any]]:
+    """By index what choices say, of a whole reply or of chunks in order: texts, tokens, scores, and how each ended.
+
+    Who is not alone has other last bits in its scores each time, so they are only counted.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for choice in choices:
+        part = found.setdefault(choice["index"], {"end": (None, None)})
+        assert part["end"][0] is None, "nothing follows a choice's finish reason"
+        message = choice.get("message") or choice.get("delta") or {}
+        said = {"text": choice.get("text"), "token_ids": choice.get("token_ids")}
+        said |= {name: message.get(name) for name in ("content", "reasoning", "reasoning_content")}
+        scores = (choice["logprobs"] or {}).items()
+        said |= {f"logprobs {name}": values if is_alone else [0] * len(values or ()) for name, values in scores}
+        for name, value in said.items():
+            if value:
+                part[name] = part[name] + value if name in part else value
+        part["end"] = (choice["finish_reason"], choice.get("stop_reason"))
+    return found
+
+
+async def whole_and_chunks(
+    server: Server, path: str, body: dict[str, Any], *, is_alone: bool = True, **stream_options: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A reply, and the chunks of the same request, which must have one identity and come to the same."""
+    options = {"stream_options": stream_options} if stream_options else {}
+    whole, chunks = await post(server, path, body), await chunks_of(server, path, body | options)
+    (check_chat if path == CHAT else check_completion)(whole)
+    for chunk in chunks:
+        (check_chat_chunk if path == CHAT else check_completion)(chunk)
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+    streamed = parts_of((choice for chunk in chunks for choice in chunk["choices"]), is_alone)
+    assert streamed == parts_of(whole["choices"], is_alone)
+    return whole, chunks
+
+
 def counts(usage: object) -> tuple[int, int, int]:
     """Tokens of the prompts, of the answers, and of both. What was reused depends on what had been asked before."""
     read = CompletionUsage.model_validate(usage)
@@ -119,3 +158,21 @@ def undeclared(value: object) -> Iterator[str]:
         yield from value.model_extra or {}
         for name in type(value).model_fields:
             yield from undeclared(getattr(value, name))
+
+
+@cache
+def _model() -> Any:
+    return LlamaForCausalLM.from_pretrained(find_model("bundled"), dtype=torch.float32)
+
+
+@torch.inference_mode()
+def reference_logprobs(prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """float32 `[len(answer), vocab]`: of what might stand at each position of the answer."""
+    logits = _model()(torch.tensor([prompt + answer])).logits[0]
+    rows: torch.Tensor = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
+    return rows
+
+
+def byte_ids(text: str) -> list[int]:
+    """The bundled model has one token per byte, and its id is the byte."""
+    return list(text.encode())

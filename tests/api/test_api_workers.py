@@ -14,8 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.api.test_drain import chunks
-from tests.api.test_process import DIES_IN_A_STEP
+from tests.api.test_process import chunks
 from tests.support.server_process import SERVE, Process, long_stream, running
 
 ASKED = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -117,6 +116,23 @@ real_step = EngineCore.step
 
 def step(self):
     time.sleep(0.005)
+    return real_step(self)
+
+EngineCore.step = step
+sys.exit(main())
+"""
+DIES_WITH_TWO = """
+import sys
+from chairlift.__main__ import main
+from chairlift.engine.core import EngineCore
+
+real_step, num_steps = EngineCore.step, 0
+
+def step(self):
+    global num_steps
+    num_steps += self._scheduler.num_running == 2
+    if num_steps > 5:
+        raise RuntimeError("injected fault")
     return real_step(self)
 
 EngineCore.step = step
@@ -226,9 +242,9 @@ def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced_and_a_signal_
 
 
 def test_the_engines_death_ends_what_all_workers_serve_and_the_process_with_1() -> None:
-    with running(DIES_IN_A_STEP, *TWO, *FLAGS) as process, client_of_each(process) as clients, ExitStack() as streams:
+    with running(DIES_WITH_TWO, *TWO, *FLAGS) as process, client_of_each(process) as clients, ExitStack() as stack:
         requests = [client.stream("POST", "/v1/completions", json=LONG) for client in clients]
-        for request in requests:
-            assert "injected fault" in [line for line in streams.enter_context(request).iter_lines() if line][-1]
-        assert [client.get("/health").status_code for client in clients] == [503, 503]
+        streams = [stack.enter_context(request) for request in requests]
+        for stream in streams:
+            assert '"a step failed: RuntimeError: injected fault"' in [line for line in stream.iter_lines() if line][-1]
         assert process.exit_code() == 1

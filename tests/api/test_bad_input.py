@@ -114,7 +114,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "logprobs": -1}, "logprobs", "greater than or equal to 0"),
 ]
 
-
 BAD = [(CHAT, {"messages": HELLO, **body}, param, words) for body, param, words in BAD_CHATS]
 BAD += [(CHAT, {"messages": [message]}, "messages", words) for message, words in BAD_MESSAGES]
 BAD += [(CHAT, {"messages": HELLO, **body}, path, f"unsupported field: {path}") for path, body in UNKNOWN.items()]

@@ -20,6 +20,7 @@ from chairlift.api.routes import DetokenizeRequest
 from chairlift.api.wire import complaint_of
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.errors import InvalidRequest
+from tests.api.anthropic_support import MESSAGES
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS
 from tests.api.fault_support import RawClient, connect, forward_of, held, post, serving, until_idle
@@ -42,9 +43,11 @@ async def send(server: Server, data: bytes, headers: dict[str, str], path: str =
 # --- kinds
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", [COMPLETIONS, CHAT, "/v1/responses", MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize"]
+)
 async def test_what_a_foreign_page_may_send_anywhere_is_a_415(server: Server, path: str) -> None:
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json"):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json", "json"):
         status, message = await send(server, BODY, {"Content-Type": kind}, path)
         assert (status, message) == (415, f"the body must be sent as Content-Type: application/json, not {kind}")
     assert await send(server, BODY, {}, path) == (

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.browser import DESKTOP, PHONE, Page, browsing
+from tests.support.browser import DESKTOP, PHONE, FakeSite, Page, browsing
 from tests.support.fake_batch import FakeBatch
-from tests.support.fake_site import FakeSite
 from tests.support.server_process import SERVE, Process, running
 
 Keys = pytest.importorskip("selenium.webdriver", reason="selenium is not installed").Keys
@@ -75,6 +74,20 @@ def test_a_slots_row_shows_what_is_reused_computed_still_to_do_generated_and_war
     assert parts_of(page, 0) == {"warm": 959}
     assert page.text("#num-running") == "0"
     assert "1 request done" in page.text("#batch-summary")
+
+
+def test_tokens_that_were_guessed_rightly_have_a_tone_of_their_own_where_some_were(page: Page, site: FakeSite) -> None:
+    open_live(page, site)
+    is_hidden = "document.getElementById('accepted-key').hidden"
+    assert page.run(is_hidden)
+    request = site.batch.add(num_prompt_tokens=100, num_output_tokens=60)
+    request.num_guessed = 3
+    site.do(lambda: site.batch.run(11))
+    page.wait_for_text("#slots li:first-child", "100 + 41")
+    assert parts_of(page, 0) == {"prefilled": 100, "accepted": 130, "generated": 141}
+    assert not page.run(is_hidden)
+    page.run("document.querySelector('#slots li').focus()")
+    assert page.text("#slot-detail").endswith("prompt of 100 tokens; 41 generated, 30 of them guessed rightly.")
 
 
 def test_who_waits_is_listed_in_order_and_counted_beyond_the_first_twenty(page: Page, site: FakeSite) -> None:

@@ -17,7 +17,6 @@ from tests.support.fake_batch import FakeBatch
 
 FOLDER = Path(pages.__file__).parent / "page_files"
 
-
 KINDS = {
     ".html": "text/html",
     ".css": "text/css",
@@ -26,18 +25,36 @@ KINDS = {
 }
 
 
-class Markup(HTMLParser):
-    """Attributes of all tags."""
+_VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """The page's text, its tags and attributes; every tag must be closed in order."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
+        self.text = ""
         self.attributes: list[tuple[str, str, str | None]] = []
+        self.tags: set[str] = set()
+        self._open: list[str] = []
         self.feed(source)
+        self.close()
+        assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
         self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in _VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
 
     def of(self, name: str) -> list[str]:
+        """The values of that attribute."""
         return [value or "" for _, each, value in self.attributes if each == name]
 
 
@@ -94,7 +111,7 @@ async def test_a_browser_that_has_a_file_is_told_so(url: str, http: aiohttp.Clie
 
 
 def test_what_the_files_refer_to_is_there_and_relative() -> None:
-    markup = Markup((FOLDER / "index.html").read_text(encoding="utf-8"))
+    markup = Page((FOLDER / "index.html").read_text(encoding="utf-8"))
     loaded = {value for value in markup.of("src") + markup.of("href") if value != "docs"}
     scripts = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.js")}
     imported = {name for text in scripts.values() for name in re.findall(r'(?:from|import) "\./([\w.]+)"', text)}
@@ -105,13 +122,12 @@ def test_what_the_files_refer_to_is_there_and_relative() -> None:
 
 
 def test_no_script_or_style_stands_in_the_page() -> None:
-    markup = Markup((FOLDER / "index.html").read_text(encoding="utf-8"))
+    markup = Page((FOLDER / "index.html").read_text(encoding="utf-8"))
     names = {name for _, name, _ in markup.attributes}
     assert [name for name in names if name == "style" or name.startswith("on")] == []
-    assert "style" not in {tag for tag, _, _ in markup.attributes}
+    assert "style" not in markup.tags
     source = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert re.findall(r"<script[^>]*>(.*?)</script>", source) == [""]
-    assert "<style" not in source
 
 
 def test_no_script_reads_text_as_markup() -> None:
@@ -121,42 +137,13 @@ def test_no_script_reads_text_as_markup() -> None:
 
 
 def test_every_element_that_a_script_asks_for_is_in_the_page() -> None:
-    markup = Markup((FOLDER / "index.html").read_text(encoding="utf-8"))
+    markup = Page((FOLDER / "index.html").read_text(encoding="utf-8"))
     there = set(markup.of("id"))
     for path in FOLDER.glob("*.js"):
         asked = re.findall(r'(?:\bat|\bsay|getElementById)\("([\w-]+)"', path.read_text(encoding="utf-8"))
         assert set(asked) <= there, path.name
     assert len(markup.of("id")) == len(there)
     assert {name for value in markup.of("aria-labelledby") for name in value.split()} <= there
-
-
-_VOID = {"meta", "link", "img", "br", "hr", "input"}
-
-
-class Page(HTMLParser):
-    """The page's text, its tags and attributes; every tag must be closed in order."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.text = ""
-        self.tags: set[str] = set()
-        self.attributes: list[tuple[str, str, str | None]] = []
-        self._open: list[str] = []
-        self.feed(source)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += [(tag, name, value) for name, value in attrs]
-        if tag not in _VOID:
-            self._open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data + "\n"
 
 
 async def fetch(http: aiohttp.ClientSession, server: Server) -> tuple[Page, aiohttp.ClientResponse]:

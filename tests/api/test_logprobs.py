@@ -1,5 +1,6 @@
 """Log-probabilities over HTTP: the numbers are the model's own; tokens, bytes and offsets spell the text exactly."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,15 +9,20 @@ from tests.api.conftest import Server
 from tests.api.contract import (
     CHAT,
     COMPLETIONS,
+    byte_ids,
     check_chat,
-    check_chat_chunk,
     check_completion,
     chunks_of,
+    counts,
     error_of,
     post,
+    reference_logprobs,
+    serving,
     user,
+    whole_and_chunks,
 )
-from tests.api.scores import byte_ids, reference_logprobs
+from tests.engine.tokenizers_made import make_llama2_like
+from tests.support.checkpoints import make_checkpoint
 
 QUESTION = user("What is 17 + 25?")
 PROMPT = [259, *byte_ids("What is 17 + 25?"), 257, 260]  # <|user|> ... <|im_end|><|assistant|>
@@ -90,25 +96,15 @@ async def test_logprobs_are_taken_before_temperature_bias_penalties_and_grammars
         {"max_tokens": 2, "guided_choice": ["日本"]},
     ],
 )
-async def test_streamed_logprobs_add_up_to_the_whole_ones(server: Server, fields: dict[str, Any]) -> None:
+async def test_logprobs_spell_the_text_and_streamed_ones_add_up_to_them(server: Server, fields: dict[str, Any]) -> None:
     body = chat(top_logprobs=2, **fields)
-    whole = await post(server, CHAT, body)
-    chunks = await chunks_of(server, CHAT, body)
+    whole, _ = await whole_and_chunks(server, CHAT, body)
     num_scored = sum(len(choice["logprobs"]["content"]) for choice in whole["choices"])
     assert num_scored == whole["usage"]["completion_tokens"]
-    for index, choice in enumerate(whole["choices"]):
-        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        streamed = [entry for piece in own if piece["logprobs"] for entry in piece["logprobs"]["content"]]
-        text = "".join(piece["delta"].get("content") or "" for piece in own)
-        assert streamed == choice["logprobs"]["content"]
-        assert text == choice["message"]["content"]
-        spelled = b"".join(bytes(entry["bytes"]) for entry in streamed).decode(errors="replace")
-        stop = choice["stop_reason"] or (
-            END if choice["finish_reason"] == "stop" and "guided_choice" not in body else ""
-        )
-        assert spelled == text + stop
-    for chunk in chunks:
-        check_chat_chunk(chunk)
+    for choice in whole["choices"]:
+        spelled = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]).decode(errors="replace")
+        is_ended = choice["finish_reason"] == "stop" and "guided_choice" not in body
+        assert spelled == choice["message"]["content"] + (choice["stop_reason"] or (END if is_ended else ""))
 
 
 async def test_a_piece_of_text_comes_with_the_logprobs_of_its_tokens(server: Server) -> None:
@@ -169,19 +165,13 @@ async def test_the_sampled_token_is_among_the_top_logprobs_also_as_one_more_than
 @pytest.mark.parametrize("stop", [None, [" two"]])
 async def test_a_streamed_completions_lists_add_up_to_the_whole_ones(server: Server, stop: list[str] | None) -> None:
     body = {"prompt": "a", "logprobs": 2, "temperature": 0, "guided_choice": ["one é日 two"], "stop": stop}
-    whole = await post(server, COMPLETIONS, body)
-    chunks = await chunks_of(server, COMPLETIONS, body)
-    scored = whole["choices"][0]["logprobs"]
+    whole, chunks = await whole_and_chunks(server, COMPLETIONS, body)
     pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert all(piece is None or piece["tokens"] for piece in pieces)
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        streamed = [each for piece in pieces if piece for each in piece[name]]
-        assert streamed == scored[name]
+    scored = whole["choices"][0]["logprobs"]
     assert scored["text_offset"][:9] == [0, 1, 2, 3, 4, 4, 5, 5, 5]
     assert len(scored["tokens"]) == whole["usage"]["completion_tokens"]
     assert max(scored["text_offset"]) <= len(whole["choices"][0]["text"])
-    for chunk in chunks:
-        check_completion(chunk)
 
 
 # --- prompts, and tokens by their ids
@@ -223,20 +213,12 @@ async def test_a_stream_does_not_tell_a_prompts_logprobs(server: Server) -> None
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"stop": ["42"]}, {"guided_choice": [SPELLED]}, {"n": 3}])
 async def test_a_chats_tokens_are_told_by_id(server: Server, fields: dict[str, Any]) -> None:
     body = {"messages": QUESTION, "temperature": 0, "return_token_ids": True, **fields}
-    whole = await post(server, CHAT, body)
-    check_chat(whole)
-    assert whole["prompt_token_ids"] == PROMPT
+    whole, (first, *others) = await whole_and_chunks(server, CHAT, body)
+    assert first["prompt_token_ids"] == whole["prompt_token_ids"] == PROMPT
+    assert all("prompt_token_ids" not in chunk for chunk in others)
     assert sum(len(choice["token_ids"]) for choice in whole["choices"]) == whole["usage"]["completion_tokens"]
     if not fields:
         assert whole["choices"][0]["token_ids"] == [*b"17 + 25 = 42.", 257]
-    first, *chunks = await chunks_of(server, CHAT, body)
-    assert first["prompt_token_ids"] == PROMPT
-    for choice in whole["choices"]:
-        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
-        assert [token for piece in own for token in piece.get("token_ids", [])] == choice["token_ids"]
-    for chunk in (first, *chunks):
-        check_chat_chunk(chunk)
-    assert all("prompt_token_ids" not in chunk for chunk in chunks)
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 1, "echo": True}, {"guided_choice": ["é日"]}])
@@ -249,16 +231,13 @@ async def test_a_completions_tokens_are_told_by_id(server: Server, fields: dict[
         "return_token_ids": True,
         **fields,
     }
-    whole = await post(server, COMPLETIONS, body)
-    check_completion(whole)
-    chunks = [chunk["choices"][0] for chunk in await chunks_of(server, COMPLETIONS, body)]
+    whole, chunks = await whole_and_chunks(server, COMPLETIONS, body)
     assert sum(len(choice["token_ids"]) for choice in whole["choices"]) == whole["usage"]["completion_tokens"]
     for choice in whole["choices"]:
         assert choice["prompt_token_ids"] == byte_ids(body["prompt"][choice["index"] // 2])
-        own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
-        assert [token for piece in own for token in piece["token_ids"]] == choice["token_ids"]
-        assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"]
-        assert all("prompt_token_ids" not in piece for piece in own[1:])
+        first, *others = (chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"])
+        assert first["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert all("prompt_token_ids" not in piece for piece in others)
 
 
 async def test_replies_and_chunks_of_one_server_have_one_fingerprint(server: Server) -> None:
@@ -269,3 +248,145 @@ async def test_replies_and_chunks_of_one_server_have_one_fingerprint(server: Ser
         prints |= {reply["system_fingerprint"] for reply in (whole, *chunks)}
     (fingerprint,) = prints
     assert fingerprint.startswith("fp_")
+
+
+# --- echo: the prompt comes back before the answer, with its own log-probabilities if they were asked for
+
+
+TEXT = "né 日 17 + 25 ="
+
+
+def echo(**fields: Any) -> dict[str, Any]:
+    return {"prompt": TEXT, "echo": True, "temperature": 0, "max_tokens": 4, "ignore_eos": True, **fields}
+
+
+async def test_a_prompt_comes_before_its_answer(server: Server) -> None:
+    plain = check_completion(await post(server, COMPLETIONS, echo(echo=False)))
+    echoed = check_completion(await post(server, COMPLETIONS, echo()))
+    assert echoed.choices[0].text == TEXT + plain.choices[0].text
+    assert counts(echoed.usage) == counts(plain.usage)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+async def test_nothing_but_the_prompt_with_max_tokens_zero(server: Server, logprobs: int | None) -> None:
+    raw = await post(server, COMPLETIONS, echo(max_tokens=0, logprobs=logprobs))
+    reply = check_completion(raw)
+    assert reply.choices[0].text == TEXT
+    assert raw["choices"][0]["finish_reason"] == "length"
+    assert counts(raw["usage"]) == (len(TEXT.encode()), 0, len(TEXT.encode()))
+    assert (raw["choices"][0]["logprobs"] is None) == (logprobs is None)
+
+
+async def test_without_echo_max_tokens_zero_is_an_empty_answer(server: Server) -> None:
+    (choice,) = (await post(server, COMPLETIONS, echo(echo=False, max_tokens=0)))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
+
+
+async def test_a_prompts_logprobs_are_those_of_the_model_and_its_first_token_has_none(server: Server) -> None:
+    raw = await post(server, COMPLETIONS, echo(max_tokens=0, logprobs=3))
+    scored = raw["choices"][0]["logprobs"]
+    prompt = byte_ids(TEXT)
+    expected = reference_logprobs(prompt[:1], prompt[1:])
+    values = [row[token].item() for row, token in zip(expected, prompt[1:], strict=True)]
+    assert scored["token_logprobs"][0] is None
+    assert scored["top_logprobs"][0] is None
+    assert scored["token_logprobs"][1:] == pytest.approx(values, abs=TOLERANCE)
+    for row, top in zip(expected, scored["top_logprobs"][1:], strict=True):
+        assert max(top.values()) == pytest.approx(row.max().item(), abs=TOLERANCE)
+    assert [len(scored[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == (
+        [len(prompt)] * 4
+    )
+
+
+async def test_offsets_count_characters_of_prompt_and_answer(server: Server) -> None:
+    raw = await post(server, COMPLETIONS, echo(prompt="é日a", logprobs=0, guided_choice=["ü b"]))
+    (choice,) = raw["choices"]
+    assert choice["text"] == "é日aü b"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2, 3, 3, 4, 5]
+    assert [choice["logprobs"]["tokens"][index] for index in (5, 8, 9)] == ["a", " ", "b"]
+
+
+async def test_the_tokens_of_a_long_prompt_are_scored_over_several_chunks_of_it() -> None:
+    prompt = [(7 * i) % 90 + 32 for i in range(400)]
+    async with serving(max_num_batched_tokens=64) as server:
+        raw = await post(server, COMPLETIONS, echo(prompt=prompt, max_tokens=0, logprobs=0))
+    expected = reference_logprobs(prompt[:1], prompt[1:])
+    values = [row[token].item() for row, token in zip(expected, prompt[1:], strict=True)]
+    assert raw["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(values, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("prompt", [TEXT, byte_ids(TEXT), [TEXT], [byte_ids(TEXT)]])
+async def test_echo_is_the_same_for_every_form_of_prompt(server: Server, prompt: Any) -> None:
+    (choice,) = (await post(server, COMPLETIONS, echo(prompt=prompt, logprobs=1, guided_choice=["ok"])))["choices"]
+    assert choice["text"] == TEXT + "ok"
+    assert choice["logprobs"]["tokens"][len(TEXT.encode()) :][:2] == ["o", "k"]
+    assert choice["logprobs"]["text_offset"][len(TEXT.encode()) :][:2] == [len(TEXT), len(TEXT) + 1]
+
+
+async def test_each_of_several_prompts_and_choices_has_its_own_echo(server: Server) -> None:
+    body = echo(prompt=["1 + 1 =", "Once é"], n=2, logprobs=1, temperature=1.3, seed=2)
+    raw = await post(server, COMPLETIONS, body)
+    check_completion(raw)
+    assert [choice["index"] for choice in raw["choices"]] == [0, 1, 2, 3]
+    for choice, prompt in zip(raw["choices"], ["1 + 1 =", "1 + 1 =", "Once é", "Once é"], strict=True):
+        scored = choice["logprobs"]
+        assert choice["text"].startswith(prompt)
+        assert scored["token_logprobs"][0] is None
+        assert None not in scored["token_logprobs"][1:]
+        assert "".join(scored["tokens"])[:6] == choice["text"][:6].replace("é", "\N{REPLACEMENT CHARACTER}" * 2)[:6]
+    first, second = (raw["choices"][index]["logprobs"] for index in (2, 3))
+    assert first["token_logprobs"][:7] == second["token_logprobs"][:7]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"logprobs": 1},
+        {"logprobs": 2, "max_tokens": 0},
+        {"n": 2, "logprobs": 1, "temperature": 1.3, "seed": 2},
+        {"prompt": ["1 + 1 =", "é"], "n": 2, "logprobs": 0, "temperature": 1.3, "seed": 2},
+        {"prompt": [ord(" ")] * 400, "n": 2, "logprobs": 0, "seed": 2},
+        {"prompt": "a", "logprobs": 1, "guided_choice": ["😀"]},
+        # Special tokens only, and an answer whose first token makes no character yet: no text in the first step.
+        {"prompt": [257, 260], "logprobs": 0, "guided_choice": ["é"]},
+    ],
+)
+async def test_a_streamed_echo_adds_up_to_the_whole_one(server: Server, fields: dict[str, Any]) -> None:
+    whole, _ = await whole_and_chunks(server, COMPLETIONS, echo(**fields))
+    if fields.get("prompt") == [257, 260]:
+        assert whole["choices"][0]["text"] == "é"
+        assert whole["choices"][0]["logprobs"]["tokens"][:2] == ["<|im_end|>", "<|assistant|>"]
+
+
+async def test_an_end_token_is_scored_as_harnesses_that_drop_the_last_entry_expect(server: Server) -> None:
+    """They send the answer within the prompt, ask for one token more, and drop its score, whatever it was."""
+    prompt = [259, *b"Hello!", 257, 260, *b"Hello! How can I help you?"]
+    end = {"logit_bias": {"257": 100}}
+    body = echo(prompt=prompt, max_tokens=1, logprobs=1, ignore_eos=False, **end)
+    (choice,) = (await whole_and_chunks(server, COMPLETIONS, body))[0]["choices"]
+    assert choice["finish_reason"] == "stop"
+    for values in choice["logprobs"].values():
+        assert len(values) == len(prompt) + 1
+    assert (choice["logprobs"]["tokens"][-1], choice["logprobs"]["text_offset"][-1]) == (
+        "<|im_end|>",
+        len(choice["text"]),
+    )
+
+
+async def test_a_prompt_that_fills_the_slot_can_be_scored(server: Server) -> None:
+    raw = await post(server, COMPLETIONS, echo(prompt=[65] * 512, max_tokens=0, logprobs=0))
+    assert len(raw["choices"][0]["logprobs"]["tokens"]) == 512
+    assert raw["usage"]["completion_tokens"] == 0
+
+
+async def test_offsets_are_right_where_a_tokenizer_drops_the_first_space(tmp_path: Path) -> None:
+    """As Llama 2's does: the first token is spelled with a space that the text does not show."""
+    make_checkpoint(tmp_path)
+    vocab = make_llama2_like(tmp_path).backend.get_vocab()
+    prompt = [vocab[piece] for piece in ("<s>", "▁the", "▁hill", "▁is", "▁high", ".")]
+    async with serving(model=str(tmp_path), max_seq_len=64) as server:
+        body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 0}
+        (choice,) = (await post(server, COMPLETIONS, body))["choices"]
+    assert choice["text"] == "the hill is high."
+    assert choice["logprobs"]["text_offset"] == [0, 0, 3, 8, 11, 16]

@@ -4,20 +4,68 @@ import asyncio
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
 from chairlift.api import ServerConfig
 from tests.api.conftest import SLOTS, Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import forward_of, held, serving, until_idle
-from tests.api.metric_support import PATH, metrics_named_in, scrape
 from tests.engine.async_support import wait_until
+
+PATH = "/metrics"
+_SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """One reply, by family; the parser leaves `_total` out of counters' names, and keeps it in those of samples."""
+
+    families: Mapping[str, Metric]
+
+    @property
+    def names(self) -> set[str]:
+        """As they are asked for in queries, without the suffixes of histograms."""
+        return {f"{name}_total" if metric.type == "counter" else name for name, metric in self.families.items()}
+
+    def value(self, name: str, **labels: str) -> float:
+        """The value of one sample."""
+        found = [
+            sample.value
+            for family in self.families.values()
+            for sample in family.samples
+            if sample.name == name and sample.labels == labels
+        ]
+        assert len(found) == 1, (name, labels, found)
+        return found[0]
+
+    def values(self, name: str, label: str) -> dict[str, float]:
+        """The values of all samples of a name, by the value of a label."""
+        samples = [sample for family in self.families.values() for sample in family.samples if sample.name == name]
+        return {sample.labels[label]: sample.value for sample in samples}
+
+
+async def scrape(server: Server) -> Scrape:
+    """What a Prometheus server would get now."""
+    async with aiohttp.ClientSession() as http, http.get(server.url + PATH) as response:
+        assert response.status == 200
+        text = await response.text()
+    return Scrape({family.name: family for family in text_string_to_metric_families(text)})
+
+
+def metrics_named_in(text: str) -> set[str]:
+    """Names of metrics that a text speaks of, without the suffixes of histograms."""
+    found = re.findall(r"\b(?:chairlift|process)_[a-z_]*[a-z]\b", text)
+    return {next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), name) for name in found}
+
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -240,13 +288,17 @@ async def test_no_key_is_asked_for_and_openmetrics_is_spoken_where_it_is_wanted(
             assert plain.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         async with http.head(server.url + PATH) as head:
             assert head.status == 200
-    names = {family.name for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
+    names = {family.name for family in openmetrics.text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
     assert {"chairlift_generated_tokens", "chairlift_step_duration_seconds"} <= names
     assert "secret" not in text
 
 
 @pytest.mark.parametrize(
-    "accept", ["text/plain; version=a.b.c", "application/openmetrics-text; version=x", ";;==,", "text/plain;version="]
+    "accept",
+    [
+        *("text/plain; version=a.b.c", "text/plain;version=", "text/plain; version=" + "9" * 5000, "*/*;q=many"),
+        *("application/openmetrics-text; version=x", ";;==,", "," * 7000, ";" * 7000, "\u00ff"),
+    ],
 )
 async def test_an_accept_header_that_makes_no_sense_gets_the_plain_format(server: Server, accept: str) -> None:
     async with aiohttp.ClientSession() as http, http.get(server.url + PATH, headers={"Accept": accept}) as response:

@@ -281,12 +281,6 @@ async def test_a_call_that_is_cut_short_is_incomplete(hermes: AsyncOpenAI) -> No
 # --- errors
 
 
-async def test_an_unknown_model_is_a_404(client: AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        await client.responses.create(model="gpt-9", input=QUESTION)
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_errors_name_the_fields_of_this_endpoint(client: AsyncOpenAI, server: Server, is_streamed: bool) -> None:
     create: Any = client.responses.create

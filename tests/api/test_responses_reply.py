@@ -1,20 +1,198 @@
-"""Replies of `/v1/responses` to answers with text and calls, however they are cut; no engine makes them here."""
+"""Replies of `/v1/responses`: the events of streams, what they add up to, how they end early; items however cut."""
 
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import openai
 import pytest
+from openai import AsyncOpenAI
 
 from chairlift.api.replies.responses import ResponsesReply
 from chairlift.api.tools import AnswerReader, ToolFamily
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 from tests.api.conftest import Server
+from tests.api.contract import post, serving
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, without_identity
+from tests.api.test_responses import ANSWER, LOGPROBS, NAMED, QUESTION, RESPONSES, TOOL, Trip, check
+from tests.engine.async_support import Gate, hold_back
+
+
+async def stream(server: Server, **body: Any) -> Events:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{server.url}{RESPONSES}", json={"input": QUESTION, "stream": True, **body}) as response,
+    ):
+        assert response.status == 200
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        return Events.of((await response.read()).decode())
+
+
+# --- answers
+
+
+async def test_a_message_is_told_in_this_order(server: Server) -> None:
+    events = await stream(server)
+    assert events.types == [*OPENING, *MESSAGE_EVENTS, COMPLETED]
+    created, in_progress, added, part_added = events.all[:4]
+    for opening in (created, in_progress):
+        assert (opening["response"]["status"], opening["response"]["output"]) == ("in_progress", [])
+        assert opening["response"]["usage"] is None
+    assert (added["item"]["status"], added["item"]["content"], added["output_index"]) == ("in_progress", [], 0)
+    assert part_added["part"] == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    text_done, part_done, item_done, completed = events.all[-4:]
+    assert text_done["text"] == part_done["part"]["text"] == ANSWER
+    assert item_done["item"] == completed["response"]["output"][0]
+    assert len({each["response"]["id"] for each in (created, in_progress, completed)}) == 1
+    item_id = added["item"]["id"]
+    assert {each["item_id"] for each in events.all if "item_id" in each} == {item_id} == {item_done["item"]["id"]}
+    assert {each["content_index"] for each in events.all if "content_index" in each} == {0}
+
+
+async def test_a_stream_adds_up_to_the_whole_reply(server: Server) -> None:
+    body = {"input": QUESTION, "include": LOGPROBS, "top_logprobs": 1}
+    events = await stream(server, **body)
+    whole = await post(server, RESPONSES, body)
+    assert events.joined("response.output_text.delta") == ANSWER
+    assert without_identity(events.last_response) == without_identity(whole)
+    check(events.last_response)
+    logprobs = whole["output"][0]["content"][0]["logprobs"]
+    deltas = events.of_type("response.output_text.delta")
+    assert [scored for delta in deltas for scored in delta["logprobs"]] == logprobs
+    *told, end = ("".join(scored["token"] for scored in delta["logprobs"]) for delta in deltas)
+    assert told == [delta["delta"] for delta in deltas[:-1]]
+    assert (deltas[-1]["delta"], end) == ("", "<|im_end|>")
+
+
+async def test_the_clients_events_hold_the_text_so_far(client: AsyncOpenAI) -> None:
+    async with client.responses.stream(model="bundled", input=QUESTION) as events:
+        text = ""
+        async for each in events:
+            if each.type == "response.output_text.delta":
+                text += each.delta
+                assert each.snapshot == text
+        final = await events.get_final_response()
+    assert text == final.output_text == ANSWER
+
+
+async def test_a_streamed_answer_is_parsed_at_its_end(client: AsyncOpenAI) -> None:
+    async with client.responses.stream(model="bundled", input="Where to?", text_format=Trip) as events:
+        final = await events.get_final_response()
+    assert isinstance(final.output_parsed, Trip)
+
+
+async def test_max_output_tokens_end_the_stream_incomplete(server: Server) -> None:
+    events = await stream(server, max_output_tokens=4)
+    assert events.types == [*OPENING, *MESSAGE_EVENTS, "response.incomplete"]
+    assert events.last_response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert events.all[-2]["item"]["status"] == "incomplete"
+    assert events.joined("response.output_text.delta") == ANSWER[:4]
+
+
+# --- calls
+
+
+async def test_a_call_is_told_in_this_order(hermes: AsyncOpenAI) -> None:
+    create: Any = hermes.responses.with_raw_response.create
+    raw = await create(model="bundled", input=QUESTION, tools=[TOOL], tool_choice=NAMED, stream=True)
+    events = Events.of((await raw.http_response.aread()).decode())
+    assert events.types == [*OPENING, *CALL_EVENTS, COMPLETED]
+    (item,) = events.last_response["output"]
+    added, *_, arguments_done, item_done, _ = events.all[2:]
+    assert added["item"] == {**item, "status": "in_progress", "arguments": ""}
+    assert item_done["item"] == item
+    assert (arguments_done["name"], arguments_done["arguments"]) == ("get_weather", item["arguments"])
+    assert json.loads(events.joined("response.function_call_arguments.delta"))["city"] in ("Oslo", "Rome")
+    assert {each["item_id"] for each in events.all if "item_id" in each} == {item["id"]}
+
+
+async def test_the_client_parses_a_streamed_calls_arguments(hermes: AsyncOpenAI) -> None:
+    tool = openai.pydantic_function_tool(Trip)["function"]
+    tools: Any = [{"type": "function", **tool}]
+    async with hermes.responses.stream(
+        model="bundled", input=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False
+    ) as events:
+        (call,) = (await events.get_final_response()).output
+    assert call.type == "function_call"
+    assert isinstance(Trip.model_validate(call.parsed_arguments), Trip)
+
+
+# --- streams that end early
+
+
+async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(server: Server, client: AsyncOpenAI) -> None:
+    seen: list[Any] = []
+
+    async def read_and_fail_after_the_first_text(gate: Gate) -> None:
+        gate.allow(1)
+        async for each in await client.responses.create(model="bundled", input=QUESTION, stream=True):
+            seen.append(each)
+            if each.type == "response.output_text.delta":
+                gate.fail(RuntimeError("boom"))
+
+    boom = pytest.raises(openai.APIError, match="a step failed: RuntimeError: boom")
+    with hold_back(server.llm) as gate, boom as caught:
+        await read_and_fail_after_the_first_text(gate)
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["code"] == "engine_dead"
+    failed = seen[-1]
+    assert failed.type == "response.failed"
+    assert (failed.response.status, failed.response.error.code) == ("failed", "server_error")
+    assert "boom" in failed.response.error.message
+    assert [item.status for item in failed.response.output] == ["incomplete"]
+    assert [each.sequence_number for each in seen] == list(range(len(seen)))
+
+
+async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.api.replies.KEEP_ALIVE_S", 0.01)
+    async with serving() as server, aiohttp.ClientSession() as http:
+        with hold_back(server.llm) as gate:
+            async with http.post(f"{server.url}{RESPONSES}", json={"input": QUESTION, "stream": True}) as response:
+                comment = (await response.content.readuntil(b"\n\n")).decode()
+                gate.fail(RuntimeError("boom"))
+                events = Events.of(comment + (await response.read()).decode())
+    assert comment == ": keep-alive\n\n"
+    assert events.types == [*OPENING, "response.failed", "error"]
+    error = events.all[-1]
+    assert error["error"] == {
+        "message": "a step failed: RuntimeError: boom",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_dead",
+    }
+    assert (error["message"], error["code"], error["param"]) == (error["error"]["message"], "engine_dead", None)
+    assert events.last_response["output"] == []
+
+
+async def test_a_stream_that_the_server_ends_is_incomplete_without_a_reason(server: Server) -> None:
+    with hold_back(server.llm) as gate:
+        asking = asyncio.create_task(stream(server))
+        gate.allow(1)
+        await gate.entered()
+        await gate.entered()
+        await server.llm.abort_all()
+        gate.open()
+        events = await asking
+    assert events.types == [*OPENING, *MESSAGE_EVENTS, "response.incomplete"]
+    assert events.last_response["incomplete_details"] == {}
+    assert events.last_response["output"][0]["status"] == "incomplete"
+    assert ANSWER.startswith(events.joined("response.output_text.delta"))
+
+
+async def test_what_is_wrong_before_the_stream_has_a_status_of_its_own(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="truncation"):
+        await client.responses.create(model="bundled", input=QUESTION, stream=True, truncation="auto")
+
+
+# --- answers with text and calls, however they are cut
 
 
 def new_reader() -> AnswerReader:
     return AnswerReader(ToolFamily.HERMES)
 
 
-LOGPROBS = ["message.output_text.logprobs"]
 TWO_CALLS = (
     'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
     '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\nThat is all.'

@@ -17,16 +17,9 @@ from tests.api.fault_support import Gate, Launches, RawClient, forward_of, held,
 from tests.engine.async_support import wait_until
 
 SOCKET_BYTES = 4096
-
-
 SHORT_S, LONG_S = 0.4, 30.0  # a test that had to wait for the longer one would fail
-
-
 MOST_BUFFERED = 256 * 2**10  # a stream's own and the transport's buffer, and one event over
-
-
 TOKENS = 250
-
 
 VERBOSE: dict[str, Any] = {  # more than a megabyte of events
     "prompt": "Once upon a time",
@@ -186,19 +179,10 @@ async def test_a_reply_that_fits_into_the_buffer_and_is_never_read_does_not_keep
 
 
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True}
-
-
 STAYING_TOKENS, LEAVING_TOKENS = 90, 150
-
-
 STAYING = {"prompt": "Once upon a time", "max_tokens": STAYING_TOKENS, "temperature": 0, "ignore_eos": True}
-
-
 LEAVING = {"prompt": "Tim went to the park. " * 8, "max_tokens": LEAVING_TOKENS, "temperature": 0, "ignore_eos": True}
-
-
 PROMPT_BUDGET = 32  # the leaving one's prompt takes several steps
-
 
 KINDS: dict[str, dict[str, Any]] = {
     "whole": {},

@@ -22,8 +22,6 @@ GET = HEADERS + b"\r\n"
 POST_HEADERS = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
 POST = POST_HEADERS + b"Content-Length: %d\r\n\r\n"
 FLOOD = 32 * 2**20  # more than sockets buffer
-
-
 READER = BodyReader(max_bytes=100, timeout_s=SHORT)
 
 
@@ -208,18 +206,3 @@ async def test_a_client_that_reads_again_in_time_gets_everything_and_may_go_on()
         await asyncio.sleep(3 * PATIENT + SHORT)
         client.send(GET)
         assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
-
-
-@pytest.mark.parametrize(
-    "rubbish", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"hello\r\n\r\n"]
-)
-async def test_what_is_no_http_gets_the_usual_error_and_no_traceback(
-    rubbish: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with listening() as url, await connect(url) as client:
-        client.send(rubbish)
-        head, body = await client.answer()
-        assert " 400 Bad Request\r\n" in head
-        assert json.loads(body)["error"]["type"] == "invalid_request_error"
-        assert await client.seconds_until_closed() < LONG / 2
-    assert caplog.records == []

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.api.contract import counts
-from tests.api.tool_support import QUESTION, body, complete
+from tests.api.test_tool_calls import QUESTION, body, complete
 
 
 async def test_a_call_and_its_result_can_be_sent_back_as_they_came(hermes: AsyncOpenAI) -> None:

@@ -30,7 +30,7 @@ from tests.support.server_process import SERVE, Process, running
 MAX_PAUSE_S = float(os.environ.get("ATTACKS_MAX_PAUSE_S", "0.1"))
 MAX_GROWTH = 500 * 10**6
 KILL_GROWTH = 1500 * 10**6  # the server is killed before it takes the machine
-NUM_TRIES = 10  # what is noise goes away, what an attack does stays
+NUM_TRIES = 5  # what is noise goes away, what an attack does stays
 BEYOND_NOISE_S = 1.0
 CALIBRATION_S = 1.0
 RECOVERY_S = 15.0

@@ -175,7 +175,6 @@ def test_a_large_reply_is_built_beside_the_streams_of_others(target: Target) -> 
 ENTRANCES = {"messages": CHAT, "prompt": COMPLETIONS, "input": RESPONSES, "tokens": DETOKENIZE}
 READ = [name for name in FILLERS if "light" in name] + ["text", "escapes", "wide characters", "digits"]
 
-
 LARGE_BODIES: dict[str, list[Shot]] = {
     **{field: [fill(path, filler, field) for filler in FILLERS] for field, path in ENTRANCES.items()},
     **{field: [fill(CHAT, filler, field) for filler in READ] for field in ("stop", "tools", "metadata", "logit_bias")},

@@ -238,27 +238,22 @@ def test_a_burst_of_requests_is_answered_beside_the_streams_of_others(target: Ta
     target.withstand(lambda attacker: attacker.fire_at_once(shots))
 
 
+def test_a_burst_on_open_connections_is_answered_beside_the_streams_of_others(target: Target) -> None:
+    raw = Shot(TOKENIZE, HELLO.replace(b',"max_tokens":1', b"")).raw()
+
+    async def burst(attacker: Attacker) -> None:
+        connections = [await attacker.connect() for _ in range(1000)]
+        for _, writer in connections:
+            writer.write(raw)
+        replies = await asyncio.gather(*(reader.read() for reader, _ in connections))
+        assert all(reply.startswith(b"HTTP/1.1 200") for reply in replies)
+        for _, writer in connections:
+            writer.close()
+
+    target.withstand(burst)
+
+
 # Headers
-
-
-@pytest.mark.parametrize(
-    "accept",
-    [
-        "text/plain; version=a.b.c",
-        "application/openmetrics-text; version=a.b.c",
-        "application/openmetrics-text; version=1.0.0; escaping=nonsense",
-        "text/plain; version=" + "9" * 5000,
-        "*/*;q=many",
-        "," * 7000,
-        ";" * 7000,
-        "text/plain; version=",
-        "\u00ff",
-    ],
-)
-def test_metrics_answer_whatever_is_accepted(target: Target, accept: str) -> None:
-    with httpx.Client(base_url=target.process.url) as client:
-        reply = client.get("/metrics", headers=[(b"Accept", accept.encode("latin-1"))])
-    assert reply.status_code in (200, 406)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from itertools import repeat
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from safetensors import safe_open
 
 from chairlift.models.checkpoint import find_model
 from chairlift.models.cpu import CpuKernelsUnavailable, load_library
-from tests.attacks.attacker import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, Attacker, Shot, post
+from tests.attacks.attacker import CHAT, COMPLETIONS, RESPONSES, Attacker, Shot, post
 from tests.support.server_process import SERVE, Process, long_stream, run_to_end, running
 
 pytestmark = pytest.mark.timeout(120)
@@ -84,18 +82,6 @@ def test_a_priority_beyond_a_keys_range_is_refused_by_name(two_keys: Process, pa
     assert reply.json()["error"]["param"] == "priority"
 
 
-def test_each_key_of_a_file_has_the_range_of_priorities_that_stands_beside_it(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(f"{FIRST} priority=-10:10 queue=0.25\n{SECOND}\n")
-    with running(SERVE, "--api-key-file", str(keys)) as process:
-        for key, allowed, refused in ((FIRST, (-10, 10), (-11, 11)), (SECOND, (0, 100), (-1, 101))):
-            with client_of(process, key) as client:
-                for priority in (*allowed, *refused):
-                    body = {"prompt": "a", "max_tokens": 1, "priority": priority}
-                    status = client.post(COMPLETIONS, json=body).status_code
-                    assert status == (200 if priority in allowed else 400)
-
-
 def statuses_beside(attack: Callable[[Attacker], Coroutine[Any, Any, object]], ask: Shot, *flags: str) -> list[int]:
     """What one key is answered, time after time, while another attacks a server of two slots."""
 
@@ -136,22 +122,6 @@ def chat(content: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}]}
 
 
-@pytest.mark.parametrize("mark", ["<|im_end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>"])
-@pytest.mark.parametrize("role", ["user", "system"])
-def test_special_tokens_in_what_a_user_writes_are_text(two_keys: Process, mark: str, role: str) -> None:
-    """Read as tokens they would end the user's turn, and begin another's."""
-
-    def tokens_of(content: str) -> list[int]:
-        with client_of(two_keys, FIRST) as client:
-            reply = client.post("/tokenize", json={"messages": [{"role": role, "content": content}]})
-        return list(reply.json()["tokens"])
-
-    plain = tokens_of("a" + "b" * len(mark) + "c")
-    marked = tokens_of("a" + mark + "c")
-    assert len(marked) == len(plain), "the bundled model's tokens are bytes"
-    assert bytes(token for token in marked if token < 256).count(mark.encode()) >= 1
-
-
 # Foreign pages
 
 
@@ -174,19 +144,6 @@ def status_of(process: Process, method: str, path: str, headers: dict[str, str])
 
 
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", "", "text/json", "json"],
-)
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, "/tokenize", "/detokenize"])
-def test_only_json_is_taken_for_json(keyless: Process, path: str, kind: str) -> None:
-    assert status_of(keyless, "POST", path, {"Content-Type": kind}) == 415
-
-
-def test_a_body_without_a_type_is_none_either(keyless: Process) -> None:
-    assert status_of(keyless, "POST", COMPLETIONS, {}) == 415
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=UTF-8", "application/vnd.x+json"])
@@ -242,14 +199,6 @@ def test_the_servers_own_pages_and_allowed_origins_are_taken(keyless: Process) -
     own = {"Host": f"127.0.0.1:{keyless.port}", "Origin": keyless.url}
     assert status_of(keyless, "POST", COMPLETIONS, {**JSON, **own}) == 200
     assert status_of(keyless, "POST", COMPLETIONS, {**JSON, "Origin": "https://app.example"}) == 200
-
-
-def test_a_foreign_page_cannot_end_a_keyless_server(keyless: Process) -> None:
-    """As a page would send it: no preflight, so plain text."""
-    headers = {"Content-Type": "text/plain", "Origin": "http://evil.example"}
-    shot = Shot(CHAT, json.dumps({**chat("a"), "n": 10**8}).encode(), headers=headers)
-    assert asyncio.run(Attacker(keyless.port).fire(shot)).status in (403, 415)
-    assert httpx.get(f"{keyless.url}/health").status_code == 200
 
 
 # Files
@@ -332,13 +281,14 @@ def change_json(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**known, **fields}))
 
 
-def start(model: Path, stdin: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Asks the model one thing, and says yes to whatever is asked."""
-    command = [sys.executable, "-m", "chairlift", "generate", "What is 17 + 25?", "--model", str(model)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
-    return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=90, check=False, env=environment
-    )
+SAYS_YES = f"""
+import builtins, sys
+def agree(question=""):
+    sys.stderr.write(question)
+    return "y"
+builtins.input = agree
+{SERVE}
+"""
 
 
 @pytest.mark.parametrize(
@@ -359,22 +309,7 @@ def test_a_checkpoints_own_code_does_not_run_whoever_says_yes(
     model, marker = copied_checkpoint(tmp_path / "model"), tmp_path / "executed"
     (model / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: ...\n")
     change_json(model / file, **fields)
-    ended = start(model, stdin="y\n" * 10, HF_HOME=str(tmp_path / "hub"), HF_MODULES_CACHE=str(tmp_path / "modules"))
+    _, stderr = run_to_end("generate", "What is 17 + 25?", "--model", str(model), script=SAYS_YES)
     assert not marker.exists()
-    assert "[y/N]" not in ended.stdout + ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.parametrize("outside", ["below/../../outside.safetensors", "{absolute}"])
-def test_an_index_of_weights_names_no_file_outside_its_folder(tmp_path: Path, outside: str) -> None:
-    model = copied_checkpoint(tmp_path / "model")
-    shutil.move(model / "model.safetensors", tmp_path / "outside.safetensors")
-    (model / "below").mkdir()
-    name = outside.format(absolute=tmp_path / "outside.safetensors")
-    with safe_open(tmp_path / "outside.safetensors", framework="pt") as weights:
-        tensors = list(weights.keys())
-    change_json(model / "model.safetensors.index.json", weight_map=dict.fromkeys(tensors, name))
-    code, stderr = run_to_end("generate", "What is 17 + 25?", "--model", str(model))
-    assert code == 2
-    assert name in stderr
+    assert "[y/N]" not in stderr
     assert "Traceback" not in stderr

@@ -23,7 +23,6 @@ SETTINGS = Settings(
     cache_gigabytes=1,
 )
 
-
 FIELDS = {
     "hidden_size": 8,
     "num_hidden_layers": 2,

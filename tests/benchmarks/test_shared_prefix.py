@@ -21,7 +21,7 @@ from tests.loadtest import samples
 from tests.support.checkpoints import make_checkpoint
 
 from .fakes import SETTINGS, RunScript
-from .test_compare_worker import await_status
+from .test_contest import await_status
 
 VISITS = Visits(num_users=3, num_turns=2, prefix_tokens=1500, question_tokens=40, output_tokens=32, think_time=0.5)
 CHAIRLIFT = Engine("chairlift", "chairlift", "python")

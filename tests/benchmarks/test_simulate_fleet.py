@@ -8,7 +8,7 @@ import simulate_fleet
 
 from .fakes import RunScript
 
-SMALL = ["--requests", "300", "--replicas", "3", "--turns", "4", "--pause", "1", "--tenants", "30"]
+SMALL = ["--requests", "300", "--replicas", "3", "--load", "2", "--turns", "4", "--pause", "1", "--tenants", "30"]
 SHARED = ["--families", "5", "--family-share", "1", "--family-tokens", "200"]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from simulation.costs import LinearCost
 from simulation.figures import Figures, Spread, figures_of
+from simulation.meter import Breach, Watch
 from simulation.requests import Fate
 from simulation.simulation import Machine, Played, Setting, Simulation
-from simulation.watch import Breach, Watch
 from simulation.workload import Conversation, Prefix, Turn, opening, text
 
 from chairlift.cache.ledger import SlotLedger

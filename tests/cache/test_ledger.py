@@ -51,23 +51,6 @@ def test_the_lowest_free_ids_are_claimed_first_so_that_batches_stay_dense() -> N
     assert ledger.claim(3) == [3, 4, 5]
 
 
-def test_a_slot_claimed_by_its_id_is_skipped_by_later_claims() -> None:
-    ledger = SlotLedger(4, 8)
-    ledger.claim_slot(1)
-    assert ledger.num_free == 3
-    assert ledger.claim(3) == [0, 2, 3]
-    assert ledger.num_free == 0
-
-
-def test_a_slot_claimed_again_starts_empty() -> None:
-    ledger = SlotLedger(1, 8)
-    ledger.claim(1)
-    ledger.commit([5], ledger.reserve([0], [5]))
-    ledger.release(0)
-    ledger.claim_slot(0)
-    assert ledger.cache_length_of(0) == 0
-
-
 def test_a_reservation_says_where_each_row_stands_and_how_far_it_may_go() -> None:
     ledger = SlotLedger(4, 32)
     ledger.claim(3)
@@ -120,13 +103,6 @@ def test_a_reservation_of_another_ledger_is_not_in_flight_here() -> None:
         ours.commit([1], theirs.reserve([0], [5]))
 
 
-def test_each_reservation_has_a_ticket_of_its_own() -> None:
-    ledger = SlotLedger(2, 8)
-    ledger.claim(2)
-    first, second = ledger.reserve([0]), ledger.reserve([1])
-    assert first.ticket != second.ticket
-
-
 def test_rows_of_two_reservations_are_committed_independently() -> None:
     ledger = SlotLedger(2, 8)
     ledger.claim(2)
@@ -135,13 +111,6 @@ def test_rows_of_two_reservations_are_committed_independently() -> None:
     assert (ledger.cache_length_of(0), ledger.cache_length_of(1)) == (0, 4)
     ledger.commit([3], first)
     assert (ledger.cache_length_of(0), ledger.cache_length_of(1)) == (3, 4)
-
-
-def test_a_row_may_announce_no_tokens_at_all() -> None:
-    ledger = SlotLedger(1, 8)
-    ledger.claim(1)
-    ledger.commit([0], ledger.reserve([0], [0]))
-    assert ledger.cache_length_of(0) == 0
 
 
 def claimed_ledger() -> SlotLedger:
@@ -222,35 +191,6 @@ def test_of_several_threads_that_reserve_commit_or_release_the_same_row_one_succ
     ledger.check()
 
 
-@pytest.mark.usefixtures("eager_switching")
-def test_threads_that_claim_write_and_release_never_share_a_slot() -> None:
-    ledger = SlotLedger(5, 16)
-    owners: dict[int, int] = {}  # slot -> thread; setdefault is atomic
-    num_served = [0] * 4
-
-    def serve(thread: int) -> None:
-        while num_served[thread] < 60:
-            try:
-                seq_ids = ledger.claim(2)
-            except CacheFull:
-                continue
-            assert [owners.setdefault(seq_id, thread) for seq_id in seq_ids] == [thread, thread]
-            ledger.commit([3, 2], ledger.reserve(seq_ids, [3, 4]))
-            ledger.commit([1, 2], ledger.reserve(seq_ids[::-1], num_steps=2))
-            assert [ledger.cache_length_of(seq_id) for seq_id in seq_ids] == [5, 3]
-            ledger.check()
-            for seq_id in seq_ids:
-                del owners[seq_id]
-                ledger.release(seq_id)
-            num_served[thread] += 1
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(serve, range(4)))
-    assert num_served == [60, 60, 60, 60]
-    assert ledger.num_free == 5
-    ledger.check()
-
-
 # Warm slots
 
 
@@ -270,13 +210,6 @@ def test_a_slot_released_with_tokens_is_warm_and_still_claimable() -> None:
     ledger = warm_ledger(s1=5)
     assert (ledger.num_free, ledger.slots_remaining, ledger.warm) == (3, 4, {1: 5})
     assert (ledger.contains(1), ledger.num_valid(1)) == (False, 5)
-
-
-def test_fewer_tokens_than_were_committed_may_stay_valid() -> None:
-    ledger = warm_ledger(s1=5)
-    ledger.claim_slot(1, num_kept=5)
-    ledger.release(1, num_kept=2)
-    assert ledger.warm == {1: 2}
 
 
 def test_free_slots_are_claimed_before_warm_ones_and_of_these_the_least_recently_used() -> None:

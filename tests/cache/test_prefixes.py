@@ -1,10 +1,11 @@
-"""The radix tree over slots: longest common prefixes, by literal examples and against comparing everything."""
+"""The radix tree over slots, against comparing everything; and where beginnings can be read that were copied."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from chairlift.cache.prefixes import PrefixIndex, pack_tokens
+from chairlift.cache.ledger import SlotLedger
+from chairlift.cache.prefixes import CommonPrefix, CommonPrefixes, PrefixIndex, pack_tokens
 
 
 def index_of(**slots: list[int]) -> PrefixIndex:
@@ -142,3 +143,133 @@ def _num_shared(left: list[int], right: list[int]) -> int:
 
 TestComparison = Comparison.TestCase
 TestComparison.settings = settings(stateful_step_count=40)
+
+
+# --- beginnings of slots that were copied from each other
+
+
+def test_a_copy_can_be_read_where_it_came_from() -> None:
+    common = CommonPrefixes()
+    common.note_copy(0, 1, 200)
+    assert (common.of(1), common.of(0)) == (CommonPrefix(0, 200), CommonPrefix(0, 0))
+
+
+def test_a_copy_of_a_copy_is_read_where_the_first_came_from() -> None:
+    common = CommonPrefixes()
+    common.note_copy(0, 1, 300)
+    common.note_copy(1, 2, 300)
+    common.note_copy(1, 3, 200)
+    assert (common.of(2), common.of(3)) == (CommonPrefix(0, 300), CommonPrefix(0, 200))
+
+
+def test_a_copy_of_more_than_its_source_had_copied_is_read_in_its_source() -> None:
+    common = CommonPrefixes()
+    common.note_copy(0, 1, 200)
+    common.note_copy(1, 2, 500)
+    assert common.of(2) == CommonPrefix(1, 500)
+
+
+def test_when_the_first_goes_the_longest_copy_takes_its_part() -> None:
+    common = CommonPrefixes()
+    for target, num_tokens in ((1, 200), (2, 400), (3, 300)):
+        common.note_copy(0, target, num_tokens)
+    common.cut(0, 250)
+    assert [common.of(slot) for slot in (1, 2, 3)] == [CommonPrefix(0, 200), CommonPrefix(2, 0), CommonPrefix(2, 300)]
+
+
+def test_a_slot_has_in_common_what_is_left_of_it() -> None:
+    common = CommonPrefixes()
+    common.note_copy(0, 1, 400)
+    common.cut(1, 200)
+    assert common.of(1) == CommonPrefix(0, 200)
+    common.cut(1, 127)
+    assert common.of(1) == CommonPrefix(1, 0)
+    assert not common
+
+
+def test_short_prefixes_are_not_noted() -> None:
+    common = CommonPrefixes()
+    common.note_copy(0, 1, 127)
+    assert not common
+
+
+def test_a_reservation_says_what_its_rows_have_in_common() -> None:
+    ledger = SlotLedger(4, 512)
+    first, second, third = ledger.claim(3)
+    ledger.commit([300], ledger.reserve([first], [300]))
+    assert ledger.reserve([third]).common_prefixes == ()
+    ledger.copy_prefix(first, second, 200)
+    assert ledger.reserve([second, first]).common_prefixes == (CommonPrefix(first, 200), CommonPrefix(first, 0))
+
+
+class Contents(RuleBasedStateMachine):
+    """A ledger beside what its slots hold: whatever is said to be in common is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = SlotLedger(5, 2000)
+        self.contents: dict[int, list[int]] = {slot: [] for slot in range(5)}
+        self.num_written = 0
+
+    @property
+    def claimed(self) -> list[int]:
+        return [slot for slot in range(5) if self.ledger.contains(slot)]
+
+    @rule()
+    def claim(self) -> None:
+        if self.ledger.slots_remaining:
+            (slot,) = self.ledger.claim(1)
+            self.contents[slot] = []
+
+    @rule(data=st.data(), kept=st.integers(0, 400))
+    def claim_warm(self, data: st.DataObject, kept: int) -> None:
+        if self.ledger.warm:
+            slot = data.draw(st.sampled_from(sorted(self.ledger.warm)))
+            num_kept = min(kept, self.ledger.warm[slot])
+            self.ledger.claim_slot(slot, num_kept)
+            del self.contents[slot][num_kept:]
+
+    @rule(data=st.data(), count=st.integers(1, 300))
+    def write(self, data: st.DataObject, count: int) -> None:
+        fits = [slot for slot in self.claimed if self.ledger.cache_length_of(slot) + count <= 2000]
+        if fits:
+            slot = data.draw(st.sampled_from(fits))
+            self.ledger.commit([count], self.ledger.reserve([slot], [count]))
+            self.contents[slot] += range(self.num_written, self.num_written + count)
+            self.num_written += count
+
+    @rule(data=st.data(), num_tokens=st.integers(0, 600))
+    def copy(self, data: st.DataObject, num_tokens: int) -> None:
+        if self.claimed:
+            target = data.draw(st.sampled_from(self.claimed))
+            source = data.draw(st.sampled_from([slot for slot in range(5) if slot != target]))
+            num_tokens = min(num_tokens, self.ledger.num_valid(source))
+            self.ledger.copy_prefix(source, target, num_tokens)
+            self.contents[target] = self.contents[source][:num_tokens]
+
+    @rule(data=st.data(), kept=st.integers(0, 600))
+    def release(self, data: st.DataObject, kept: int) -> None:
+        if self.claimed:
+            slot = data.draw(st.sampled_from(self.claimed))
+            num_kept = min(kept, self.ledger.cache_length_of(slot))
+            self.ledger.release(slot, num_kept)
+            del self.contents[slot][num_kept:]
+
+    @rule(slots=st.sets(st.integers(0, 5)))
+    def free_warm(self, slots: set[int]) -> None:
+        chosen = slots & self.ledger.warm.keys()
+        for slot in chosen:
+            self.contents[slot] = []
+        self.ledger.free_warm(chosen)
+
+    @invariant()
+    def holds(self) -> None:
+        self.ledger.check()
+        for slot in range(5):
+            common = self.ledger._common.of(slot)
+            assert self.contents[slot][: common.num_tokens] == self.contents[common.slot][: common.num_tokens]
+            assert len(self.contents[slot]) >= common.num_tokens
+
+
+TestContents = Contents.TestCase
+TestContents.settings = settings(stateful_step_count=40)

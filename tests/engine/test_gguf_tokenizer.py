@@ -193,7 +193,7 @@ def test_whether_a_text_begins_with_its_token_is_the_kinds_habit_if_the_file_is_
 
 @pytest.mark.parametrize(
     ("rule", "said"),
-    [("viking", "takes text apart by a rule that is not known (tokenizer.ggml.pre 'viking'); name a directory with")],
+    [("viking", "splits text by an unknown rule (tokenizer.ggml.pre 'viking'); name a directory with")],
 )
 def test_a_rule_that_is_not_known_is_refused(tmp_path: Path, rule: str, said: str) -> None:
     with pytest.raises(CheckpointError) as caught:

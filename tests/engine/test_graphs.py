@@ -17,7 +17,7 @@ from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore, Pacing
 from chairlift.engine.execution import forward as forward_module
 from chairlift.engine.execution import graphs as graphs_module
-from chairlift.engine.execution.graphs import CudaRecorder, Replay, batch_sizes
+from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, Replay, batch_sizes
 from chairlift.engine.sampling.drawing import (
     INVALID_TOKEN,
     DrawKind,
@@ -169,36 +169,65 @@ def test_rows_that_want_more_than_a_sampling_graph_has_replay_the_forward_graph_
 
 
 @pytest.mark.usefixtures("all_lazy")
-def test_rare_sizes_are_recorded_when_they_are_needed_and_only_once(
+def test_rare_sizes_are_padded_to_recorded_ones_until_there_is_no_work_and_recorded_then(
     make: Callable[..., LLM], recorder: Recorder
 ) -> None:
+    drawing = GREEDY.model_copy(update={"temperature": 1.0, "seed": 1})
     with make(recorder) as llm:
-        at_start = recorder.num_recorded
-        assert at_start == 1 + 4  # one length, four kinds of sampling, the largest batch
-        llm.generate(PROMPTS[:2], GREEDY)
-        assert recorder.num_recorded == at_start + 2
-        llm.generate(PROMPTS[1:3], GREEDY)
-        assert recorder.num_recorded == at_start + 2
-        llm.generate(PROMPTS[:2], GREEDY.model_copy(update={"temperature": 1.0, "seed": 1}))
+        core, at_start = core_of(llm), recorder.num_recorded
+        assert at_start == 1 + len(DrawKind)  # one length, all kinds of sampling, the largest batch
+        for params in (GREEDY, GREEDY, drawing):
+            llm.generate(PROMPTS[:2], params)
+        assert recorder.num_recorded == at_start
+        assert [core.rest() for _ in range(4)] == [True, True, False, False]  # one at a time, for who comes meanwhile
         assert recorder.num_recorded == at_start + 3
+        graphs = graphs_of(llm)
+        assert graphs.forwards.recorded == {(2, 256), (NUM_SLOTS, 256)}
+        assert {kind for size, kind in graphs.samplings.recorded if size == 2} == {DrawKind.GREEDY, DrawKind.RANDOM}
+        llm.generate(PROMPTS[:2], GREEDY)
+        assert not core.rest()
+
+
+@pytest.mark.usefixtures("all_lazy")
+def test_nothing_is_recorded_while_requests_wait_or_run(make: Callable[..., LLM], recorder: Recorder) -> None:
+    with make(recorder) as llm:
+        core, at_start = core_of(llm), recorder.num_recorded
+        core.add(Request("a", [1, 2], GREEDY, 5, seed=0))
+        while core.has_work:
+            core.step()
+            assert not (core.has_work and core.rest())
+        assert recorder.num_recorded == at_start
+        core.rest()
+        assert recorder.num_recorded == at_start + 1
+
+
+@pytest.mark.usefixtures("all_lazy")
+def test_a_graph_that_does_not_fit_while_nothing_is_asked_for_is_done_without(
+    make: Callable[..., LLM], recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> Replay:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with make(recorder) as llm:
+        expected = tokens_of(llm.generate(PROMPTS[:2], GREEDY))
+        monkeypatch.setattr(recorder, "record", fail)
+        assert [core_of(llm).rest() for _ in range(2)] == [True, False]
+        assert "no memory left for a graph of 2 rows" in caplog.text
+        assert tokens_of(llm.generate(PROMPTS[:2], GREEDY)) == expected
+
+
+def graphs_of(llm: LLM) -> DecodeGraphs:
+    graphs = core_of(llm)._runner._graphs
+    assert graphs is not None
+    return graphs
 
 
 def test_common_sizes_are_recorded_at_start(make: Callable[..., LLM], recorder: Recorder) -> None:
     with make(recorder) as llm:
         at_start = recorder.num_recorded
-        assert at_start == 4 * (1 + 4)  # 1, 2, 4 and 5 rows
+        assert at_start == 4 * (1 + len(DrawKind))  # 1, 2, 4 and 5 rows
         llm.generate(PROMPTS, GREEDY)
         assert recorder.num_recorded == at_start
-
-
-@pytest.mark.usefixtures("all_lazy")
-def test_a_graph_that_is_recorded_for_a_launch_does_not_disturb_what_is_loaded(
-    plain: LLM, make: Callable[..., LLM], recorder: Recorder
-) -> None:
-    params = GREEDY.model_copy(update={"temperature": 1.0, "seed": 3, "top_k": 9})
-    expected = tokens_of(plain.generate(PROMPTS[:3], params))
-    with make(recorder, 1) as llm:
-        assert tokens_of(llm.generate(PROMPTS[:3], params)) == expected
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -214,9 +243,7 @@ def test_a_row_that_grows_goes_on_with_graphs_that_look_further(
         expected = tokens_of(llm.generate(prompts, params))
     with make(recorder, **config) as llm:
         assert tokens_of(llm.generate(prompts, params)) == expected
-        graphs = core_of(llm)._runner._graphs
-        assert graphs is not None
-        assert {length for _, length in graphs._forwards} == {256, 512, 600}
+        assert {length for _, length in graphs_of(llm).forwards.recorded} == {256, 512, 600}
 
 
 @pytest.mark.usefixtures("all_lazy")
@@ -228,9 +255,7 @@ def test_a_launch_of_several_steps_looks_as_far_as_its_last_one_must(
     with make(recorder, model=str(tmp_path), max_steps_per_launch=8) as llm:
         for num_tokens, length in ((249, 256), (250, 512)):  # and 7 more
             llm.generate(random_prompts(4, [num_tokens], VOCAB_SIZE), GREEDY.model_copy(update={"max_tokens": 8}))
-            graphs = core_of(llm)._runner._graphs
-            assert graphs is not None
-            assert max(looked_at for size, looked_at in graphs._forwards if size == 1) == length
+            assert max(looked_at for _, looked_at in graphs_of(llm).forwards.missing) == length
 
 
 def test_padding_touches_nothing_but_the_scratch_slot(make: Callable[..., LLM], recorder: Recorder) -> None:

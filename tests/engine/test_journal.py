@@ -17,6 +17,9 @@ class Words:
 
     is_ready = True
 
+    def foresee(self) -> None:
+        """It says nothing."""
+
     def advance(self, _: int) -> bool:
         return False
 

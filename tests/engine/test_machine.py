@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from chairlift.config import DType, EngineConfig, ResolvedConfig
 from chairlift.engine.execution import machine
 from chairlift.engine.execution.forward import TorchForward, load_forward
 from chairlift.engine.execution.machine import choose_num_threads, fit_cache, inspect_machine
+from chairlift.engine.sampling.drawing import DrawKind
+from chairlift.engine.sampling.sampler import Sampled, Sampler, SamplingBatch
 from chairlift.errors import ConfigurationError
 from chairlift.models import open_checkpoint
 from tests.engine.support import make_tiny_checkpoint, resolved_config
@@ -155,6 +158,7 @@ def forward(tmp_path: Path) -> TorchForward:
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """1 GiB of weights; a step needs 2 GiB; 10 of 16 GiB are free."""
     numbers = {"weights": GIB, "peak": 3 * GIB, "free": 10 * GIB}
+    monkeypatch.setattr(machine, "on_device", nullcontext)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: numbers["weights"])
@@ -201,21 +205,57 @@ def test_the_numbers_are_logged(forward: TorchForward, caplog: pytest.LogCapture
 def test_a_step_that_does_not_fit_beside_the_weights_says_what_to_lower(
     forward: TorchForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_out(_tokens: int, _rows: int) -> None:
+    def run_out(_tokens: int, _rows: int) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(forward, "rehearse", run_out)
     with pytest.raises(ConfigurationError) as caught:
         fitted(forward, EngineConfig())
     assert str(caught.value) == (
-        "cuda:0 ran out of memory in a step of 4096 tokens beside 1.00 GiB of weights; lower max_num_batched_tokens"
+        "cuda:0 ran out of memory in a step of 4096 tokens beside 1.00 GiB of weights; lower max_num_batched_tokens or"
+        " max_batch_size"
     )
 
 
-def test_on_a_cpu_nothing_changes(forward: TorchForward) -> None:
+def test_on_a_cpu_nothing_changes_where_torch_computes(forward: TorchForward) -> None:
     resolved = resolved_config("model")
     assert fit_cache(EngineConfig(), resolved, SHAPE, forward) is resolved
 
 
+@pytest.mark.parametrize(("num_step_bytes", "num_bytes"), [(GIB // 2, GIB), (3 * GIB, 0.8 * GIB)])
+def test_on_a_cpu_the_cache_leaves_what_a_step_takes(
+    native: str, num_step_bytes: int, num_bytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_forward(open_checkpoint(native), resolved_config(native, attention_backend="cpu"))
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(decoder, "step_bytes", lambda *counts: asked.append(counts) or num_step_bytes)
+    monkeypatch.setattr(machine, "_free_memory", lambda: 4 * GIB)
+    resolved = resolved_config("model", is_cache_elastic=True, kv_cache_memory_bytes=GIB, cache_tokens=2**14)
+    fitted = fit_cache(EngineConfig(), resolved, SHAPE, decoder)
+    assert asked == [(64, 4, 2**14)]  # tokens of a step, rows, and tokens in the cache
+    assert fitted.kv_cache_memory_bytes == int(num_bytes)
+    assert fitted.cache_tokens == int(num_bytes) // 2**16 // 64 * 64
+
+
 def test_a_rehearsal_needs_no_cache(forward: TorchForward) -> None:
-    forward.rehearse(num_tokens=200, num_rows=3)  # more tokens than the model has positions
+    logits = forward.rehearse(num_tokens=200, num_rows=3)  # more tokens than the model has positions
+    assert logits.shape == (3, 259)
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_rehearsal_samples_all_rows_with_penalties_filters_and_log_probabilities(
+    forward: TorchForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def sample(self: Sampler, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
+        assert batch.penalties is not None
+        assert batch.draws is not None
+        kinds = batch.draws.kind, len(batch.draws.rows), len(batch.penalties.rows), batch.num_top_logprobs
+        seen.extend((logits.shape, *kinds, self._penalties._num_generated.shape))
+        return real(self, logits, batch, step)
+
+    real = Sampler.sample
+    monkeypatch.setattr(Sampler, "sample", sample)
+    fitted(forward, EngineConfig(), max_batch_size=5)
+    assert seen == [(5, 259), DrawKind.TOP, 5, 5, [20] * 5, (5, 259)]

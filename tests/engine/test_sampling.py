@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 
 import chairlift
 from chairlift import SamplingParams
-from chairlift.engine.sampling.drawing import uniforms
+from chairlift.engine.sampling import drawing
+from chairlift.engine.sampling.drawing import cutoff_by_bisection, cutoff_by_sorting, uniforms
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.scheduler import RequestState
 from tests.engine.support import make_request
@@ -170,10 +171,29 @@ TIED = [0.0, 2.0, 2.0, 2.0, -1.0]
     ],
     ids=lambda value: None if isinstance(value, list) else str(value),
 )
+@pytest.mark.parametrize("find_cutoff", [cutoff_by_sorting, cutoff_by_bisection])
 def test_just_those_tokens_can_be_drawn_that_the_parameters_leave(
-    logits: list[float], params: dict[str, Any], drawn: set[int]
+    logits: list[float],
+    params: dict[str, Any],
+    drawn: set[int],
+    find_cutoff: Callable[..., torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(drawing, "cutoff_by_sorting", find_cutoff)
     assert drawable(logits, **params) == drawn
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize(("num_allowed", "top_k"), [(1000, 2**24), (1000, 50), (1000, 1), (5, 50), (1, 2**24)])
+def test_bisection_keeps_the_tokens_that_sorting_keeps(scale: float, num_allowed: int, top_k: int) -> None:
+    scaled = scale * random_logits(5, 7, 1000)
+    scaled[2] = scaled[2, 0]  # all tie
+    scaled[:, num_allowed:] = -torch.inf
+    scaled -= scaled.amax(dim=-1, keepdim=True)
+    top_p = torch.tensor([1e-9, 0.1, 0.5, 0.9, 0.999, 0.9999, torch.inf])[:, None]
+    wanted = torch.full((7, 1), float(top_k))
+    by_bisection, by_sorting = (find(scaled, wanted, top_p) for find in (cutoff_by_bisection, cutoff_by_sorting))
+    assert torch.equal(scaled >= by_bisection, scaled >= by_sorting)
 
 
 def test_greedy_rows_take_the_likeliest_whatever_random_rows_are_beside_them() -> None:

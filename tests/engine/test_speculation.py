@@ -1,5 +1,6 @@
 """Speculation changes nothing but the time: tokens, texts, ends, log-probabilities are the same with and without it."""
 
+import json
 import random
 from collections import deque
 from typing import Any
@@ -8,10 +9,11 @@ import pytest
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
 from chairlift.engine.text.inputs import Generation
 from chairlift.engine.text.outputs import GenerationState
 from chairlift.errors import ConfigurationError
-from chairlift.params import CompletionOutput, RequestOptions
+from chairlift.params import CompletionOutput, RequestOptions, StructuredOutputs
 from chairlift.scheduler import Request
 from tests.support.kernels import needs_kernels
 
@@ -30,6 +32,16 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 40,
 }
 SONG = "One two three, said the crow. One two three, said the cow. "
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name_of_the_crow": {"type": "string", "maxLength": 8},
+        "number_of_the_cows": {"type": "integer", "maximum": 99, "minimum": 0},
+        "is_one_of_the_three": {"type": "boolean"},
+    },
+    "required": ["name_of_the_crow", "number_of_the_cows", "is_one_of_the_three"],
+    "additionalProperties": False,
+}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "ignore_eos": True},
@@ -40,6 +52,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 3, "min_p": 0.1, "top_p": 0.9, "logit_bias": {40: 1.5}},
     {"temperature": 0.0, "bad_words": ["crow"]},
     {"temperature": 0.0, "structured_outputs": {"regex": "(one two )*three"}},
+    {"temperature": 0.9, "seed": 4, "structured_outputs": {"json": SCHEMA}, "n": 2, "logprobs": 1},
+    {"temperature": 0.0, "structured_outputs": {"json": SCHEMA}, "frequency_penalty": 0.3, "presence_penalty": 0.2},
     {"temperature": 0.0, "repetition_detection": {"max_pattern_size": 8, "min_count": 3}},
     {"temperature": 0.0, "prompt_logprobs": 1},
 ]
@@ -135,6 +149,44 @@ def test_a_right_prediction_is_accepted_and_a_wrong_one_is_not() -> None:
     assert (plain.outputs[0].num_accepted_tokens, plain.outputs[0].num_rejected_tokens) == (0, 0)
     assert right.outputs[0].num_accepted_tokens >= 24
     assert right.outputs[0].num_accepted_tokens > wrong.outputs[0].num_accepted_tokens
+
+
+@needs_kernels
+def test_an_answer_that_comes_again_is_accepted_nearly_whole_but_nobody_elses_is() -> None:
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True)
+    accepted = []
+    with LLM(device="cpu", speculation="ngram", num_speculative_tokens=8) as llm:
+        for tenant, salt in [("x", ""), ("x", ""), ("y", ""), ("x", "s")]:
+            (output,) = llm.generate(["A fox"], params, options=RequestOptions(tenant=tenant, cache_salt=salt))
+            accepted.append(output.outputs[0].num_accepted_tokens)
+        llm.reset_prefix_cache()
+        (output,) = llm.generate(["A fox"], params, options=RequestOptions(tenant="x"))
+        accepted.append(output.outputs[0].num_accepted_tokens)
+    assert accepted[1] >= 32
+    assert accepted[0] == accepted[2] == accepted[3] == accepted[4] < 20
+
+
+@needs_kernels
+def test_what_a_grammar_forces_is_accepted_and_changes_nothing() -> None:
+    params = SamplingParams(temperature=0.9, seed=7, max_tokens=200, structured_outputs=StructuredOutputs(json=SCHEMA))
+    with LLM(device="cpu", speculation="ngram", num_speculative_tokens=16) as llm:
+        (plain,) = llm.generate(["A fox"], params, options=RequestOptions(speculation="off"))
+        (forced,) = llm.generate(["A fox"], params)
+    assert answer(plain.outputs[0]) == answer(forced.outputs[0])
+    assert set(json.loads(forced.outputs[0].text)) == set(SCHEMA["properties"])
+    assert forced.outputs[0].num_accepted_tokens >= 20  # of the keys: there is nothing to find them in
+
+
+@needs_kernels
+def test_masks_of_guesses_that_are_late_cost_the_guess_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.9, seed=7, max_tokens=200, structured_outputs=StructuredOutputs(json=SCHEMA))
+    with LLM(device="cpu", speculation="ngram", num_speculative_tokens=16) as llm:
+        (punctual,) = llm.generate(["A fox"], params)
+        monkeypatch.setattr(CompiledGrammar, "compute_masks", lambda *_: ())
+        (late,) = llm.generate(["A fox"], params)
+    assert answer(punctual.outputs[0]) == answer(late.outputs[0])
+    assert late.outputs[0].num_accepted_tokens == 0
+    assert late.outputs[0].num_rejected_tokens > 20
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,13 @@ def written(path: Path, report: Report) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def test_guessed_tokens_have_a_row_where_the_server_tells_of_some() -> None:
+    guessed = [replace(record(index), usage_accepted_tokens=2, usage_rejected_tokens=index) for index in range(3)]
+    assert "guessed tokens            9, of which 6 are output" in str(report_test(result(*guessed))).splitlines()
+    silent = replace(record(0), usage_accepted_tokens=0, usage_rejected_tokens=0)
+    assert "guessed" not in str(report_test(result(silent, record(1))))
+
+
 def test_the_json_has_settings_summary_and_raw_figures(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"request_rate": 2.0, "goodput": "ttft:1000", "api_key": "sk-secret"}
     bench = result(replace(record(0), sent_at=50.5), failed(1, BUSY), **settings)
@@ -132,6 +139,8 @@ def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
             "asked_output_tokens": 3,
             "prompt_tokens": 10,
             "cached_tokens": 4,
+            "accepted_tokens": None,
+            "rejected_tokens": None,
             "output_tokens": 3,
             "output_token_source": "server's usage",
             "error": None,
@@ -147,6 +156,8 @@ def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
             "asked_output_tokens": None,
             "prompt_tokens": None,
             "cached_tokens": None,
+            "accepted_tokens": None,
+            "rejected_tokens": None,
             "output_tokens": 0,
             "output_token_source": "chunks received",
             "error": "HTTP 503: queue is full",

@@ -88,7 +88,7 @@ KERNELS: dict[str, list[pytest.MarkDecorator]] = {
     "flash_attn_3": [needs_package("flash_attn_interface")],
     "torch_varlen": [
         pytest.mark.skipif(
-            not is_varlen_available(HEAD_DIM, torch.bfloat16), reason="needs torch's varlen_attn_out (torch 2.12)"
+            not is_varlen_available(HEAD_DIM, torch.bfloat16), reason="needs torch's ragged kernels (torch 2.12)"
         )
     ],
     "torch_copied": [],
@@ -107,7 +107,7 @@ def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
         if device == "cpu":
             stack.enter_context(flash_attn_reference.installed())
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(varlen, "varlen_attn_out", varlen_reference.varlen_attn_out, raising=False)
+            patch.setattr(varlen, "varlen_attn", varlen_reference.varlen_attn)
         yield Loaded(name, torch.device(device))
 
 
@@ -195,6 +195,22 @@ def test_each_step_of_a_launch_sees_what_the_earlier_ones_wrote(loaded: Loaded, 
             rows = [Row(row.slot, row.num_cached + row.num_new, 1) for row in rows]
         attend_layer = loaded.backend.prepare(loaded.batch(rows), inputs[0])
         assert_near(attend_layer(LAYER, *tokens.new_parts(rows)), new_parts(expected, rows))
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("decode", DECODE), ("prefill", PREFILL), ("mixed", MIXED)])
+def test_version_3_splits_the_keys_of_rows_that_decode_and_of_no_others(kind: str, rows: list[Row]) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def note(query: torch.Tensor, *_: object, num_splits: int, **__: object) -> torch.Tensor:
+        calls.append((len(query), num_splits))
+        return query
+
+    with flash_attn_reference.module("flash_attn_interface", {"flash_attn_with_kvcache": note}):
+        loaded = Loaded("flash_attn_3", torch.device("cpu"))
+        loaded.attend(rows, loaded.tokens(rows))
+    of_decode, of_prefill = (len(DECODE), 0), (sum(row.num_new for row in PREFILL), 1)
+    expected = {"decode": [of_decode], "prefill": [of_prefill], "mixed": [of_decode, of_prefill]}
+    assert calls == expected[kind]
 
 
 @pytest.mark.parametrize("loaded", RECORDABLE, indirect=True)

@@ -73,25 +73,12 @@ def test_rope_tables_are_those_of_transformers(name: str, head_dim: int) -> None
     torch.testing.assert_close(tables[1], sin[0], rtol=0, atol=2e-5)
 
 
-def test_the_first_position_is_not_rotated() -> None:
-    cos, sin = rope_tables(RopeConfig(10000.0), 16, 1, CPU)
-    x = random(1, 4, 16)
-    assert torch.equal(apply_rope(x, cos[:, None], sin[:, None]), x)
-
-
 def test_rotation_is_that_of_transformers() -> None:
     cos, sin = rope_tables(RopeConfig(10000.0), 16, 40, CPU)
     query, key = random(40, 4, 16), random(40, 2, 16)
     expected = apply_rotary_pos_emb(query[None], key[None], cos[None], sin[None], unsqueeze_dim=2)
     for x, rotated in zip((query, key), expected, strict=True):
         torch.testing.assert_close(apply_rope(x, cos[:, None], sin[:, None]), rotated[0])
-
-
-def test_a_product_of_rotated_heads_depends_on_their_distance_only() -> None:
-    cos, sin = rope_tables(RopeConfig(10000.0), 16, 60, CPU)
-    query, key = (apply_rope(random(1, 1, 16).expand(60, 1, 16), cos[:, None], sin[:, None]) for _ in range(2))
-    near, far = (query[9] * key[4]).sum(), (query[54] * key[49]).sum()
-    torch.testing.assert_close(near, far)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -125,13 +112,6 @@ def test_the_gated_mlp_is_that_of_transformers(has_bias: bool) -> None:
         ours.down_proj.bias.data = theirs.down_proj.bias.data
     x = random(5, 32)
     torch.testing.assert_close(ours(x), theirs(x))
-
-
-def test_the_gate_is_the_part_that_passes_through_silu() -> None:
-    mlp = GatedMLP(1, 1, has_bias=False)
-    mlp.gate_up_proj.weight.data = torch.tensor([[2.0], [3.0]])
-    mlp.down_proj.weight.data = torch.tensor([[5.0]])
-    torch.testing.assert_close(mlp(torch.tensor([[1.0]])), 5.0 * 3.0 * F.silu(torch.tensor([[2.0]])))
 
 
 # Packed weights
@@ -170,9 +150,10 @@ def test_float32_stays_plain() -> None:
 
 
 class CudaTensor(torch.Tensor):
-    """Says that it is on a CUDA device."""
+    """Says that it is on the second CUDA device."""
 
     is_cuda = True
+    device = torch.device("cuda:1")
 
 
 def on_cuda(x: torch.Tensor) -> torch.Tensor:
@@ -185,7 +166,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what is compiled; the result of which is the function itself."""
+    """The names of what is compiled, which has been tried out on the tensors' device; nothing changes by it."""
     names: list[str] = []
 
     def compile_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +174,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return function
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    monkeypatch.setattr(layers, "_find_compile_obstacle", lambda: None)
+    monkeypatch.setattr(layers, "_find_compile_obstacle", {torch.device("cuda:1"): None}.__getitem__)
     return names
 
 

@@ -104,15 +104,6 @@ def test_weights_are_loaded_in_the_number_format_asked_for(tmp_path: Path, saved
     assert torch.equal(model.model.norm.weight, saved.model.norm.weight.to(TORCH_DTYPES[dtype]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_checkpoints_in_sixteen_bits_are_read_and_known_as_such(tmp_path: Path, dtype: torch.dtype) -> None:
-    saved = make_checkpoint(tmp_path, dtype=dtype, **TINY)
-    checkpoint = open_checkpoint(str(tmp_path))
-    assert TORCH_DTYPES[checkpoint.config.dtype] == dtype
-    assert torch.equal(load(tmp_path, checkpoint.config.dtype).model.norm.weight, saved.model.norm.weight)
-    assert torch.equal(load(tmp_path, DType.FLOAT32).model.norm.weight, saved.model.norm.weight.float())
-
-
 def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
     saved = make_checkpoint(tmp_path / "single", **TINY)
     saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")

@@ -32,6 +32,9 @@ class Words:
         self.taken: list[int] = []
         self.is_ready = True
 
+    def foresee(self) -> None:
+        """It says nothing."""
+
     def advance(self, token_id: int) -> bool:
         self.taken.append(token_id)
         return len(self.taken) == self.num_tokens

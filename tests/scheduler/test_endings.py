@@ -20,6 +20,9 @@ class Words:
         self.left = list(tokens)
         self.is_ready = True
 
+    def foresee(self) -> None:
+        """It says nothing."""
+
     def advance(self, token_id: int) -> bool:
         if token_id != self.left.pop(0):
             raise ValueError(f"token {token_id} does not fit")
@@ -165,7 +168,7 @@ def test_log_probabilities_of_surplus_tokens_are_dropped_with_them() -> None:
     assert event.logprobs == scores[:2]
 
 
-@pytest.mark.parametrize(("num_steps", "scrubbed"), [(0, []), (1, [Scrub(0, 0)]), (2, []), (3, [])])
+@pytest.mark.parametrize(("num_steps", "scrubbed"), [(0, []), (1, [Scrub(0, 0, 64)]), (2, []), (3, [])])
 def test_a_slot_given_back_before_a_token_was_sampled_from_it_may_hold_no_numbers(
     num_steps: int, scrubbed: list[Scrub]
 ) -> None:
@@ -180,7 +183,7 @@ def test_a_slot_of_a_row_that_failed_may_hold_no_numbers() -> None:
     world = world_of(make("a", [7]), make("b", [7]))
     world.step(RowResult([1]), RowResult([1]))
     world.step(RowResult([], error="no"), RowResult([1]))
-    assert world.scrubbed() == [Scrub(0, 0)]
+    assert world.scrubbed() == [Scrub(0, 0, 64)]
 
 
 def test_surplus_that_is_no_number_is_not_left_in_the_slot() -> None:
@@ -188,7 +191,7 @@ def test_surplus_that_is_no_number_is_not_left_in_the_slot() -> None:
     world.step(RowResult([1]))
     (event,) = world.step(RowResult([3, EOS], error="no number after that"))
     assert (event.finish_reason, event.error) == (FinishReason.STOP, None)
-    assert world.scrubbed() == [Scrub(0, 3)]
+    assert world.scrubbed() == [Scrub(0, 3, 64)]
 
 
 def test_a_late_row_has_its_newest_token_computed_once_more_and_then_goes_on() -> None:
@@ -235,7 +238,7 @@ def test_a_row_whose_grammar_is_not_ready_sits_out_and_can_be_ended() -> None:
 def test_a_late_row_without_numbers_is_overwritten_from_the_token_that_is_computed_again() -> None:
     world = world_of(make("a", [7, 7], grammar=Words(5, 6)))
     world.step(RowResult(error="no number", is_late=True))
-    assert world.scrubbed() == [Scrub(0, 1)]
+    assert world.scrubbed() == [Scrub(0, 1, 64)]
     assert world.step(RowResult([5])) == [TokenEvent("a", [5], None)]
 
 

@@ -186,7 +186,7 @@ def test_what_was_copied_from_a_prompt_in_work_is_not_kept_before_a_token_proves
     engine.add("b", prompt[:30] + list(range(300, 340)))
     assert engine.step() == Plan([("a", 24), ("b", 8)], copies=[SlotCopy(0, 1, 30)])
     engine.scheduler.abort("b")
-    assert list(engine.slots.owed) == [Scrub(1, 0)]
+    assert list(engine.slots.owed) == [Scrub(1, 0, 128)]
     assert engine.slots.warm == {}
 
 
@@ -260,7 +260,7 @@ def test_a_slot_that_a_failed_launch_wrote_to_is_not_kept() -> None:
     engine.slots.reserve([engine.slot_of("a")], [1])
     engine.scheduler.abandon()
     assert engine.slots.warm == {}
-    assert list(engine.slots.owed) == [Scrub(0, 0)]
+    assert list(engine.slots.owed) == [Scrub(0, 0, 64)]
     engine.scheduler.check()
 
 

@@ -1,5 +1,6 @@
 """Which guesses are verified, and what becomes of them in the books."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from chairlift.config import Auto
-from chairlift.params import FinishReason
+from chairlift.params import FinishReason, RequestOptions
 from chairlift.scheduler import Drafter, Guess, RowResult, Speculation, StepPlan
 from chairlift.scheduler.drafting import Rates
 from chairlift.scheduler.speculation import StepTimes
@@ -63,6 +64,64 @@ def test_what_was_guessed_wrongly_is_taken_back_by_length_alone() -> None:
     speculation = driver.scheduler.speculation
     assert speculation is not None
     assert (speculation.num_drafted, speculation.num_accepted, speculation.accepted_at) == (4, 2, [1, 1])
+
+
+def test_an_answer_is_remembered_for_its_client_alone() -> None:
+    driver = engine()
+    options = [RequestOptions(tenant="x"), RequestOptions(tenant="y"), RequestOptions(tenant="x", cache_salt="s")]
+    guessed = []
+    for name, given in zip("abcd", [options[0], *options], strict=True):
+        request = driver.make(name, SONG, 6, options=given)
+        driver.take(replace(request, new_drafter=partial(Drafter, len(SONG))))
+        driver.launch()
+        driver.land([RowResult([50])])
+        guessed.append(list(driver.launch().rows[0].guess.tokens))
+        driver.land([RowResult([51, 52, 53, 54, 55][: 1 + len(guessed[-1])])])
+        while driver.has_work:
+            driver.launch()
+            driver.land([RowResult([driver.requests[name].token_ids[-1] + 1])])
+    assert guessed == [[], [51, 52, 53, 54], [], []]
+    driver.scheduler.reset_prefix_cache()
+    assert driver.scheduler.speculation is not None
+    assert not driver.scheduler.speculation.answers.of(("x", ""))
+
+
+class Forcing:
+    """A grammar that takes everything, and says what comes next."""
+
+    is_ready = True
+
+    def __init__(self, *foreseen: Sequence[int] | None) -> None:
+        self.foreseen = list(foreseen)
+
+    def foresee(self) -> Sequence[int] | None:
+        return self.foreseen.pop(0)
+
+    def advance(self, _: int) -> bool:
+        return False
+
+
+def test_what_a_grammar_forces_is_the_guess_and_where_none_can_be_verified_there_is_none() -> None:
+    driver = engine()
+    request = driver.make("a", [*SONG, 11, 12], 30, grammar=Forcing(None, [60, 61], [], [], [70, 71, 72, 73, 74]))
+    driver.take(replace(request, new_drafter=partial(Drafter, 10)))
+    driver.launch()
+    driver.land([RowResult([13])])
+    guessed = []
+    for results in ([14], [60, 61, 11], [12], [9], [70]):
+        guessed.append(list(driver.launch().rows[0].guess.tokens))
+        driver.land([RowResult(results)])
+    assert guessed == [[], [60, 61], [], [13, 14, 60, 61], [70, 71, 72, 73]]
+
+
+def test_a_late_row_takes_its_guess_back_and_has_it_computed_again() -> None:
+    driver = engine()
+    began(driver, [*SONG, 11, 12], 13)
+    request = driver.requests["a"]
+    driver.launch()
+    assert driver.land([RowResult([14, 15], is_late=True)]) == []
+    assert (request.num_computed, request.num_pending, driver.slots.cache_length_of(0)) == (10, 0, 10)
+    assert rows(driver.launch()) == [("a", 5, [14, 15, 16, 17])]
 
 
 def test_guesses_that_were_no_numbers_are_overwritten() -> None:

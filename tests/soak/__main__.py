@@ -17,9 +17,8 @@ import time
 from pathlib import Path
 from random import Random, SystemRandom
 
-from tests.soak.load import Load, Wave, draw_waves
+from tests.soak.load import Load, Verdict, Wave, draw_waves, judge, table
 from tests.soak.server import in_child_process
-from tests.soak.verdict import Verdict, judge, table
 
 _WARM_UP_SHARE = 0.15
 

@@ -19,15 +19,20 @@ from chairlift.engine.journal import (
 
 @dataclass(slots=True)
 class FakeRequest:
-    """A prompt of that length, of which `num_reused` tokens need not be computed, and the tokens it wants."""
+    """A prompt of that length, of which `num_reused` tokens need not be computed, and the tokens it wants.
+
+    Each step brings it one token, and `num_guessed` more.
+    """
 
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
     num_reused: int = 0
     arrival: float = 0.0
+    num_guessed: int = 0
     num_computed: int = 0
     num_generated: int = 0
+    num_accepted: int = 0
 
     def slot(self) -> SlotSnapshot:
         is_prefilling = self.num_computed < self.num_prompt_tokens
@@ -38,6 +43,7 @@ class FakeRequest:
             num_computed=self.num_computed,
             num_prompt_tokens=self.num_prompt_tokens,
             num_tokens=self.num_prompt_tokens + self.num_generated,
+            num_accepted=self.num_accepted,
         )
 
 
@@ -58,7 +64,7 @@ class FakeBatch:
         self._warm: dict[int, int] = {}  # slot -> tokens in it
         self._launches: deque[LaunchRecord] = deque(maxlen=MAX_LAUNCHES_SHOWN)
         self._num_launches = 0
-        self._counts = {name: 0 for name in ("prompt", "cached", "generated", "first")}
+        self._counts = {name: 0 for name in ("prompt", "cached", "generated", "first", "drafted")}
         self._seconds_to_first_token = 0.0
         self._random = random.Random(seed)
         self._num_added = 0
@@ -84,6 +90,7 @@ class FakeBatch:
                 num_finished=self.num_finished,
                 num_first_tokens=self._counts["first"],
                 seconds_to_first_token=self._seconds_to_first_token,
+                num_drafted_tokens=self._counts["drafted"],
             ),
         )
 
@@ -122,9 +129,11 @@ class FakeBatch:
                 if request.num_computed == request.num_prompt_tokens:
                     complete.append(request)
         for request in decoding:
-            request.num_generated += 1
-            request.num_computed += 1
-            self._counts["generated"] += 1
+            request.num_generated += 1 + request.num_guessed
+            request.num_computed += 1 + request.num_guessed
+            request.num_accepted += request.num_guessed
+            self._counts["generated"] += 1 + request.num_guessed
+            self._counts["drafted"] += request.num_guessed
         seconds = round(0.006 + 2e-5 * len(decoding) + 6e-5 * num_prefill + self._random.uniform(0, 0.0015), 6)
         self.time += seconds
         for request in complete:

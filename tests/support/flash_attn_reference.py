@@ -114,6 +114,7 @@ def flash_attn_3_with_kvcache(
     cu_seqlens_k_new: torch.Tensor,
     max_seqlen_q: int,
     causal: bool,
+    num_splits: int,
     softmax_scale: float,
     softcap: float,
     window_size: tuple[int, int],
@@ -134,6 +135,7 @@ def flash_attn_3_with_kvcache(
     _check_offsets(cu_seqlens_k_new, len(k), capacity)
     _check_slots(cache_batch_idx, num_slots)
     assert max_seqlen_q <= capacity, "the kernel refuses more queries than the view has tokens"
+    assert num_splits == (0 if max_seqlen_q == 1 else 1), "one block for a row, or room for a prompt's split results"
     output = torch.empty_like(q)
     for row, (slot, length) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
         start, stop = cu_seqlens_q[row : row + 2].tolist()

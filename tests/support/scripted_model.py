@@ -1,7 +1,8 @@
 """A real engine whose model wants to write a certain text, and checkpoints whose templates think and call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,15 +41,22 @@ MISTRAL = _TURNS.replace("<tool_call>", "[TOOL_CALLS]").replace("<think>", "").r
 )
 
 
-def make_thinking_checkpoint(directory: Path, template: str) -> str:
+def make_thinking_checkpoint(directory: Path, template: str, max_seq_len: int = 512, **shape: Any) -> str:
     """A random model with the bundled byte tokenizer and the marks above; its path."""
-    make_checkpoint(directory, eos_token_id=END_TOKEN, max_position_embeddings=512)
+    make_checkpoint(directory, eos_token_id=END_TOKEN, max_position_embeddings=max_seq_len, **shape)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in MARKS])
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in SPECIAL_MARKS], special_tokens=True)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
     return str(directory)
+
+
+def make_agents_checkpoint(directory: Path, max_seq_len: int) -> str:
+    """One of a single layer, for long prompts, that thinks and calls; its template shows tools, then the turns."""
+    template = "{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor -%}" + HYBRID
+    shape: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    return make_thinking_checkpoint(directory, template, max_seq_len, **shape)
 
 
 class Script:
@@ -61,21 +69,39 @@ class Script:
 def install(monkeypatch: pytest.MonkeyPatch) -> Script:
     """The script that every model follows during this test."""
     script = Script()
+    _make_models_follow(monkeypatch, lambda _: script.token_ids)
+    return script
+
+
+def install_plan(monkeypatch: pytest.MonkeyPatch, directory: str, plan: Callable[[str], str]) -> None:
+    """Every model writes what the plan makes of its prompt, during this test."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    written: dict[str, list[int]] = {}  # by request
+
+    def script_of(state: RequestState) -> list[int]:
+        if state.request_id not in written:
+            text = plan(str(tokenizer.decode(state.token_ids[: state.num_prompt_tokens])))
+            written[state.request_id] = [*tokenizer.encode(text, add_special_tokens=False), END_TOKEN]
+        return written[state.request_id]
+
+    _make_models_follow(monkeypatch, script_of)
+
+
+def _make_models_follow(monkeypatch: pytest.MonkeyPatch, script_of: Callable[[RequestState], list[int]]) -> None:
     prepare, sample = Sampler.prepare, Sampler.sample
-    wanted: dict[int, list[int]] = {}  # by batch: how many tokens each row has
+    rows: dict[int, list[tuple[list[int], int]]] = {}  # by batch: what each row writes, and how many tokens it has
 
     def prepare_and_note(
         self: Sampler, requests: Sequence[RequestState], num_steps: int, guessed: Guessed
     ) -> SamplingBatch:
         batch = prepare(self, requests, num_steps, guessed)
-        wanted[id(batch)] = [request.num_output_tokens for request in requests]
+        rows[id(batch)] = [(script_of(state), state.num_output_tokens) for state in requests]
         return batch
 
     def follow(self: Sampler, logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
-        for row, num_tokens in enumerate(wanted[id(batch)]):
-            logits[row, script.token_ids[min(num_tokens + step, len(script.token_ids) - 1)]] += 1e4
+        for row, (script, num_tokens) in enumerate(rows[id(batch)]):
+            logits[row, script[min(num_tokens + step, len(script) - 1)]] += 1e4
         return sample(self, logits, batch, step)
 
     monkeypatch.setattr(Sampler, "prepare", prepare_and_note)
     monkeypatch.setattr(Sampler, "sample", follow)
-    return script

@@ -78,10 +78,11 @@ def running(
                 reading.join()
 
 
-def run_to_end(*arguments: str) -> tuple[int, str]:
+def run_to_end(*arguments: str, script: str = SERVE) -> tuple[int, str]:
     """Runs `chairlift` with these arguments: its exit code, and what it wrote to standard error."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stderr:
-        code = start_python(SERVE, list(arguments), os.environ, stderr.fileno(), is_forked=True).wait(120)
+        popen = start_python(textwrap.dedent(script), list(arguments), os.environ, stderr.fileno(), is_forked=True)
+        code = popen.wait(120)
         stderr.seek(0)
         return code, stderr.read()
 

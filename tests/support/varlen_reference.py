@@ -1,12 +1,11 @@
-"""What `torch.nn.attention.varlen.varlen_attn_out` does with ragged keys at offsets, in plain torch, on any device."""
+"""What `torch.nn.attention.varlen.varlen_attn` does with ragged keys at offsets, in plain torch, on any device."""
 
 import torch
 
 from tests.support.flash_attn_reference import attention
 
 
-def varlen_attn_out(
-    out: torch.Tensor,
+def varlen_attn(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -22,19 +21,21 @@ def varlen_attn_out(
 ) -> torch.Tensor:
     """`query` [T, Hq, D]; `key`, `value` [K, H, D]. Row i sees `seqused_k[i]` keys from `cu_seq_k[i]` on.
 
-    A window of 0 keys ahead is causal. Fills `out` and returns it.
+    A window of 0 keys ahead is causal. A call that only decodes, without a window, must not be: see `_varlen_window`.
     """
     num_rows = len(cu_seq_q) - 1
-    for tensor in (query, key, value, out):
+    for tensor in (query, key, value):
         assert tensor.dtype in (torch.bfloat16, torch.float16), f"the kernels do not take {tensor.dtype}"
         assert tensor.stride(-1) == 1, "the last dimension must be dense"
-    assert out.shape == query.shape
+    out = torch.empty_like(query)
     for index, length in ((cu_seq_q, num_rows + 1), (cu_seq_k, num_rows + 1), (seqused_k, num_rows)):
         assert index.dtype == torch.int32, f"indices must be int32, not {index.dtype}"
         assert index.is_contiguous()
         assert index.shape == (length,)
     assert enable_gqa or query.shape[1] == key.shape[1]
-    assert window_size[1] == 0
+    is_whole = window_size == (-1, -1)
+    assert is_whole or window_size[1] == 0
+    assert is_whole == (max_q == 1 and window_size[0] == -1), "neither groups of heads as rows nor split keys"
     assert cu_seq_q[0] == 0
     assert cu_seq_q[-1] == len(query)
     for row, (offset, length) in enumerate(zip(cu_seq_k[:-1].tolist(), seqused_k.tolist(), strict=True)):

@@ -1,21 +1,10 @@
-"""Where the server listens: the address, taken before a model is loaded for it, and TLS. Connections end when the other
-side takes too long: with its handshake, its headers, its next request, its reading. (`bodies` waits for bodies.)
-aiohttp times the silence between two requests.
+"""Connections end when the other side takes too long: with its headers, its next request, its reading. (`bodies` waits
+for bodies, `listening` for handshakes.) aiohttp times the silence between two requests.
 """
 
 import asyncio
-import errno
-import ipaddress
-import logging
-import socket
-import ssl
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Self
+from collections import deque
+from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -25,192 +14,41 @@ from aiohttp.streams import StreamReader
 from chairlift.api import ServerConfig
 from chairlift.api.errors import error_reply
 from chairlift.api.telemetry import REQUEST_ID_HEADER, request_id_of
-from chairlift.errors import ConfigurationError
 
-logger = logging.getLogger(__name__)
-
-_BACKLOG = 4096  # connections that wait to be accepted: a burst must not wait for repeated handshakes
-_RECEIVE_BUFFER_BYTES = 2**16  # of a socket: what has arrived is parsed in one go, at 2.5 µs for a chunk of a byte
-
-
-class Listener:
-    """The sockets of one server. Connections are refused until it accepts them. A context manager, which closes it."""
-
-    def __init__(self, config: ServerConfig, *, is_shared: bool = False) -> None:
-        """`ConfigurationError` if the address is not this machine's, the port is taken, or the certificate is wrong.
-
-        `is_shared`: the address is one of a listener that lets others share it.
-        """
-        self._config = config
-        self._tls = tls_context(config)
-        with _naming_the_address(config):
-            self.sockets = _bind(config.host, config.port, is_shared)
-        self._servers: list[asyncio.Server] = []
-
-    async def accept(self, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
-        """Makes a protocol for every connection, from here to `close()`.
-
-        `ConfigurationError` if another program has begun to listen there since the address was taken.
-        """
-        handshake = None if self._tls is None else self._config.client_timeout
-        for each in self.sockets:
-            with _naming_the_address(self._config):
-                each.listen(_BACKLOG)  # uvloop would fail to without a word
-            server = await asyncio.get_running_loop().create_server(
-                make_protocol,
-                sock=each,
-                backlog=_BACKLOG,
-                ssl=self._tls,
-                ssl_handshake_timeout=handshake,
-                ssl_shutdown_timeout=handshake,
-            )
-            self._servers.append(server)
-
-    def let_share(self) -> None:
-        """From here on this user's shared listeners may have the address, too. The system spreads the connections."""
-        for each in self.sockets:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-
-    def close(self) -> None:
-        for server in self._servers:
-            server.close()
-        for each in self.sockets:
-            each.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def port(self) -> int:
-        """That of all its sockets."""
-        port: int = self.sockets[0].getsockname()[1]
-        return port
-
-    @property
-    def url(self) -> str:
-        """The address of the first socket, as clients write it."""
-        host, port = self.sockets[0].getsockname()[:2]
-        scheme = "http" if self._tls is None else "https"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-    @property
-    def is_open_to_others(self) -> bool:
-        """True if any socket can be reached from another machine."""
-        hosts = [each.getsockname()[0].partition("%")[0] for each in self.sockets]
-        return not all(ipaddress.ip_address(host).is_loopback for host in hosts)
-
-    def renew_certificate(self) -> None:
-        """Reads certificate and key again, for connections to come. If they do not fit, the old ones stay."""
-        if self._tls is None:
-            logger.info("SIGHUP: there is no certificate to read again; nothing was done")
-            return
-        try:
-            tls_context(self._config)  # what is wrong must not be found when half of it is in use
-            _load_certificate(self._tls, self._config)
-        except (ConfigurationError, OSError) as error:
-            logger.error("the certificate was not renewed: %s", error)
-        else:
-            logger.info("the certificate was read again")
-
-
-@contextmanager
-def _naming_the_address(config: ServerConfig) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigurationError(
-            f"cannot listen on {config.host}:{config.port}: {reason}; choose another --host or --port"
-        ) from error
-
-
-def _bind(host: str, port: int, is_shared: bool) -> list[socket.socket]:
-    """A socket for each address of the host that this machine has; those after the first take its port."""
-    sockets: list[socket.socket] = []
-    missing: OSError | None = None
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, kind, protocol, _, (address, _, *scope) in dict.fromkeys(found):
-        each = socket.socket(family, kind, protocol)
-        try:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if is_shared:
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)  # connections inherit it
-            if family == socket.AF_INET6:
-                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            each.bind((address, sockets[0].getsockname()[1] if sockets else port, *scope))
-            each.setblocking(False)
-            sockets.append(each)
-        except OSError as error:
-            each.close()
-            if error.errno != errno.EADDRNOTAVAIL:  # as ::1 is where a name has it and the machine has no IPv6
-                for other in sockets:
-                    other.close()
-                raise
-            missing = error
-    if missing is not None and not sockets:
-        raise missing
-    return sockets
-
-
-def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS 1.2 or later with the certificate that is configured; None if there is none. Else `ConfigurationError`."""
-    if config.ssl_certfile is None and config.ssl_keyfile is None:
-        return None
-    if config.ssl_certfile is None:
-        raise ConfigurationError("ssl_keyfile without a certificate: give ssl_certfile too, or neither")
-    if config.ssl_keyfile is None:
-        raise ConfigurationError("ssl_certfile without its private key: give ssl_keyfile too, or neither")
-    _check_readable("ssl_certfile", config.ssl_certfile)
-    _check_readable("ssl_keyfile", config.ssl_keyfile)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        _load_certificate(context, config)
-    except ssl.SSLError as error:
-        raise ConfigurationError(_explain(error, config)) from error
-    return context
-
-
-def _load_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
-    assert config.ssl_certfile is not None, "checked"
-    context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_refuse_password)
-
-
-def _check_readable(name: str, path: Path) -> None:
-    """OpenSSL's own complaint would not say which of the two files it means."""
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{name} {path} cannot be read: {error.strerror}") from error
-
-
-def _refuse_password() -> str:
-    """Without this, OpenSSL would ask for the password at the terminal, and wait."""
-    raise ConfigurationError("ssl_keyfile has a password; give a key without one (openssl pkey -in KEY -out NEW_KEY)")
-
-
-def _explain(error: ssl.SSLError, config: ServerConfig) -> str:
-    if error.reason == "KEY_VALUES_MISMATCH":
-        return f"ssl_keyfile {config.ssl_keyfile} is not the key of the certificate in {config.ssl_certfile}"
-    return (
-        f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile} must be PEM files with a certificate"
-        f" and with its private key: {error.reason or error}"
-    )
-
-
-# --- connections
-
-_ALARM_INTERVAL_S = 10.0
-_RESERVED_FILES = 4  # within so many of the limit it counts as reached
 _NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it rests
 _REST_S = 0.001
+_BEGUN_IN_A_TURN = 16  # requests, at 0.1 ms each
 _READ_BUFFER_BYTES = 2**16  # of a body that nobody reads yet; aiohttp takes up to twice as many
+
+
+class Turns:
+    """When many connections send at once, few requests begin in a turn of the event loop; streams go on in between.
+
+    Half of the places are for who came last: one who comes amid a burst does not wait for all of it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._num_left = _BEGUN_IN_A_TURN
+
+    def take_place(self) -> bool:
+        """True if one more may begin in this turn."""
+        if not self._num_left:
+            return False
+        if self._num_left == _BEGUN_IN_A_TURN:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._num_left -= 1
+        return True
+
+    def wait(self, begin: Callable[[], None]) -> None:
+        """Calls `begin` in a later turn."""
+        self._waiting.append(begin)
+
+    def _begin_turn(self) -> None:
+        self._num_left = _BEGUN_IN_A_TURN
+        while self._waiting and self.take_place():
+            begin = self._waiting.pop() if self._num_left % 2 else self._waiting.popleft()
+            begin()
 
 
 class Connection(web.RequestHandler):
@@ -222,11 +60,12 @@ class Connection(web.RequestHandler):
     engine and other connections get the interpreter.
     """
 
-    __slots__ = ("_body", "_config", "_header_timer", "_is_last", "_is_working", "_num_in_a_row", "_write_timer")
+    __slots__ = (
+        "_body", "_config", "_header_timer", "_held", "_is_last", "_is_working", "_num_in_a_row", "_turns",
+        "_write_timer",
+    )  # fmt: skip
 
-    _last_alarm: ClassVar[float] = -_ALARM_INTERVAL_S
-
-    def __init__(self, server: web.Server, config: ServerConfig) -> None:
+    def __init__(self, server: web.Server, config: ServerConfig, turns: Turns) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -236,6 +75,8 @@ class Connection(web.RequestHandler):
             auto_decompress=False,  # it would do that in the event loop; see `bodies.py`
         )
         self._config = config
+        self._turns = turns
+        self._held = b""  # received, and waiting for its turn
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._body: StreamReader | None = None  # of the newest request
@@ -248,10 +89,25 @@ class Connection(web.RequestHandler):
         if isinstance(transport, asyncio.WriteTransport):
             transport.set_write_buffer_limits(high=0)  # so that `pause_writing` tells of whatever stays unread
         self._expect_headers()
-        self._check_open_files(transport)
 
     def data_received(self, data: bytes) -> None:
         is_idle = not self._is_working and (self._body is None or self._body.is_eof())
+        if not data or not is_idle or (not self._held and self._turns.take_place()):
+            self._receive(data, is_idle=is_idle)
+            return
+        if not self._held:
+            assert self.transport is not None, "what it received came from there"
+            self.transport.pause_reading()
+            self._turns.wait(self._receive_held)
+        self._held += data
+
+    def _receive_held(self) -> None:
+        if self.transport is not None:  # its client is still there
+            self.transport.resume_reading()  # first, for aiohttp may pause it again
+            held, self._held = self._held, b""
+            self._receive(held, is_idle=True)
+
+    def _receive(self, data: bytes, *, is_idle: bool) -> None:
         self._num_in_a_row = 0
         super().data_received(data)
         if data and is_idle and self._header_timer is None:
@@ -320,22 +176,6 @@ class Connection(web.RequestHandler):
         loop = asyncio.get_running_loop()
         self._header_timer = loop.call_later(self._config.client_timeout, self.force_close)
 
-    def _check_open_files(self, transport: asyncio.BaseTransport) -> None:
-        """Warns, now and then, if there can be no more connections: the loop refuses them without a word.
-
-        A new connection has the lowest descriptor that was free.
-        """
-        limit = _max_open_files()
-        now = time.monotonic()
-        is_last = limit is not None and transport.get_extra_info("socket").fileno() >= limit - _RESERVED_FILES
-        if is_last and now - Connection._last_alarm >= _ALARM_INTERVAL_S:
-            Connection._last_alarm = now
-            logger.warning(
-                "%s files and connections are open, which is this process's limit: more connections are refused until"
-                " some close; raise the limit (ulimit -n)",
-                limit,
-            )
-
 
 def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Connection]:
     """Makes an application's connections."""
@@ -353,7 +193,8 @@ def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Con
         return make_request(message, payload, protocol, writer, task)
 
     server.request_factory = begin_request
-    return lambda: Connection(server, config)
+    turns = Turns()
+    return lambda: Connection(server, config, turns)
 
 
 async def meet_expectation(request: web.Request) -> None:
@@ -369,13 +210,3 @@ async def meet_expectation(request: web.Request) -> None:
 def _stop(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
-
-
-def _max_open_files() -> int | None:
-    """This process's limit; None where there is none."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if soft == resource.RLIM_INFINITY else soft

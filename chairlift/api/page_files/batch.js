@@ -61,6 +61,7 @@ export class Batch {
     say("token-rate", rate(this.history.tokenRate()));
     this.#drawMemory(snapshot.cache);
     say("reuse", numPrompt === 0 ? "–" : count((100 * numCached) / numPrompt));
+    at("accepted-key").hidden = snapshot.totals.num_drafted_tokens === 0;
     say("batch-summary", `${plural(numFinished, "request")} done · slots of ${plural(snapshot.slot_len, "token")}`);
     say("batch-brief", `${numRunning}/${snapshot.slots.length}`);
   }

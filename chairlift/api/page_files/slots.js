@@ -7,7 +7,7 @@ const COMPACT = 48;
 const SHORTEST_SCALE = 64; // tokens
 const SCALE_HELD_MS = 4000; // before the scale becomes finer again
 const NUM_TICKS = 4;
-const PARTS = ["held", "warm", "todo", "generated", "prefilled", "reused"]; // each begins at 0 and covers those before it
+const PARTS = ["held", "warm", "todo", "generated", "accepted", "prefilled", "reused"]; // each begins at 0 and covers those before it
 
 export class Slots {
   constructor(list, ticks, detail) {
@@ -113,16 +113,17 @@ class Row {
 
   description() {
     if (this.slot === undefined) return "";
-    const { state, num_reused, num_computed, num_prompt_tokens, num_tokens, num_held, request_id } = this.slot;
+    const { state, num_reused, num_computed, num_prompt_tokens, num_tokens, num_held, num_accepted, request_id } = this.slot;
     const name = `Slot ${this.index}`;
     if (state === "free") return `${name} is free.`;
     if (state === "warm") return `${name} is free; its ${plural(num_computed, "token")} are kept for a prompt that begins with them.`;
     const reused = num_reused === 0 ? "" : `, ${count(num_reused)} of them reused`;
     const prompt = `prompt of ${plural(num_prompt_tokens, "token")}${reused}`;
+    const guessed = num_accepted === 0 ? "" : `, ${count(num_accepted)} of them guessed rightly`;
     const doing =
       state === "prefilling"
         ? `computing its ${prompt}; ${count(num_computed)} are there`
-        : `${prompt}; ${count(num_tokens - num_prompt_tokens)} generated`;
+        : `${prompt}; ${count(num_tokens - num_prompt_tokens)} generated${guessed}`;
     const memory = num_held === 0 ? "" : `; memory for ${plural(num_held, "token")}`;
     return `${name}, request ${request_id}${this.isOwn ? " (yours)" : ""}: ${doing}${memory}.`;
   }
@@ -145,8 +146,13 @@ function endsOf(slot) {
     case "prefilling":
       return { held: slot.num_held, todo: slot.num_prompt_tokens, prefilled, reused: slot.num_reused };
     default:
-      return { held: slot.num_held, generated: slot.num_tokens, prefilled, reused: slot.num_reused };
+      return { held: slot.num_held, generated: slot.num_tokens, accepted: acceptedEnd(slot), prefilled, reused: slot.num_reused };
   }
+}
+
+// Those guessed rightly are shown together, before the others, wherever they are in the answer.
+function acceptedEnd(slot) {
+  return slot.num_accepted === 0 ? 0 : slot.num_prompt_tokens + slot.num_accepted;
 }
 
 function told(slot, isOwn) {

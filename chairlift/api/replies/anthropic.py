@@ -9,7 +9,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from chairlift.api.replies import event
+from chairlift.api.replies import BLANK, TextEvent, event
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader
 from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
 from chairlift.api.wire import ErrorDetail, Usage
@@ -41,6 +41,8 @@ from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 
 _Kind = Literal["text", "thinking", "tool_use"]
+_Events = list[StreamEvent | str]
+"""Some as they go over the wire: those that tell text."""
 
 
 @dataclass(slots=True)
@@ -51,17 +53,18 @@ class _OpenBlock:
     kind: _Kind
     call: Call | None = None
     text: str = ""
+    _more: TextEvent | None = None
 
     def opening(self) -> ContentBlockStart:
         return ContentBlockStart(index=self.index, content_block=self._block("", ""))
 
-    def add(self, text: str) -> ContentBlockDelta:
+    def add(self, text: str) -> str:
         self.text += text
-        if self.kind == "tool_use":
-            return self._delta(InputJsonDelta(partial_json=text))
-        return self._delta(ThinkingDelta(thinking=text) if self.kind == "thinking" else TextDelta(text=text))
+        if self._more is None:
+            self._more = TextEvent(delta := self._delta(self._told(BLANK)), delta.type)
+        return self._more.of(text)
 
-    def closing(self) -> list[StreamEvent]:
+    def closing(self) -> _Events:
         stop = ContentBlockStop(index=self.index)
         return [self._delta(SignatureDelta(signature=self._signature)), stop] if self.kind == "thinking" else [stop]
 
@@ -79,6 +82,11 @@ class _OpenBlock:
             return MadeCall(id=call_id, name=self.call.name, input=_arguments_in(text))
         return Thoughts(thinking=text, signature=signature) if self.kind == "thinking" else SaidText(text=text)
 
+    def _told(self, text: str) -> TextDelta | InputJsonDelta | ThinkingDelta:
+        if self.kind == "tool_use":
+            return InputJsonDelta(partial_json=text)
+        return ThinkingDelta(thinking=text) if self.kind == "thinking" else TextDelta(text=text)
+
     def _delta(self, delta: TextDelta | InputJsonDelta | ThinkingDelta | SignatureDelta) -> ContentBlockDelta:
         return ContentBlockDelta(index=self.index, delta=delta)
 
@@ -91,7 +99,7 @@ class _Blocks:
     closed: list[Block] = field(default_factory=list)
     _open: _OpenBlock | None = None
 
-    def add(self, piece: Piece, answer: Answer) -> list[StreamEvent]:
+    def add(self, piece: Piece, answer: Answer) -> _Events:
         """A new block, or what the open one has more."""
         if isinstance(piece, CallPiece):
             call = answer.calls[piece.index]
@@ -100,7 +108,7 @@ class _Blocks:
             return self._add("text", piece.text)
         return self._add("thinking", piece.text if self.shows_thoughts else "")
 
-    def close(self) -> list[StreamEvent]:
+    def close(self) -> _Events:
         """The end of the open block, if there is one."""
         if self._open is None:
             return []
@@ -109,8 +117,8 @@ class _Blocks:
         self._open = None
         return events
 
-    def _add(self, kind: _Kind, text: str, call: Call | None = None, is_new: bool = False) -> list[StreamEvent]:
-        events: list[StreamEvent] = []
+    def _add(self, kind: _Kind, text: str, call: Call | None = None, is_new: bool = False) -> _Events:
+        events: _Events = []
         if is_new or self._open is None or self._open.kind != kind:
             events = self.close()
             self._open = _OpenBlock(len(self.closed), kind, call)
@@ -153,7 +161,7 @@ class MessagesReply:
 
     def news(self, index: int, output: RequestOutput) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
         """See `Reply`."""
-        start: list[StreamEvent] = []
+        start: _Events = []
         if self._latest is None:
             usage = MessageUsage.of(Usage.of([output]))
             start = [MessageStart(message=AnthropicMessage(id=self.id, model=self._model, usage=usage))]
@@ -169,7 +177,7 @@ class MessagesReply:
         """See `Reply`."""
         return _send(AnthropicErrorBody.of(status, detail))
 
-    def _read(self, output: RequestOutput) -> list[StreamEvent]:
+    def _read(self, output: RequestOutput) -> _Events:
         self._latest = output
         (choice,) = output.outputs
         news = self._progress.advance(choice)
@@ -207,5 +215,5 @@ def _arguments_in(text: str) -> dict[str, object]:
     return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
-def _send(*events: StreamEvent) -> list[str]:
-    return [event(each, each.type) for each in events]
+def _send(*events: StreamEvent | str) -> list[str]:
+    return [each if isinstance(each, str) else event(each, each.type) for each in events]

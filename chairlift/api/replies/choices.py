@@ -334,7 +334,7 @@ def _four_lists(positions: list[ScoredPosition]) -> CompletionLogprobs:
 
 
 def _likeliest(position: ScoredPosition) -> dict[str, float] | None:
-    """The likeliest tokens, and the one that stands there if it is none of them."""
+    """The likeliest tokens, and the sampled one if it is not among them."""
     if position.token.logprob is None:
         return None
     tokens = position.top if position.token in position.top else [*position.top, position.token]

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, TypeAdapter
 
-from chairlift.api.replies import KEEP_ALIVE, event
+from chairlift.api.replies import BLANK, KEEP_ALIVE, TextEvent, event
 from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader, ScoredPosition
 from chairlift.api.tools.text import CallPiece, ReasoningPiece
 from chairlift.api.wire import ErrorDetail, Usage
@@ -43,6 +43,13 @@ from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
 _Kind = Literal["message", "reasoning", "function_call"]
 _PREFIXES: dict[_Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_DELTAS: dict[_Kind, EventType] = {
+    "message": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
+    "function_call": "response.function_call_arguments.delta",
+}
+_NUMBER = '"sequence_number":0'  # no text stands before it
+_Events = list[Event | str]  # some as they go over the wire, but for their number: those that tell nothing but text
 
 
 @dataclass(slots=True)
@@ -55,6 +62,7 @@ class _OpenItem:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     id: str = ""
+    _more: TextEvent | None = None
 
     def __post_init__(self) -> None:
         self.id = f"{_PREFIXES[self.kind]}_{uuid4().hex}"
@@ -62,20 +70,20 @@ class _OpenItem:
     def item(self, status: ItemStatus) -> OutputItem:
         return self._item(status, [self._part()])
 
-    def opening(self) -> list[Event]:
+    def opening(self) -> _Events:
         added = self._item_event("response.output_item.added", self._item("in_progress", []))
         return [added] if self.call is not None else [added, self._event("response.content_part.added", self._part())]
 
-    def add(self, text: str, logprobs: list[TokenLogprob]) -> Event:
+    def add(self, text: str, logprobs: list[TokenLogprob]) -> Event | str:
         self.text += text
         self.logprobs += logprobs
-        if self.call is not None:
-            return self._event("response.function_call_arguments.delta", delta=text)
-        if self.kind == "reasoning":
-            return self._event("response.reasoning_text.delta", delta=text)
-        return self._event("response.output_text.delta", delta=text, logprobs=logprobs)
+        if logprobs:
+            return self._delta(text, logprobs)
+        if self._more is None:
+            self._more = TextEvent(delta := self._delta(BLANK, logprobs), delta.type)
+        return self._more.of(text)
 
-    def closing(self, item: OutputItem) -> list[Event]:
+    def closing(self, item: OutputItem) -> _Events:
         done = self._item_event("response.output_item.done", item)
         if self.call is not None:
             kind: EventType = "response.function_call_arguments.done"
@@ -97,6 +105,9 @@ class _OpenItem:
         if self.kind == "reasoning":
             return ReasoningText(text=self.text)
         return OutputText(text=self.text, logprobs=self.logprobs)
+
+    def _delta(self, text: str, logprobs: list[TokenLogprob]) -> Event:
+        return self._event(_DELTAS[self.kind], delta=text, logprobs=logprobs if self.kind == "message" else None)
 
     def _event(self, kind: EventType, part: OutputText | ReasoningText | None = None, **fields: Any) -> Event:
         index = 0 if self.call is None else None
@@ -122,29 +133,29 @@ class _OutputItems:
         """All items; one that is open counts as incomplete."""
         return self._closed + ([] if self._open is None else [self._open.item("incomplete")])
 
-    def add_text(self, kind: Literal["message", "reasoning"], text: str, logprobs: list[TokenLogprob]) -> list[Event]:
+    def add_text(self, kind: Literal["message", "reasoning"], text: str, logprobs: list[TokenLogprob]) -> _Events:
         """What a message, or reasoning, has more."""
         events = self._begin(kind) if self._open is None or self._open.kind != kind else []
         assert self._open is not None
         return [*events, self._open.add(text, logprobs)]
 
-    def add_call(self, call: Call, is_new: bool, arguments: str) -> list[Event]:
+    def add_call(self, call: Call, is_new: bool, arguments: str) -> _Events:
         """A new call, or what the open one has more."""
         events = self._begin("function_call", call) if is_new else []
         assert self._open is not None, "a call's pieces come in a row"
         return [*events, self._open.add(arguments, [])] if arguments else events
 
-    def finish(self, status: ItemStatus) -> list[Event]:
+    def finish(self, status: ItemStatus) -> _Events:
         """The end of the answer, `status` for its last item. An answer of nothing is an empty message."""
         events = self._begin("message") if self._open is None and not self._closed else []
         return events + self._close(status)
 
-    def _begin(self, kind: _Kind, call: Call | None = None) -> list[Event]:
+    def _begin(self, kind: _Kind, call: Call | None = None) -> _Events:
         events = self._close("completed")
         self._open = _OpenItem(len(self._closed), kind, call)
         return events + self._open.opening()
 
-    def _close(self, status: ItemStatus) -> list[Event]:
+    def _close(self, status: ItemStatus) -> _Events:
         if self._open is None:
             return []
         item = self._open.item(status)
@@ -220,7 +231,7 @@ class ResponsesReply:
         error = ErrorEvent(message=detail.message, code=detail.code, param=detail.param, error=detail)
         return lead + self._send(Event(type="response.failed", response=failed), error)
 
-    def _read(self, output: RequestOutput) -> list[Event]:
+    def _read(self, output: RequestOutput) -> _Events:
         """New text, cut where scored tokens begin: each must go where its text goes, and none into a call."""
         self._latest = output
         (choice,) = output.outputs
@@ -240,8 +251,8 @@ class ResponsesReply:
             events += self._items.finish("completed" if news.finish_reason is FinishReason.STOP else "incomplete")
         return events
 
-    def _take(self, text: str, is_last: bool = False) -> list[Event]:
-        events: list[Event] = []
+    def _take(self, text: str, is_last: bool = False) -> _Events:
+        events: _Events = []
         for piece in self._answer.read(text, is_last):
             logprobs = self._take_logprobs()
             if isinstance(piece, CallPiece):
@@ -274,10 +285,16 @@ class ResponsesReply:
             self._keep(final)
         return final
 
-    def _send(self, *events: Event | ErrorEvent) -> list[str]:
-        for each in events:
-            each.sequence_number = next(self._numbers)
-        return [event(each, each.type) for each in events]
+    def _send(self, *events: Event | ErrorEvent | str) -> list[str]:
+        return [_numbered(each, number) for each, number in zip(events, self._numbers, strict=False)]
+
+
+def _numbered(each: Event | ErrorEvent | str, number: int) -> str:
+    """As it goes over the wire."""
+    if isinstance(each, str):
+        return each.replace(_NUMBER, f'"sequence_number":{number}', 1)
+    each.sequence_number = number
+    return event(each, each.type)
 
 
 def _response_at_its_start(
@@ -288,14 +305,7 @@ def _response_at_its_start(
     if body.text is not None and body.text.format is not None:
         text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
     choice = body.tool_choice or "auto"
-    fields = {
-        "previous_response_id",
-        "instructions",
-        "max_output_tokens",
-        "user",
-        "safety_identifier",
-        "prompt_cache_key",
-    }
+    texts = {"previous_response_id", "instructions", "user", "safety_identifier", "prompt_cache_key"}
     return ResponseObject(
         id=response_id,
         created_at=int(time.time()),
@@ -308,12 +318,7 @@ def _response_at_its_start(
         store=bool(body.store),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         tools=[
-            UsedTool(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.parameters,
-                strict=bool(tool.strict),
-            )
+            UsedTool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=bool(tool.strict))
             for tool in body.tools or []
             if isinstance(tool, FunctionTool)
         ],
@@ -322,7 +327,7 @@ def _response_at_its_start(
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         reasoning=ReasoningUsed(effort=body.effort),
-        **body.model_dump(include=fields),
+        **body.model_dump(include={"max_output_tokens", *texts}),
     )
 
 

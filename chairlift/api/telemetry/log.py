@@ -1,5 +1,5 @@
 """The log: lines for people, or one JSON object per record for programs; a line for each request when it is over, and
-now and then one for all that run. A thread writes it, so that nobody waits for whoever reads it.
+now and then one for all that run. A thread writes it, so that no request waits for the log's reader.
 
 A record may carry fields (`extra=with_fields(...)`) beside its message. Whatever a client chose may be among them: text
 lines escape control characters and quote values that could be taken for more than one field. No text of a prompt or an

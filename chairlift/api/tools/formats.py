@@ -253,8 +253,8 @@ class Qwen3Coder(CallFormat):
         return name if (yield from text.accept(">")) else ""
 
     def _read_value(self, text: Text, out: Pieces, schema: object) -> Reading[bool]:
-        """Reads up to the end of an element; False if the answer ends before. One line break at each end is none of
-        the value's.
+        """Reads up to the end of an element; False if the answer ends before. One line break at each end does
+        not belong to the value.
         """
         if (yield from text.peek()) == "\n":
             text.advance()
@@ -372,7 +372,7 @@ def _value_text(raw: str, schema: object) -> str:
 
 
 def _types_of(schema: object) -> set[str]:
-    """The types that a schema names, which nobody has checked."""
+    """The types that a schema names; the schema was not checked."""
     if not isinstance(schema, dict):
         return set()
     kinds = schema.get("type")

@@ -36,18 +36,18 @@ Label = Annotated[str, Field(max_length=512)]  # only kept or repeated
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
 _STATELESS = "use previous_response_id, or send the whole conversation as input"
-_TEXT_ONLY = "only text is understood and made here"
+_TEXT_ONLY = "this server reads and writes text only"
 
 REFUSED = {
     "access_programs": "there are no access programs here",
     "audio": _TEXT_ONLY,
     "comparison_response_id": _STATELESS,
-    "context_management": "leave out of input what may be forgotten",
+    "context_management": "leave out of input what the model may forget",
     "conversation": _STATELESS,
     "function_call": "deprecated; use tools, tool_choice and tool_calls",
     "functions": "deprecated; use tools",
     "image": _TEXT_ONLY,
-    "compaction": "leave out of messages what may be forgotten",
+    "compaction": "leave out of messages what the model may forget",
     "container": "there are no containers here",
     "fallback_credit_token": "there is one model here",
     "fallbacks": "there is one model here",
@@ -58,7 +58,7 @@ REFUSED = {
     "output_schema": "the model does not see it; describe it in description",
     "prompt": "no prompts are stored here; send its text",
     "suffix": "the model continues texts, it does not fill gaps",
-    "thread": "nothing is kept of a conversation; send all of it as messages",
+    "thread": "conversations are not stored; send all of their messages",
     "verbosity": "ask for it in a message",
     "web_search_options": "there is no web search here",
 }

@@ -76,7 +76,7 @@ class ThinkingBlock(Written):
 
 
 class RedactedThinkingBlock(Written):
-    """What another server's model thought, which nobody else can read; it is left out."""
+    """Encrypted thoughts of another server's model; they are left out."""
 
     type: Literal["redacted_thinking"]
 
@@ -279,7 +279,7 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
         description="turns of the user and the assistant; an assistant's turn at the end is continued"
     )
     system: str | list[Annotated[TextBlock, only_types("system", "text")]] | None = Field(
-        None, description="what the system says first"
+        None, description="the system message"
     )
     tools: list[AnyTool] | None = Field(
         None, max_length=512, description="tools that the model may call; other types are left out, with a warning"

@@ -143,7 +143,7 @@ class PredictedPart(Body):
 
 
 class Prediction(Body):
-    """A text that the answer may have much of, such as a file that is to be changed a little."""
+    """A text that much of the answer may repeat, such as a file in which a little is to change."""
 
     type: Literal["content"]
     content: str | list[PredictedPart] = Field(description="the text, or its pieces")
@@ -173,7 +173,7 @@ class ChatCompletionRequest(
         None, description="how much to think, as far as the chat template knows such a thing; none: not at all"
     )
     prediction: Prediction | None = Field(
-        None, description="text that the answer may have much of: with --speculation, guesses come from it"
+        None, description="text that much of the answer may repeat: with --speculation, guesses come from it"
     )
     modalities: Annotated[list[Literal["text"]] | None, Ignored("this server makes text only")] = None
 

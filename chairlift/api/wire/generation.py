@@ -290,7 +290,7 @@ class CompletionsRequest(OpenAIRequest):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest("prompt_logprobs is only there in whole replies; leave out stream", "prompt_logprobs")
+            raise InvalidRequest("prompt_logprobs is not available in streams; leave out stream", "prompt_logprobs")
         return self
 
     @property

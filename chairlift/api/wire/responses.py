@@ -59,7 +59,7 @@ class WrittenText(Written):
 
 
 class Refusal(Body):
-    """What the model declined with."""
+    """The words with which the model declined."""
 
     type: Literal["refusal"]
     refusal: str
@@ -275,7 +275,7 @@ class ResponsesRequest(
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
     parse_special_tokens: StrictBool | None = PARSE_SPECIAL_TOKENS
     truncation: Annotated[
-        Literal["auto", "disabled"] | None, only("disabled", "leave out of input what may be forgotten")
+        Literal["auto", "disabled"] | None, only("disabled", "leave out of input what the model may forget")
     ] = Field(None, description='only "disabled": a conversation that is too long is an error')
     store: StrictBool | None = Field(
         None, description="true: keep the reply in memory for a while, for GET and previous_response_id"

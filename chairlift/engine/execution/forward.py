@@ -99,14 +99,14 @@ class TorchForward:
         return self._model.logits(hidden)
 
     @torch.inference_mode()
-    def rehearse(self, num_tokens: int, num_rows: int) -> None:
-        """Runs a step of that many tokens without a cache, so that what it allocates can be measured.
+    def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor:
+        """Runs a step of that many tokens without a cache, so that what it allocates can be measured: logits of rows.
 
         Attention is left out: beside its result, which is as large as the queries, it needs next to nothing.
         """
         places = torch.zeros(num_tokens, dtype=torch.int64, device=self._model.device)
         hidden = self._model(places, places, lambda _, query, key, value: query)  # noqa: ARG005
-        self._model.logits(hidden[:num_rows])
+        return self._model.logits(hidden[:num_rows])
 
 
 class InvariantForward:

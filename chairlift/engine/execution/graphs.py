@@ -8,6 +8,9 @@ has. There are two kinds:
   logits; it ends by moving every row on by one token, so that the next replay is the next step;
 - a sampling graph, per batch size and kind of sampling: from the logits to the last token of each slot, which is the
   next step's input.
+
+To record one takes as long as dozens of steps, for which all streams would stand still. So a launch takes what has been
+recorded: the common ones are at the start, and what was missing is when there is no work.
 """
 
 import logging
@@ -34,8 +37,8 @@ Replay = Callable[[], None]
 
 _FIRST_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
-_COMMON_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256})  # recorded at start; others when they are needed
-_COMMON_LENGTHS = (256, 512, 1024)  # tokens that attention looks at; as above
+_COMMON_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256})  # recorded at start, as is the largest
+_COMMON_LENGTHS = (256, 512, 1024)  # tokens that attention looks at; likewise
 _NUM_WARM_UPS = 2
 
 
@@ -116,6 +119,31 @@ class _Buffers:
         self.lengths[start:].zero_()
 
 
+class _GraphTable:
+    """Graphs by batch size and reach. One of more rows, or that reaches further, does as well, and takes longer."""
+
+    def __init__(self, record: Callable[[int, int], Replay]) -> None:
+        self._record = record
+        self._replays: dict[tuple[int, int], Replay] = {}
+        self.missing: list[tuple[int, int]] = []  # launches would have taken these
+
+    @property
+    def recorded(self) -> set[tuple[int, int]]:
+        return set(self._replays)
+
+    def find(self, size: int, reach: int) -> Replay:
+        """The best for a launch of so many rows. The largest of all must have been recorded."""
+        replay = self._replays.get((size, reach))
+        if replay is not None:
+            return replay
+        if (size, reach) not in self.missing:
+            self.missing.append((size, reach))
+        return self._replays[min(key for key in self._replays if key[0] >= size and key[1] >= reach)]
+
+    def record(self, size: int, reach: int) -> None:
+        self._replays[size, reach] = self._record(size, reach)
+
+
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     """The launch that the buffers are filled for."""
@@ -146,22 +174,38 @@ class DecodeGraphs:
         self._max_steps = max_steps
         self._sizes = batch_sizes(self._scratch)
         self._buffers = _Buffers(self._sizes[-1], max_steps, vocab_size, self._scratch, blocks.device)
-        self._forwards: dict[tuple[int, int], Replay] = {}  # by size and tokens to look at
-        self._samplings: dict[tuple[int, DrawKind], Replay] = {}  # by size and kind
+        self.forwards = _GraphTable(lambda *key: self._record(lambda: self._forward_step(*key)))  # tokens to look at
+        self.samplings = _GraphTable(lambda *key: self._record(lambda: self._sampling_step(*key)))  # by `DrawKind`
         self._loaded: _Loaded | None = None
 
     @torch.inference_mode()
     def record_common(self) -> None:
         """Records what most launches will need, so that no launch waits for it later."""
         start = time.monotonic()
-        lengths = sorted({self._view_length(length) for length in _COMMON_LENGTHS})
+        lengths = sorted({self._view_length(length) for length in (*_COMMON_LENGTHS, self._blocks.shape[3])})
         sizes = [size for size in self._sizes if size in _COMMON_SIZES or size == self._sizes[-1]]
         for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
             for length in lengths:
-                self._forward_graph(size, length)
+                self.forwards.record(size, length)
             for kind in DrawKind:
-                self._sampling_graph(size, kind)
+                self.samplings.record(size, kind)
             logger.info("graphs of %d rows recorded, %.1f s", size, time.monotonic() - start)
+
+    @torch.inference_mode()
+    def record_missing(self) -> bool:
+        """Records one of the graphs in whose place launches took larger ones; True if there are more of these.
+
+        Nothing may be in flight.
+        """
+        table = next((each for each in (self.forwards, self.samplings) if each.missing), None)
+        if table is None:
+            return False
+        size, reach = table.missing.pop(0)
+        try:
+            table.record(size, reach)
+        except torch.OutOfMemoryError:
+            logger.warning("there is no memory left for a graph of %d rows, which larger ones stand in for", size)
+        return bool(self.forwards.missing or self.samplings.missing)
 
     def load(
         self,
@@ -176,9 +220,8 @@ class DecodeGraphs:
         """
         num_rows, buffers, device = len(input_ids), self._buffers, self._blocks.device
         size = self._sizes[bisect_left(self._sizes, num_rows)]
-        # Graphs first: if they have to be recorded, the buffers are used for that.
-        forward = self._forward_graph(size, self._view_length(cache.max_cache_length + num_steps - 1))
-        sample = self._sampling_graph(size, sampling.kind) if sampling is not None else None
+        forward = self.forwards.find(size, self._view_length(cache.max_cache_length + num_steps - 1))
+        sample = self.samplings.find(size, sampling.kind) if sampling is not None else None
         buffers.input_ids[:num_rows] = to_device(input_ids, torch.int64, device)
         buffers.slots[:num_rows] = cache.lookup_table
         buffers.lengths[:num_rows] = cache.cache_lengths
@@ -205,16 +248,6 @@ class DecodeGraphs:
     def _view_length(self, longest: int) -> int:
         return view_length(self._collection(1, longest))
 
-    def _forward_graph(self, size: int, length: int) -> Replay:
-        if (size, length) not in self._forwards:
-            self._forwards[size, length] = self._record(lambda: self._forward_step(size, length))
-        return self._forwards[size, length]
-
-    def _sampling_graph(self, size: int, kind: DrawKind) -> Replay:
-        if (size, kind) not in self._samplings:
-            self._samplings[size, kind] = self._record(lambda: self._sampling_step(size, kind))
-        return self._samplings[size, kind]
-
     def _record(self, work: Callable[[], None]) -> Replay:
         self._buffers.clear()  # recording may run it
         return self._recorder.record(work)
@@ -235,9 +268,9 @@ class DecodeGraphs:
         buffers.lengths[:size] += 1
         buffers.input_ids[:size].fill_(ON_DEVICE)
 
-    def _sampling_step(self, size: int, kind: DrawKind) -> None:
+    def _sampling_step(self, size: int, reach: int) -> None:
         """What a sampling graph does."""
-        buffers = self._buffers
+        buffers, kind = self._buffers, DrawKind(reach)
         tokens = sample_in_graph(buffers.logits[:size], kind, buffers.sampling[:, :size], buffers.step)
         buffers.tokens[:size] = tokens
         if kind is not DrawKind.GREEDY:

@@ -1,8 +1,8 @@
 """What this machine offers: the device, the number formats it multiplies natively, and memory.
 
 On a GPU the cache is sized once the weights are loaded. What a step allocates is not guessed: a step of the largest
-size runs once, and its peak is set aside; the cache takes its share of the rest, CUDA graphs and sampling live in what
-is left.
+size runs once, from the tokens to what is sampled with penalties and log-probabilities, and its peak is set aside; the
+cache takes its share of the rest, and CUDA graphs live in what is left.
 """
 
 import logging
@@ -20,9 +20,11 @@ from chairlift.cache.memory import can_map
 from chairlift.config import DType, EngineConfig, ResolvedConfig
 from chairlift.engine.execution.forward import Forward, TorchForward
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots
+from chairlift.engine.sampling import on_device
+from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models.config import ModelShape
-from chairlift.models.cpu import are_kernels_fast
+from chairlift.models.cpu import CpuDecoder, are_kernels_fast
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +115,13 @@ def fit_cache(
     forward: Forward,
     least: Callable[[int], int] = int,
 ) -> ResolvedConfig:
-    """`resolved` with as many slots as a GPU has memory for beside the loaded model; on a CPU as it is.
+    """`resolved` with as many slots as there is memory for beside the loaded model and what a step takes.
 
     `least`: of a number, where several GPUs work together, the lowest that one of them has.
     `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.
     """
+    if isinstance(forward, CpuDecoder):
+        return _fit_host_cache(config, resolved, model, forward)
     if resolved.device == "cpu" or not isinstance(forward, TorchForward):
         return resolved
     fitted = fit_slots(config, resolved, model, least(_measure_free_bytes(forward, resolved)))
@@ -130,6 +134,16 @@ def fit_cache(
     return fitted
 
 
+def _fit_host_cache(
+    config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, forward: CpuDecoder
+) -> ResolvedConfig:
+    """`resolved` counted on what the weights take; with long contexts and many threads a step takes gigabytes, too."""
+    num_step_bytes = forward.step_bytes(resolved.max_num_batched_tokens, resolved.max_batch_size, resolved.cache_tokens)
+    fitted = fit_slots(config, resolved, model, _free_memory() - num_step_bytes)
+    logger.info("a step takes up to %.1f MB", num_step_bytes / 1e6)
+    return min(resolved, fitted, key=lambda each: each.kv_cache_memory_bytes)
+
+
 def _measure_free_bytes(forward: TorchForward, config: ResolvedConfig) -> int:
     """Bytes of the device that neither the weights nor the largest step need."""
     device = config.device
@@ -137,11 +151,14 @@ def _measure_free_bytes(forward: TorchForward, config: ResolvedConfig) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     num_weight_bytes = torch.cuda.memory_allocated(device)
     try:
-        forward.rehearse(config.max_num_batched_tokens, config.max_batch_size)
+        with on_device(torch.device(device)), torch.inference_mode():
+            logits = forward.rehearse(config.max_num_batched_tokens, config.max_batch_size)
+            Sampler(logits.shape[1], len(logits), logits.device).rehearse(logits)
+            del logits
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"{device} ran out of memory in a step of {config.max_num_batched_tokens} tokens beside"
-            f" {num_weight_bytes / _GIB:.2f} GiB of weights; lower max_num_batched_tokens"
+            f" {num_weight_bytes / _GIB:.2f} GiB of weights; lower max_num_batched_tokens or max_batch_size"
         ) from error
     num_step_bytes = torch.cuda.max_memory_allocated(device) - num_weight_bytes
     torch.cuda.empty_cache()

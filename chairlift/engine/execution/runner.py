@@ -6,8 +6,9 @@ beside the host the next launch can begin before this one's tokens are known: a 
 device, by slot.
 """
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
@@ -17,17 +18,23 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatch
 from chairlift.cache.ledger import Reservation
 from chairlift.engine.execution.forward import Forward
 from chairlift.engine.execution.graphs import ON_DEVICE, DecodeGraphs, LastTokens
-from chairlift.engine.sampling import Arrival, Places, bring, send, to_device, up_to_wrong
+from chairlift.engine.sampling import Arrival, Places, bring, on_device, send, to_device, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, prepare_graph_sampling
+from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
 from chairlift.models.attention import BatchMetadata
 from chairlift.params import TokenLogprobs
 from chairlift.scheduler import RowPlan, RowResult, StepPlan
 
+logger = logging.getLogger(__name__)
+
 StepResult = list[RowResult]
 """What came of a launch, by row of its plan."""
 
 _NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
+_NO_MEMORY = (
+    "the device ran out of memory in a step with this sequence; lower max_num_batched_tokens or kv_cache_memory_bytes"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +66,14 @@ class Launch:
 
     plan: StepPlan
     reservation: Reservation
-    outputs: _Outputs
+    outputs: _Outputs | None  # None: there was no memory for it
     arrival: Arrival
     begin: float  # `time.perf_counter()` before anything of it was computed
 
     def wait(self) -> StepResult:
         """Returns when it is over. Raises what went wrong on the device."""
         self.arrival.wait()
-        return _results_by_row(self.plan, self.outputs)
+        return _results_without_memory(self.plan) if self.outputs is None else _results_by_row(self.plan, self.outputs)
 
 
 class ModelRunner:
@@ -79,28 +86,54 @@ class ModelRunner:
         sampler: Sampler,
         last_tokens: LastTokens,
         graphs: DecodeGraphs | None = None,
+        *,
+        is_divided: bool = False,
     ) -> None:
-        """`last_tokens` is shared with `graphs`, which run what only decodes if there are any."""
+        """`last_tokens` is shared with `graphs`, which run what only decodes if there are any.
+
+        `is_divided`: others compute parts of the model, and wait for this one.
+        """
         self._forward = forward
         self._cache = cache
         self._sampler = sampler
         self._last_tokens = last_tokens
         self._graphs = graphs
+        self._is_divided = is_divided
         self._device = cache.devices[0]
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launch:
-        """Starts all steps of the plan. Writes keys and values to the slots; commits nothing."""
+        """Starts all steps of the plan. Writes keys and values to the slots; commits nothing.
+
+        Where memory runs out the launch is over at once, and its results say what becomes of its rows.
+        """
         begin = time.perf_counter()
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         inputs = self._cache.fetch(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         reservation = inputs[0].reservation
         assert reservation is not None, "fetch always reserves"
-        if self._graphs is not None and plan.is_decode:
-            outputs = self._replay(self._graphs, plan, inputs[0])
-        else:
-            outputs = self._compute(plan, inputs)
-        return Launch(plan, reservation, outputs, Arrival.mark(self._device), begin)
+        with on_device(self._device):
+            outputs = self._try(plan, inputs)
+            if outputs is None:  # and all that it had allocated is let go of
+                torch.cuda.empty_cache()
+            return Launch(plan, reservation, outputs, Arrival.mark(self._device), begin)
+
+    def record_missing(self) -> bool:
+        """See `DecodeGraphs`."""
+        return self._graphs is not None and self._graphs.record_missing()
+
+    def _try(self, plan: StepPlan, inputs: list[ContinuousBatchingKVCacheCollection]) -> _Outputs | None:
+        """None if there is no memory for it."""
+        try:
+            if self._graphs is not None and plan.is_decode:
+                return self._replay(self._graphs, plan, inputs[0])
+            return self._compute(plan, inputs)
+        except torch.OutOfMemoryError as error:
+            if self._is_divided:
+                raise
+            logger.error("a step of %d rows ran out of memory: %s", len(plan.rows), str(error))
+            self._sampler.start_anew()
+            return None
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, cache: ContinuousBatchingKVCacheCollection) -> _Outputs:
         """A plan that only decodes, from recorded graphs; what they cannot sample is sampled operator by operator."""
@@ -203,15 +236,15 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> StepResult:
     """What each row gets of the outputs, now on the host; grammars see their tokens first."""
     sampled = [] if outputs.tokens is None else outputs.tokens.tolist()
     masks = None if outputs.sampling is None else outputs.sampling.masks
-    if masks is not None:
-        masks.take([steps[0] for steps in sampled])
     logprobs = iter(_logprobs_by_place(outputs))
     results = []
+    sampled_at: dict[int, RowResult] = {}  # by the place of its first token
     place = 0
     for index, row in enumerate(plan.rows):
         end = place + (1 + len(row.guess.tokens) if row.is_sampled else 0)
         drawn = [token for steps in sampled[place:end] for token in steps]
-        own = up_to_wrong(drawn, row.guess.tokens) if row.guess.tokens else drawn
+        own = drawn if masks is None else masks.in_time(place, drawn)
+        own = up_to_wrong(own, row.guess.tokens) if row.guess.tokens else own
         wants_logprobs = row.is_sampled and row.request.params.logprobs is not None
         result = RowResult(
             token_ids=list(takewhile(lambda token: token != INVALID_TOKEN, own)),
@@ -220,13 +253,33 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> StepResult:
             error=_NOT_A_NUMBER if INVALID_TOKEN in own else None,
             has_bad_surplus=INVALID_TOKEN in drawn,
         )
-        if masks is not None and result.error is not None:
+        results.append(result)
+        if row.is_sampled:
+            sampled_at[place] = result
+        place = end
+    if masks is not None:
+        _show_to_grammars(sampled_at, masks)
+    return results
+
+
+def _show_to_grammars(results: Mapping[int, RowResult], masks: PendingMasks) -> None:
+    """By place: notes in them what their grammars make of them."""
+    masks.take({place: result.token_ids for place, result in results.items()})
+    for place, result in results.items():
+        if result.error is not None:
             result.error = masks.error_of(place) or result.error
             result.stop_reason = masks.stop_reason_of(place)
-        result.is_late = masks is not None and row.is_sampled and place in masks.late
-        results.append(result)
-        place = end
-    return results
+        result.is_late = place in masks.late
+
+
+def _results_without_memory(plan: StepPlan) -> StepResult:
+    """Rows that decode are computed again without the prompts, which end with an error; so do all if there are none."""
+    failed = RowResult(error=_NO_MEMORY, has_bad_surplus=True)
+    num_repeated = 0 if plan.is_decode else plan.num_decode_rows
+    return [
+        RowResult(is_late=True) if index < num_repeated and not row.guess.tokens else failed
+        for index, row in enumerate(plan.rows)
+    ]
 
 
 def _logprobs_by_place(outputs: _Outputs) -> list[list[TokenLogprobs]]:

@@ -5,6 +5,7 @@ lands in it, and an `Arrival` says when it is there. On a CPU a tensor is its ow
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from types import MappingProxyType
@@ -25,6 +26,11 @@ def bring(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", non_blocking=True)
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the one on which compiled kernels run, and for which memory is pinned; in this thread, meanwhile."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """The end of all that was launched before it."""
@@ -34,7 +40,7 @@ class Arrival:
     @classmethod
     def mark(cls, device: torch.device) -> "Arrival":
         """Marks this place in the device's order of work."""
-        if device.type == "cpu":
+        if device.type != "cuda":
             return cls(None)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter sleeps
         event.record(torch.cuda.current_stream(device))

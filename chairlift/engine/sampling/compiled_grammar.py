@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ _LINE = re.compile(r"^(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?
 _EXCERPT = re.compile(r"\n +\d+ \| .*|\n<non-verbose/>.*", re.DOTALL)  # from llguidance's own version of the grammar
 _MAX_REASON = 300
 
+_LONG_FORESIGHT_S = 0.001  # of processor time, in which no other thread runs; most take 0.03 ms
 _SLOW_S = 0.01  # of processor time for a mask; most take 0.1 ms
 _BYTES_PER_STATE = 600  # of a lexer
 _BYTES_PER_S = 2e8  # that a lexer grows by while it is busy with nothing else
@@ -81,6 +83,7 @@ class CompiledGrammar:
         self._max_bytes = num_bytes + PARSER_LIMITS["max_lexer_states"] * _BYTES_PER_STATE
         self.is_broken = False
         self.is_slow = False
+        self.is_foreseeable = True  # it costs little to say what comes next
         begin = time.thread_time()
         self.first_mask = self.compute_mask(self.matcher)
         self.note_cost(time.thread_time() - begin)
@@ -95,6 +98,19 @@ class CompiledGrammar:
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         return mask.zero_() if matcher.is_error() else mask
+
+    def compute_masks(self, matcher: LLMatcher, guess: Sequence[int]) -> Sequence[torch.Tensor]:
+        """What may come behind each token of a guess, up to the first that is forbidden. The matcher stays as it is.
+
+        None at all after an error. Behind a token that completes the text stands the model's end token.
+        """
+        masks = torch.zeros(1 + len(guess), -(-self._tokenizer.vocab_size // 32), dtype=torch.int32)
+        matcher.unsafe_compute_mask_ptr_with_draft_token(masks.data_ptr(), masks[0].nbytes, list(guess))  # type: ignore[attr-defined]  # its stubs forget it
+        return () if matcher.is_error() else [mask for mask in masks[1:] if mask.any()]
+
+    def note_foresight(self, seconds: float) -> None:
+        """Notes the processor time that it took to say what comes next."""
+        self.is_foreseeable = seconds <= _LONG_FORESIGHT_S
 
     def note_cost(self, seconds: float) -> None:
         """Notes the processor time of a mask, during which the lexer grows. (To take a token costs less.)"""

@@ -5,7 +5,7 @@ what a row draws. What rows ask for lies in one table, float64 `[5 + num_steps, 
 temperature, min-p, top-k and top-p, then per step of the launch the number to draw at.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Self
@@ -16,6 +16,7 @@ import torch
 
 from chairlift.engine.sampling import NOTHING_GUESSED, Guessed, send, to_device
 from chairlift.engine.sampling.penalties import has_penalty
+from chairlift.models.layers import compiled_on_gpu
 from chairlift.params import SamplingParams
 from chairlift.scheduler import RequestState
 
@@ -25,6 +26,9 @@ _NUM_KNOBS = 5
 _ALL = 2**24  # a top_k that keeps everything; the largest number below which float32 has all integers
 _HOTTEST = 1e6  # uniform in float32 already; more could become inf
 _COLDEST = 1e-6  # a smaller temperature could round to zero in float32
+_BITS_OF_INF = 0x7F800000  # of float32
+
+_Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DrawKind(IntEnum):
@@ -33,7 +37,7 @@ class DrawKind(IntEnum):
     GREEDY = 0
     RANDOM = 1  # a temperature
     MIN_P = 2  # besides
-    TOP = 3  # top-k or top-p besides, which sort the vocabulary
+    TOP = 3  # top-k or top-p besides, which look for a cutoff
 
     @classmethod
     def of(cls, params: SamplingParams) -> Self:
@@ -103,21 +107,61 @@ def draw(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, uniforms: to
     if kind >= DrawKind.MIN_P:
         scaled = scaled.masked_fill(scaled < min_p.float().log(), -torch.inf)
     if kind is DrawKind.TOP:
-        scaled = scaled.masked_fill(scaled < _cutoff(scaled, top_k.long(), top_p.float()), -torch.inf)
+        find_cutoff = cutoff_by_sorting if scaled.device.type == "cpu" else cutoff_by_bisection
+        scaled = scaled.masked_fill(scaled < find_cutoff(scaled, top_k.float(), top_p.float()), -torch.inf)
     cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = uniforms.unsqueeze(1) * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
     return tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits must not become an index out of range
 
 
-def _cutoff(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest logit `[R, 1]` that both top-k and, of those, top-p keep."""
-    descending = scaled.sort(dim=-1, descending=True).values
-    kth = descending.gather(1, (top_k - 1).clamp(max=scaled.shape[-1] - 1))
+def cutoff_by_sorting(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """float32 `[R, vocab]` of at most 0, and `[R, 1]` each -> the smallest logit that top-k and, of those, top-p keep.
+
+    NumPy sorts with vector instructions: 32 rows of 128,000 in a twentieth of the time that torch takes on a CPU.
+    """
+    descending = torch.from_numpy(np.sort(scaled.numpy(), axis=-1)).flip(-1)
+    kth = descending.gather(1, (top_k.long() - 1).clamp(max=scaled.shape[-1] - 1))
     probabilities = descending.masked_fill(descending < kth, -torch.inf).softmax(dim=-1)
     mass_before = probabilities.cumsum(dim=-1) - probabilities
     num_kept = (mass_before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
     return torch.maximum(kth, descending.gather(1, num_kept - 1))
+
+
+def cutoff_by_bisection(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The same without sorting, which takes a GPU several times as long as to read the logits once for each bit."""
+    kth = _bisect(_num_within, scaled, top_k)
+    return -torch.minimum(kth, _bisect(_mass_within, scaled, top_p * _mass_within(scaled, _next(kth))))
+
+
+def _bisect(within: _Measure, scaled: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The smallest distance from the likeliest token, `[R, 1]`, up to which tokens reach what is wanted; inf: none.
+
+    Found bit by bit from the highest: as integers, floats that are not negative have the same order.
+    """
+    found = torch.zeros_like(wanted, dtype=torch.int32)
+    for bit in reversed(range(31)):
+        tried = found | (1 << bit)
+        is_short = (within(scaled, tried.view(torch.float32)) < wanted) & (tried <= _BITS_OF_INF)
+        found = torch.where(is_short, tried, found)
+    return found.view(torch.float32)
+
+
+def _next(distance: torch.Tensor) -> torch.Tensor:
+    """The next larger number; of inf, itself."""
+    return (distance.view(torch.int32) + 1).clamp(max=_BITS_OF_INF).view(torch.float32)
+
+
+@compiled_on_gpu
+def _num_within(scaled: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """`[R, 1]`: how many tokens are nearer to the likeliest one than that."""
+    return (-scaled < limit).sum(dim=-1, keepdim=True)
+
+
+@compiled_on_gpu
+def _mass_within(scaled: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """`[R, 1]`: their probability, in units of the likeliest one's."""
+    return torch.where(-scaled < limit, scaled.exp(), 0.0).sum(dim=-1, keepdim=True)
 
 
 def uniforms(

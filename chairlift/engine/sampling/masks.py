@@ -6,6 +6,9 @@ held. A launch waits a little for the masks of all its rows together. A row whos
 until the mask is there, and is computed again. A sequence that is slow, by processor time rather than by the clock, has
 a lane of its own, and no launch waits for it.
 
+For rows with a guess a copy of the matcher goes ahead along it. If the masks behind guessed tokens are late, the row
+gets the one token that does not need them.
+
 The threads start with the first grammar that is compiled; the engine starts none.
 """
 
@@ -13,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Self
@@ -21,7 +24,7 @@ from typing import Self
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from chairlift.engine.sampling import send, to_device
+from chairlift.engine.sampling import NOTHING_GUESSED, Guessed, send, to_device
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, explain
 from chairlift.params import GRAMMAR_LIMIT
 from chairlift.scheduler import Grammar
@@ -32,14 +35,26 @@ _MIN_PATIENCE_S = 0.005  # beyond the forward pass for masks, and after it for t
 _MAX_PATIENCE_S = 0.05
 _PATIENCE = 0.25  # of what the launch has taken so far, within these bounds
 _MAX_MASK_THREADS = 8
+_MAX_FORCED = 64  # tokens, that are told of at a time
 _JOIN_TIMEOUT_S = 2.0  # for all; a thread that hangs is left behind
 
 _Lane = SimpleQueue[Callable[[], None] | None]
 _Pair = tuple[LLMatcher, int]
 
 
+class Draft:
+    """The masks behind the tokens of a guess, while they are computed."""
+
+    def __init__(self, guess: Sequence[int]) -> None:
+        self.guess = guess
+        self.masks: Sequence[torch.Tensor] = ()  # behind the first token, the second, ..., up to one that is forbidden
+        self.is_over = False
+
+
 class TokenGrammar:
-    """One sequence's state in a grammar. A turn: a mask, a token sampled under it, `Workers.take`, `advance`.
+    """One sequence's state in a grammar.
+
+    A turn: a mask, a token sampled under it, `Workers.take`, `advance`; with a guess, several of each at once.
 
     After an error the mask allows no token, so the launch that samples the next one reports the error.
     """
@@ -49,32 +64,42 @@ class TokenGrammar:
         self.is_complete = False  # nothing can follow what was taken
         self.error: str | None = None
         self.hit_limit = False  # the error is the grammar's own fault
-        self.sampled: int | None = None  # what `Workers.take` was told and `advance` was not yet
-        self.is_taken = False  # the matcher has consumed it
+        self.sampled: list[int] = []  # what `Workers.take` was told and `advance` was not yet
+        self.is_taken = False  # the matcher has consumed them
         self.next_mask: torch.Tensor | None = compiled.first_mask  # None: not yet computed
         self.compiled = compiled
         self.workers = workers
         self.matcher = compiled.matcher.deep_copy()
+        self.ahead: LLMatcher | None = None  # a copy of it for a draft
+        self._foresees = False
+        self._forced: Sequence[int] = ()
         self._tokens: list[int] = []
 
     @property
     def mask(self) -> torch.Tensor | None:
         """The row's mask; None while it is being computed. A row that was late can only repeat what it sampled."""
-        if self.sampled is None:
+        if not self.sampled:
             return self.next_mask
-        mask = torch.zeros_like(self.compiled.first_mask)
-        mask.numpy().view("uint32")[self.sampled // 32] = 1 << self.sampled % 32
+        mask, token = torch.zeros_like(self.compiled.first_mask), self.sampled[0]
+        mask.numpy().view("uint32")[token // 32] = 1 << token % 32
         return mask
+
+    def foresee(self) -> Sequence[int] | None:
+        """See `scheduler.Grammar`."""
+        self._foresees = True
+        return None if self.sampled or self.ahead is None else self._forced
 
     def advance(self, token_id: int) -> bool:
         """See `scheduler.Grammar`. Takes the token unless `Workers.take` was told of it; waits until it is taken."""
-        if self.sampled is None:
+        if not self.sampled:
             self.workers.wait(lambda: self.next_mask is not None)
-            self.workers.take([(self, token_id)])
+            self.workers.take([(self, [token_id])])
         self.workers.wait(lambda: self.is_taken)
-        if self.sampled != token_id:
-            raise ValueError(f"token {self.sampled} had been taken, not {token_id}")
-        self.sampled = None
+        if self.sampled[0] != token_id:
+            raise ValueError(f"token {self.sampled[0]} had been taken, not {token_id}")
+        del self.sampled[0]
+        if self.sampled:
+            return False
         if self.compiled.is_slow:  # a launch without its mask would be in vain
             self.workers.put_off([self], lambda each: each.next_mask is not None)
         return self.is_complete
@@ -84,12 +109,24 @@ class TokenGrammar:
         """Perhaps another sequence broke it."""
         return self.matcher.is_error() and "lexer error" in self.matcher.get_error()
 
+    def consume_sampled(self, consume: Callable[[list[_Pair]], object]) -> None:
+        """Has the matcher consume the sampled tokens."""
+        for position, token in enumerate(self.sampled):
+            consume([(self.matcher, token)])
+            self.drop_surplus(position)
+
+    def drop_surplus(self, position: int) -> None:
+        """Forgets what was sampled behind that token if the text is complete with it."""
+        if self.matcher.is_stopped() and not self.matcher.is_error():
+            del self.sampled[position + 1 :]
+
     def note_taken(self) -> None:
-        """The matcher has consumed the sampled token."""
-        assert self.sampled is not None, "a token is taken once"
-        self._tokens.append(self.sampled)
+        """The matcher has consumed the sampled tokens."""
+        assert self.sampled, "tokens are taken once"
+        self._tokens += self.sampled
         self._note_error()
         self.is_complete = self.error is None and self.matcher.is_stopped()
+        self._look_ahead()
         self.is_taken = True
 
     def begin_again(self, consume: Callable[[list[_Pair]], object]) -> None:
@@ -98,8 +135,8 @@ class TokenGrammar:
         self.matcher = self.compiled.new_matcher()
         for token in self._tokens:
             consume([(self.matcher, token)])
-        if not self.is_taken and self.sampled is not None:
-            consume([(self.matcher, self.sampled)])
+        if not self.is_taken and self.sampled:
+            self.consume_sampled(consume)
             self.note_taken()
 
     def compute_mask(self) -> torch.Tensor:
@@ -110,6 +147,16 @@ class TokenGrammar:
         """The mask has been computed; it is empty after an error."""
         self._note_error()
         self.next_mask, self.is_ready = mask, True
+
+    def _look_ahead(self) -> None:
+        """Works out what is forced next, with a copy of the matcher, which a draft goes on with."""
+        self.ahead = None
+        is_cheap = self.compiled.is_foreseeable and not self.compiled.is_slow
+        if self._foresees and is_cheap and self.error is None and not self.is_complete:
+            begin = time.thread_time()
+            self.ahead = self.matcher.deep_copy()
+            self._forced = self.ahead.compute_ff_tokens()[:_MAX_FORCED]
+            self.compiled.note_foresight(time.thread_time() - begin)
 
     def _note_error(self) -> None:
         if self.matcher.is_error():
@@ -144,17 +191,25 @@ class Workers:
             self.close()
             raise RuntimeError(f"no threads for grammars: {error}") from error
 
-    def take(self, sampled: Iterable[tuple[TokenGrammar, int]]) -> None:
+    def take(self, sampled: Iterable[tuple[TokenGrammar, list[int]]]) -> None:
         """Begins to take these tokens and to compute the masks after them."""
         together: list[TokenGrammar] = []
-        for grammar, token in sampled:
-            grammar.sampled, grammar.is_taken, grammar.next_mask = token, False, None
+        for grammar, tokens in sampled:
+            grammar.sampled, grammar.is_taken, grammar.next_mask = tokens, False, None
             if grammar.compiled.is_slow:
                 self._slow.put(partial(self._try, self._go_on_alone, grammar))
             else:
                 together.append(grammar)
         if together:
             self._tokens.put(partial(self._take_together, together))
+
+    def draft(self, grammar: TokenGrammar, guess: Sequence[int]) -> Draft:
+        """Begins to compute the masks behind the tokens of a guess at what follows those that were taken."""
+        draft, matcher = Draft(guess), grammar.ahead
+        assert matcher is not None, "a guess was made though none can be verified"
+        grammar.ahead = None
+        self._masks.put(partial(self._go_ahead, grammar.compiled, matcher, draft))
+        return draft
 
     def wait(self, is_done: Callable[[], bool], timeout: float | None = None) -> None:
         """Waits until so much has been computed, or the time is up."""
@@ -179,7 +234,11 @@ class Workers:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _take_together(self, grammars: list[TokenGrammar]) -> None:
-        self._consume([(each.matcher, each.sampled or 0) for each in grammars])
+        for position in range(max(len(each.sampled) for each in grammars)):
+            taking = [each for each in grammars if position < len(each.sampled)]
+            self._consume([(each.matcher, each.sampled[position]) for each in taking])
+            for grammar in taking:
+                grammar.drop_surplus(position)
         for grammar in grammars:
             if grammar.has_broken_lexer:
                 self._slow.put(partial(self._try, self._go_on_alone, grammar))
@@ -197,10 +256,22 @@ class Workers:
         grammar.compiled.note_cost(time.thread_time() - begin)
         self._deliver(grammar, mask)
 
+    def _go_ahead(self, compiled: CompiledGrammar, matcher: LLMatcher, draft: Draft) -> None:
+        """If that fails, the row gets one token, and the sequence itself will meet the problem."""
+        begin, masks = time.thread_time(), ()
+        try:
+            masks = compiled.compute_masks(matcher, draft.guess)
+        except Exception as error:
+            logger.error("computing masks along a guess failed", exc_info=error)
+        compiled.note_cost((time.thread_time() - begin) / (1 + len(draft.guess)))
+        with self._changed:
+            draft.masks, draft.is_over = masks, True
+            self._changed.notify_all()
+
     def _go_on_alone(self, grammar: TokenGrammar) -> None:
         """Takes the token, unless the lexer broke at it or at the mask behind it, and computes the mask."""
         if not grammar.has_broken_lexer:
-            self._consume_slowly([(grammar.matcher, grammar.sampled or 0)])
+            grammar.consume_sampled(self._consume_slowly)
         if grammar.has_broken_lexer:
             grammar.begin_again(self._consume_slowly)
             self._tell()
@@ -236,25 +307,42 @@ def _work(lane: _Lane) -> None:
 
 
 class PendingMasks:
-    """The masks of those rows of a launch that have a grammar."""
+    """The masks of those rows of the logits that have a grammar; a guess's rows follow that of its request."""
 
-    def __init__(self, grammars: dict[int, TokenGrammar]) -> None:
+    def __init__(self, grammars: dict[int, TokenGrammar], guesses: Mapping[int, Sequence[int]]) -> None:
+        """Both by the first row of a request."""
         self._grammars = grammars
         self._workers = next(iter(grammars.values())).workers
         self._begin = time.perf_counter()
+        self._drafts = {row: self._workers.draft(grammars[row], guess) for row, guess in guesses.items()}
+        self._drafted: dict[int, Sequence[torch.Tensor]] = {}  # masks behind the tokens of guesses, that were in time
         self.late: set[int] = set()  # rows that get no token in this launch
 
     @classmethod
-    def of(cls, grammars: Sequence[Grammar | None]) -> Self | None:
+    def of(cls, grammars: Sequence[Grammar | None], guessed: Guessed = NOTHING_GUESSED) -> Self | None:
         """By row; None if no row has one."""
-        own = (getattr(grammar, "own", grammar) for grammar in grammars)  # those of several ranks are wrapped
-        constrained = {row: each for row, each in enumerate(own) if isinstance(each, TokenGrammar)}
-        return cls(constrained) if constrained else None
+        constrained: dict[int, TokenGrammar] = {}
+        guesses: dict[int, Sequence[int]] = {}
+        first = 0
+        for row, grammar in enumerate(grammars):
+            own = getattr(grammar, "own", grammar)  # those of several ranks are wrapped
+            if not isinstance(own, TokenGrammar):
+                continue
+            if guessed.get(row):
+                guesses[first] = guessed[row]  # up to the last row, all of the guess
+            else:
+                first = row
+                constrained[row] = own
+        return cls(constrained, guesses) if constrained else None
 
     def apply(self, logits: torch.Tensor) -> None:
         """Forbids in those rows of `[N, vocab]`, in place, what their grammars do not allow. Waits if it must."""
         self._settle(lambda grammar: grammar.mask is not None)
+        self._workers.wait(lambda: all(draft.is_over for draft in self._drafts.values()), self._patience)
         masks = {row: each.mask for row, each in self._in_time()}
+        self._drafted = {row: draft.masks for row, draft in self._drafts.items()}
+        for row, drafted in self._drafted.items():
+            masks |= dict(enumerate(drafted, row + 1))
         present = [mask for mask in masks.values() if mask is not None]
         if not present:
             return
@@ -264,11 +352,15 @@ class PendingMasks:
         is_allowed = (words.unsqueeze(-1) >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
         logits[rows] = logits[rows].masked_fill_(~is_allowed, -torch.inf)
 
-    def take(self, tokens: Sequence[int]) -> None:
-        """Shows the grammars what was sampled, by row; a negative one is none. Waits for them if it must."""
-        sampled = [(grammar, tokens[row]) for row, grammar in self._in_time() if tokens[row] >= 0]
-        self._workers.take(pair for pair in sampled if pair[0].sampled is None)  # one that was late repeats its token
-        self._settle(lambda grammar: grammar.sampled is None or grammar.is_taken)
+    def in_time(self, row: int, drawn: list[int]) -> list[int]:
+        """Those of the tokens drawn for a request from that row on that count: all, or the first if masks were late."""
+        return drawn if self._drafted.get(row, True) else drawn[:1]
+
+    def take(self, sampled: Mapping[int, list[int]]) -> None:
+        """Shows the grammars what was sampled, by row. Waits for them if it must."""
+        new = [(grammar, list(sampled[row])) for row, grammar in self._in_time() if sampled[row]]
+        self._workers.take(pair for pair in new if not pair[0].sampled)  # one that was late repeats its tokens
+        self._settle(lambda grammar: not grammar.sampled or grammar.is_taken)
 
     def error_of(self, row: int) -> str | None:
         """Why nothing can be sampled for a row, if that is due to its grammar."""
@@ -280,6 +372,11 @@ class PendingMasks:
         grammar = self._grammars.get(row)
         return GRAMMAR_LIMIT if grammar is not None and grammar.hit_limit else None
 
+    @property
+    def _patience(self) -> float:
+        """Seconds."""
+        return min(max(_PATIENCE * (time.perf_counter() - self._begin), _MIN_PATIENCE_S), _MAX_PATIENCE_S)
+
     def _in_time(self) -> list[tuple[int, TokenGrammar]]:
         return [(row, grammar) for row, grammar in self._grammars.items() if row not in self.late]
 
@@ -287,8 +384,7 @@ class PendingMasks:
         """Waits a little, though not for slow sequences, and notes which are late."""
         rows = self._in_time()
         awaited = [grammar for _, grammar in rows if not grammar.compiled.is_slow]
-        patience = min(max(_PATIENCE * (time.perf_counter() - self._begin), _MIN_PATIENCE_S), _MAX_PATIENCE_S)
-        self._workers.wait(lambda: all(map(is_done, awaited)), patience)
+        self._workers.wait(lambda: all(map(is_done, awaited)), self._patience)
         if not all(is_done(grammar) for _, grammar in rows):
             late = self._workers.put_off([grammar for _, grammar in rows], is_done)
             self.late.update(row for row, grammar in rows if grammar in late)

@@ -44,7 +44,8 @@ class PenaltyState:
             assert request.slot is not None, "a request without a slot is sampled"
             # A row that needs its newest token keeps one token of a launch, but all were counted.
             owner = self._owners.get(request.slot)
-            if owner is None or owner() is not request or request.needs_newest_token:
+            is_new = owner is None or owner() is not request or request.needs_newest_token
+            if is_new and request.slot not in slots[-1:]:  # once for all rows of a guess
                 self._start(request, request.slot)
             slots.append(request.slot)
         for slot in {slots[index] for index, row in enumerate(rows) if row in guessed}:
@@ -84,6 +85,10 @@ class PenaltyState:
     def count(self, batch: PenaltyBatch, tokens: torch.Tensor) -> None:
         """Notes the sampled tokens, int64 `[N]`, of those rows that have no guess."""
         self._num_generated[batch.slots[batch.counted], tokens[batch.rows[batch.counted]]] += 1
+
+    def forget_owners(self) -> None:
+        """The counts of all requests start anew."""
+        self._owners.clear()
 
     def _start(self, request: RequestState, slot: int) -> None:
         if not self._num_generated.numel():

@@ -18,8 +18,8 @@ from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
 from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
-from chairlift.params import Logprob, TokenLogprobs
-from chairlift.scheduler import RequestState
+from chairlift.params import MAX_LOGPROBS, Logprob, SamplingParams, TokenLogprobs
+from chairlift.scheduler import Request, RequestState
 
 _BLOCK_SIZE = 64  # positions whose logits are in memory at the same time
 
@@ -151,7 +151,7 @@ class Sampler:
         """Gathers the parameters of the rows that will be sampled, once per launch."""
         wanting = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         return SamplingBatch(
-            masks=PendingMasks.of([request.grammar for request in requests]),
+            masks=PendingMasks.of([request.grammar for request in requests], guessed),
             logprob_rows=to_device(wanting, torch.int64, self._device) if wanting else None,
             num_top_logprobs=[requests[row].params.logprobs or 0 for row in wanting],
             additions=self._additions(requests, num_steps, guessed),
@@ -181,6 +181,16 @@ class Sampler:
         if raw is not None and batch.logprob_rows is not None:
             logprobs = pick_logprobs(raw, tokens[batch.logprob_rows], max(batch.num_top_logprobs))
         return Sampled(tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN), logprobs)
+
+    def rehearse(self, logits: torch.Tensor) -> None:
+        """Samples float32 `[N, vocab]`, N up to the slots, as if each row asked for all that takes memory."""
+        params = SamplingParams(top_k=1, top_p=0.5, min_p=0.1, repetition_penalty=2.0, logprobs=MAX_LOGPROBS)
+        requests = [_rehearsing(params, slot) for slot in range(len(logits))]
+        self.sample(logits, self.prepare(requests, num_steps=1), step=0)
+
+    def start_anew(self) -> None:
+        """A launch failed in its middle: nobody knows which of its tokens were counted."""
+        self._penalties.forget_owners()
 
     def _additions(self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed) -> list[_Additions | None]:
         """Bad words are judged by the tokens that the host knows: where that matters, only the first step counts."""
@@ -223,6 +233,12 @@ class Sampler:
             if isinstance(request.token_filter, RuleFilter)
             and (refused := request.token_filter.rules.refused_on(self._device)) is not None
         }
+
+
+def _rehearsing(params: SamplingParams, slot: int) -> RequestState:
+    request = RequestState(Request(f"rehearsal-{slot}", [0], params, max_tokens=1, seed=0), arrival_time=0.0)
+    request.slot = slot
+    return request
 
 
 def _may_not_end(request: RequestState, num_more: int) -> bool:

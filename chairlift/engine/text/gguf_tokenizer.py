@@ -1,6 +1,6 @@
 """The tokenizer that a GGUF file describes: transformers' converter makes it, and what that gets wrong is put right.
 
-The converter takes text apart by GPT-2's rule wherever it does not know the file's (`tokenizer.ggml.pre`), which shows
+The converter splits text by GPT-2's rule wherever it does not know the file's (`tokenizer.ggml.pre`), which shows
 in no error, only in a model that reads worse. So the rule must be known, to the converter or here.
 """
 
@@ -94,7 +94,7 @@ def _set_rule(backend: BackendTokenizer, rule: object) -> None:
         writing.model.ignore_merges = True
     elif rule not in _GPT2_RULES and isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
         raise CheckpointError(
-            f"its tokenizer takes text apart by a rule that is not known ({_PREFIX}pre {rule!r}); name a directory with"
+            f"its tokenizer splits text by an unknown rule ({_PREFIX}pre {rule!r}); name a directory with"
             " the model's own tokenizer as tokenizer"
         )
 

@@ -365,7 +365,7 @@ def _eos_token_ids(generation_config: dict[str, Any], directory: Path, tokenizer
 
 
 def _max_new_tokens(generation_config: dict[str, Any], directory: Path) -> int | None:
-    """How long a checkpoint's answers are if nobody says it; None: as long as there is room."""
+    """The checkpoint's own limit of new tokens, for requests that name none; None: the room in the slot."""
     most = generation_config.get("max_new_tokens")
     if most is not None and (type(most) is not int or most < 1):
         raise CheckpointError(f"{directory / 'generation_config.json'}: max_new_tokens: {most!r} is no positive number")

@@ -1,8 +1,9 @@
 """Attention with flash kernels on a CUDA device: those of the package flash-attn (2, or 3 on Hopper), or torch's own.
 
 All read the slots in place, as strided views whose last dimension is dense. None checks the capacity of a slot, which
-`fetch` has done. Versions other than 3 compute a mixed batch in its two parts: as one ragged call they would give a
-decode row one block of threads per head, however long its context is.
+`fetch` has done. A mixed batch is computed in its two parts. As one ragged call versions other than 3 would give a
+decode row one block of threads per head, however long its context is. Version 3 splits keys in ragged calls, too, but
+it reserves results of all queries for as many splits as a single row could have: for prompts, gigabytes.
 """
 
 import importlib.util
@@ -31,6 +32,7 @@ _FLASH_ATTN_2, _FLASH_ATTN_3 = "flash_attn", "flash_attn_interface"  # modules
 _AMPERE = (8, 0)  # compute capability of the first GPUs that flash-attn runs on
 _HOPPER = 9  # major one of those that version 3 was written for
 _MAX_OFFSET = torch.iinfo(torch.int32).max
+_SPLITS_AS_IT_SEES_FIT = 0
 
 
 def find_obstacle(head_dim: int, dtype: DType, device: str) -> str | None:
@@ -63,7 +65,11 @@ def load_flash_attn(config: AttentionConfig, device: torch.device) -> Backend:
 
 
 def is_varlen_available(head_dim: int, dtype: torch.dtype, softcap: float | None = None) -> bool:
-    """True if this torch has ragged flash kernels (2.12), for such heads in that format, and without a soft cap."""
+    """True if this torch has ragged flash kernels (2.12), for such heads in that format, and without a soft cap.
+
+    `varlen_attn_out` came with them. It is not used: by its source it writes into a copy of `out` where the heads of a
+    group are rows.
+    """
     if softcap is not None or dtype not in (torch.bfloat16, torch.float16) or not _takes_heads_of(head_dim):
         return False
     from torch.nn.attention import varlen
@@ -133,7 +139,7 @@ class FlashAttnBackend:
 
 
 class FlashAttn3Backend:
-    """Version 3: every batch is one ragged call, which appends to the slots and attends to what they then hold."""
+    """Version 3: a ragged call appends to the slots and attends to what they then hold."""
 
     def __init__(self, config: AttentionConfig) -> None:
         from flash_attn_interface import flash_attn_with_kvcache
@@ -143,7 +149,10 @@ class FlashAttn3Backend:
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """See `Backend.prepare`."""
+        if 0 < batch.num_decode_rows < len(batch.slots):
+            return prepare_apart(self.prepare, batch, cache)
         longest = view_length(cache)  # holds the tokens that are appended, too
+        num_splits = _SPLITS_AS_IT_SEES_FIT if cache.max_seq_length == 1 else 1  # prompts make blocks enough
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             output = self._kernel(
@@ -158,6 +167,7 @@ class FlashAttn3Backend:
                 cu_seqlens_k_new=batch.row_offsets,
                 max_seqlen_q=cache.max_seq_length,
                 causal=True,
+                num_splits=num_splits,
                 **self._options[layer_idx],
             )
             return torch.as_tensor(output)
@@ -192,9 +202,7 @@ class TorchVarlenBackend:
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             append(layer_idx, key, value)
-            output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-            varlen.varlen_attn_out(
-                output,
+            output = varlen.varlen_attn(
                 query,
                 _as_tokens(cache.get_key_cache(layer_idx)),
                 _as_tokens(cache.get_value_cache(layer_idx)),
@@ -203,13 +211,23 @@ class TorchVarlenBackend:
                 cache.max_seq_length,
                 longest,
                 scale=self._config.scale,
-                window_size=(_tokens_back(self._config.windows[layer_idx]), 0),
+                window_size=_varlen_window(self._config.windows[layer_idx], cache.max_seq_length),
                 enable_gqa=True,
                 seqused_k=lengths,
             )
+            assert isinstance(output, torch.Tensor), "nothing else was asked for"
             return output
 
         return attend
+
+
+def _varlen_window(window: int | None, most_queries: int) -> tuple[int, int]:
+    """Tokens back and ahead, as torch's ragged kernels take them (-1: all), for rows of up to so many queries.
+
+    A row's only query sees all keys, its own being the last, and must not be called causal: only without any window do
+    the kernels take the heads of a group as rows of one product, and split the keys of long rows between blocks.
+    """
+    return (-1, -1) if window is None and most_queries == 1 else (_tokens_back(window), 0)
 
 
 def _options(config: AttentionConfig) -> list[dict[str, Any]]:

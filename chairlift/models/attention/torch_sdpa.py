@@ -135,7 +135,7 @@ class TorchBackend:
         self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, window: int | None
     ) -> list[_DecodeRows | _WindowRows | _PrefillRow]:
         if window is not None and window >= cache.max_cache_length:
-            window = None  # nobody's sequence leaves it
+            window = None  # no sequence is longer than it
         prefill = _prefill_rows(batch, self._config, window, cache.blocks.device)
         if not batch.num_decode_rows:
             return [*prefill]

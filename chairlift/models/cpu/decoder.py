@@ -129,6 +129,25 @@ class CpuDecoder:
         """Memory that the weights take."""
         return self._weights.num_bytes
 
+    def step_bytes(self, num_tokens: int, num_rows: int, cache_tokens: int) -> int:
+        """Memory that steps take, up to so many tokens, rows that are sampled, and tokens in the cache.
+
+        A step has no more than these together: a prompt of all its tokens, and a row that decodes behind all that is
+        cached, whose keys the threads share, with a result for each chunk of them; then logits.
+        """
+        num_threads = torch.get_num_threads()
+        passes = self._pass_bytes(num_tokens, 0) + self._pass_bytes(1, cache_tokens)
+        passes += self._logits(self._model, None, num_rows, self._format, None, None, num_threads)
+        hidden = num_tokens * self._config.hidden_size * self._dtype.itemsize
+        return passes + hidden + num_rows * self._config.vocab_size * torch.float32.itemsize
+
+    def _pass_bytes(self, num_new: int, num_cached: int) -> int:
+        """Workspace for one row."""
+        offsets, cached = (torch.tensor(each, dtype=torch.int32) for each in ([0, num_new], [num_cached]))
+        row = _Batch(num_rows=1, num_tokens=num_new, row_offsets=_address(offsets), cache_lengths=_address(cached))
+        num_bytes: int = self._forward(self._model, row, self._format, None, None, torch.get_num_threads())
+        return num_bytes
+
     def hidden(
         self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
     ) -> torch.Tensor:

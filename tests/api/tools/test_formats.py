@@ -1,4 +1,7 @@
-"""Formats by name and by chat template, and thoughts before an answer."""
+"""Formats by name and by chat template, thoughts before an answer, and calls that are not JSON."""
+
+import json
+from typing import Any
 
 import pytest
 
@@ -10,13 +13,13 @@ from chairlift.api.tools import (
     family_of_template,
     reasoning_of_template,
 )
+from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar
 from chairlift.api.tools.text import CallPiece, ContentPiece, ReasoningPiece
-from tests.api.tools.reading import assert_streams
+from tests.api.tools.calls import Call, assert_streams, joined, read_whole
 
 QWEN = r"""{{- "\n\nFor each function call, return a json object with function name and arguments within
 <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n
 </tool_call><|im_end|>\n" }}"""
-
 
 QWEN_3 = (
     QWEN
@@ -24,38 +27,24 @@ QWEN_3 = (
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"""
 )
 
-
 QWEN_3_CODER = r"""{{- '<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1' }}"""
-
-
 LLAMA_3_1 = """{{- "<|python_tag|>" + tool_call.name + ".call(" }}"""
-
 
 LLAMA_3_2 = """{{- 'Respond with {"name": function name, "parameters": dictionary of arguments}.' }}
 {%- elif message.role == "tool" or message.role == "ipython" %}
     {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}"""
 
-
 LLAMA_4 = """{{- "put it in the format of [func_name1(params_name1=params_value1, params_name2=params_value2)]" }}
 {{- "<|header_start|>ipython<|header_end|>" }}"""
 
-
 MISTRAL = """{{- "[TOOL_CALLS] [" }}{{- '{"name": ' + tool_call.function|tojson }}"""
-
-
 GLM = "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key></tool_call>"
-
-
 COMMAND_R = """{"tool_name": title of the tool in the specification, "parameters": a dict of parameters}"""
-
 
 DEEPSEEK_R1 = r"""{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
 {{'<|tool_calls_begin|>'}}{% if add_generation_prompt %}{{'<|Assistant|><think>\n'}}{% endif %}"""
 
-
 CHATML = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
-
-
 NONE = ReasoningFamily.NONE
 
 
@@ -150,3 +139,235 @@ def test_thoughts_stream_at_once() -> None:
         ("</think>", []),
         ("\n\nYes", [ContentPiece("Yes")]),
     )
+
+
+# --- Mistral, Qwen3-Coder, Python
+
+
+MISTRAL_CALLS, CODER, PYTHONIC = ToolFamily.MISTRAL, ToolFamily.QWEN3_CODER, ToolFamily.PYTHONIC
+
+SCHEMAS = {
+    "f": {
+        "properties": {
+            "text": {"type": "string"},
+            "mode": {"enum": ["a", "b"]},
+            "n": {"type": "integer"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "either": {"type": ["number", "string"]},
+            "list": {"type": "array"},
+        }
+    }
+}
+
+F = Call("f", '{"a": 1}')
+
+
+def every_split(family: ToolFamily, text: str, max_calls: int | None = None) -> list[str | Call]:
+    """What is read, whole or cut in two anywhere or in single characters: always the same."""
+    ways = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
+    results = []
+    for pieces in ways:
+        reader = AnswerReader(family, max_calls, SCHEMAS)
+        results.append(joined([piece for each in pieces for piece in reader.push(each)] + reader.finish()))
+    assert all(each == results[0] for each in results)
+    return results[0]
+
+
+# --- Mistral
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', [F]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "x"}, {"name": "g", "arguments": {}}]', ["F", "G"]),
+        ('[TOOL_CALLS][{"arguments": {"a": 1}, "name": "f"}]', [F]),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}', [F]),
+        ('[TOOL_CALLS]f[CALL_ID]x1y2[ARGS]{"a": 1}', [F]),
+        ('[TOOL_CALLS]f{"a": 1}', [F]),
+        ('Well.\n[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', ["Well.", "F", "G"]),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1} and more', [F, " and more"]),
+        ('[TOOL_CALLS]f[ARGS]{"a": ?}[TOOL_CALLS]g[ARGS]{}', [Call("f", '{"a": ?}'), "G"]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, oops]', [F, ", oops]"]),
+        ("[TOOL_CALLS]", ["[TOOL_CALLS]"]),
+        ("[TOOL_CALLS] I see", ["[TOOL_CALLS] I see"]),
+        ("[TOOL_CALLS][1, 2]", ["[TOOL_CALLS][1, 2]"]),
+        ('[TOOL_CALLS][{"name": "f", "argum', ['[TOOL_CALLS][{"name": "f", "argum']),
+        ('[TOOL_CALLS]f[ARGS]{"a": "b', [Call("f", '{"a": "b')]),
+    ],
+)
+def test_mistral_writes_a_list_or_names_with_arguments(text: str, items: list[str | Call]) -> None:
+    calls = {"F": F, "G": Call("g", "{}")}
+    assert every_split(MISTRAL_CALLS, text) == [calls.get(str(item), item) for item in items]
+
+
+def test_a_list_ends_with_the_last_wanted_call() -> None:
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}] more'
+    assert every_split(MISTRAL_CALLS, text, max_calls=1) == [F]
+
+
+# --- Qwen3-Coder
+
+
+def element(key: str, value: str) -> str:
+    return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+
+def coder_call(*elements: str, name: str = "f") -> str:
+    return f"<tool_call>\n<function={name}>\n{''.join(elements)}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("text", "hello", "hello"),
+        ("text", "5", "5"),
+        ("text", '"quoted"\n  <b>\\ é', '"quoted"\n  <b>\\ é'),
+        ("text", "\n  indented\n", "\n  indented\n"),
+        ("text", "", ""),
+        ("mode", "a", "a"),
+        ("n", "5", 5),
+        ("n", "five", "five"),
+        ("maybe", "null", None),
+        ("maybe", "5", "5"),
+        ("either", "5", 5),
+        ("either", "true", "true"),
+        ("list", '["a", {"b": null}]', ["a", {"b": None}]),
+        ("list", "['a', True]", ["a", True]),
+        ("list", '["</parameter>"]', ["</parameter>"]),
+        ("unknown", "5", 5),
+        ("unknown", "[1, two]", "[1, two]"),
+    ],
+)
+def test_values_of_elements_are_of_the_types_of_the_schema(key: str, written: str, value: object) -> None:
+    (call,) = every_split(CODER, coder_call(element(key, written)))
+    assert isinstance(call, Call)
+    assert json.loads(call.arguments) == {key: value}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": 5},
+        {"properties": {"a": 5}},
+        {"properties": {"a": {"type": 5, "enum": 5, "anyOf": 5, "oneOf": [5, None]}}, "required": 5},
+        {"properties": {"a": {"type": [{}], "anyOf": [{"type": "integer"}]}}},
+    ],
+)
+def test_a_schema_that_is_none_does_no_harm(parameters: dict[str, Any]) -> None:
+    reader = AnswerReader(CODER, None, {"f": parameters})
+    assert joined(reader.push(coder_call(element("a", "1")), is_last=True)) == [F]
+    for family in (CODER, PYTHONIC):
+        assert forced_calls_grammar(family, [FunctionSpec("f", parameters, True, None)], True, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        (coder_call(element("a", "1")), [F]),
+        (coder_call(), [Call("f", "{}")]),
+        ("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", [F]),
+        (f"Well.\n{coder_call(element('a', '1'))}\n{coder_call(name='g')}", ["Well.", F, Call("g", "{}")]),
+        ("Well. <function=f><parameter=a>1</parameter></function>", ["Well.", F]),
+        (
+            coder_call(element("a", "1"), element("text", "x")),
+            [Call("f", '{"a": 1, "text": "x"}')],
+        ),
+        ("<tool_call>\n<function=f>\n<parameter=text>\nhel", [Call("f", '{"text": "hel')]),
+        ("<tool_call>\n<function=f>\n<parameter=a>\n[1, ", [Call("f", '{"a": [1,')]),
+        (f"<tool_call><function=f>{element('a', '1')}oops", [F, "\noops"]),
+        ("<tool_call>oops</tool_call>", ["<tool_call>oops</tool_call>"]),
+        ("<tool_call><function=f>oops", ["<tool_call><function=f>oops"]),
+        ("<tool_call>\n<functio", ["<tool_call>\n<functio"]),
+    ],
+)
+def test_elements_are_calls(text: str, items: list[str | Call]) -> None:
+    assert every_split(CODER, text) == items
+
+
+def test_text_of_an_element_streams_while_it_is_written() -> None:
+    assert_streams(
+        AnswerReader(CODER, None, SCHEMAS),
+        ("Well. \n<tool", [ContentPiece("Well.")]),
+        ("_call>\n<function=f>\n", []),
+        ("<parameter=text>", [CallPiece(0, "f", ""), CallPiece(0, None, '{"text": ')]),
+        ('\nsay "a', [CallPiece(0, None, '"'), CallPiece(0, None, 'say \\"a')]),
+        ("b\n</par", [CallPiece(0, None, "b")]),
+        ("agraph>\n", [CallPiece(0, None, "\\n</paragraph>")]),
+        ("</parameter>\n", [CallPiece(0, None, '"')]),
+        ("<parameter=n>\n1", [CallPiece(0, None, ', "n": ')]),
+        ("2\n</parameter>", [CallPiece(0, None, "12")]),
+        ("</function></tool_call>", [CallPiece(0, None, "}")]),
+    )
+
+
+# --- Python
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("1", 1),
+        ("-1.5e3", -1500.0),
+        ("True", True),
+        ("true", True),
+        ("None", None),
+        ("null", None),
+        ('"x, y)"', "x, y)"),
+        ("'it\\'s'", "it's"),
+        ('"\\d\\n"', "\\d\n"),
+        ("[1, [2, 'a']]", [1, [2, "a"]]),
+        ("(1, 2)", [1, 2]),
+        ("{'k': {'l': None}}", {"k": {"l": None}}),
+        ("g(1)", "g(1)"),
+        ("x", "x"),
+        ("{1, 2}", "{1, 2}"),
+        ("1e999", "1e999"),
+    ],
+)
+def test_python_literals_become_json_and_anything_else_text(written: str, value: object) -> None:
+    (call,) = every_split(PYTHONIC, f"[f(a={written})]")
+    assert isinstance(call, Call)
+    assert (call.name, json.loads(call.arguments)) == ("f", {"a": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("[f(a=1)]", [F]),
+        (" [ f ( a = 1 , ) ]\n", [F]),
+        ('[f(a=1, b="x"), g()]', [Call("f", '{"a": 1, "b": "x"}'), Call("g", "{}")]),
+        ("<|python_start|>[f(a=1)]<|python_end|>", [F]),
+        ("Well. <|python_start|>[f(a=1)]<|python_end|>", ["Well. ", F]),
+        ("[f(a=1)] and more", [F, " and more"]),
+        ("[f(a=1), oops]", [F, ", oops]"]),
+        ("[f(a=1", [Call("f", '{"a": 1')]),
+        ('[f(a="Ro', [Call("f", '{"a": "Ro')]),
+        ("[f(a=1]", [F]),
+        ("Well: [f(a=1)]", ["Well: [f(a=1)]"]),
+        ("[1, 2]", ["[1, 2]"]),
+        ("[a link](http://x)", ["[a link](http://x)"]),
+        ("[f(1)]", ["[f(1)]"]),
+        ("[f(", ["[f("]),
+        ("[", ["["]),
+    ],
+)
+def test_a_list_of_python_calls_is_calls(text: str, items: list[str | Call]) -> None:
+    assert every_split(PYTHONIC, text) == items
+
+
+def test_arguments_of_a_python_call_stream_one_by_one() -> None:
+    assert_streams(
+        AnswerReader(PYTHONIC),
+        ("[weather(city", []),
+        ("=", [CallPiece(0, "weather", ""), CallPiece(0, None, '{"city": ')]),
+        ("'Rome'", []),
+        (", da", [CallPiece(0, None, '"Rome"')]),
+        ("ys=3", [CallPiece(0, None, ', "days": ')]),
+        (")]", [CallPiece(0, None, "3"), CallPiece(0, None, "}")]),
+    )
+
+
+def test_calls_beyond_the_last_wanted_one_are_dropped() -> None:
+    assert read_whole(PYTHONIC, "[f(a=1), f(a=1)] more", max_calls=1) == [F]
+    assert read_whole(CODER, coder_call(element("a", "1")) * 2, max_calls=1) == [F]

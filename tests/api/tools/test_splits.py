@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.api.tools import ToolFamily
-from tests.api.tools.reading import calls_of, joined, read, read_whole
+from tests.api.tools.calls import calls_of, joined, read, read_whole
 
 FAMILIES = pytest.mark.parametrize("family", list(ToolFamily))
 
@@ -94,7 +94,11 @@ def test_a_limit_of_calls_only_cuts_the_end_off(family: ToolFamily, text: str, m
 
 @pytest.mark.parametrize("family", [ToolFamily.HERMES, ToolFamily.LLAMA3_JSON])
 @given(
-    calls=st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), JSON_VALUES, max_size=3)), min_size=1),
+    calls=st.lists(
+        st.tuples(st.text(min_size=1, max_size=8), st.dictionaries(st.text(max_size=8), JSON_VALUES, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
     indent=st.sampled_from([None, 1]),
     is_name_first=st.booleans(),
 )

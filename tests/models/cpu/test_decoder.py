@@ -306,6 +306,23 @@ def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
         assert torch.equal(bench.run([Row(0, [1, 2, 3])])[0], expected[0])
 
 
+@pytest.mark.parametrize("number_format", [FLOAT32, BFLOAT16_INT8], ids=str)
+def test_steps_take_no_more_memory_than_is_counted_for_them_and_not_much_less(number_format: Format) -> None:
+    bench = cpu_bench(BASE, number_format)
+    decoder = bench._forward
+    assert isinstance(decoder, CpuDecoder)
+    counted = decoder.step_bytes(num_tokens=390, num_rows=390, cache_tokens=3 * 390)
+    rng, taken = random.Random(1), []
+    for rows in ([(0, 380)], [(1, 300), (2, 90)], [(0, 1), (1, 1)], [(0, 1), (1, 1), (2, 300)], [(0, 1)]):
+        outputs = bench.run([Row(slot, random_tokens(rng, count)) for slot, count in rows])
+        results = sum(len(each) * (4 * BASE.vocab_size + 4 * BASE.hidden_size) for each in outputs)
+        taken.append(decoder._workspace.nbytes + results)
+    assert max(taken) <= counted <= 2 * max(taken)
+    a_chunk_s_partial_results = 4 * 16 * (BASE.head_dim + 2)  # of 16 queries
+    more = decoder.step_bytes(390, 390, 3 * 390 + 128 * 1000) - counted
+    assert more == pytest.approx(1000 * a_chunk_s_partial_results, rel=0.1)
+
+
 @pytest.mark.parametrize("head_dim", [48, 288])
 def test_heads_that_the_kernels_do_not_take_are_refused(head_dim: int) -> None:
     with pytest.raises(ValueError, match=f"head_dim of {head_dim}"):

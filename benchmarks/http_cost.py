@@ -1,0 +1,144 @@
+"""What HTTP costs: the same requests to a server, which streams, and to `LLM.generate` in this process, in turns.
+
+    python benchmarks/http_cost.py --model DIRECTORY --requests 1 32
+
+Prompts are random tokens, so that nothing of them is reused. A server of the same settings is a process of its own, and
+the client that reads its streams is this one: a bare socket for each. Of each round the ratio of the times counts, from
+the first byte that is sent to the last one that comes; the median of the rounds is told. The last line is JSON.
+"""
+
+import argparse
+import json
+import random
+import re
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from machine import describe_commit, describe_machine, print_report
+
+from chairlift import LLM, SamplingParams
+
+Prompts = list[list[int]]
+
+_END = b"0\r\n\r\n"  # of a streamed reply
+_OK = b"HTTP/1.1 200"
+_START_LIMIT_S = 120.0
+_ADDRESS = re.compile(r"serving on http://127\.0\.0\.1:(\d+)\b.*\n")
+
+
+@contextmanager
+def _serving(arguments: argparse.Namespace) -> Iterator[int]:
+    """The port of a server."""
+    flags = ["--model", arguments.model, "--port", "0", "--max-batch-size", str(max(arguments.requests))]
+    command = [sys.executable, "-m", "chairlift", "serve", *flags, "--log-interval", "0", *arguments.flag]
+    with tempfile.NamedTemporaryFile("r") as log, subprocess.Popen(command, stderr=Path(log.name).open("w")) as process:
+        try:
+            yield _port_of(process, Path(log.name))
+        finally:
+            process.terminate()
+
+
+def _port_of(process: "subprocess.Popen[bytes]", log: Path) -> int:
+    deadline = time.monotonic() + _START_LIMIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if (found := _ADDRESS.search(log.read_text())) is not None:
+            return int(found[1])
+        time.sleep(0.05)
+    raise RuntimeError(f"the server did not start: {log.read_text()}")
+
+
+def _request(prompt: list[int], num_tokens: int) -> bytes:
+    body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    data = json.dumps(body)
+    return (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n{data}"
+    ).encode()
+
+
+def time_served(port: int, prompts: Prompts, num_tokens: int) -> float:
+    """Seconds until the last stream is over."""
+    poll = selectors.DefaultSelector()
+    connections = [socket.create_connection(("127.0.0.1", port)) for _ in prompts]
+    begin = time.perf_counter()
+    for connection, prompt in zip(connections, prompts, strict=True):
+        connection.sendall(_request(prompt, num_tokens))
+        poll.register(connection, selectors.EVENT_READ, bytearray())
+    while poll.get_map():
+        for key, _ in poll.select():
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket), "nothing else is registered"
+            new = connection.recv(2**16)
+            key.data.extend(new)
+            if not new or not key.data.startswith(_OK[: len(key.data)]):
+                raise ConnectionError(f"the server refused a request: {key.data.decode()}")
+            if key.data.endswith(_END):
+                poll.unregister(connection)
+    seconds = time.perf_counter() - begin
+    for connection in connections:
+        connection.close()
+    return seconds
+
+
+def time_offline(llm: LLM, prompts: Prompts, num_tokens: int) -> float:
+    """Seconds of the call."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    llm.generate(prompts, params)
+    return time.perf_counter() - begin
+
+
+def measure(llm: LLM, port: int, num_requests: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of so many requests at once."""
+    numbers, num_tokens = random.Random(num_requests), arguments.output_tokens
+
+    def prompts() -> Prompts:
+        return [[numbers.randrange(10, 200) for _ in range(arguments.prompt_tokens)] for _ in range(num_requests)]
+
+    rounds = [
+        {"served_s": time_served(port, prompts(), num_tokens), "offline_s": time_offline(llm, prompts(), num_tokens)}
+        for _ in range(arguments.rounds + 1)
+    ][1:]  # the first warms up
+    cost = statistics.median(each["served_s"] / each["offline_s"] for each in rounds) - 1
+    return {"requests": num_requests, "cost": round(cost, 4), "rounds": rounds}
+
+
+def main() -> int:
+    """Measures every number of requests, prints a line for each, and as the last line everything as JSON."""
+    arguments = _parse_arguments()
+    cases = []
+    with _serving(arguments) as port, LLM(arguments.model, max_batch_size=max(arguments.requests)) as llm:
+        for num_requests in arguments.requests:
+            cases.append(measure(llm, port, num_requests, arguments))
+            print(f"{num_requests} requests: HTTP takes {cases[-1]['cost']:+.1%} of the time of a call", flush=True)
+    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+    commit = describe_commit(Path(__file__).parents[1])
+    print_report(
+        {"settings": settings, "machine": describe_machine(), "commit": commit, "cases": cases}, arguments.json
+    )
+    return 0
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32], help="at once")
+    parser.add_argument("--rounds", type=int, default=5, help="besides one to warm up")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--flag", action="append", default=[], help="one more flag of the server: --flag=--x=y")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""Each field of a chat and of a completion: what it does, and that those which must not change an answer do not."""
+
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from chairlift.api.wire.completions import ChatCompletionRequest
+from tests.api.conftest import MAX_SEQ_LEN, Server
+from tests.api.contract import (
+    CHAT,
+    COMPLETIONS,
+    check_chat,
+    check_completion,
+    counts,
+    error_of,
+    post,
+    user,
+    whole_and_chunks,
+)
+
+QUESTION = user("What is 17 + 25?")
+GREEDY: dict[str, Any] = {"messages": QUESTION, "temperature": 0}
+
+ACCEPTED: dict[str, Any] = {
+    "metadata": {"a": "b"},
+    "safety_identifier": "c",
+    "store": True,
+    "service_tier": "flex",
+    "prompt_cache_key": "d",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+    "prediction": {"type": "content", "content": "17 + 25 = 41."},
+    "modalities": ["text"],
+    "reasoning_effort": "none",
+    "tool_choice": "auto",
+}
+
+
+# --- fields without an effect
+
+
+async def test_accepted_fields_change_nothing(server: Server) -> None:
+    plain = await post(server, CHAT, GREEDY)
+    assert plain["choices"][0]["message"]["content"] == "17 + 25 = 42."
+    for name, value in ACCEPTED.items():
+        reply = await post(server, CHAT, {**GREEDY, name: value})
+        assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"])), name
+    everything = await post(server, CHAT, {**GREEDY, **ACCEPTED})
+    assert everything["choices"] == plain["choices"]
+    assert everything["id"] != plain["id"]
+
+
+# --- shapes
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("has_usage", [False, True])
+async def test_chunks_have_the_order_of_the_specification(server: Server, n: int, has_usage: bool) -> None:
+    whole, chunks = await whole_and_chunks(server, CHAT, {**GREEDY, "n": n}, include_usage=has_usage)
+    assert chunks[0]["id"].startswith("chatcmpl-")
+    if has_usage:
+        usage = chunks.pop()
+        assert (usage["choices"], counts(usage["usage"])) == ([], counts(whole["usage"]))
+    assert all(chunk.get("usage") is None and len(chunk["choices"]) == 1 for chunk in chunks)
+    for index in range(n):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert all("role" not in choice["delta"] for choice in own[1:])
+        assert (own[-1]["finish_reason"], own[-1]["delta"]) == ("stop", {})
+
+
+# --- fields that work
+
+
+async def test_both_names_of_the_limit_are_known(server: Server) -> None:
+    for fields in ({"max_tokens": 4}, {"max_completion_tokens": 4}, {"max_tokens": 4, "max_completion_tokens": 4}):
+        reply = check_chat(await post(server, CHAT, {**GREEDY, **fields}))
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("17 +", "length")
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens == 4
+
+
+async def test_a_chat_without_a_limit_may_fill_its_slot(server: Server) -> None:
+    reply = await post(server, CHAT, {**GREEDY, "ignore_eos": True})
+    assert reply["usage"]["total_tokens"] == MAX_SEQ_LEN
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected", "reason"),
+    [
+        ("=", "17 + 25 ", "="),
+        (["never", " 2"], "17 +", " 2"),
+        (["u", "v", "x", "y", "z", "25 = "], "17 + ", "25 = "),
+        ("17", "", "17"),
+        (["42.!"], "17 + 25 = 42.", None),
+        ([], "17 + 25 = 42.", None),
+    ],
+)
+async def test_stop_strings_end_the_answer_and_are_not_in_it(
+    server: Server, stop: str | list[str], expected: str, reason: str | None
+) -> None:
+    body = {**GREEDY, "stop": stop}
+    (choice,) = (await whole_and_chunks(server, CHAT, body))[0]["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", reason)
+
+
+async def test_a_seed_repeats_an_answer_and_choices_differ(server: Server) -> None:
+    body = {"messages": user("Tell me a story."), "temperature": 2.0, "max_tokens": 60, "n": 4}
+    first, second = [await post(server, CHAT, {**body, "seed": 11}) for _ in range(2)]
+    assert first["choices"] == second["choices"]
+    assert [choice["index"] for choice in first["choices"]] == [0, 1, 2, 3]
+    assert len({choice["message"]["content"] for choice in first["choices"]}) == 4
+    other = await post(server, CHAT, {**body, "seed": 12})
+    assert other["choices"][0] != first["choices"][0]
+
+
+async def content(server: Server, **fields: Any) -> str:
+    reply = check_chat(await post(server, CHAT, {**GREEDY, **fields}))
+    return reply.choices[0].message.content or ""
+
+
+async def test_every_way_of_writing_a_message_counts_the_same(server: Server) -> None:
+    plain = await post(server, CHAT, GREEDY)
+    for parts in (
+        [{"type": "text", "text": "What is 17 + 25?"}],
+        [{"type": "text", "text": "What is "}, {"type": "text", "text": "17 + 25?"}],
+    ):
+        reply = await post(server, CHAT, {**GREEDY, "messages": [{"role": "user", "content": parts, "name": None}]})
+        assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"]))
+    system, developer = [
+        await post(server, CHAT, {**GREEDY, "messages": [{"role": role, "content": "Be kind."}, *QUESTION]})
+        for role in ("system", "developer")
+    ]
+    assert system["choices"] == developer["choices"]
+    assert system["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + len("Be kind.") + 2
+
+
+async def test_a_reply_can_be_sent_back_as_the_client_holds_it(client: AsyncOpenAI) -> None:
+    first = await client.chat.completions.create(
+        model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0
+    )
+    message = first.choices[0].message
+    for sent in (message, message.model_dump(), message.to_dict()):
+        again: Any = [*QUESTION, sent, *user("What is 1 + 1?")]
+        reply = await client.chat.completions.create(model="bundled", messages=again, temperature=0)
+        assert reply.choices[0].finish_reason == "stop"
+
+
+# What the replies of other servers, and the clients that hold them, have besides what was said.
+ADDED: dict[str, Any] = {
+    "provider_specific_fields": {"refusal": None, "stop_sequence": "x"},
+    "reasoning_content": "It is a sum.",
+    "reasoning": None,
+    "reasoning_details": [{"type": "reasoning.text", "text": "It is a sum."}],
+    "thinking_blocks": [{"type": "thinking", "thinking": "It is a sum.", "signature": "s"}],
+    "function_call": None,
+    "annotations": [],
+    "images": [],
+    "audio": None,
+    "refusal": None,
+    "id": "chatcmpl-1",
+    "whatever_comes_next": {"a": [1]},
+}
+
+
+async def test_what_other_servers_add_to_an_assistants_message_changes_nothing(server: Server) -> None:
+    function: dict[str, Any] = {"name": "add", "arguments": '{"a": 17, "b": 25}'}
+    call = {"id": "a", "type": "function", "function": function}
+    extended = {**call, "index": 0, "extra_content": {"google": 1}, "function": {**function, "parsed": {}}}
+    result = {"role": "tool", "tool_call_id": "a", "content": "42"}
+    part = {"type": "text", "text": "Wait."}
+    plain = [*QUESTION, {"role": "assistant", "content": [part], "tool_calls": [call]}, result]
+    said = {"role": "assistant", "content": [{**part, "annotations": []}], "tool_calls": [extended], **ADDED}
+    expected = await post(server, CHAT, {**GREEDY, "messages": plain})
+    reply = await post(server, CHAT, {**GREEDY, "messages": [*QUESTION, said, result]})
+    assert (reply["choices"], counts(reply["usage"])) == (expected["choices"], counts(expected["usage"]))
+    for speaker in ({"role": "user"}, {"role": "system"}, {"role": "tool", "tool_call_id": "a"}):
+        message = {"content": "a", "reasoning_details": [], **speaker}
+        error = await error_of(server, CHAT, {**GREEDY, "messages": [*plain, message]})
+        assert error["message"] == "unknown or unsupported field: messages.3.reasoning_details"
+
+
+@pytest.mark.parametrize("said", [{}, {"content": None}, {"content": ""}, {"content": [], "tool_calls": []}])
+async def test_an_assistant_that_said_nothing_has_an_empty_turn(server: Server, said: dict[str, Any]) -> None:
+    messages = [*QUESTION, {"role": "assistant", **said}, *user("Well?")]
+    tokens = (await post(server, "/tokenize", {"messages": messages}))["tokens"]
+    empty = [{"role": "assistant", "content": ""}]
+    assert tokens == (await post(server, "/tokenize", {"messages": [*QUESTION, *empty, *user("Well?")]}))["tokens"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_what_an_assistant_thought_is_there_for_templates_that_show_it(name: str) -> None:
+    said = {"role": "assistant", "content": "42", name: "It is a sum."}
+    body = ChatCompletionRequest.model_validate({"messages": [*QUESTION, said]})
+    assert body.template_messages()[1] == {"role": "assistant", "content": "42", "reasoning_content": "It is a sum."}
+
+
+async def test_hints_about_caching_change_nothing(server: Server) -> None:
+    hint = {"cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [{"type": "text", "text": "What is 17 + 25?", **hint}], **hint}
+    assert await content(server, messages=[message]) == "17 + 25 = 42."
+
+
+async def test_the_last_message_can_be_continued(server: Server) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "17 + 25 = 4"}]
+    assert await content(server, messages=messages, continue_final_message=True) == "2."
+    assert await content(server, messages=messages, continue_final_message=True, add_generation_prompt=False) == "2."
+    error = await error_of(server, CHAT, {**GREEDY, "continue_final_message": True, "add_generation_prompt": True})
+    assert error["param"] == "continue_final_message"
+
+
+async def test_the_beginning_of_an_assistants_turn_can_be_left_out(server: Server) -> None:
+    with_it = await post(server, "/tokenize", {"messages": QUESTION})
+    explicit = await post(server, "/tokenize", {"messages": QUESTION, "add_generation_prompt": True})
+    without = await post(server, "/tokenize", {"messages": QUESTION, "add_generation_prompt": False})
+    assert with_it == explicit
+    assert with_it["tokens"] == [*without["tokens"], 260]
+    reply = await post(server, CHAT, {**GREEDY, "add_generation_prompt": False, "max_tokens": 1})
+    assert reply["usage"]["prompt_tokens"] == without["count"]
+
+
+async def test_template_variables_are_passed_on_but_not_over_the_servers_own(server: Server) -> None:
+    assert await content(server, chat_template_kwargs={"mood": "good"}) == "17 + 25 = 42."
+    error = await error_of(server, CHAT, {**GREEDY, "chat_template_kwargs": {"tools": []}})
+    assert (error["param"], "must not set tools" in error["message"]) == ("chat_template_kwargs", True)
+
+
+# --- completions
+
+
+STORY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
+
+ACCEPTED_STORY: dict[str, Any] = {
+    "metadata": {"a": "b"},
+    "safety_identifier": "c",
+    "store": False,
+    "service_tier": "default",
+    "prompt_cache_key": "d",
+    "prompt_cache_retention": "in_memory",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+}
+
+
+async def text_of(server: Server, **fields: Any) -> str:
+    reply = check_completion(await post(server, COMPLETIONS, {**STORY, **fields}))
+    return reply.choices[0].text
+
+
+async def test_accepted_fields_change_no_completion(server: Server) -> None:
+    plain = await post(server, COMPLETIONS, STORY)
+    for name, value in {**ACCEPTED_STORY, "best_of": 1, "n": 1, "echo": False}.items():
+        reply = await post(server, COMPLETIONS, {**STORY, name: value})
+        assert (reply["choices"], counts(reply["usage"])) == (plain["choices"], counts(plain["usage"])), name
+
+
+async def test_best_of_may_repeat_what_n_says(server: Server) -> None:
+    reply = await post(server, COMPLETIONS, {**STORY, "n": 2, "best_of": 2})
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
+    assert (await error_of(server, COMPLETIONS, {**STORY, "n": 2, "best_of": 3}))["param"] == "best_of"
+
+
+@pytest.mark.parametrize("has_usage", [False, True])
+async def test_chunks_of_a_completion_have_the_order_of_the_specification(server: Server, has_usage: bool) -> None:
+    body = {"prompt": ["1 + 1 =", "Once"], "n": 2, "temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    whole, chunks = await whole_and_chunks(server, COMPLETIONS, body, include_usage=has_usage)
+    assert chunks[0]["id"].startswith("cmpl-")
+    if has_usage:
+        usage = chunks.pop()
+        assert usage["choices"] == []
+        assert counts(usage["usage"]) == counts(whole["usage"]) == (len("1 + 1 =Once"), 20, 31)
+    assert all(chunk.get("usage") is None and len(chunk["choices"]) == 1 for chunk in chunks)
+
+
+async def test_the_end_token_can_be_ignored_or_be_any_token(server: Server) -> None:
+    body = {"prompt": [259, *b"Hello!", 257, 260], "temperature": 0, "max_tokens": 50}
+    ended = await post(server, COMPLETIONS, body)
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    longer = await post(server, COMPLETIONS, {**body, "ignore_eos": True})
+    assert longer["usage"]["completion_tokens"] == 50
+    assert longer["choices"][0]["text"].startswith(ended["choices"][0]["text"])
+    first = ended["choices"][0]["text"][0]
+    (stopped,) = (await post(server, COMPLETIONS, {**body, "stop_token_ids": [ord(first)]}))["choices"]
+    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", ord(first))
+
+
+async def test_prompts_that_are_the_same_are_answered_the_same_in_every_form(server: Server) -> None:
+    tokens = list(b"Once upon a time")
+    texts = [await text_of(server, prompt=prompt) for prompt in ("Once upon a time", tokens, [tokens])]
+    several = await post(server, COMPLETIONS, {**STORY, "prompt": [tokens, tokens]})
+    assert {*texts, *(choice["text"] for choice in several["choices"])} == {texts[0]}
+    assert several["usage"]["prompt_tokens"] == 2 * len(tokens)
+    assert several["usage"]["completion_tokens"] == 32

@@ -1,0 +1,327 @@
+"""Streams: their very bytes, beside whole replies of a model that says any bytes; and what usage says of reuse."""
+
+import asyncio
+import gc
+import itertools
+import random
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from openai import AsyncOpenAI
+from openai.types.completion_usage import PromptTokensDetails
+
+from chairlift.api import ServerConfig
+from chairlift.api.replies import BLANK, EventStream, TextEvent, anthropic, event, responses
+from chairlift.api.replies.answer import Call
+from chairlift.api.wire import Usage
+from chairlift.api.wire.anthropic_message import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
+from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
+from chairlift.api.wire.response_object import Event, EventType, ResponseUsage
+from chairlift.params import CompletionOutput, RequestOutput
+from tests.api.conftest import Server, in_loop
+from tests.api.contract import (
+    CHAT,
+    COMPLETIONS,
+    check_chat,
+    check_chat_chunk,
+    check_completion,
+    chunks_of,
+    post,
+    serving,
+    user,
+    whole_and_chunks,
+)
+from tests.api.fault_support import until_idle
+from tests.engine.support import make_tiny_checkpoint
+
+# --- bytes: what a template makes of a chunk is what pydantic would
+
+
+HEAD = '"created":1,"model":"bundled","system_fingerprint":"fp"'
+
+CHAT_CHUNK = (
+    f'data: {{"id":"ID",{HEAD},"object":"chat.completion.chunk","choices":[{{"index":0,"stop_reason":null,"delta":'
+)
+
+TEXT_CHUNK = f'data: {{"id":"ID",{HEAD},"object":"text_completion","choices":[{{"index":0,"stop_reason":null,'
+ASKED = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "stream": True, "logit_bias": {"90": 100}}
+
+
+async def events_of(server: Server, path: str, body: dict[str, object]) -> list[str]:
+    """With what differs from reply to reply replaced; how many tokens share a chunk does as well."""
+    async with aiohttp.ClientSession(server.url) as http, http.post(f"/v1/{path}", json={**ASKED, **body}) as response:
+        text = (await response.read()).decode()
+    head = text[len('data: {"id":') : text.index(',"object"')]
+    events = re.sub("Z+", "Z", text.replace(head, f'"ID",{HEAD}')).split("\n\n")
+    return [each for each, _ in itertools.groupby(events)]
+
+
+async def test_a_chat(server: Server) -> None:
+    assert await events_of(server, "chat/completions", {"messages": [{"role": "user", "content": "hi"}]}) == [
+        CHAT_CHUNK + '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}',
+        CHAT_CHUNK + '{"content":"Z"},"logprobs":null,"finish_reason":null}]}',
+        CHAT_CHUNK + '{},"logprobs":null,"finish_reason":"length"}]}',
+        "data: [DONE]",
+        "",
+    ]
+
+
+async def test_a_completion(server: Server) -> None:
+    assert await events_of(server, "completions", {"prompt": "hi"}) == [
+        TEXT_CHUNK + '"text":"Z","logprobs":null,"finish_reason":null}]}',
+        TEXT_CHUNK + '"text":"Z","logprobs":null,"finish_reason":"length"}]}',
+        "data: [DONE]",
+        "",
+    ]
+
+
+TEXTS = ['"', "\\", "\0", "\x1f\x7f", "é日😀\u2028", "</script>", "%s {} \\u0000", '"sequence_number":0', ""]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text(text: str) -> None:
+    def chunk(content: str) -> ChatCompletionChunk:
+        delta = Delta(reasoning=content, reasoning_content=content)
+        return ChatCompletionChunk(id="a", created=1, model="b", choices=[ChatChunkChoice(index=0, delta=delta)])
+
+    assert TextEvent(chunk(BLANK)).of(text) == event(chunk(text))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_a_block_of_a_message_has_more(text: str) -> None:
+    told: dict[anthropic._Kind, TextDelta | ThinkingDelta | InputJsonDelta] = {
+        "text": TextDelta(text=text),
+        "thinking": ThinkingDelta(thinking=text),
+        "tool_use": InputJsonDelta(partial_json=text),
+    }
+    for kind, delta in told.items():
+        block = anthropic._OpenBlock(3, kind, Call("add") if kind == "tool_use" else None)
+        block.add("before")
+        expected = event(ContentBlockDelta(index=3, delta=delta), "content_block_delta")
+        assert anthropic._send(block.add(text)) == [expected]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_an_item_of_a_response_has_more(text: str) -> None:
+    more: dict[responses._Kind, tuple[EventType, dict[str, Any]]] = {
+        "message": ("response.output_text.delta", {"content_index": 0, "logprobs": []}),
+        "reasoning": ("response.reasoning_text.delta", {"content_index": 0}),
+        "function_call": ("response.function_call_arguments.delta", {}),
+    }
+    for kind, (name, fields) in more.items():
+        item = responses._OpenItem(2, kind, Call("add") if kind == "function_call" else None)
+        item.add("before", [])
+        expected = Event(type=name, sequence_number=7, item_id=item.id, output_index=2, delta=text, **fields)
+        assert responses._numbered(item.add(text, []), 7) == event(expected, name)
+
+
+async def test_a_stream_leaves_nothing_to_the_garbage_collector(server: Server) -> None:
+    """With thousands of streams a minute its rounds would stop all of them, the longer the more there is."""
+    gc.collect()
+    gc.disable()
+    try:
+        await events_of(server, "completions", {"prompt": "hi"})
+        async with asyncio.timeout(20):
+            while any(isinstance(each, EventStream) for each in gc.get_objects()):  # its handler may not be over yet
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+# --- a random model, random stop strings, same seeds
+
+
+NUM_CASES = 24
+HALF = "\N{REPLACEMENT CHARACTER}"
+CHARACTERS = "é日😀ab한\u0301\u200d "
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@in_loop
+async def babbler(tiny: str) -> AsyncIterator[Server]:
+    """A server of a model without sense: one token per byte, many of which make no character."""
+    async with serving(model=tiny, max_seq_len=256, max_steps_per_launch=4) as server:
+        yield server
+
+
+def random_body(seed: int) -> dict[str, Any]:
+    """Some ask for bytes of a few characters only, so that whole characters come out of the noise."""
+    chance = random.Random(seed)
+    body: dict[str, Any] = {"seed": seed, "temperature": 1.0, "max_tokens": chance.randint(1, 80), "ignore_eos": True}
+    if chance.random() < 0.7:
+        body["logit_bias"] = {str(byte): 8.0 for byte in set(CHARACTERS.encode())}
+    if chance.random() < 0.3:
+        body["n"] = chance.randint(2, 3)
+    if chance.random() < 0.3:
+        body["logprobs"] = True
+    return body
+
+
+def random_stops(text: str, chance: random.Random) -> list[str]:
+    """Some of what the text has, and something that it may not have."""
+    starts = [chance.randrange(max(1, len(text))) for _ in range(chance.randint(1, 3))]
+    stops = [text[start : start + chance.randint(1, 3)] for start in starts] + [chance.choice(CHARACTERS) * 2]
+    proper = {stop for stop in stops if stop}
+    return [stop for stop in proper if not any(other != stop and other in stop for other in proper)]
+
+
+def cut(text: str, stops: list[str]) -> str:
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+async def check(server: Server, path: str, body: dict[str, Any], seed: int) -> None:
+    plain, _ = await whole_and_chunks(server, path, body, is_alone=False)
+    stops = random_stops(text_of(plain["choices"][0]), random.Random(seed))
+    stopped, _ = await whole_and_chunks(server, path, {**body, "stop": stops}, is_alone=False)
+    for free, choice in zip(plain["choices"], stopped["choices"], strict=True):
+        assert text_of(choice) == cut(text_of(free), stops)
+        is_cut = text_of(choice) != text_of(free)
+        end = (choice["finish_reason"], choice["stop_reason"] in stops)
+        assert end == (("stop", True) if is_cut else ("length", False))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_stream_says_what_the_whole_reply_says(babbler: Server, path: str) -> None:
+    async def check_one(seed: int) -> None:
+        body = random_body(seed)
+        if path == CHAT:
+            body["messages"] = user(f"{seed}: é")
+        else:
+            body |= {"prompt": f"{seed}: é"} | ({"logprobs": 2} if "logprobs" in body else {})
+        await check(babbler, path, body, seed)
+
+    await asyncio.gather(*(check_one(seed) for seed in range(NUM_CASES)))
+    await until_idle(babbler)
+
+
+async def test_the_babbler_says_characters_of_several_bytes_and_parts_of_some(babbler: Server) -> None:
+    """Or else the test above would show little."""
+    bodies = [{**random_body(seed), "prompt": "é", "logprobs": None} for seed in range(9)]
+    replies = [await post(babbler, COMPLETIONS, body) for body in bodies]
+    said = set("".join(text_of(reply["choices"][0]) for reply in replies))
+    assert HALF in said
+    assert any(ord(character) > 0x7F for character in said - {HALF})
+
+
+# --- usage
+
+
+def output_of(num_prompt: int, num_cached: int, *num_generated: int) -> RequestOutput:
+    choices = [CompletionOutput(index, token_ids=[7] * count) for index, count in enumerate(num_generated)]
+    return RequestOutput("r", None, [5] * num_prompt, choices, num_cached_tokens=num_cached)
+
+
+def test_reuse_is_summed_over_the_prompts_of_a_request() -> None:
+    assert Usage.of([output_of(10, 8, 3, 4), output_of(5, 0, 1, 1)]).model_dump() == {
+        "prompt_tokens": 15,
+        "completion_tokens": 9,
+        "total_tokens": 24,
+        "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def test_responses_have_their_own_words_for_it() -> None:
+    assert ResponseUsage.of(Usage.of([output_of(10, 8, 3)])).model_dump() == {
+        "input_tokens": 10,
+        "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 13,
+    }
+
+
+# --- streams
+
+
+@pytest.mark.parametrize("has_last", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, {"messages": user("Hello!"), "n": 2}), (COMPLETIONS, {"prompt": ["1 + 1 =", "Once"]})]
+)
+async def test_the_usage_so_far_is_told_with_every_chunk(
+    server: Server, path: str, body: dict[str, Any], has_last: bool
+) -> None:
+    body = {**body, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    options = {"include_usage": has_last, "continuous_usage_stats": True}
+    whole, chunks = await whole_and_chunks(server, path, body, **options)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {whole["usage"]["prompt_tokens"]}
+    generated = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert (generated[-1], generated) == (12, sorted(generated))
+    assert generated[0] == 0 or path == COMPLETIONS  # a chat begins with the role
+    assert [len(chunk["choices"]) for chunk in chunks] == [1] * (len(chunks) - has_last) + [0] * has_last
+
+
+# --- an engine that reuses
+
+
+async def test_what_was_computed_can_be_forgotten(server: Server, client: AsyncOpenAI) -> None:
+    await cached(client)
+    assert await cached(client) == len(STORY) - 1
+    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/reset_prefix_cache") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ok"})
+    assert await cached(client) == 0
+
+
+async def test_one_of_several_keys_cannot_have_everybodys_prompts_forgotten() -> None:
+    async with serving(ServerConfig(api_key=("a", "b"))) as server, aiohttp.ClientSession() as http:
+        headers = {"Authorization": "Bearer a"}
+        async with http.post(f"{server.url}/reset_prefix_cache", headers=headers) as response:
+            assert response.status == 403
+            assert "several API keys" in (await response.json())["error"]["message"]
+
+
+STORY = "Once upon a time there was a little lift"  # a byte is a token
+QUESTION = "What is 17 + 25?"
+
+
+async def cached(client: AsyncOpenAI, prompt: str | list[str] = STORY, **extra: Any) -> int:
+    """Tokens that a completion says it reused."""
+    reply = await client.completions.create(
+        model="bundled", prompt=prompt, temperature=0, max_tokens=3, extra_body=extra
+    )
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens is not None
+    return reply.usage.prompt_tokens_details.cached_tokens
+
+
+async def test_a_prompt_that_comes_again_is_reused_but_for_its_last_token(client: AsyncOpenAI) -> None:
+    assert await cached(client) == 0
+    assert await cached(client) == len(STORY) - 1
+    assert await cached(client, STORY + " that went up") == len(STORY)
+    assert await cached(client, [STORY, "never seen", STORY]) == 2 * (len(STORY) - 1)
+
+
+async def test_every_endpoint_and_both_kinds_of_replies_tell_of_it(server: Server) -> None:
+    chat = {"messages": user(QUESTION), "temperature": 0}
+    first = check_chat(await post(server, CHAT, chat))
+    assert (first.usage and first.usage.prompt_tokens_details) == PromptTokensDetails(cached_tokens=0)
+    second = check_chat(await post(server, CHAT, chat))
+    assert second.usage is not None
+    reused = PromptTokensDetails(cached_tokens=second.usage.prompt_tokens - 1)
+    assert second.usage.prompt_tokens_details == reused
+    assert second.choices == first.choices
+    *_, last = await chunks_of(server, CHAT, {**chat, "stream_options": {"include_usage": True}})
+    assert check_chat_chunk(last).usage == second.usage
+    response = await post(server, "/v1/responses", {"input": QUESTION, "temperature": 0})
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": reused.cached_tokens, "cache_write_tokens": 0}
+    continued = {"prompt": STORY, "max_tokens": 3}
+    await post(server, COMPLETIONS, continued)
+    *_, last = await chunks_of(server, COMPLETIONS, {**continued, "stream_options": {"include_usage": True}})
+    usage = check_completion(last).usage
+    assert (usage and usage.prompt_tokens_details) == PromptTokensDetails(cached_tokens=len(STORY) - 1)

@@ -1,0 +1,351 @@
+"""Grammars of calls: which texts they take, and that the parser reads what is sampled under their masks."""
+
+import json
+import re
+from random import Random
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from pydantic import BaseModel
+
+from chairlift.api.tools import ToolFamily
+from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar, free_grammar
+from chairlift.errors import InvalidRequest
+from tests.api.tools.calls import (
+    ANYTHING,
+    ARGUMENTS,
+    FAMILIES,
+    FUNCTIONS,
+    JSON_FAMILIES,
+    PERSON,
+    TOKENIZERS,
+    Call,
+    Verdict,
+    WeatherArguments,
+    byte_tokenizer,
+    call_text,
+    calls_of,
+    calls_text,
+    generate,
+    judge,
+    read_whole,
+)
+
+# --- forced calls
+
+
+HERMES, LLAMA = ToolFamily.HERMES, ToolFamily.LLAMA3_JSON
+COMPLETE, INCOMPLETE, REFUSED = Verdict.COMPLETE, Verdict.INCOMPLETE, Verdict.REFUSED
+
+
+def test_a_forced_grammar_reads_like_this() -> None:
+    style = (
+        '"x-guidance": {"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": ", "lenient": true}'
+    )
+    assert forced_calls_grammar(LLAMA, [ANYTHING], is_parallel=True, tokens={}).splitlines() == [
+        "start: calls",
+        "calls: body",
+        "body: call more_calls",
+        'more_calls: ("; " call)*',
+        "call: call_0",
+        r'call_0: "{" "\"name\"" ": " "\"anything\"" ", " "\"parameters\"" ": " %json {"type": "object", '
+        + style
+        + '} "}"',
+    ]
+
+
+@JSON_FAMILIES
+@TOKENIZERS
+@pytest.mark.parametrize(
+    ("name", "arguments", "verdict"),
+    [
+        ("weather", ARGUMENTS, COMPLETE),
+        ("weather", ARGUMENTS.replace("3", '"3"'), REFUSED),
+        ("weather", ARGUMENTS.replace("days", "day"), REFUSED),
+        ("weather", ARGUMENTS.replace(', "days": 3', ""), REFUSED),
+        ("weather", '{"days": 3, "place": {"city": "Rome", "tags": []}}', REFUSED),  # order of the schema
+        ("weather", ARGUMENTS.replace('", "', '","'), REFUSED),
+        ("weather", ARGUMENTS.replace('"city": ', '"city":'), REFUSED),
+        ("weather", ARGUMENTS.replace('{"place"', '{ "place"'), REFUSED),
+        ("weather_2", '{"n": -12}', COMPLETE),
+        ("weather_2", "{}", COMPLETE),
+        ("weather_2", "null", REFUSED),
+        ("search", '{"q": "</tool_call> \\"é\\u0001\\n"}', COMPLETE),
+        ("search", '{"q": "\\u00e9"}', REFUSED),  # é is written as such
+        ("search", '{"q": 1}', REFUSED),
+        ("anything", '{"a": [1.5e3, {"b": null}, [true, []]], "c": "d"}', COMPLETE),
+        ("anything", "{}", COMPLETE),
+        ("anything", "[]", REFUSED),
+        ("anything", '{"a": [1,2]}', REFUSED),
+        ("weathe", ARGUMENTS, REFUSED),
+        ("weather_", ARGUMENTS, REFUSED),
+        ("", "{}", REFUSED),
+    ],
+)
+def test_a_forced_call_is_of_one_of_the_functions(
+    family: ToolFamily, tokenizer: LLTokenizer, name: str, arguments: str, verdict: Verdict
+) -> None:
+    grammar = forced_calls_grammar(family, FUNCTIONS, is_parallel=False, tokens={})
+    text = call_text(family, name, arguments)
+    assert judge(grammar, text, tokenizer) is verdict
+    if verdict is COMPLETE:
+        assert read_whole(family, text) == [Call(name, arguments)]
+
+
+@FAMILIES
+def test_forced_calls_are_all_there_is(family: ToolFamily) -> None:
+    one = forced_calls_grammar(family, FUNCTIONS, is_parallel=False, tokens={})
+    many = forced_calls_grammar(family, FUNCTIONS, is_parallel=True, tokens={})
+    call = call_text(family, "weather", ARGUMENTS)
+    two = calls_text(family, ("weather", ARGUMENTS), ("anything", "{}"))
+    three = calls_text(family, *[("weather", ARGUMENTS)] * 3)
+    verdicts = {
+        "": (INCOMPLETE, INCOMPLETE),
+        call[:-1]: (INCOMPLETE, INCOMPLETE),
+        call: (COMPLETE, COMPLETE),
+        two: (REFUSED, COMPLETE),
+        three: (REFUSED, COMPLETE),
+        call + call: (REFUSED, REFUSED),
+        call + " ": (REFUSED, REFUSED),
+        " " + call: (REFUSED, REFUSED),
+        "text" + call: (REFUSED, REFUSED),
+        "text": (REFUSED, REFUSED),
+    }
+    assert {text: (judge(one, text), judge(many, text)) for text in verdicts} == verdicts
+
+
+@JSON_FAMILIES
+def test_names_are_escaped(family: ToolFamily) -> None:
+    name = 'a"b\\c\x7f</tool_call>é%json {}'
+    grammar = forced_calls_grammar(family, [FunctionSpec(name, {}, True, None)], is_parallel=False, tokens={})
+    written = json.dumps(name, ensure_ascii=False)[1:-1]
+    assert judge(grammar, call_text(family, written, "{}")) is COMPLETE
+    assert read_whole(family, call_text(family, written, "{}")) == [Call(name, "{}")]
+
+
+@JSON_FAMILIES
+def test_references_work_in_every_function_on_its_own(family: ToolFamily) -> None:
+    """The same name means something else in each; the last refers to itself as a whole."""
+    of_x = {"properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"]}
+    functions = [
+        FunctionSpec("number", {**of_x, "$defs": {"X": {"type": "integer"}}}, True, None),
+        FunctionSpec("text", {**of_x, "$defs": {"X": {"type": "string"}}}, True, None),
+        FunctionSpec(
+            "root", {"$ref": "#/$defs/X", "$defs": {"X": of_x | {"properties": {"x": {"const": 7}}}}}, True, None
+        ),
+        FunctionSpec("tree", {"properties": {"x": {"$ref": "#"}}, "additionalProperties": False}, True, None),
+    ]
+    grammar = forced_calls_grammar(family, functions, is_parallel=False, tokens={})
+    assert LLMatcher.validate_grammar(grammar, byte_tokenizer()) == ""
+    verdicts = {
+        ("number", '{"x": 1}'): COMPLETE,
+        ("number", '{"x": "1"}'): REFUSED,
+        ("text", '{"x": "1"}'): COMPLETE,
+        ("text", '{"x": 1}'): REFUSED,
+        ("root", '{"x": 7}'): COMPLETE,
+        ("root", '{"x": 8}'): REFUSED,
+        ("tree", '{"x": {"x": {}}}'): COMPLETE,
+        ("tree", '{"x": {"y": {}}}'): REFUSED,
+    }
+    assert {key: judge(grammar, call_text(family, *key)) for key in verdicts} == verdicts
+
+
+@JSON_FAMILIES
+def test_what_a_schema_says_about_style_is_not_heard(family: ToolFamily) -> None:
+    guided = {"x-guidance": {"item_separator": ";", "whitespace_flexible": True}}
+    grammar = forced_calls_grammar(family, [FunctionSpec("f", guided, True, None)], is_parallel=False, tokens={})
+    assert judge(grammar, call_text(family, "f", '{"a": 1, "b": 2}')) is COMPLETE
+    assert judge(grammar, call_text(family, "f", '{"a": 1;"b": 2}')) is REFUSED
+
+
+@pytest.mark.parametrize("kind", ["array", "string", ["object", "null"], None])
+def test_parameters_must_be_an_object(kind: object) -> None:
+    functions = [ANYTHING, FunctionSpec("f", {"type": kind}, True, None)]
+    complaint = "function 'f' must be a JSON schema of type object, not "
+    with pytest.raises(InvalidRequest, match=complaint) as caught:
+        forced_calls_grammar(HERMES, functions, is_parallel=False, tokens={})
+    assert caught.value.param == "tools"
+    with pytest.raises(InvalidRequest, match=complaint):
+        free_grammar(HERMES, functions, is_parallel=False, answer_schema=None, tokens={})
+
+
+@JSON_FAMILIES
+def test_what_cannot_be_enforced_is_refused_of_strict_functions_and_passed_over_in_others(family: ToolFamily) -> None:
+    parameters = {"properties": {"x": {"type": "string", "format": "nonsense"}}, "required": ["x"]}
+    strict = forced_calls_grammar(family, [FunctionSpec("f", parameters, True, None)], is_parallel=False, tokens={})
+    assert "Unknown format: nonsense" in LLMatcher.validate_grammar(strict, byte_tokenizer())
+    lax = forced_calls_grammar(family, [FunctionSpec("f", parameters, False, None)], is_parallel=False, tokens={})
+    assert LLMatcher.validate_grammar(lax, byte_tokenizer()) == ""
+    assert judge(lax, call_text(family, "f", '{"x": "y"}')) is COMPLETE
+    assert judge(lax, call_text(family, "f", '{"x": 1}')) is REFUSED
+
+
+# --- calls that are free to come
+
+
+BOTH, NEITHER, BEGUN, SEVERAL = (COMPLETE, COMPLETE), (REFUSED, REFUSED), (INCOMPLETE, INCOMPLETE), (REFUSED, COMPLETE)
+HERMES_CALL, LLAMA_CALL = call_text(HERMES, "weather", ARGUMENTS), call_text(LLAMA, "weather", ARGUMENTS)
+
+# What is free until a call begins, and what unless a call begins it: with at most one call, and with any number.
+FREE_TEXTS: dict[ToolFamily, dict[str, tuple[Verdict, Verdict]]] = {
+    HERMES: {
+        "": BOTH,
+        'Text.\n {"name": "é <tool </tool_call> <tool_cal': BOTH,
+        "Text <tool_call>": BEGUN,
+        "Text <tool_call>x": NEITHER,
+        "Text <tool_call>\nx": NEITHER,
+        'Text <tool_call>\n{"name": "wrong"': NEITHER,
+        "<<tool_call>x": NEITHER,
+        HERMES_CALL: BOTH,
+        f"Text\n{HERMES_CALL}": BOTH,
+        f"Text\n{HERMES_CALL}\n": (REFUSED, INCOMPLETE),
+        f"Text\n{HERMES_CALL}\n{HERMES_CALL}": SEVERAL,
+        f"Text\n{HERMES_CALL}\nText": NEITHER,
+        f"Text\n{HERMES_CALL}Text": NEITHER,
+        call_text(HERMES, "weather", "{}"): NEITHER,
+        call_text(HERMES, "search", '{"not": ["q"]}'): BOTH,  # not strict: any object
+        call_text(HERMES, "search", "[]"): NEITHER,
+    },
+    LLAMA: {
+        "": BOTH,
+        " \n": BOTH,
+        "Text é {}": BOTH,
+        " Text": BOTH,
+        "<|python": BOTH,
+        "<|python_tag|>": BEGUN,
+        "a <|python_tag|>": BEGUN,
+        "a <|python_tag|>print(1)": NEITHER,
+        f"<|python_tag|>{LLAMA_CALL}": BOTH,
+        f"a\n<|python_tag|>{LLAMA_CALL}": BOTH,
+        f"a <|python_tag|>{LLAMA_CALL}; {LLAMA_CALL}": SEVERAL,
+        "{": BEGUN,
+        " {": NEITHER,
+        "{x": NEITHER,
+        '{"answer": 1}': NEITHER,
+        LLAMA_CALL: BOTH,
+        f"{LLAMA_CALL}; ": (REFUSED, INCOMPLETE),
+        f"{LLAMA_CALL}; {LLAMA_CALL}": SEVERAL,
+        f"{LLAMA_CALL}\n{LLAMA_CALL}": NEITHER,
+        f"{LLAMA_CALL} Text": NEITHER,
+        call_text(LLAMA, "weather", "{}"): NEITHER,
+        call_text(LLAMA, "search", '{"not": ["q"]}'): BOTH,
+    },
+}
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("family", FREE_TEXTS)
+def test_text_is_free_up_to_calls(family: ToolFamily, tokenizer: LLTokenizer) -> None:
+    one, many = (
+        free_grammar(family, FUNCTIONS, is_parallel=is_parallel, answer_schema=None, tokens={})
+        for is_parallel in (False, True)
+    )
+    verdicts = FREE_TEXTS[family]
+    assert {text: (judge(one, text, tokenizer), judge(many, text, tokenizer)) for text in verdicts} == verdicts
+
+
+@FAMILIES
+@TOKENIZERS
+def test_with_an_answer_schema_it_is_calls_or_that_json(family: ToolFamily, tokenizer: LLTokenizer) -> None:
+    grammar = free_grammar(family, FUNCTIONS, is_parallel=True, answer_schema=PERSON, tokens={})
+    call = call_text(family, "weather", ARGUMENTS)
+    verdicts = {
+        "": INCOMPLETE,
+        "Text": REFUSED,
+        '{"name": "Bob", "age": 5}': COMPLETE,
+        '{"name": "weather", "age": 5}': COMPLETE,  # begins as a call does
+        '{"name": "weathers", "age": 5}': COMPLETE,
+        '{"name": "Bob", "age": "5"}': REFUSED,
+        '{"name": "Bob","age": 5}': REFUSED,
+        '{"age": 5, "name": "Bob"}': REFUSED,
+        call: COMPLETE,
+        calls_text(family, *[("weather", ARGUMENTS)] * 2): COMPLETE,
+        call_text(family, "Bob", ARGUMENTS): REFUSED,
+        call_text(family, "weather", "{}"): REFUSED,
+        call_text(family, "search", '{"any": 1}'): COMPLETE,
+        "Text " + call: REFUSED,
+        '{"name": "Bob", "age": 5}' + call: REFUSED,
+    }
+    assert {text: judge(grammar, text, tokenizer) for text in verdicts} == verdicts
+
+
+@pytest.mark.parametrize("text", ["{}", '{"answer": [1, 2]}', '{"nam": 1}', '{"names": 1}', '{"name": {"a": 1}}'])
+def test_the_beginning_of_a_call_does_not_shut_out_answers(text: str) -> None:
+    grammar = free_grammar(LLAMA, FUNCTIONS, is_parallel=True, answer_schema={"type": "object"}, tokens={})
+    assert judge(grammar, text) is COMPLETE
+
+
+# --- sampled texts
+
+
+SIGNS = {  # a text that nothing but a call can follow, and a pattern that is in a text just if it holds a call
+    ToolFamily.HERMES: ("<tool_call>", "<tool_call>"),
+    ToolFamily.LLAMA3_JSON: ("{", '"parameters"'),
+    ToolFamily.MISTRAL: ("[TOOL_CALLS]", r"\[TOOL_CALLS\]"),
+    ToolFamily.QWEN3_CODER: ("<tool_call>", "<function="),
+    ToolFamily.PYTHONIC: ("[search(", r"^\[\w+\("),
+}
+
+
+@FAMILIES
+@pytest.mark.parametrize("is_parallel", [False, True])
+@pytest.mark.parametrize("answer_schema", [None, {"type": "object"}, {"type": "array"}])
+@TOKENIZERS
+def test_every_grammar_is_valid(
+    family: ToolFamily, is_parallel: bool, answer_schema: dict[str, Any] | None, tokenizer: LLTokenizer
+) -> None:
+    free = free_grammar(family, FUNCTIONS, is_parallel, answer_schema, {})
+    assert LLMatcher.validate_grammar(free, tokenizer) == ""
+    assert LLMatcher.validate_grammar(forced_calls_grammar(family, FUNCTIONS, is_parallel, {}), tokenizer) == ""
+
+
+MODELS: dict[str, type[BaseModel] | None] = {
+    "weather": WeatherArguments,
+    "weather_2": None,
+    "search": None,
+    "anything": None,
+}
+
+
+def check_calls(family: ToolFamily, text: str) -> list[str | Call]:
+    items = read_whole(family, text)
+    for call in calls_of(items):
+        assert isinstance(json.loads(call.arguments), dict)
+        model = MODELS[call.name]
+        if model is not None:
+            model.model_validate_json(call.arguments)
+    return items
+
+
+@FAMILIES
+@TOKENIZERS
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_whatever_is_sampled_under_a_forced_grammar_is_calls(
+    family: ToolFamily, tokenizer: LLTokenizer, is_parallel: bool
+) -> None:
+    grammar = forced_calls_grammar(family, FUNCTIONS, is_parallel, {})
+    nums_calls = set()
+    for seed in range(12):
+        items = check_calls(family, generate(grammar, Random(seed), tokenizer))
+        assert items == calls_of(items)
+        nums_calls.add(len(items))
+    assert min(nums_calls) == 1
+    assert (max(nums_calls) > 1) == is_parallel
+
+
+@FAMILIES
+@TOKENIZERS
+@pytest.mark.parametrize("answer_schema", [None, PERSON], ids=["text", "answer"])
+def test_whatever_is_sampled_under_a_free_grammar_is_content_or_calls(
+    family: ToolFamily, tokenizer: LLTokenizer, answer_schema: dict[str, Any] | None
+) -> None:
+    grammar = free_grammar(family, FUNCTIONS, is_parallel=True, answer_schema=answer_schema, tokens={})
+    begin, sign = SIGNS[family]
+    for seed in range(12):
+        for start in ["", begin] if answer_schema is None else [""]:
+            text = generate(grammar, Random(seed), tokenizer, start)
+            items = check_calls(family, text)
+            assert bool(calls_of(items)) == (re.search(sign, text) is not None)
+            if answer_schema is not None and not calls_of(items):
+                assert json.loads(text).keys() == {"name", "age"}

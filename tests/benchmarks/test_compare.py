@@ -1,0 +1,328 @@
+"""Comparisons of engines: the command with fake workers in every engine's place, what `--peer` may name, figures."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import compare
+import pytest
+from comparison.ceiling import (
+    DEFAULT_WORKLOADS,
+    ModelShape,
+    Pass,
+    Rates,
+    Workload,
+    decode_step,
+    least_seconds,
+    most_tokens_per_second,
+    prefill,
+)
+from comparison.contest import Score, Standing, Trial, record
+from comparison.report import table
+from peers.engines import Engine, UsageError
+
+from tests.benchmarks.fakes import FAKE_WORKER, FIELDS, SETTINGS, SHAPE, RunScript
+
+# --- the command
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a configuration; the workers that measure it are fakes."""
+    monkeypatch.setattr(Engine, "command", lambda engine: [sys.executable, FAKE_WORKER, engine.kind])
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
+    return directory
+
+
+def test_a_comparison_ends_in_a_line_of_json(model: Path, tmp_path: Path, run_script: RunScript) -> None:
+    flags = ["--model", str(model), "--workloads", "2x4+3", "1x8+1", "--rounds", "2", "--json", str(tmp_path / "out")]
+    ran = run_script(compare, *flags, "--peer", "transformers", "--peer", f"vllm={sys.executable},raises=1")
+    report = ran.report
+    assert json.loads((tmp_path / "out").read_text(encoding="utf-8")) == report
+    assert "2x4+3, round 2, transformers: " in ran.err
+    assert ran.out.startswith("workload")
+
+    # A batch of one prompt is a start-up's too.
+    assert (ran.code, report["failed"]) == (1, True)
+    assert report["engines"]["vllm"]["failure"] == "did not start: RuntimeError: out of blocks"
+    assert [result["workload"] for result in report["results"]] == ["2x4+3", "1x8+1"]
+    assert len(report["results"][0]["engines"]["chairlift"]["seconds"]) == 2
+    assert len(report["results"][0]["machine_rates"]) == 3
+    assert report["results"][1]["unit"] == "prompt tokens/s"
+    assert report["settings"]["max_requests"] == 2
+    assert report["settings"]["max_prompt_tokens"] == 8
+    assert report["settings"]["cache_gigabytes"] == 1
+    assert report["machine"]["cores"] >= 1
+    assert report["engines"]["transformers"]["about"]["fake"] == "1.0"
+
+
+def test_all_well_is_exit_code_0(model: Path, run_script: RunScript) -> None:
+    assert run_script(compare, "--model", str(model), "--workloads", "2x4+3", "--rounds", "1").code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--peer", "vllm=/no/python"], "compare.py: --peer vllm: no executable file at /no/python\n"),
+        (
+            ["--peer", "transformers"] * 2,
+            "compare.py: --peer transformers: named twice; tell them apart with as=NAME\n",
+        ),
+    ],
+)
+def test_a_peer_that_is_not_there_is_one_line(flags: list[str], message: str, run_script: RunScript) -> None:
+    assert run_script(compare, *flags) == (2, "", message)
+
+
+def test_a_workload_that_is_none_is_refused(run_script: RunScript) -> None:
+    ran = run_script(compare, "--workloads", "8x128")
+    assert ran.code == 2
+    assert "'8x128' is no workload: write REQUESTSxPROMPT+OUTPUT" in ran.err
+
+
+# --- peers
+
+
+def test_a_peer_runs_in_its_own_python() -> None:
+    engine = Engine.parse(f"vllm={sys.executable},max_num_batched_tokens=2048,as=vllm-2k")
+    assert engine == Engine("vllm-2k", "vllm", sys.executable, {"max_num_batched_tokens": "2048"})
+    assert engine.command() == [sys.executable, "-m", "peers.workers.vllm_worker"]
+
+
+def test_transformers_may_run_in_ours() -> None:
+    assert Engine.parse("transformers") == Engine("transformers", "transformers", sys.executable)
+    assert Engine.parse("transformers-batch").options == {"batch": "1"}
+
+
+def test_llama_cpp_s_server_is_driven_by_our_python(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    engine = Engine.parse(f"llama.cpp={sys.executable},gguf={model}")
+    assert engine.python == sys.executable
+    assert engine.options == {"gguf": str(model), "binary": sys.executable}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("vlm=/bin/sh", "--peer vlm: no such peer; there are chairlift, transformers, transformers-batch, vllm"),
+        ("chairlift", "--peer chairlift: give it a name, as chairlift,as=NAME,SETTING=VALUE"),
+        ("vllm", "--peer vllm: name its Python, as vllm=/path/to/it"),
+        ("vllm=/no/python", "--peer vllm: no executable file at /no/python"),
+        ("llama.cpp=/bin/sh", "--peer llama.cpp: name its gguf, as llama.cpp=/bin/sh,gguf=PATH"),
+        ("llama.cpp=/bin/sh,gguf=/no/file", "--peer llama.cpp: nothing at /no/file"),
+        ("openvino=/bin/sh,hint=LATENCY", "--peer openvino: name its model"),
+        ("vllm=/bin/sh,fast", "--peer vllm: 'fast' is no option: write key=value"),
+        ("vllm=/bin/sh,preload=/bin/sh:/no/library", "--peer vllm: nothing at /no/library"),
+    ],
+)
+def test_what_is_not_there_is_named(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Engine.parse(text)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_workers_see_our_scripts_and_no_network() -> None:
+    environment = Engine.parse("transformers").environment(replace(SETTINGS, num_threads=2), {"PATH": "/bin"})
+    assert Path(environment["PYTHONPATH"]).name == "benchmarks"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["PATH"] == "/bin"
+
+
+def test_vllm_is_told_its_cores_and_cache_in_the_environment() -> None:
+    settings = replace(SETTINGS, num_threads=1, cache_gigabytes=3)
+    environment = Engine.parse("vllm=/bin/sh,preload=/bin/sh:/bin/ls").environment(settings, {})
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
+    assert "OMP_NUM_THREADS" not in environment
+    assert environment["LD_PRELOAD"] == "/bin/sh:/bin/ls"
+
+
+# --- workloads, ceilings, medians and tables
+
+
+STANDINGS = {
+    "chairlift": Standing("chairlift", marks={"imports_done": 1.0, "first_token": 2.5}, peak_bytes=10**9),
+    "transformers": Standing("transformers", marks={"imports_done": 1.0, "first_token": 4.0}, peak_bytes=2 * 10**9),
+    "vllm": Standing("vllm", marks={"imports_done": 5.0, "first_token": 70.0}, peak_bytes=5 * 10**9),
+    "ov-int8": Standing("openvino", marks={"imports_done": 0.5, "first_token": 1.0}, peak_bytes=10**9),
+}
+
+
+def trial(**seconds: list[float]) -> Trial:
+    """Ten requests of ten tokens: so a second is a hundred tokens per second."""
+    scores = {name.replace("_", "-"): Score(values) for name, values in seconds.items()}
+    rates = [Rates(1e12, flops) for flops in (500_000.0, 1_000_000.0, 600_000.0)]
+    return Trial(Workload(10, 3, 10), scores, rates)
+
+
+FULL = trial(chairlift=[1.0, 2.0, 1.0], transformers=[4.0, 5.0, 5.0], vllm=[2.0, 2.0, 2.0], ov_int8=[1.25, 5.0, 1.25])
+
+
+def test_the_best_peer_is_the_fastest_of_those_made_for_the_purpose() -> None:
+    assert FULL.best_peer(STANDINGS) == "ov-int8"
+    fast = trial(chairlift=[1.0], transformers=[0.1], vllm=[2.0], ov_int8=[3.0])
+    assert fast.best_peer(STANDINGS) == "vllm"
+    assert trial(chairlift=[1.0], transformers=[0.1]).best_peer(STANDINGS) is None
+
+
+def test_one_that_failed_has_no_figures() -> None:
+    some = trial(chairlift=[1.0, 1.0], vllm=[0.5], ov_int8=[2.0, 2.0])
+    some.scores["vllm"].failure = "round 2: it ended with exit code 3"
+    assert some.median("vllm") is None
+    assert some.ratio("vllm") is None
+    assert some.best_peer(STANDINGS) == "ov-int8"
+    assert record(some, STANDINGS, SHAPE)["engines"]["vllm"]["rates"] == [200.0]  # what there was is kept
+
+
+def test_the_ceiling_is_at_the_median_rates_and_also_at_the_highest() -> None:
+    median, highest = FULL.ceiling(SHAPE), FULL.ceiling(SHAPE, max)
+    assert median is not None
+    assert highest is not None
+    assert highest / median == pytest.approx(1_000_000 / 600_000)
+    assert FULL.share(SHAPE) == pytest.approx(100.0 / median)
+
+
+def test_a_record_holds_raw_figures_and_what_follows() -> None:
+    kept = record(FULL, STANDINGS, SHAPE)
+    assert kept["workload"] == "10x3+10"
+    assert kept["unit"] == "output tokens/s"
+    assert kept["engines"]["vllm"] == {
+        "seconds": [2.0, 2.0, 2.0],
+        "failure": None,
+        "rates": [50.0, 50.0, 50.0],
+        "median": 50.0,
+    }
+    assert kept["machine_rates"][1] == {"bytes_per_second": 1e12, "flops_per_second": 1_000_000.0}
+    assert kept["ratios"] == {"transformers": 4.0, "vllm": 2.0, "ov-int8": 1.25}
+    assert kept["best_peer"] == "ov-int8"
+
+
+def test_the_table_shows_medians_and_below_them_ratios() -> None:
+    lines = table([FULL], STANDINGS, SHAPE).splitlines()
+    assert lines[0].split() == ["workload", *STANDINGS, "ceiling", "share", "best", "peer"]
+    assert lines[1].split()[:7] == ["10x3+10", "output", "tokens/s", "100.0", "20.0", "50.0", "80.0"]
+    assert lines[2].split() == ["ratio", "4.00", "2.00", "1.25", "ov-int8", "1.25"]
+    assert lines[5].split() == ["chairlift", "2.50", "1.50", "1.00"]
+    assert lines[7].split() == ["vllm", "70.00", "65.00", "5.00"]
+    assert len(lines) == 9
+
+
+def test_the_table_says_what_failed_and_why() -> None:
+    some = trial(chairlift=[1.0], vllm=[], ov_int8=[])
+    some.scores["vllm"].failure = "warm-up: RuntimeError: out of blocks"
+    some.scores["ov-int8"].failure = "did not start: it was ended by SIGFPE"
+    standings = {
+        "chairlift": STANDINGS["chairlift"],
+        "vllm": STANDINGS["vllm"],
+        "ov-int8": Standing("openvino", failure="did not start: it was ended by SIGFPE"),
+    }
+    text = table([some], standings, SHAPE)
+    assert text.splitlines()[1].split()[3:6] == ["100.0", "failed", "failed"]
+    assert text.splitlines()[-2:] == [
+        "FAILED ov-int8: did not start: it was ended by SIGFPE",
+        "FAILED vllm at 10x3+10, warm-up: RuntimeError: out of blocks",
+    ]
+
+
+def test_a_workload_is_written_as_requests_prompt_and_output() -> None:
+    workload = Workload.parse("32x1024+64")
+    assert workload == Workload(num_requests=32, prompt_tokens=1024, output_tokens=64)
+    assert workload.name == "32x1024+64"
+
+
+@pytest.mark.parametrize("text", ["", "8", "8x128", "0x128+1", "8x0+1", "8x128+0", "8 x 128 + 1", "8x128+1 ", "-1x2+3"])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no workload: write REQUESTSxPROMPT"):
+        Workload.parse(text)
+
+
+def test_output_tokens_count_unless_there_is_only_the_first() -> None:
+    assert (Workload(8, 128, 64).num_counted_tokens, Workload(8, 128, 64).unit) == (512, "output tokens/s")
+    assert (Workload(2, 1024, 1).num_counted_tokens, Workload(2, 1024, 1).unit) == (2048, "prompt tokens/s")
+
+
+def test_prompts_are_the_same_for_every_engine_and_others_in_every_round() -> None:
+    workload = Workload(4, 16, 8)
+    assert workload.prompts("round 1", 1000) == workload.prompts("round 1", 1000)
+    prompts = [tuple(ids) for turn in ("warm-up", "round 1", "round 2") for ids in workload.prompts(turn, 1000)]
+    assert len(set(prompts)) == 12
+    assert {len(ids) for ids in prompts} == {16}
+
+
+def test_every_model_has_the_tokens() -> None:
+    assert max(max(ids) for ids in Workload(32, 128, 1).prompts("x", 128256)) == 199
+    assert max(max(ids) for ids in Workload(32, 128, 1).prompts("x", 50)) == 49
+
+
+def test_the_default_workloads_are_workloads() -> None:
+    assert [Workload.parse(text).name for text in DEFAULT_WORKLOADS] == DEFAULT_WORKLOADS
+
+
+# Per layer q 8x8, k and v 8x4 each, o 8x8, and three of 8x16: 64 + 64 + 64 + 384 = 576 weights. The head: 80.
+
+
+def test_the_weights_of_all_matrices_are_counted() -> None:
+    assert SHAPE.head_dim == 4
+    assert SHAPE.num_layer_weights == 2 * 576
+    assert SHAPE.num_head_weights == 80
+    assert SHAPE.read_bytes == 2 * (1152 + 80)
+
+
+def test_a_known_shape_has_the_parameters_it_is_named_for() -> None:
+    fields = {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    }
+    shape = ModelShape.of(fields, weight_bytes=2, cache_bytes=2)
+    assert shape.num_layer_weights + shape.num_head_weights == 134_479_872  # without norms
+    assert shape.cached_bytes(1) == 23_040
+
+
+def test_int8_weights_halve_the_bytes_and_not_the_cache() -> None:
+    shape = ModelShape.of(FIELDS, weight_bytes=1, cache_bytes=2)
+    assert shape.read_bytes == 1232
+    assert shape.cached_bytes(1) == SHAPE.cached_bytes(1) == 2 * 2 * 1 * 4 * 2
+
+
+def test_a_prompt_is_multiplied_by_the_layers_and_its_last_token_by_the_head() -> None:
+    # 3 tokens: 2 * 1152 * 3 = 6912; attention 4 * 2 layers * 2 heads * 4 * (1 + 2 + 3) = 384; head 2 * 80 = 160.
+    assert prefill(SHAPE, Workload(1, 3, 1)) == Pass(num_flops=7456, num_bytes=2464)
+    assert prefill(SHAPE, Workload(5, 3, 1)) == Pass(num_flops=5 * 7456, num_bytes=2464)
+
+
+def test_a_decode_step_reads_weights_once_and_each_request_s_cache() -> None:
+    # The second token out: 3 tokens are cached, attention sees 4. 2 * 1232 = 2464; attention 4 * 2 * 2 * 4 * 4 = 256.
+    assert decode_step(SHAPE, Workload(1, 3, 4), 1) == Pass(num_flops=2720, num_bytes=2464 + 3 * 32)
+    assert decode_step(SHAPE, Workload(6, 3, 4), 1) == Pass(num_flops=6 * 2720, num_bytes=2464 + 6 * 3 * 32)
+    assert decode_step(SHAPE, Workload(1, 3, 4), 3) == Pass(num_flops=2848, num_bytes=2464 + 5 * 32)
+
+
+def test_a_pass_takes_the_larger_of_its_two_times() -> None:
+    assert Pass(num_flops=100, num_bytes=100).seconds(Rates(bytes_per_second=10, flops_per_second=20)) == 10.0
+    assert Pass(num_flops=100, num_bytes=100).seconds(Rates(bytes_per_second=20, flops_per_second=4)) == 25.0
+
+
+def test_passes_add_up_to_the_least_time() -> None:
+    slow_products = Rates(bytes_per_second=1e12, flops_per_second=1.0)
+    assert least_seconds(SHAPE, Workload(1, 3, 1), slow_products) == 7456
+    assert least_seconds(SHAPE, Workload(1, 3, 3), slow_products) == 7456 + 2720 + 2784
+    slow_memory = Rates(bytes_per_second=1.0, flops_per_second=1e12)
+    assert least_seconds(SHAPE, Workload(1, 3, 3), slow_memory) == 2464 + (2464 + 96) + (2464 + 128)
+
+
+def test_the_most_tokens_per_second_are_in_the_workload_s_unit() -> None:
+    rates = Rates(bytes_per_second=1e12, flops_per_second=7456)
+    assert most_tokens_per_second(SHAPE, Workload(1, 3, 1), rates) == 3.0  # prompt tokens in one second
+    two = most_tokens_per_second(SHAPE, Workload(1, 3, 2), rates)
+    assert two == pytest.approx(2 / (1 + 2720 / 7456))

@@ -1,0 +1,221 @@
+"""benchmarks/gpu.py: its figures beside their floors, worked out by hand, and the whole on a CPU at tiny shapes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu
+import pytest
+import torch
+from on_gpu.device import Idle, measure_idle
+from on_gpu.parts import PARTS, Measurement, Setup
+from on_gpu.report import Line, make_lines, table
+from on_gpu.scale import SCALES, hugging_face_config, model_shape
+
+from tests.benchmarks.fakes import SHAPE, RunScript
+
+# --- figures
+
+
+SHAPES = {"large": SHAPE, "small": SHAPE}
+RATES: Measurement = {"kind": "rates", "bytes_per_second": 1e6, "flops_per_second": 1e9}
+
+
+def decode(seconds: float, target: float | None = None) -> Measurement:
+    return {
+        "kind": "decode",
+        "shape": "large",
+        "rows": 3,
+        "context": 10,
+        "variant": "torch, graphs, 8 a launch",
+        "target": target,
+        "seconds": seconds,
+        "num_generated": 5,
+    }
+
+
+def contest(who: str, seconds: float) -> Measurement:
+    return {"kind": "contest", "who": who, "workload": "2x8+8", "seconds": seconds}
+
+
+def lines(*measurements: Measurement) -> list[Line]:
+    return make_lines(measurements, SHAPES)
+
+
+def test_the_floor_of_a_decode_step_is_what_it_must_read() -> None:
+    # 2464 bytes of weights and 3 rows of 10 + 5 - 1 cached tokens, 32 bytes each: 3808 bytes at 1 MB/s.
+    line = lines(RATES, decode(0.007616, target=0.5))[1]
+    assert line == Line("decode large, 3 x 10, torch, graphs, 8 a launch", "7.616 ms", "3.808 ms", 0.5, 0.5)
+    assert line.verdict == "met"
+
+
+def test_a_step_that_is_too_slow_misses_its_target() -> None:
+    assert lines(RATES, decode(0.008, target=0.5))[1].verdict == "missed"
+
+
+def test_a_figure_without_a_target_has_no_verdict() -> None:
+    assert lines(RATES, decode(0.008))[1].verdict == ""
+
+
+def test_a_prefill_s_share_is_that_of_the_matrix_rate() -> None:
+    # 3 tokens: 7456 FLOPs (tests of the ceiling), in 10 microseconds: 745.6 MFLOP/s of 1 GFLOP/s.
+    measured = {"kind": "prefill", "shape": "large", "workload": "1x3+1", "seconds": 1e-5}
+    line = lines(RATES, measured)[1]
+    assert line.share == pytest.approx(0.7456)
+    assert line.verdict == "met"
+
+
+def test_an_idle_device_must_stay_below_its_limit() -> None:
+    measured = {"kind": "idle", "shape": "large", "rows": 32, "total": 0.08, "between_steps": 0.04}
+    (line,) = lines(measured)
+    assert (line.measured, line.share, line.verdict) == ("8.0%", 0.04, "met")
+    assert lines({**measured, "between_steps": 0.06})[0].verdict == "missed"
+
+
+def test_a_peer_s_share_is_how_many_times_as_long_it_takes() -> None:
+    ours, slow, fast = lines(contest("chairlift", 2.0), contest("slow", 8.0), contest("fast", 4.0))
+    assert (ours.share, ours.verdict) == (None, "")
+    assert (slow.share, slow.verdict) == (4.0, "met")
+    assert (fast.share, fast.verdict) == (2.0, "missed")
+
+
+def test_without_rates_there_are_figures_but_no_verdicts() -> None:
+    prefill = {"kind": "prefill", "shape": "large", "workload": "1x3+1", "seconds": 0.25}
+    without = lines(decode(0.008, target=0.5), prefill)
+    assert [(line.measured, line.floor, line.verdict) for line in without] == [
+        ("8.000 ms", "", ""),
+        ("250.000 ms", "", ""),
+    ]
+
+
+def test_a_peer_without_ours_has_no_verdict() -> None:
+    assert lines(contest("slow", 8.0))[0].verdict == ""
+
+
+def test_the_table_ends_with_what_failed() -> None:
+    text = table(lines(RATES, decode(0.008, target=0.5)), {"small": "exit code 1: boom"})
+    assert text.splitlines() == [
+        "                                                 measured        floor   share   target",
+        "memory, matrix products                            0 GB/s  0.0 TFLOP/s",
+        "decode large, 3 x 10, torch, graphs, 8 a launch  8.000 ms     3.808 ms    0.48  >= 0.50  missed",
+        "FAILED small: exit code 1: boom",
+    ]
+
+
+def test_idle_is_what_no_work_covers() -> None:
+    # Busy 0-10, 8-20, 21-30 and 70-100: gaps of 1 (within a step) and 40.
+    idle = measure_idle([(8.0, 20.0), (0.0, 10.0), (70.0, 100.0), (21.0, 30.0), (22.0, 25.0)])
+    assert idle == Idle(total=0.41, between_steps=0.40)
+
+
+def test_a_device_that_is_always_busy_is_never_idle() -> None:
+    assert measure_idle([(5.0, 10.0), (10.0, 12.0)]) == Idle(0.0, 0.0)
+
+
+def test_no_work_at_all_is_said() -> None:
+    with pytest.raises(ValueError, match="saw no work"):
+        measure_idle([])
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_parameters"),
+    [(SCALES["full"].large, 8_030_000_000), (SCALES["full"].small, 1_236_000_000)],
+    ids=["Llama 3.1 8B", "Llama 3.2 1B"],
+)
+def test_the_full_shapes_are_those_of_the_models_they_are_named_for(
+    fields: dict[str, int], num_parameters: int
+) -> None:
+    shape = model_shape(fields, "bfloat16")
+    num_embeddings = 1 if fields.get("tie_word_embeddings") else 2
+    assert shape.num_layer_weights + num_embeddings * shape.num_head_weights == pytest.approx(num_parameters, rel=1e-3)
+
+
+def test_a_shape_is_tied_only_where_it_says_so() -> None:
+    scale = SCALES["full"]
+    assert hugging_face_config(scale.large, 256, "bfloat16").tie_word_embeddings is False
+    assert hugging_face_config(scale.small, 256, "bfloat16").tie_word_embeddings is True
+
+
+# --- the command and its parts
+
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "benchmarks" / "gpu.py"
+TINY = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32"]
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+
+
+def report_of(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+@pytest.mark.slow
+def test_a_run_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    done = run(*TINY, "--parts", "rates", "small", "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    assert [line.split(",")[0] for line in done.stdout.splitlines()[1:-1]] == ["memory", "decode small"]
+    report = report_of(done)
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == report
+    assert [each["kind"] for each in report["measurements"]] == ["rates", "decode"]
+    assert report["failures"] == {}
+    assert report["versions"]["torch"] == torch.__version__
+    assert 0 < report["table"][1]["share"] < 1.5
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_reported_and_the_others_still_run(tmp_path: Path) -> None:
+    done = run(*TINY, "--parts", "checks", "small", "--limit", "0.01", "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 1
+    report = report_of(done)
+    assert report["failures"] == {"checks": "took longer than 0.01 s", "small": "took longer than 0.01 s"}
+    assert "FAILED checks: took longer than 0.01 s" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_without_a_gpu_one_line_says_what_can_be_done(run_script: RunScript) -> None:
+    message = "gpu.py: there is no CUDA device here; --device cpu --shape tiny tries the way through\n"
+    assert run_script(gpu) == (2, "", message)
+
+
+def measured(name: str, tmp_path: Path) -> list[Measurement]:
+    return PARTS[name](Setup("tiny", "cpu", "float32", tmp_path))
+
+
+def test_the_large_part_decodes_prefills_contests_and_profiles(tmp_path: Path) -> None:
+    measurements = measured("large", tmp_path)
+    assert [(each["kind"], each.get("rows")) for each in measurements] == [
+        ("decode", 1),
+        ("decode", 4),
+        ("prefill", None),
+        ("contest", None),
+        ("idle", 1),
+        ("idle", 4),
+    ]
+    assert all(each["seconds"] > 0 for each in measurements[:4])
+    assert all(0 <= each["between_steps"] <= each["total"] < 1 for each in measurements[4:])
+
+
+@pytest.mark.parametrize("name", ["large_single_steps", "large_without_graphs"])
+def test_single_steps_are_measured_apart(name: str, tmp_path: Path) -> None:
+    (measurement,) = measured(name, tmp_path)
+    assert measurement["variant"].endswith("no graphs, 1 a launch")  # a CPU has none
+
+
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [
+        ("transformers_static", "transformers generate"),
+        ("transformers_continuous", "transformers generate_batch"),
+    ],
+)
+def test_transformers_takes_part(name: str, who: str, tmp_path: Path) -> None:
+    (measurement,) = measured(name, tmp_path)
+    assert (measurement["kind"], measurement["who"], measurement["workload"]) == ("contest", who, "2x8+8")
+    assert measurement["seconds"] > 0

@@ -1,0 +1,128 @@
+"""The whole way of a launch on a device that has no numbers: nothing waits for it, and all copies are as they must be.
+
+Torch's meta device stands for a GPU, and kernels that it lacks for shapes alone; schedulers, grammars, the sampler and
+the recording of graphs are the real ones.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+from chairlift import LLM
+from chairlift.config import DType
+from chairlift.engine import core as core_module
+from chairlift.engine.core import Pacing
+from chairlift.engine.execution import forward as forward_module
+from chairlift.engine.execution.graphs import Replay
+from chairlift.engine.execution.resolver import MachineFacts
+from chairlift.models.attention import Backend
+from chairlift.models.attention.flash import FlashAttn3Backend, FlashAttnBackend, TorchVarlenBackend
+from chairlift.models.attention.torch_sdpa import TorchBackend
+from chairlift.models.config import ModelShape
+from chairlift.params import RequestOutput, StructuredOutputs
+from tests.engine.support import GREEDY, PROMPTS, core_of
+from tests.engine.test_overlap import CASES
+from tests.support.flash_attn_reference import module
+from tests.support.meta_device import META, DeviceWatch
+
+TOLD = ord("a")  # each token that comes from the device
+BACKENDS: dict[str, Callable[[ModelShape], Backend]] = {
+    "torch_copied": lambda model: TorchBackend(model.attention, is_in_place=False),
+    "torch_varlen": lambda model: TorchVarlenBackend(model.attention),
+    "flash_attn": lambda model: FlashAttnBackend(model.attention),
+    "flash_attn_3": lambda model: FlashAttn3Backend(model.attention),
+}
+
+
+class WatchedRecorder:
+    """Remembers work; a watch sees it recorded."""
+
+    def __init__(self, watch: DeviceWatch) -> None:
+        self._watch = watch
+        self.num_replayed = 0
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        with self._watch, self._watch.recording():
+            work()
+
+        def replay() -> None:
+            self.num_replayed += 1
+            work()
+
+        return replay
+
+
+@pytest.fixture
+def watch() -> DeviceWatch:
+    return DeviceWatch(TOLD)
+
+
+@pytest.fixture
+def recorder(watch: DeviceWatch) -> WatchedRecorder:
+    return WatchedRecorder(watch)
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    """Kernels of attention give tensors of the right shapes."""
+
+    def first_of(*args: Any, **_: Any) -> Any:
+        return torch.empty_like(args[0])
+
+    functions = dict.fromkeys(("flash_attn_with_kvcache", "flash_attn_varlen_func"), first_of)
+    with (
+        module("flash_attn", functions),
+        module("flash_attn_interface", functions),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(varlen, "varlen_attn", first_of)
+        yield
+
+
+@pytest.fixture
+def make(tiny: str, recorder: WatchedRecorder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Engines on the device, one launch ahead."""
+    facts = MachineFacts("meta", frozenset(DType), free_bytes=2**30)
+    monkeypatch.setattr(core_module, "inspect_machine", lambda _: facts)
+    monkeypatch.setattr(core_module, "fit_cache", lambda _, resolved, *__: resolved)
+
+    def make_with(backend: str, *, has_graphs: bool) -> LLM:
+        monkeypatch.setattr(forward_module, "load_backend", lambda _, model, *__: BACKENDS[backend](model))
+        monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(1, recorder if has_graphs else None))
+        settings: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 16, "max_steps_per_launch": 3}
+        return LLM(tiny, dtype="bfloat16", device="cuda", attention_backend="torch", **settings)
+
+    return make_with
+
+
+def assert_told(outputs: list[RequestOutput]) -> None:
+    choices = [choice for output in outputs for choice in output.outputs]
+    assert all(choice.error is None for choice in choices)
+    assert {token for choice in choices for token in choice.token_ids} <= {TOLD}
+
+
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "operators"])
+def test_nothing_waits_for_the_device_whatever_is_asked_for(
+    make: Callable[..., LLM], watch: DeviceWatch, recorder: WatchedRecorder, has_graphs: bool
+) -> None:
+    cases = {**CASES, "structured": {"structured_outputs": StructuredOutputs(regex="a{40}")}}
+    params = [GREEDY.model_copy(update={"max_tokens": 6, **case}) for case in cases.values()]
+    with make("torch_copied", has_graphs=has_graphs) as llm, watch:
+        assert core_of(llm).cache.blocks[0].device == META
+        assert_told(llm.generate(([PROMPTS[0], PROMPTS[6], PROMPTS[1]] * 5)[: len(params)], params))
+        for each in params:  # alone, too: so there are launches of several steps
+            assert_told(llm.generate([PROMPTS[0]], [each.model_copy(update={"max_tokens": min(each.max_tokens, 4)})]))
+        core_of(llm).check()
+    assert watch.num_sent > 0
+    assert watch.num_brought > 0
+    assert (recorder.num_replayed > 0) == has_graphs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nor_does_any_backend_of_attention(make: Callable[..., LLM], watch: DeviceWatch, backend: str) -> None:
+    params = [GREEDY.model_copy(update={"max_tokens": each}) for each in (2, 4, 4, 4, 4)]
+    with make(backend, has_graphs=True) as llm, watch:  # prompts alone, beside rows that decode, and none
+        assert_told(llm.generate([PROMPTS[0], PROMPTS[6], PROMPTS[1], PROMPTS[2], PROMPTS[1]], params))

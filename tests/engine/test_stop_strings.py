@@ -1,0 +1,309 @@
+"""Stop strings: texts are cut at the earliest, nothing of one leaks and nothing else is lost, however pieces fall."""
+
+import random
+import string
+import time
+import tracemalloc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from chairlift import SamplingParams
+from chairlift.engine.text.inputs import Generation, StopStrings
+from chairlift.engine.text.outputs import Detokenizer, OutputProcessor, StopMatch, StopMatcher
+from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.params import CompletionOutput, FinishReason
+from chairlift.scheduler import Request, TokenEvent
+from tests.engine.support import END_TOKEN
+from tests.engine.tokenizers_made import make_byte_level_bpe, make_llama2_like, make_metaspace_unigram
+
+SHORT = st.text(alphabet="ab", min_size=1, max_size=4)
+ALIKE = [chr(code) for code in range(ord("b"), ord("b") + 64)]
+PIECES = st.lists(st.text(alphabet="abc", max_size=4), max_size=12)
+
+
+def run(stops: Sequence[str], pieces: Sequence[str]) -> tuple[list[str], str | None]:
+    """What goes out for each piece and at the end, and the stop string that ended it."""
+    matcher = StopMatcher(StopStrings(stops))
+    out = []
+    for piece in pieces:
+        match = matcher.push(piece)
+        out.append(match.text)
+        if match.stop is not None:
+            return out, match.stop
+    return [*out, matcher.finish()], None
+
+
+@given(stops=st.lists(SHORT, min_size=1, max_size=3), pieces=PIECES)
+def test_text_goes_out_as_soon_as_it_cannot_begin_a_stop(stops: list[str], pieces: list[str]) -> None:
+    matcher = StopMatcher(StopStrings(stops))
+    whole, out = "", ""
+    for piece in pieces:
+        match = matcher.push(piece)
+        whole, out = whole + piece, out + match.text
+        if match.stop is not None:
+            return
+        held = whole[len(out) :]
+        assert not held or any(stop.startswith(held) for stop in stops)
+        assert not any(stop.startswith(whole[start:]) for stop in stops for start in range(len(out)))
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "out", "stop"),
+    [
+        pytest.param([], ["some", "", " text"], ["some", "", " text", ""], None, id="none"),
+        pytest.param(["<|eot|>"], ["so ", *"<|eot|>", "more"], ["so ", *[""] * 7], "<|eot|>", id="over many pieces"),
+        pytest.param(["###"], ["a#", "#", "b#"], ["a", "", "##b", "#"], None, id="only looks like one"),
+        pytest.param(["\n"], ["one line\nanother"], ["one line"], "\n", id="in the middle of a piece"),
+        pytest.param(["later", "now"], ["x now or later"], ["x "], "now", id="the first to begin wins"),
+        pytest.param(["abc", "bcd"], ["xab", "cd"], ["x", ""], "abc", id="overlapping"),
+        pytest.param(["bcd", "abcde"], ["xabc", "d"], ["x", "a"], "bcd", id="overlapping, the later one complete"),
+        pytest.param(["😀."], ["a😀", "😀", "."], ["a", "😀", ""], "😀.", id="several code units"),
+        pytest.param(["ab", "abc"], ["xabcd"], ["x"], "ab", id="of the same place the first named"),
+        pytest.param(["abc", "ab"], ["xabcd"], ["x"], "abc", id="of the same place the first named, the longer"),
+        pytest.param(["abc", "ab"], ["xab", "cd"], ["x"], "ab", id="as soon as one is complete"),
+    ],
+)
+def test_each_piece_goes_out_up_to_where_a_stop_may_begin(
+    stops: list[str], pieces: list[str], out: list[str], stop: str | None
+) -> None:
+    assert run(stops, pieces) == (out, stop)
+
+
+def test_what_is_held_at_the_end_goes_out_once() -> None:
+    matcher = StopMatcher(StopStrings(["END"]))
+    assert matcher.push("the EN") == StopMatch("the ", None)
+    assert matcher.finish() == "EN"
+    assert matcher.finish() == ""
+
+
+def plain_search(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
+    """Text and stop string, found by looking for every stop string in all of the text after each piece."""
+    whole = ""
+    for piece in pieces:
+        whole += piece
+        found = [(at, index) for index, stop in enumerate(stops) if (at := whole.find(stop)) >= 0]
+        if found:
+            at, index = min(found)
+            return whole[:at], stops[index]
+    return whole, None
+
+
+@given(stops=st.lists(SHORT, max_size=6), pieces=PIECES)
+@example(stops=["abba", "bb", "b", "bba"], pieces=["a", "abba"])
+@example(stops=["abb", "bba"], pieces=["a", "ab", "b", "a"])
+@example(stops=["aab"], pieces=["a", "a", "a", "a", "b"])
+@example(stops=["abba", "bb"], pieces=["abb", "a"])
+def test_any_stops_end_the_text_where_a_plain_search_does(stops: list[str], pieces: list[str]) -> None:
+    out, stop = run(stops, pieces)
+    assert ("".join(out), stop) == plain_search(stops, pieces)
+
+
+@pytest.mark.parametrize(
+    "stops", [["a" * 1023 + end for end in ALIKE], ["a" * size + "b" for size in range(960, 1024)]]
+)
+def test_64_long_stops_that_look_alike_cost_little_per_character(stops: list[str]) -> None:
+    prepared = StopStrings(stops)
+    matchers = [StopMatcher(prepared) for _ in range(8)]
+    start = time.process_time()
+    for _ in range(2000):
+        for matcher in matchers:
+            assert matcher.push("a").stop is None
+    assert time.process_time() - start < 5.0  # for 16,000 characters, of which each once took some milliseconds
+
+
+def test_stop_strings_are_small_and_choices_share_them() -> None:
+    tracemalloc.start()
+    try:
+        prepared = StopStrings(["".join(random.Random(seed).choices(string.printable, k=1024)) for seed in range(64)])
+        assert tracemalloc.get_traced_memory()[0] < 10_000_000
+        size = tracemalloc.get_traced_memory()[0]
+        matchers = [StopMatcher(prepared) for _ in range(128)]
+        assert tracemalloc.get_traced_memory()[0] - size < 100_000
+    finally:
+        tracemalloc.stop()
+    assert len(matchers) == 128
+
+
+# --- streamed text against the plain decoding of the whole
+
+
+HALF = "\N{REPLACEMENT CHARACTER}"
+
+HARD = [
+    "👩‍👩‍👧‍👦",
+    "🇩🇪",
+    "👍🏽",
+    "𓀀",
+    "e\u0301",
+    "ก็",
+    "日本語",
+    "한국어",
+    "שלום",
+    "\u200f",
+    "\x00",
+    "\r\n",
+    "  ",
+    "é",
+    "the hill",
+    "ab",
+]
+
+TEXTS = st.lists(st.sampled_from(HARD) | st.text(max_size=6), min_size=1, max_size=8).map("".join)
+KINDS = ["byte", "byte_level_bpe", "llama2_like", "metaspace"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    return {
+        "byte": byte_tokenizer,
+        "byte_level_bpe": make_byte_level_bpe(tmp_path_factory.mktemp("byte_level_bpe")),
+        "llama2_like": make_llama2_like(tmp_path_factory.mktemp("llama2_like")),
+        "metaspace": make_metaspace_unigram(tmp_path_factory.mktemp("metaspace")),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a model says, and how it is asked."""
+
+    prompt: list[int]
+    output: list[int]
+    stops: list[str]
+    min_tokens: int
+    event_sizes: list[int]  # tokens of each event; the last one has all that are left
+
+
+def decoded(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
+    """What decoding all at once adds to the prompt's text."""
+    return tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
+
+
+def split_anyhow(draw: st.DrawFn, tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens that spell the text, merged in other places than the tokenizer would merge by itself."""
+    cuts = sorted({0, len(text), *draw(st.lists(st.integers(0, len(text)), max_size=6))})
+    return [token for start, end in pairwise(cuts) for token in tokenizer.encode(text[start:end])]
+
+
+@st.composite
+def cases(draw: st.DrawFn, tokenizer: Tokenizer, is_any_token: bool = False, has_nested_stops: bool = False) -> Case:
+    prompt = tokenizer.encode(draw(TEXTS))
+    if is_any_token:
+        size = tokenizer.backend.get_vocab_size()
+        output = draw(st.lists(st.integers(0, size - 1) | st.sampled_from(tokenizer.encode("é日😀ab")), max_size=30))
+    else:
+        output = split_anyhow(draw, tokenizer, draw(TEXTS))
+    whole = decoded(tokenizer, prompt, output)
+    starts = st.integers(0, max(0, len(whole) - 1))
+    taken = st.builds(lambda start, size: whole[start : start + size], starts, st.integers(1, 5))
+    stops = [stop for stop in draw(st.lists(taken | st.text(min_size=1, max_size=3), max_size=3)) if stop]
+    if not has_nested_stops:  # of these, the first to begin is the first to be complete
+        stops = [stop for stop in stops if not any(other != stop and other in stop for other in stops)]
+    min_tokens = draw(st.just(0) | st.integers(0, len(output)))
+    return Case(prompt, output, stops, min_tokens, draw(st.lists(st.integers(1, 4))))
+
+
+def run_whole(tokenizer: Tokenizer, case: Case, is_ended_by_token: bool = False) -> list[CompletionOutput]:
+    """Every state of the choice, event by event, as a reader that keeps up would see it."""
+    params = SamplingParams(stop=case.stops, min_tokens=case.min_tokens, max_tokens=1000)
+    requests = [Request("g-0", case.prompt, params, 1000, 0)]
+    generation = Generation("g", None, case.prompt, params, requests, StopStrings(case.stops))
+    processor = OutputProcessor(tokenizer)
+    state = processor.open(generation)
+    seen = []
+    for event in events_of(case, is_ended_by_token):
+        delivery = processor.process([event])
+        assert delivery.failed == {}
+        seen.append(state.output.copy().outputs[0])
+    return seen
+
+
+def events_of(case: Case, is_ended_by_token: bool) -> list[TokenEvent]:
+    left, events = list(case.output), []
+    for size in case.event_sizes:
+        if len(left) > size:
+            events.append(TokenEvent("g-0", left[:size], None))
+            left = left[size:]
+    if is_ended_by_token:
+        end = [*left, END_TOKEN]
+        return [*events, TokenEvent("g-0", end, FinishReason.STOP, has_end_token=True)]
+    return [*events, TokenEvent("g-0", left, FinishReason.LENGTH)]
+
+
+def earliest(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first stop string begins."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def assert_streams_the_decoded_text(tokenizer: Tokenizer, case: Case, is_ended_by_token: bool) -> None:
+    """`whole`: |--- free: out with the first min_tokens ---|--- judged ---|stop string|--- never seen ---|"""
+    whole = decoded(tokenizer, case.prompt, case.output)
+    detokenizer = Detokenizer(tokenizer, case.prompt)
+    free = "".join(detokenizer.push(token) for token in case.output[: case.min_tokens])
+    at = earliest(whole[len(free) :], case.stops)
+    expected = whole if at is None else whole[: len(free) + at]
+    seen = run_whole(tokenizer, case, is_ended_by_token)
+    assert seen[-1].text == expected
+    for before, after in pairwise(seen):
+        assert after.text.startswith(before.text)  # and so, of a text without half characters, none ever shows any
+    if at is None:
+        assert seen[-1].finish_reason == ("stop" if is_ended_by_token else "length")
+        assert seen[-1].stop_reason is None
+    else:
+        assert seen[-1].finish_reason == "stop"
+        assert isinstance(seen[-1].stop_reason, str)
+        assert whole.startswith(seen[-1].stop_reason, len(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_any_text_comes_out_up_to_the_first_stop_string(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    tokenizer = tokenizers[kind]
+    case = data.draw(cases(tokenizer))
+    assume(HALF not in tokenizer.decode(case.prompt + case.output))
+    assert_streams_the_decoded_text(tokenizer, case, is_ended_by_token=False)
+
+
+@given(data=st.data())
+def test_with_an_end_token_it_is_the_same(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+    case = data.draw(cases(tokenizers["byte"]))
+    assume(HALF not in tokenizers["byte"].decode(case.prompt + case.output))
+    assert_streams_the_decoded_text(tokenizers["byte"], case, is_ended_by_token=True)
+
+
+@pytest.mark.parametrize("kind", ["byte", "byte_level_bpe"])
+@given(data=st.data())
+def test_bytes_that_are_no_text_come_out_as_the_whole_has_them_and_stops_are_found_among_them(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    tokenizer = tokenizers[kind]
+    case = data.draw(cases(tokenizer, is_any_token=True))
+    case = replace(case, min_tokens=0)
+    assume(not tokenizer.decode(case.prompt).endswith(HALF))
+    assert_streams_the_decoded_text(tokenizer, case, is_ended_by_token=False)
+
+
+@given(data=st.data())
+def test_stops_within_stops_never_leak_either(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+    case = replace(data.draw(cases(tokenizers["byte"], has_nested_stops=True)), min_tokens=0)
+    seen = run_whole(tokenizers["byte"], case)
+    whole = decoded(tokenizers["byte"], case.prompt, case.output)
+    assert whole.startswith(seen[-1].text)
+    for output in seen:
+        assert not any(stop in output.text for stop in case.stops)
+
+
+@given(data=st.data())
+def test_how_tokens_are_packed_into_events_changes_nothing(
+    tokenizers: dict[str, Tokenizer], data: st.DataObject
+) -> None:
+    case = data.draw(cases(tokenizers["byte_level_bpe"], is_any_token=True, has_nested_stops=True))
+    one_by_one = replace(case, event_sizes=[1] * len(case.output))
+    packed, single = (run_whole(tokenizers["byte_level_bpe"], each)[-1] for each in (case, one_by_one))
+    assert packed == single

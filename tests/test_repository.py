@@ -1,0 +1,138 @@
+"""What stands around the package: documents, examples, the wheel."""
+
+import asyncio
+import re
+import runpy
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from chairlift.commands import serve_command
+from chairlift.flags import read_settings
+from chairlift.models.cpu.build import usable_instruction_sets
+from tests.api.conftest import SLOTS
+from tests.api.contract import serving
+from tests.support.kernels import needs_kernels
+from tests.support.server_process import SERVE, running
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text())
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in [heading.lower().replace(" ", "-") for heading in headings], link
+
+
+# --- examples
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+async def run(example: str, *arguments: str, url: str) -> str:
+    """What it prints; it must succeed, and complain of nothing."""
+    command = [sys.executable, "-W", "error", str(EXAMPLES / example), *arguments, "--url", f"{url}/v1"]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    output, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, errors.decode()) == (0, "")
+    return output.decode()
+
+
+async def test_a_chat_is_streamed() -> None:
+    async with serving() as server:
+        printed = await run("stream_chat.py", "What is 17 + 25?", url=server.url)
+    assert printed == "17 + 25 = 42.\n"
+
+
+async def test_a_tool_is_called_and_its_result_goes_into_the_answer() -> None:
+    async with serving() as server:
+        weather = await run("tool_call.py", url=server.url)
+        total = await run("tool_call.py", "What is 17 + 25?", url=server.url)
+        neither = await run("tool_call.py", "Hello!", url=server.url)
+        assert server.num_free_slots == SLOTS
+    call, answer, _ = weather.split("\n")
+    assert call == "get_weather(city='Oslo') -> sunny and 19 degrees"
+    assert "sunny and 19 degrees" in answer
+    call, answer, _ = total.split("\n")
+    assert call == "add(a=17 b=25) -> 42"
+    assert "42" in answer
+    assert len(neither.splitlines()) == 1
+
+
+async def test_data_is_taken_out_of_a_sentence() -> None:
+    async with serving() as server:
+        assert await run("json_answer.py", url=server.url) == '{"name":"Maria","age":34}\n'
+        assert await run("json_answer.py", "Tom is 7 years old.", url=server.url) == '{"name":"Tom","age":7}\n'
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_every_example_explains_itself_and_is_short(
+    example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [example, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    assert ended.value.code == 0
+    assert f"python examples/{example}" in capsys.readouterr().out
+    assert len((EXAMPLES / example).read_text().splitlines()) <= 60
+
+
+def test_the_server_in_a_cluster_is_started_with_settings_that_there_are() -> None:
+    text = (EXAMPLES / "kubernetes" / "chairlift.yaml").read_text(encoding="utf-8")
+    found = re.search(r"command: \[chairlift, serve, ([^]]*)\]", text)
+    assert found is not None
+    arguments = [argument.strip().strip('"') for argument in found[1].split(",")]
+    _, server = read_settings(serve_command(), arguments)
+    grace = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
+    assert grace is not None
+    assert server.drain_delay + server.drain_timeout < int(grace[1])
+
+
+# --- the wheel
+
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def run_pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=240)
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_a_wheel_with_kernels_serves_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = usable_instruction_sets()[0]
+    monkeypatch.setenv("CHAIRLIFT_WHEEL_KERNELS", f"{best} avx2")
+    run_pip("wheel", "--no-build-isolation", "--wheel-dir", str(tmp_path), ".")
+    (wheel,) = tmp_path.glob("chairlift-*-py3-none-manylinux_2_17_*.whl")
+    libraries = [Path(name) for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert {str(each.parent) for each in libraries} == {"chairlift/models/cpu/libraries"}
+    assert {each.name.split("-")[1] for each in libraries} == {best, "avx2"}
+
+    run_pip("install", "--target", str(tmp_path / "site"), str(wheel))
+    cache = tmp_path / "cache"
+    surroundings: dict[str, Any] = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
+    with running(SERVE, is_forked=False, **surroundings, CHAIRLIFT_CACHE_DIR=str(cache)) as process:
+        client = OpenAI(base_url=f"{process.url}/v1", api_key="none")
+        reply = client.chat.completions.create(
+            model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0.0
+        )
+        assert reply.choices[0].message.content == "17 + 25 = 42."
+        assert any(f"CPU kernels: {best}" in line for line in process.log)
+        assert any(str(tmp_path / "site") in line for line in process.log), "another chairlift is served"
+    assert not cache.exists()

@@ -22,6 +22,7 @@ from chairlift.scheduler import TokenEvent
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
+_GONE = "the process at the other end is gone"
 
 Service = Callable[..., Any]
 """What one end offers the other: a function, whose result, an awaitable's if it is one, travels back."""
@@ -138,7 +139,7 @@ class Peer(asyncio.Protocol):
         self.lost.set()
         for asked in self._asked.values():
             if not asked.done():
-                asked.set_exception(EngineClosed("the process at the other end is gone"))
+                asked.set_exception(EngineClosed(_GONE))
 
     def post(self, message: object) -> None:
         """Sends it, unless the other end is gone, which `lost` tells."""
@@ -150,17 +151,14 @@ class Peer(asyncio.Protocol):
         """What the other end's service says, or raises. `EngineClosed` if the other end is gone."""
         answer = asyncio.get_running_loop().create_future()
         if self.lost.is_set():
-            answer.set_exception(EngineClosed("the process at the other end is gone"))
+            answer.set_exception(EngineClosed(_GONE))
+            answer.exception()  # who asked may not want to know
             return answer
         number = next(self._numbers)
         self._asked[number] = answer
         answer.add_done_callback(lambda done: self._forget(number, done))
         self.post(_Ask(number, name, args))
         return answer
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
 
     def _forget(self, number: int, answer: "asyncio.Future[Any]") -> None:
         self._asked.pop(number)
@@ -180,17 +178,15 @@ class Peer(asyncio.Protocol):
                     asked.set_exception(message.error)
 
     async def _reply(self, ask: _Ask) -> None:
-        answer, problem = None, None
         try:
             answer = self._services[ask.name](*ask.args)
-            if inspect.isawaitable(answer):
-                answer = await answer
+            self.post(_Told(ask.number, await answer if inspect.isawaitable(answer) else answer, None))
         except ChairliftError as error:
-            problem = error
+            self.post(_Told(ask.number, None, error))
         except Exception as error:
             logger.error("answering %s failed", ask.name, exc_info=error)
-            answer, problem = None, RequestFailed(f"{ask.name} failed: {type(error).__name__}: {error}")
-        self.post(_Told(ask.number, answer, problem))
+            problem = RequestFailed(f"{ask.name} failed: {type(error).__name__}: {error}")
+            self.post(_Told(ask.number, None, problem))
 
 
 def read_message(connection: socket.socket) -> object:
@@ -204,6 +200,6 @@ def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         piece = connection.recv(num_bytes - len(data))
         if not piece:
-            raise EngineClosed("the process at the other end is gone")
+            raise EngineClosed(_GONE)
         data += piece
     return data

@@ -53,7 +53,12 @@ def read(path: Path) -> str:
 
 
 def workers_of(process: Process) -> set[int]:
-    return {worker for nursery in children_of(process.popen.pid) for worker in children_of(nursery)}
+    children = children_of(process.popen.pid)
+    (nursery,) = [pid for pid in children if "nurse(" in read(Path(f"/proc/{pid}/cmdline"))]
+    return set(children_of(nursery))
+
+
+ESTABLISHED = "01"
 
 
 def worker_of(response: httpx.Response) -> int:
@@ -61,7 +66,7 @@ def worker_of(response: httpx.Response) -> int:
     stream = response.extensions["network_stream"]
     ends = [f"{stream.get_extra_info(name)[1]:04X}" for name in ("server_addr", "client_addr")]
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (inode,) = [line[9] for line in lines if [line[1][-4:], line[2][-4:]] == ends]
+    (inode,) = [line[9] for line in lines if [line[1][-4:], line[2][-4:], line[3]] == [*ends, ESTABLISHED]]
     for path in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             if path.readlink().name == f"socket:[{inode}]":

@@ -127,7 +127,7 @@ class InputProcessor:
         # A tokenizer may have more tokens than the model has rows; those are never sampled.
         self._eos_token_ids = frozenset(token for token in eos if 0 <= token < vocab_size)
         self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
-        self.grammars = grammars or GrammarCompiler(self.vocabulary)
+        self.grammars: Grammars = grammars or GrammarCompiler(self.vocabulary)
         has_defaults = config.generation_config is GenerationDefaults.AUTO
         self.default_params = _default_params(generation_config, path) if has_defaults else SamplingParams()
         self._max_new_tokens = _max_new_tokens(generation_config, path) if has_defaults else None
@@ -141,7 +141,7 @@ class InputProcessor:
         param: str = "prompt",
         options: RequestOptions = DEFAULT_OPTIONS,
         text_options: TextOptions = DEFAULT_TEXT,
-        compiled: object | None = None,
+        compiled: Any = None,
     ) -> Generation:
         """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json).
 

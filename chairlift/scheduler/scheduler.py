@@ -105,6 +105,12 @@ class Scheduler:
         self.waiting.remove(request_id)
         return self._end(request)
 
+    def hold(self, request_ids: Sequence[str], is_held: bool) -> None:
+        """Has requests rest: they keep their places and slots, and get no tokens. Or has them go on."""
+        for request_id in request_ids:
+            if (request := self.find(request_id)) is not None:
+                request.is_held = is_held
+
     def expire(self) -> list[TokenEvent]:
         """Ends requests whose time is up, so many in a step. To be called before `schedule`."""
         events, self._unstarted = self._unstarted, []
@@ -132,6 +138,8 @@ class Scheduler:
             if (num_pending or request.grammar is not None) and not request.can_be_planned:
                 continue
             if len(request.token_ids) + num_pending - request.num_computed == 1:  # num_uncomputed, without a call
+                if request.is_held:
+                    continue
                 step.decode.append(row)
                 if request.num_computed + reach > request.num_held:
                     growing.append(request)

@@ -8,10 +8,14 @@ output: what had been done by then (`Counters`).
 """
 
 import json
+import os
 import sys
 import threading
 import time
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -34,6 +38,7 @@ class Counters:
     loop_cpu: float
     engine_cpu: float
     process_cpu: float
+    workers_cpu: float  # of API workers
 
 
 class Device:
@@ -118,7 +123,29 @@ def _read(device: Device) -> Counters:
         loop_cpu=_cpu_of(threading.main_thread()),
         engine_cpu=0.0 if engine is None else _cpu_of(engine),
         process_cpu=time.process_time(),
+        workers_cpu=sum(map(_cpu_of_process, _children_of(_children_of([os.getpid()])))),
     )
+
+
+def _children_of(parents: Collection[int]) -> list[int]:
+    """Processes that these have started, on Linux."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            pid = int(path.parent.name)
+            if int(_stat_of(pid)[1]) in parents:
+                found.append(pid)
+    return found
+
+
+def _stat_of(pid: int) -> list[str]:
+    """The fields behind the program's name: state, parent, ..."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _cpu_of_process(pid: int) -> float:
+    user, system = _stat_of(pid)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _cpu_of(thread: threading.Thread) -> float:

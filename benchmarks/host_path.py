@@ -12,8 +12,8 @@ tokens/s     that reached the client; ideal: STREAMS per step
 idle         share of the time in which the device had nothing to do
 gap          between two arrivals of tokens in one stream
 ttft         from a request to its first token, of all requests
-CPU          microseconds per token that reached the client: of the server's event loop, its engine's thread and all of
-             the server, and of this client
+CPU          microseconds per token that reached the client: of the event loop in the engine's process, its engine's
+             thread and all of that process; of all API workers, if there are (--flag=--api-workers=2); of this client
 
 The last line is JSON.
 """
@@ -44,7 +44,7 @@ _POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: 
 _END = b"0\r\n\r\n"  # of a streamed reply
 _HEAD = (
     f"{'':<24}{'tokens/s':>9}{'ideal':>9}{'idle':>8}{'gap p50':>9}{'p99':>7}{'ttft p50':>9}{'p99':>7}"
-    f"{'loop us':>9}{'engine':>8}{'server':>8}{'client':>8}"
+    f"{'loop us':>9}{'engine':>8}{'server':>8}{'workers':>8}{'client':>8}"
 )
 _SERVER = Path(__file__).with_name("fake_server.py")
 
@@ -234,6 +234,7 @@ def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
             "loop": per_token(after.loop_cpu - before.loop_cpu),
             "engine": per_token(after.engine_cpu - before.engine_cpu),
             "server": per_token(after.process_cpu - before.process_cpu),
+            "workers": per_token(after.workers_cpu - before.workers_cpu),
             "client": per_token(client_cpu),
         },
     }
@@ -250,7 +251,7 @@ def _line(figures: dict[str, Any]) -> str:
     times = "".join(_pair(figures[name]) for name in ("gap_ms", "ttft_ms"))
     return (
         f"{figures['tokens_per_s']:>9,}{figures['ideal']:>9,}{figures['idle']:>8.0%}{times}"
-        f"{cpu['loop']:>9.1f}{cpu['engine']:>8.1f}{cpu['server']:>8.1f}{cpu['client']:>8.1f}"
+        f"{cpu['loop']:>9.1f}{cpu['engine']:>8.1f}{cpu['server']:>8.1f}{cpu['workers']:>8.1f}{cpu['client']:>8.1f}"
     )
 
 

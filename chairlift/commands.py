@@ -2,19 +2,22 @@
 models have them; a title stands above the setting that is named with it.
 """
 
+import contextlib
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chairlift.flags import Command, read_settings
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
+    from collections.abc import Coroutine
 
 _LAST_THREADS_S = 3.0
+_NURSE = "from chairlift.commands import nurse; nurse({})"
 
 _ENGINE_GROUPS = {
     "model": "model",
@@ -98,8 +101,6 @@ def bench_command() -> Command:
 def serve(arguments: Sequence[str]) -> int:
     """Serves until a signal or the engine's death. What cannot work is refused before torch is imported."""
     engine_config, config = read_settings(serve_command(), arguments)
-    import asyncio
-
     from chairlift.api.http.access import check_access
     from chairlift.api.http.listening import Listener
     from chairlift.api.telemetry.log import set_up_logging
@@ -107,19 +108,28 @@ def serve(arguments: Sequence[str]) -> int:
     set_up_logging(config.log_format)
     check_access(config)
     with Listener(config) as listener:
-        from chairlift.api.server import serve as serve_engine
+        from chairlift.api import workers
+        from chairlift.api.server import serve as serve_alone
         from chairlift.engine.async_llm import AsyncLLM
 
         async def run() -> int:
-            code = await serve_engine(AsyncLLM(**engine_config.model_dump()), config, listener)
-            # A thread that hangs, in a tokenizer perhaps, must not keep the process: a regular exit would wait for it.
-            ending = threading.Timer(_LAST_THREADS_S, _exit_at_once, [code])
-            ending.daemon = True
-            ending.start()
-            return code
+            with contextlib.ExitStack() as stack:
+                nursery = None if config.api_workers in ("auto", 1) else stack.enter_context(workers.Nursery(_NURSE))
+                llm = AsyncLLM(**engine_config.model_dump())
+                size = workers.choose_size(config, llm.config)
+                if size == 1:
+                    return await serve_alone(llm, config, listener)
+                nursery = nursery or stack.enter_context(workers.Nursery(_NURSE))
+                return await workers.Crew(llm, config, listener, nursery, size).serve()
 
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(run())
+        return _run_to_code(run())
+
+
+def nurse(fd: int) -> None:
+    """The program of the process that forks API workers."""
+    from chairlift.api.workers import nurse as fork_workers
+
+    fork_workers(fd, _run_to_code)
 
 
 def chat(arguments: Sequence[str]) -> int:
@@ -162,6 +172,23 @@ def bench(arguments: Sequence[str]) -> int:
 
     set_up_logging()
     return run(config, _loop_factory())
+
+
+def _run_to_code(main: "Coroutine[Any, Any, int]") -> int:
+    """Runs a server's loop. Soon after its end the process ends, even if a thread hangs, in a tokenizer perhaps: a
+    regular exit would wait for it.
+    """
+    import asyncio
+
+    async def run() -> int:
+        code = await main
+        ending = threading.Timer(_LAST_THREADS_S, _exit_at_once, [code])
+        ending.daemon = True
+        ending.start()
+        return code
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(run())
 
 
 def _exit_at_once(code: int) -> None:

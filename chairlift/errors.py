@@ -21,9 +21,19 @@ ChairliftError
     └── EngineHung                   a step did not come back within its limit
 """
 
+from typing import Any
+
 
 class ChairliftError(Exception):
-    """Base of all exceptions that this package raises on purpose."""
+    """Base of all exceptions that this package raises on purpose. They can be sent to other processes as they are."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (type(self), self.args), self.__dict__
+
+
+def _revive(kind: type[ChairliftError], args: tuple[Any, ...]) -> ChairliftError:
+    """Without the constructor, whose arguments may be others than the error's."""
+    return kind.__new__(kind, *args)
 
 
 class InvalidRequest(ChairliftError, ValueError):

@@ -171,7 +171,7 @@ class Replica:
         gauges: dict[str, Gauge] = {}
         try:
             while True:
-                for family in self._api.metrics.collect():
+                for family in (await self._api.take_metrics()).collect():
                     for sample in family.samples:
                         if sample.name not in gauges:
                             keys = tuple(sample.labels)

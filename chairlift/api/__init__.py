@@ -6,7 +6,7 @@ Importing this costs neither aiohttp nor torch: the command line reads its flags
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
@@ -50,6 +50,12 @@ class ServerConfig(BaseModel):
         False,
         description="show models the billing line that begins Claude Code's system prompts; it differs in every"
         " request, so nothing of a prompt after it can be reused",
+    )
+
+    api_workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
+        "auto",
+        description="processes that read requests and write replies, beside the engine's; 1: the engine's own does;"
+        " auto: 1 on a CPU, on a GPU one for every 256 of max_batch_size",
     )
 
     # Who may come in, and how much of the server is theirs

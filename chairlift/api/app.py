@@ -1,10 +1,12 @@
 """The application: its middlewares and endpoints, and the handlers of those that generate nothing."""
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -12,10 +14,10 @@ from pydantic import BaseModel
 import chairlift
 from chairlift.api import ServerConfig
 from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
-from chairlift.api.http.access import Client, Cors, KeyRing, gather_keys
+from chairlift.api.http.access import Client, Cors, KeyLimits, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader, Workers
 from chairlift.api.http.connections import meet_expectation
-from chairlift.api.jobs import Job, JobMaker, answer
+from chairlift.api.jobs import Job, JobMaker, Store, answer
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
 from chairlift.api.replies.responses import NOT_STORED, ResponseStore
 from chairlift.api.routes import (
@@ -32,10 +34,11 @@ from chairlift.api.routes import (
 )
 from chairlift.api.telemetry import OBSERVATION, Observer, Tracing
 from chairlift.api.telemetry.log import log_request
-from chairlift.api.telemetry.metrics import Metrics
+from chairlift.api.telemetry.metrics import Counts, Metrics
 from chairlift.api.wire.anthropic import CountTokensRequest
 from chairlift.api.wire.response_object import DeletedResponse
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
+from chairlift.engine.journal import EngineStats
 from chairlift.errors import EngineClosed, ModelNotFound
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -46,27 +49,52 @@ _TOLD_PATHS = {route.path for route in ROUTES} | {"/", WATCH_PATH}  # in metrics
 _READERS = "readers of the reference"  # as one client of the workers
 
 
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What the servers of one engine have in common; there are several where it has API workers."""
+
+    keys: Mapping[str, KeyLimits]
+    store: Store
+    read_books: Callable[[Counts], Awaitable[tuple[EngineStats, Counts]]]  # with the own counts, all of them
+    engine_pid: int
+
+    @classmethod
+    def alone(cls, llm: AsyncLLM, config: ServerConfig) -> Self:
+        """Of the only server. `ConfigurationError` if keys are wrong."""
+
+        async def read_books(counts: Counts) -> tuple[EngineStats, Counts]:
+            return llm.read_stats(), counts
+
+        return cls(gather_keys(config), ResponseStore(), read_books, os.getpid())
+
+
 class Api:
     """The handlers. One model, one engine."""
 
-    def __init__(self, llm: AsyncLLM, config: ServerConfig = ServerConfig()) -> None:  # noqa: B008 - frozen
-        """`ConfigurationError` if keys or origins are wrong."""
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        config: ServerConfig = ServerConfig(),  # noqa: B008 - frozen
+        common: Common | None = None,
+    ) -> None:
+        """`common` None: it is the only server. `ConfigurationError` if keys or origins are wrong."""
         self._llm = llm
         self._model_name = config.served_model_name or llm.config.model
         root, max_len = llm.config.model, llm.config.max_seq_len
         self._card = ModelCard(id=self._model_name, created=int(time.time()), root=root, max_model_len=max_len)
-        self.keys = KeyRing(gather_keys(config), config.share_prefixes, _OPEN_PATHS)
+        self._common = common or Common.alone(llm, config)
+        self.keys = KeyRing(self._common.keys, config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
-        self._store = ResponseStore()
         families = config.tool_call_parser, config.reasoning_parser
-        self._job_maker = JobMaker(llm, self._model_name, self._store, *families, config.keep_billing_line)
+        self._job_maker = JobMaker(llm, self._model_name, self._common.store, *families, config.keep_billing_line)
         # What takes long never stands before what does not; and a reply that is there is not refused any more.
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
         self._reply_workers = Workers(1)
         self._all_workers = self._quick_workers, self._slow_workers, self._reply_workers
-        self.metrics = Metrics(llm, self._model_name, config.vllm_metrics)
+        self.counts = Counts()
+        self._has_vllm_metrics = config.vllm_metrics
         self._turn = asyncio.Lock()  # of replies that take the loop milliseconds: one in a turn of it
         self.is_leaving = self.is_draining = False  # /health says so; requests are refused
         self.num_active = 0  # requests from their headers to the last byte of their replies
@@ -89,8 +117,8 @@ class Api:
                 app.router.add_route(method, path, handler, expect_handler=meet_expectation)
         add_page_routes(app, SnapshotFeed(self._llm))
         tracing = Tracing(self._model_name)
-        note_end = [self.metrics.note_request, log_request]
-        Observer(_TOLD_PATHS, tracing.span, self.metrics.note_response, note_end).install(app)
+        note_end = [self.counts.note_request, log_request]
+        Observer(_TOLD_PATHS, tracing.span, self.counts.note_response, note_end).install(app)
         self.cors.install(app)
         return app
 
@@ -120,14 +148,16 @@ class Api:
         return _json(Health())
 
     async def stored_response(self, request: web.Request) -> web.Response:
-        stored = self._store.find(self.keys.client_of(request).owner, request.match_info["id"])
+        owner = self.keys.client_of(request).owner
+        stored = await asyncio.to_thread(self._common.store.find, owner, request.match_info["id"])
         if stored is None:
             raise web.HTTPNotFound(text=NOT_STORED)
         return web.Response(body=stored.reply, content_type="application/json")
 
     async def delete_response(self, request: web.Request) -> web.Response:
         response_id = request.match_info["id"]
-        if not self._store.delete(self.keys.client_of(request).owner, response_id):
+        owner = self.keys.client_of(request).owner
+        if not await asyncio.to_thread(self._common.store.delete, owner, response_id):
             raise web.HTTPNotFound(text=NOT_STORED)
         return _json(DeletedResponse(id=response_id))
 
@@ -151,9 +181,15 @@ class Api:
         return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
+        metrics = await self.take_metrics()
         async with self._turn:
-            body, content_type = self.metrics.render(request.headers.get("Accept", ""))
+            body, content_type = metrics.render(request.headers.get("Accept", ""), self._common.engine_pid)
         return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def take_metrics(self) -> Metrics:
+        """All counts, as of now."""
+        stats, counts = await self._common.read_books(self.counts)
+        return Metrics(self._llm, self._model_name, stats, counts, self._has_vllm_metrics)
 
     async def version(self, _: web.Request) -> web.Response:
         return _json(Version(version=chairlift.__version__))

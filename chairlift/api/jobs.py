@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -19,7 +19,7 @@ from chairlift.api.replies import EventStream, Reply
 from chairlift.api.replies.answer import NewReader
 from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
-from chairlift.api.replies.responses import NOT_STORED, ResponsesReply, ResponseStore, StoredResponse
+from chairlift.api.replies.responses import NOT_STORED, ResponsesReply, StoredResponse
 from chairlift.api.telemetry import Observation
 from chairlift.api.tools import ReasoningFamily, ToolFamily
 from chairlift.api.wire import own_field_names
@@ -57,6 +57,20 @@ class Draft:
     headers: Mapping[str, str] = field(default_factory=dict)  # of the reply
 
 
+class Store(Protocol):
+    """Where responses are kept: `ResponseStore`, or that of another process. Usable from any thread."""
+
+    def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
+        """Never waits."""
+        ...
+
+    def find(self, owner: str, response_id: str) -> StoredResponse | None: ...
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """False if there is no such response."""
+        ...
+
+
 class JobMaker:
     """Makes drafts of bodies, in a worker's thread, and generations of drafts, on the event loop."""
 
@@ -64,7 +78,7 @@ class JobMaker:
         self,
         llm: AsyncLLM,
         model_name: str,
-        store: ResponseStore,
+        store: Store,
         tool_family: ToolFamily | None = None,
         reasoning_family: ReasoningFamily | None = None,
         keeps_billing_line: bool = False,

@@ -6,12 +6,15 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 
 from aiohttp import web
 
 from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.app import Api
+from chairlift.api.http.access import gather_keys
 from chairlift.api.http.connections import connections_of
 from chairlift.api.http.listening import Listener
 from chairlift.api.telemetry.log import log_activity
@@ -29,25 +32,35 @@ _SWITCH_INTERVAL_S = 0.001
 _COLLECTOR_THRESHOLDS = (10_000, 10, 30)  # objects made since a collection of the young ones; those until one of older
 
 
+Handlers = Mapping[int, Callable[[], None]]
+"""What signals do, by their numbers."""
+
+
 async def serve(llm: AsyncLLM, config: ServerConfig, listener: Listener) -> int:
-    """Serves until a signal or the engine's death; returns the process's exit code."""
-    api = Api(llm, config)
+    """Serves from this process alone, until a signal or the engine's death; returns the process's exit code."""
+    with reporting(llm, config.log_interval):
+        note_start = partial(announce, config, listener)
+        return await serve_api(Api(llm, config), llm, config, listener, catch_signals, note_start)
+
+
+async def serve_api(
+    api: Api,
+    llm: AsyncLLM,
+    config: ServerConfig,
+    listener: Listener,
+    catch: Callable[[Handlers], AbstractContextManager[None]],
+    note_start: Callable[[], object],
+) -> int:
+    """As `serve`. `catch`: has signals handled; `note_start`: called when requests are served."""
     runner = make_runner(api)
     stop, hurry = asyncio.Event(), asyncio.Event()
     was_cut_short = False
     try:
-        with _short_pauses(), _signals(listener, stop, hurry), reporting(llm, config.log_interval), listener:
+        with short_pauses(), catch(_handlers(listener, stop, hurry)), listener:
             await start(runner, config, listener)
-            is_open = listener.is_open_to_others
-            api.cors.is_strict = not api.keys and not is_open
-            if not api.keys and is_open:
-                logger.warning(
-                    "anybody who reaches this machine can use the server: it asks for no key. Set --api-key,"
-                    " --api-key-file or %s, or listen on 127.0.0.1",
-                    KEYS_VARIABLE,
-                )
-            logger.info("serving on %s", listener.url)
-            await _first_of(stop.wait(), llm.died.wait())
+            api.cors.is_strict = not api.keys and not listener.is_open_to_others
+            note_start()
+            await first_of(stop.wait(), llm.died.wait())
             api.is_leaving = True
             await _delay(llm, config.drain_delay, hurry)
             api.drain()
@@ -58,6 +71,17 @@ async def serve(llm: AsyncLLM, config: ServerConfig, listener: Listener) -> int:
     if llm.death is not None:
         return EXIT_ENGINE_DIED
     return EXIT_CUT_SHORT if was_cut_short else EXIT_OK
+
+
+def announce(config: ServerConfig, listener: Listener) -> None:
+    """Says in the log where requests are served, and to whom."""
+    if not gather_keys(config) and listener.is_open_to_others:
+        logger.warning(
+            "anybody who reaches this machine can use the server: it asks for no key. Set --api-key,"
+            " --api-key-file or %s, or listen on 127.0.0.1",
+            KEYS_VARIABLE,
+        )
+    logger.info("serving on %s", listener.url)
 
 
 def make_runner(api: Api) -> web.AppRunner:
@@ -72,8 +96,7 @@ async def start(runner: web.AppRunner, config: ServerConfig, listener: Listener)
     listener.accept(connections_of(runner.server, config))
 
 
-@contextlib.contextmanager
-def _signals(listener: Listener, stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
+def _handlers(listener: Listener, stop: asyncio.Event, hurry: asyncio.Event) -> Handlers:
     """The first SIGTERM or SIGINT sets `stop`, the next one `hurry`. SIGHUP renews the certificate: to a server it says
     that its files have changed, not that anybody has left.
     """
@@ -81,8 +104,13 @@ def _signals(listener: Listener, stop: asyncio.Event, hurry: asyncio.Event) -> I
     def end() -> None:
         (hurry if stop.is_set() else stop).set()
 
+    return {signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: listener.renew_certificate}
+
+
+@contextlib.contextmanager
+def catch_signals(handlers: Handlers) -> Iterator[None]:
+    """Has this process's signals handled."""
     loop = asyncio.get_running_loop()
-    handlers = {signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: listener.renew_certificate}
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
@@ -93,7 +121,7 @@ def _signals(listener: Listener, stop: asyncio.Event, hurry: asyncio.Event) -> I
 
 
 @contextlib.contextmanager
-def _short_pauses() -> Iterator[None]:
+def short_pauses() -> Iterator[None]:
     """Shortens two pauses of every stream: the garbage collector walks through all objects (0.2 s), most of which were
     there from the start, again and again while a large reply is made; and a thread that wants the interpreter's lock
     waits for 5 ms before it asks.
@@ -130,7 +158,7 @@ async def _delay(llm: AsyncLLM, delay_s: float, hurry: asyncio.Event) -> None:
     if delay_s and llm.death is None:
         logger.info("/health says 503, and requests are served for %.0f s more", delay_s)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_first_of(hurry.wait(), llm.died.wait()), delay_s)
+            await asyncio.wait_for(first_of(hurry.wait(), llm.died.wait()), delay_s)
 
 
 async def _wind_down(llm: AsyncLLM, api: Api, timeout_s: float, hurry: asyncio.Event) -> bool:
@@ -140,7 +168,7 @@ async def _wind_down(llm: AsyncLLM, api: Api, timeout_s: float, hurry: asyncio.E
         return True
     logger.info("shutting down: %d requests have %.0f s to finish", api.num_active, timeout_s)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(_first_of(_idle(api), hurry.wait(), llm.died.wait()), timeout_s)
+        await asyncio.wait_for(first_of(_idle(api), hurry.wait(), llm.died.wait()), timeout_s)
     if not api.num_active:
         return False
     logger.info("ending %d requests that still run", api.num_active)
@@ -155,7 +183,7 @@ async def _idle(api: Api) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _first_of(*waits: Coroutine[None, None, object]) -> None:
+async def first_of(*waits: Coroutine[None, None, object]) -> None:
     """Waits for any one of them."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

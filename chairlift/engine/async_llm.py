@@ -11,16 +11,23 @@ from uuid import uuid4
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.journal import EngineStats, Snapshot
-from chairlift.engine.text.inputs import DEFAULT_CHAT, DEFAULT_TEXT, Generation, InputProcessor, Prompt, TextOptions
+from chairlift.engine.text.inputs import (
+    DEFAULT_CHAT,
+    DEFAULT_TEXT,
+    Generation,
+    Grammars,
+    InputProcessor,
+    Prompt,
+    TextOptions,
+)
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Message
-from chairlift.engine.thread import Abort, Add, Call, EngineThread, Stop, Update
+from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Port, Stop, Update, describe_death
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_JOIN_TIMEOUT_S = 10.0
 _MAX_REST_S = 0.01
 
 _Result = TypeVar("_Result")
@@ -81,13 +88,25 @@ class AsyncLLM:
         `config`: fields of `EngineConfig`.
         """
         self._core = EngineCore(EngineConfig(model=model, **config))
-        self.config = self._core.config
-        self.inputs = InputProcessor(self.config, self._core.vocab_size)
+        self._use(LocalEngine(self._core))
+
+    @classmethod
+    def of(cls, engine: Engine, grammars: Grammars, seed_stream: int) -> Self:
+        """With an engine that others use as well; see `InputProcessor`."""
+        llm = cls.__new__(cls)
+        llm._use(engine, grammars, seed_stream)
+        llm._usable_engine()  # which may die before the first request
+        return llm
+
+    def _use(self, engine: Engine, grammars: Grammars | None = None, seed_stream: int = 0) -> None:
+        self._engine = engine
+        self.config, self.vocab_size = engine.config, engine.vocab_size
+        self.inputs = InputProcessor(self.config, engine.vocab_size, grammars, seed_stream)
         self.inputs.vocabulary.load()  # later, all requests would wait for that
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._mailboxes: dict[str, _Mailbox] = {}  # by the generation's id; those that run together share one
         self._answers: set[asyncio.Future[Any]] = set()  # that the engine's thread owes
-        self._thread: EngineThread | None = None
+        self._is_started = False
         self._watch: asyncio.Task[None] | None = None
         self._is_closed = False
         self.death: BaseException | None = None
@@ -96,8 +115,14 @@ class AsyncLLM:
     @property
     def is_healthy(self) -> bool:
         """True while new requests are served."""
-        is_alive = self._thread is None or self._thread.is_alive
-        return self.death is None and not self._is_closed and is_alive
+        return self.death is None and not self._is_closed and self._engine.is_alive
+
+    def connect(self, wake: Callable[[], None]) -> Port:
+        """For one more reader of an engine in this process; see `EngineThread.connect`."""
+        engine = self._usable_engine()
+        assert isinstance(engine, LocalEngine), "an engine in another process has lines of its own"
+        assert engine.thread is not None, "it was started"
+        return engine.thread.connect(wake)
 
     @property
     def num_unfinished(self) -> int:
@@ -170,14 +195,14 @@ class AsyncLLM:
         Each has one output, which goes on to grow. `wants_steps`: news of every step, not only when a generation begins
         and ends. Leaving the iterator early, or an error in one of them, ends them all. Otherwise like `generate`.
         """
-        thread = self._usable_thread()
+        engine = self._usable_engine()
         names = [generation.request_id for generation in generations]
         for index, name in enumerate(names):
             if name in self._mailboxes or name in names[:index]:
                 raise ValueError(f"request {name!r} is already running")
         mailbox = _Mailbox([self._outputs.open(generation) for generation in generations], wants_steps)
         self._mailboxes.update(dict.fromkeys(names, mailbox))
-        thread.send(Add([request for generation in generations for request in generation.requests]))
+        engine.send(Add([request for generation in generations for request in generation.requests]))
         unfinished = set(range(len(generations)))
         try:
             while unfinished:
@@ -192,13 +217,13 @@ class AsyncLLM:
                 self._outputs.close(state)
                 unfinished_ids += state.unfinished_ids
             if unfinished_ids:
-                thread.send(Abort(unfinished_ids))
+                engine.send(Abort(unfinished_ids))
 
     async def abort(self, request_id: str) -> None:
         """Ends a generation; its reader gets what there is, with finish reason "abort"."""
         mailbox = self._mailboxes.get(request_id)
-        if mailbox is not None and self._thread is not None:
-            self._thread.send(Abort(mailbox.states[request_id].unfinished_ids))
+        if mailbox is not None:
+            self._engine.send(Abort(mailbox.states[request_id].unfinished_ids))
 
     async def abort_all(self) -> None:
         """Ends every generation."""
@@ -214,7 +239,7 @@ class AsyncLLM:
 
     def read_stats(self) -> EngineStats:
         """What the engine has done so far, also if it hangs, is dead or was closed."""
-        return self._core.read_stats()
+        return self._engine.read_stats()
 
     async def close(self) -> None:
         """Ends what runs with `EngineClosed` and stops the thread. Calls after it raise `EngineClosed`."""
@@ -226,14 +251,8 @@ class AsyncLLM:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         self._watch = None
-        if self._thread is not None:
-            self._thread.send(Stop())
-            timeout = 0.0 if isinstance(self.death, EngineHung) else _JOIN_TIMEOUT_S
-            if await asyncio.to_thread(self._thread.join, timeout):
-                self._thread = None  # and with it the way back from the thread: the memory is free at once
-            else:
-                logger.error("the engine thread did not stop; it is left behind")
-        await asyncio.gather(*map(asyncio.to_thread, (self._core.ranks.close, self.inputs.close)))
+        await self._engine.close(waits=not isinstance(self.death, EngineHung))
+        await asyncio.to_thread(self.inputs.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -243,37 +262,37 @@ class AsyncLLM:
 
     async def _call(self, function: Callable[[EngineCore], _Result]) -> _Result:
         """Calls a function in the engine's thread between two launches and returns its result."""
-        thread = self._usable_thread()
+        engine = self._usable_engine()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Result] = loop.create_future()
         self._answers.add(answer)
         try:
-            thread.send(Call(function, lambda result: _call_if_open(loop, _resolve, answer, result)))
+            engine.send(Call(function, lambda result: _call_if_open(loop, _resolve, answer, result)))
             return await answer
         finally:
             self._answers.discard(answer)
 
-    def _usable_thread(self) -> EngineThread:
-        """The engine's thread, which starts with the first request, and with it the watch over it."""
+    def _usable_engine(self) -> Engine:
+        """The engine, which starts with the first request, and with it the watch over it."""
         if self.death is not None:
-            raise EngineDead(f"the engine died: {_describe(self.death)}")
+            raise EngineDead(f"the engine died: {describe_death(self.death)}")
         if self._is_closed:
             raise EngineClosed("the engine was closed")
-        if self._thread is None:
+        if not self._is_started:
             loop = asyncio.get_running_loop()
-            self._thread = EngineThread(self._core, lambda: _call_if_open(loop, self._take))
-            self._thread.start()
-            self._watch = loop.create_task(self._watch_over(self._thread), name="chairlift-watchdog")
-        return self._thread
+            self._engine.start(lambda: _call_if_open(loop, self._take))
+            self._is_started = True
+            self._watch = loop.create_task(self._watch_over(), name="chairlift-watchdog")
+        return self._engine
 
-    async def _watch_over(self, thread: EngineThread) -> None:
+    async def _watch_over(self) -> None:
         """So that nobody waits for an engine that does nothing any more."""
-        self._die(await thread.until_hung(self.config.step_timeout))
+        self._die(await self._engine.until_dead())
 
     def _take(self) -> None:
         """On the event loop: brings readers all news that there are."""
         begin = time.thread_time()
-        if self._thread is None or not (update := self._thread.take()):
+        if not (update := self._engine.take()):
             return
         try:
             self._distribute(update)
@@ -293,10 +312,10 @@ class AsyncLLM:
             self._mailboxes[state.generation.request_id].notify(state.generation.request_id)
         for state, error in delivery.failed.items():
             self._mailboxes[state.generation.request_id].fail(error)
-        if delivery.to_abort and self._thread is not None:
-            self._thread.send(Abort(delivery.to_abort))
+        if delivery.to_abort:
+            self._engine.send(Abort(delivery.to_abort))
         for rejection in update.rejections:
-            rejected = self._outputs.state_of(rejection.requests[0].request_id)
+            rejected = self._outputs.state_of(rejection.request_ids[0])
             if rejected is not None:
                 self._mailboxes[rejected.generation.request_id].fail(rejection.error)
         if update.death is not None:
@@ -305,12 +324,11 @@ class AsyncLLM:
     def _die(self, error: BaseException) -> None:
         if self.death is not None:
             return
-        logger.critical("the engine is dead: %s", _describe(error))
+        logger.critical("the engine is dead: %s", describe_death(error))
         self.death = error
-        self._fail_all(EngineDead(_describe(error)))
+        self._fail_all(EngineDead(describe_death(error)))
         self.died.set()
-        if self._thread is not None:
-            self._thread.send(Stop())
+        self._engine.send(Stop())
 
     def _fail_all(self, error: Exception) -> None:
         for mailbox in self._mailboxes.values():
@@ -318,10 +336,6 @@ class AsyncLLM:
         for answer in self._answers:
             if not answer.done():
                 answer.set_exception(error)
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, EngineDead) else f"a step failed: {type(error).__name__}: {error}"
 
 
 def _retrieve(future: asyncio.Future[_Result]) -> None:

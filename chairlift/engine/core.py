@@ -134,9 +134,16 @@ class EngineCore:
         return event
 
     @on_every_rank
+    def hold(self, request_ids: Sequence[str], is_held: bool) -> None:
+        """Has requests rest where they are, or go on. Those that have ended are left out."""
+        self._scheduler.hold(request_ids, is_held)
+
+    @on_every_rank
     def reset_prefix_cache(self) -> None:
-        """Forgets all prompts: later requests reuse nothing that was computed so far. Running ones go on."""
+        """Forgets all prompts and answers: later requests reuse nothing of those so far. Running ones go on."""
         self._scheduler.reset_prefix_cache()
+        if self._speculation is not None:
+            self._speculation.answers.forget()
         self._journal.look_around()
 
     @on_every_rank

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, islice
-from typing import Protocol
+from typing import Protocol, Self
 
 from chairlift.cache.budget import CacheUse
 from chairlift.params import FinishReason, RequestTimes
@@ -171,6 +171,12 @@ class Histogram:
         """That value, so many times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
+
+    def __iadd__(self, other: "Histogram") -> Self:
+        """Adds the values of another one with the same bounds."""
+        self._counts = [own + others for own, others in zip(self._counts, other._counts, strict=True)]
+        self._sum += other._sum
+        return self
 
     def read(self) -> Distribution:
         """As it is now."""

@@ -268,7 +268,9 @@ class _Others:
         self._links: list[Connection] = []
         for rank in range(1, config.tensor_parallel_size):
             link, theirs = Pipe()
-            self._processes.append(_start(theirs))
+            with theirs:
+                program = f"from chairlift.engine.parallel import follow; follow({theirs.fileno()})"
+                self._processes.append(start_interpreter(program, theirs.fileno()))
             self._links.append(link)
             device = f"cuda:{rank}" if config.device != "cpu" else "cpu"
             link.send((rank, config.model_copy(update={"device": device}), folder.name))
@@ -342,15 +344,13 @@ class _Others:
 # --- processes
 
 
-def _start(link: Connection) -> "subprocess.Popen[bytes]":
-    """A rank's process. It finds modules where this one does, and runs nothing of the user's program."""
-    program = f"from chairlift.engine.parallel import follow; follow({link.fileno()})"
+def start_interpreter(program: str, fd: int) -> "subprocess.Popen[bytes]":
+    """A process that runs that Python and has that file. It finds modules where this one does, and runs nothing of the
+    user's program.
+    """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
-    with link:
-        return subprocess.Popen(
-            [sys.executable, "-c", program], env=environment, stdin=subprocess.DEVNULL, pass_fds=[link.fileno()]
-        )
+    return subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=subprocess.DEVNULL, pass_fds=[fd])
 
 
 def _describe_end(rank: int, process: "subprocess.Popen[bytes]", last_words: str | None) -> str:

@@ -138,6 +138,7 @@ class _Progress:
     # Whether the host works out from the newest token what may come next. Then nothing can be planned before that token
     # is known, and launches are of one step while it runs: of several it would have only one token.
     needs_newest_token: bool = False
+    is_held: bool = False  # it gets no tokens for now, because whoever reads them is far behind
     # In its slot
     slot: int | None = None
     contents: Contents = field(default_factory=Contents)

@@ -105,6 +105,12 @@ class Scheduler:
         self.waiting.remove(request_id)
         return self._end(request)
 
+    def hold(self, request_ids: Sequence[str], is_held: bool) -> None:
+        """Has requests rest: they keep their places and slots, and get no tokens. Or has them go on."""
+        for request_id in request_ids:
+            if (request := self.find(request_id)) is not None:
+                request.is_held = is_held
+
     def expire(self) -> list[TokenEvent]:
         """Ends requests whose time is up, so many in a step. To be called before `schedule`."""
         events, self._unstarted = self._unstarted, []
@@ -115,10 +121,8 @@ class Scheduler:
         return events
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was computed or answered so far will be reused for others; running requests go on."""
+        """Nothing that was computed so far will be reused by others; running requests go on."""
         self.placement.forget_prefixes()
-        if self.speculation is not None:
-            self.speculation.answers.forget()
 
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.
@@ -134,6 +138,8 @@ class Scheduler:
             if (num_pending or request.grammar is not None) and not request.can_be_planned:
                 continue
             if len(request.token_ids) + num_pending - request.num_computed == 1:  # num_uncomputed, without a call
+                if request.is_held:
+                    continue
                 step.decode.append(row)
                 if request.num_computed + reach > request.num_held:
                     growing.append(request)
@@ -167,8 +173,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
         """Takes each row's result once its launch is over, and retires ended requests. One event per row with news."""
-        now = self._clock()
-        events = []
+        now, events = self._clock(), list[TokenEvent]()
         for row, num_expected, result in zip(plan.rows, plan.num_expected, results, strict=True):
             request = row.request
             request.num_pending -= num_expected
@@ -246,8 +251,7 @@ class Scheduler:
         """Memory for a decode row's next launch, for which others yield. False if it yields itself, or has to wait."""
         wanted = min(request.num_computed + self._max_steps_per_launch, self._slots.max_seq_len)
         while _keeps_slot(request) and not self.placement.provide(request, wanted):
-            victim = self.waiting.choose_last(list(self.running))
-            if victim is None or not self._make_yield(victim):
+            if (victim := self.waiting.choose_last(list(self.running))) is None or not self._make_yield(victim):
                 return False  # what is in flight writes to slots that will be given back
         return _keeps_slot(request)
 

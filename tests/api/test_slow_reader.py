@@ -11,6 +11,7 @@ import pytest
 
 from chairlift.api import ServerConfig
 from chairlift.api.http.connections import Connection
+from chairlift.engine.text.grammar import GrammarCompiler
 from tests.api.conftest import SLOTS, Server
 from tests.api.contract import text_of
 from tests.api.fault_support import Gate, Launches, RawClient, forward_of, held, post, recorded, serving, until_idle
@@ -306,6 +307,7 @@ async def test_leaving_while_the_mask_of_a_grammar_is_computed(stream: bool) -> 
         alone = await text_of(server, STAYING)
         constrained = {**LEAVING, "prompt": "Tim", "guided_regex": "[a-z ]{100,200}"}
         await text_of(server, {**constrained, "max_tokens": 1})
+        assert isinstance(server.llm.inputs.grammars, GrammarCompiler)
         (workers,) = server.llm.inputs.grammars._workers
         with recorded(server.llm) as launches, held(workers, "_compute") as gate:
             leaving = await post(server, {**constrained, "stream": stream})

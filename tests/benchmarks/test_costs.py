@@ -88,4 +88,5 @@ def test_a_small_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert figures["tokens_per_s"] > 0
     assert figures["idle"] < 1.0
     assert figures["ttft_ms"]["p50"] > 4.0  # the step that makes it
+    assert figures["cpu_us"].pop("workers") == 0.0
     assert min(figures["cpu_us"].values()) > 0.0

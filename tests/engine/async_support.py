@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from chairlift import AsyncLLM, SamplingParams
+from chairlift.engine.thread import EngineThread, LocalEngine, Port
 from chairlift.params import RequestOutput
 from tests.engine.support import ENGINE
 
@@ -70,6 +71,20 @@ def held(owner: object, name: str) -> Iterator[Gate]:
             yield gate
         finally:
             gate.open()
+
+
+def port_of(engine: AsyncLLM) -> Port:
+    """Of an engine that runs."""
+    assert isinstance(engine._engine, LocalEngine)
+    assert engine._engine.port is not None
+    return engine._engine.port
+
+
+def thread_of(engine: AsyncLLM) -> EngineThread:
+    """As `port_of`."""
+    assert isinstance(engine._engine, LocalEngine)
+    assert engine._engine.thread is not None
+    return engine._engine.thread
 
 
 def hold_back(engine: AsyncLLM) -> AbstractContextManager[Gate]:

@@ -10,6 +10,7 @@ import pytest
 
 from chairlift import AsyncLLM, SamplingParams
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
+from chairlift.engine.thread import Add
 from chairlift.errors import EngineClosed, EngineDead, InvalidGrammar, QueueFull, RequestFailed
 from chairlift.params import RequestOptions, StructuredOutputs
 from tests.engine.async_support import (
@@ -80,7 +81,7 @@ async def test_who_loses_its_place_in_the_queue_ends_with_all_of_its_choices_and
 async def test_what_the_scheduler_refuses_as_a_mistake_ends_alone(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         generation = await engine.prepare("hi", LONG)
-        await engine._call(lambda core: core.add(*generation.requests))
+        engine._usable_engine().send(Add(generation.requests))
         with pytest.raises(ValueError, match="is already here"):
             await last(engine.run(generation))
         assert engine.is_healthy

@@ -5,17 +5,22 @@ import time
 from collections.abc import Callable
 
 from chairlift import AsyncLLM, SamplingParams
-from chairlift.engine.thread import MAX_STEPS_AHEAD, Abort, EngineThread, Stop
+from chairlift.engine.thread import MAX_STEPS_AHEAD, Abort, Add, Leave, Stop
 from chairlift.params import RequestOutput
-from tests.engine.async_support import DEADLINE_S, LONG, last, make_async_llm, wait_until, wait_until_idle
+from chairlift.scheduler import TokenEvent
+from tests.engine.async_support import (
+    DEADLINE_S,
+    LONG,
+    last,
+    make_async_llm,
+    port_of,
+    thread_of,
+    wait_until,
+    wait_until_idle,
+)
 from tests.engine.support import GREEDY, make_llm, tokens_of
 
 MANY = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, n=128)
-
-
-def thread_of(engine: AsyncLLM) -> EngineThread:
-    assert engine._thread is not None
-    return engine._thread
 
 
 def block_until(is_true: Callable[[], bool], what: str) -> None:
@@ -27,8 +32,8 @@ def block_until(is_true: Callable[[], bool], what: str) -> None:
 
 
 def block_until_behind(engine: AsyncLLM) -> None:
-    thread = thread_of(engine)
-    block_until(lambda: thread.progress is None and thread._untaken.num_parts >= MAX_STEPS_AHEAD, "the engine waits")
+    thread, port = thread_of(engine), port_of(engine)
+    block_until(lambda: thread.progress is None and port._untaken.num_parts >= MAX_STEPS_AHEAD, "the engine waits")
 
 
 async def test_a_blocked_loop_finds_few_updates_of_many_sequences_and_then_all_their_tokens(tiny: str) -> None:
@@ -41,10 +46,10 @@ async def test_a_blocked_loop_finds_few_updates_of_many_sequences_and_then_all_t
         block_until_behind(engine)
         num_steps = engine.read_stats().step_seconds.count
         assert num_steps - num_before <= MAX_STEPS_AHEAD + 1
-        assert thread_of(engine)._untaken.num_parts == 8
+        assert port_of(engine)._untaken.num_parts == 8
         assert engine.is_healthy
         assert tokens_of([await task]) == expected
-        await wait_until(lambda: thread_of(engine)._untaken.num_parts == 0, "all is taken")
+        await wait_until(lambda: port_of(engine)._untaken.num_parts == 0, "all is taken")
 
 
 async def test_an_engine_that_waits_for_its_loop_obeys_all_the_same(tiny: str) -> None:
@@ -53,7 +58,7 @@ async def test_an_engine_that_waits_for_its_loop_obeys_all_the_same(tiny: str) -
         await wait_until(lambda: engine.read_stats().step_seconds.count > 0, "it runs")
         block_until_behind(engine)
         ((request_id, mailbox),) = engine._mailboxes.items()
-        thread_of(engine).send(Abort(mailbox.states[request_id].unfinished_ids))
+        port_of(engine).send(Abort(mailbox.states[request_id].unfinished_ids))
         block_until(lambda: engine._core.cache.slots_remaining == 2, "the slot is free though the loop took nothing")
         assert (await task).outputs[0].finish_reason == "abort"
         await wait_until_idle(engine)
@@ -65,7 +70,7 @@ async def test_an_engine_that_waits_for_its_loop_can_be_stopped(tiny: str) -> No
         task = asyncio.create_task(last(engine.generate("hi", LONG)))
         await wait_until(lambda: engine.read_stats().step_seconds.count > 0, "it runs")
         block_until_behind(engine)
-        thread_of(engine).send(Stop())
+        port_of(engine).send(Stop())
         assert thread_of(engine).join(DEADLINE_S)
         task.cancel()
 
@@ -73,14 +78,14 @@ async def test_an_engine_that_waits_for_its_loop_can_be_stopped(tiny: str) -> No
 async def test_to_wait_for_the_loop_is_not_to_hang(tiny: str) -> None:
     async with make_async_llm(tiny, step_timeout=0.3) as engine:
         await last(engine.generate("hi", GREEDY))
-        thread = thread_of(engine)
-        await wait_until(lambda: not thread._is_told, "the loop waits to be woken")
-        wake, thread._wake = thread._wake, lambda: None
+        port = port_of(engine)
+        await wait_until(lambda: not port._is_told, "the loop waits to be woken")
+        wake, port._wake = port._wake, lambda: None
         task = asyncio.create_task(last(engine.generate("hi", LONG)))
-        await wait_until(lambda: thread._untaken.num_parts == MAX_STEPS_AHEAD, "the engine waits")
+        await wait_until(lambda: port._untaken.num_parts == MAX_STEPS_AHEAD, "the engine waits")
         await asyncio.sleep(1.2)  # four times what a step may take
-        assert (engine.is_healthy, thread._untaken.num_parts) == (True, MAX_STEPS_AHEAD)
-        thread._wake = wake
+        assert (engine.is_healthy, port._untaken.num_parts) == (True, MAX_STEPS_AHEAD)
+        port._wake = wake
         wake()
         assert len((await task).outputs[0].token_ids) == 200
 
@@ -88,22 +93,42 @@ async def test_to_wait_for_the_loop_is_not_to_hang(tiny: str) -> None:
 async def test_the_loop_is_woken_once_for_all_that_it_has_not_taken(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         await last(engine.generate("hi", GREEDY))
-        thread, num_wakes = thread_of(engine), 0
-        await wait_until(lambda: not thread._is_told, "the loop waits to be woken")
-        wake = thread._wake
+        port, num_wakes = port_of(engine), 0
+        await wait_until(lambda: not port._is_told, "the loop waits to be woken")
+        wake = port._wake
 
         def count() -> None:
             nonlocal num_wakes
             num_wakes += 1
             wake()
 
-        thread._wake = count
+        port._wake = count
         task = asyncio.create_task(last(engine.generate("hi", LONG)))
         await wait_until(lambda: num_wakes > 0, "it runs")
         num_before = num_wakes
         block_until_behind(engine)
         assert num_wakes - num_before <= 1  # for eight steps
         assert len((await task).outputs[0].token_ids) == 200
+
+
+async def test_the_rows_of_a_reader_that_is_behind_rest_while_others_go_on_and_end_when_it_leaves(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        slow = engine.connect(lambda: None)
+        first, second = [await engine.prepare("hi", LONG) for _ in range(2)]
+        slow.send(Add(first.requests))
+        assert len((await last(engine.generate("hi", LONG))).outputs[0].token_ids) == 200
+        await wait_until(lambda: thread_of(engine).progress is None, "only the slow reader's row is left")
+        assert slow._untaken.num_parts == MAX_STEPS_AHEAD
+        events = list[TokenEvent]()
+        while not events or events[-1].finish_reason is None:
+            events += slow.take().events
+            await asyncio.sleep(0)
+        assert sum(len(event.new_token_ids) for event in events) == 200
+        slow.send(Add(second.requests))
+        await wait_until(lambda: engine._core.cache.slots_remaining == 1, "it runs")
+        slow.send(Leave())
+        await wait_until_idle(engine)
+        assert (await last(engine.generate("hi", GREEDY))).finished
 
 
 async def test_who_wants_no_steps_is_told_of_the_beginning_and_the_end(tiny: str) -> None:

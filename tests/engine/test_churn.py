@@ -12,7 +12,7 @@ from chairlift.engine.core import Pacing
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import RequestOptions, RequestOutput, StructuredOutputs
 from chairlift.scheduler import Request, RequestState
-from tests.engine.async_support import make_async_llm, wait_until
+from tests.engine.async_support import make_async_llm, port_of, thread_of, wait_until
 from tests.scheduler.fake_engine import assert_nothing_is_left
 from tests.support.checkpoints import random_prompts
 
@@ -99,12 +99,11 @@ async def test_after_churn_every_table_is_empty(tiny: str, monkeypatch: pytest.M
         fates = await asyncio.gather(*tasks, return_exceptions=True)
         assert [fate for fate in fates if isinstance(fate, Exception)] == []
         assert {"served", "left", "QueueFull"} <= set(fates)
-        core, thread = engine._core, engine._thread
-        assert thread is not None
+        core, thread = engine._core, thread_of(engine)
         await wait_until(lambda: thread.progress is None and not core.has_work, "nothing is left to do")
         assert engine.is_healthy
         assert (engine._mailboxes, engine._answers, engine._outputs._routes) == ({}, set(), {})
-        await wait_until(lambda: thread._untaken.num_parts == 0, "all is taken")
+        await wait_until(lambda: port_of(engine)._untaken.num_parts == 0, "all is taken")
         core.check()
         assert list(core._launches) == []
         assert_nothing_is_left(core._scheduler)

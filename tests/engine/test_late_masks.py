@@ -12,6 +12,7 @@ from chairlift.engine.core import Pacing
 from chairlift.engine.sampling import compiled_grammar
 from chairlift.engine.sampling import masks as masks_module
 from chairlift.engine.sampling.masks import PendingMasks, TokenGrammar
+from chairlift.engine.text.grammar import GrammarCompiler
 from chairlift.params import RequestOutput, StructuredOutputs
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
 
@@ -152,6 +153,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
 
 def lanes_of(llm: LLM) -> set[str]:
     """Where sequences of the grammars compiled so far would begin."""
+    assert isinstance(llm.inputs.grammars, GrammarCompiler)
     return {"slow" if each.is_slow else "fast" for each in llm.inputs.grammars._cache.values()}
 
 

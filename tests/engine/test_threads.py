@@ -75,7 +75,7 @@ async def test_nothing_that_changes_is_reached_from_both_threads(tiny: str) -> N
 
 def shared_by(engine: AsyncLLM, core: EngineCore) -> list[object]:
     """What can change and is reached from the loop's side as well as from the engine's, between two steps."""
-    thread = engine._thread
+    thread = engine._engine
     ours = reachable([engine._outputs, engine._mailboxes], {id(core), id(thread)})
     theirs = reachable([core._scheduler, core._journal, core._launches, core._runner], {id(core), id(thread)})
     assert any(isinstance(each, Request) for each in ours.values())

@@ -11,7 +11,7 @@ import pytest
 
 from chairlift import AsyncLLM
 from chairlift.errors import EngineDead, EngineHung
-from tests.engine.async_support import DEADLINE_S, LONG, hold_back, last, make_async_llm, wait_until
+from tests.engine.async_support import DEADLINE_S, LONG, hold_back, last, make_async_llm, port_of, wait_until
 from tests.engine.support import GREEDY, make_llm, tokens_of
 
 LIMIT_S = 0.3
@@ -82,11 +82,10 @@ async def test_a_thread_that_is_gone_without_a_word_is_missed(tiny: str) -> None
         raise SystemExit
 
     async with watched(tiny, step_timeout=60.0) as engine:
-        assert engine._thread is not None
         with hold_back(engine) as gate:
             waiting = asyncio.create_task(last(engine.generate("hi", LONG)))
             await gate.entered()
-            engine._thread._wake = vanish  # also the attempt to tell of it fails
+            port_of(engine)._wake = vanish  # also the attempt to tell of it fails
             gate.open()
             with pytest.raises(EngineDead, match="the engine's thread is gone"):
                 await asyncio.wait_for(waiting, DEADLINE_S)

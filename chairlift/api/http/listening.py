@@ -28,12 +28,15 @@ _RECEIVE_BUFFER_BYTES = 2**16  # of a socket: what has arrived is parsed in one 
 class Listener:
     """The sockets of one server. Connections are refused until it accepts them. A context manager, which closes it."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        """`ConfigurationError` if the address is not this machine's, the port is taken, or the certificate is wrong."""
+    def __init__(self, config: ServerConfig, *, is_shared: bool = False) -> None:
+        """`ConfigurationError` if the address is not this machine's, the port is taken, or the certificate is wrong.
+
+        `is_shared`: the address is one of a listener that lets others share it.
+        """
         self._config = config
         self._tls = tls_context(config)
         with _naming_the_address(config):
-            self.sockets = _bind(config.host, config.port)
+            self.sockets = _bind(config.host, config.port, is_shared)
         self._last_alarm = -_ALARM_INTERVAL_S
         self._loop: asyncio.AbstractEventLoop | None = None  # that accepts
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -48,6 +51,11 @@ class Listener:
             with _naming_the_address(self._config):
                 each.listen(_BACKLOG)
             self._loop.add_reader(each, self._accept_some, each, make_protocol)
+
+    def let_share(self) -> None:
+        """From here on this user's shared listeners may have the address, too. The system spreads the connections."""
+        for each in self.sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
     def close(self) -> None:
         for each in self.sockets:
@@ -110,6 +118,12 @@ class Listener:
         self.close()
 
     @property
+    def port(self) -> int:
+        """That of all its sockets."""
+        port: int = self.sockets[0].getsockname()[1]
+        return port
+
+    @property
     def url(self) -> str:
         """The address of the first socket, as clients write it."""
         host, port = self.sockets[0].getsockname()[:2]
@@ -147,7 +161,7 @@ def _naming_the_address(config: ServerConfig) -> Iterator[None]:
         ) from error
 
 
-def _bind(host: str, port: int) -> list[socket.socket]:
+def _bind(host: str, port: int, is_shared: bool) -> list[socket.socket]:
     """A socket for each address of the host that this machine has; those after the first take its port."""
     sockets: list[socket.socket] = []
     missing: OSError | None = None
@@ -156,6 +170,8 @@ def _bind(host: str, port: int) -> list[socket.socket]:
         each = socket.socket(family, kind, protocol)
         try:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)  # connections inherit it
             if family == socket.AF_INET6:
                 each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

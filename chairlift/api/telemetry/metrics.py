@@ -3,11 +3,14 @@
 Counting is integers and lists where things happen; only a scrape makes metric families of them. It reads the engine's
 books as of its newest launch and asks the engine nothing, so that it waits for no step and works for a dead engine.
 
+Where there are several API workers, each counts what it serves, and whichever is asked shows the sums.
+
 Labels hold what the server knows beforehand: states, outcomes, statuses, its own paths. Nothing that a client chose.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from typing import Self
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -102,50 +105,69 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineStats], Distribution]], ...] 
 )
 
 
-class Metrics(Collector):
-    """The counts of one server. Used from its event loop."""
+class Counts:
+    """What the HTTP side has counted."""
 
-    def __init__(self, llm: AsyncLLM, model_name: str, has_vllm_names: bool = False) -> None:
-        self._llm = llm
-        self._model_name = model_name
-        self._has_vllm_names = has_vllm_names
-        self._outcomes: Counter[Outcome] = Counter()
-        self._responses: Counter[tuple[str, int]] = Counter()
-        self._request_seconds = Histogram(WAIT_SECONDS)
-        self._prompt_lengths = Histogram(TOKEN_COUNTS)
-        self._output_lengths = Histogram(TOKEN_COUNTS)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+    def __init__(self) -> None:
+        self.outcomes: Counter[Outcome] = Counter()
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.request_seconds = Histogram(WAIT_SECONDS)
+        self.prompt_lengths = Histogram(TOKEN_COUNTS)
+        self.output_lengths = Histogram(TOKEN_COUNTS)
+
+    def __iadd__(self, other: "Counts") -> Self:
+        """Adds what another worker has counted."""
+        self.outcomes += other.outcomes
+        self.responses += other.responses
+        self.request_seconds += other.request_seconds
+        self.prompt_lengths += other.prompt_lengths
+        self.output_lengths += other.output_lengths
+        return self
 
     def note_response(self, path: str, status: int) -> None:
         """A reply begins. `path` is one of a route's, or "other"."""
-        self._responses[path, status] += 1
+        self.responses[path, status] += 1
 
     def note_request(self, observation: Observation) -> None:
         """A request for tokens is over. Durations and lengths count if all of it was generated."""
         outcomes = observation.outcomes
-        self._outcomes.update(outcomes)
+        self.outcomes.update(outcomes)
         if not outcomes or not {Outcome.STOP, Outcome.LENGTH}.issuperset(outcomes):
             return
         if observation.total_seconds is not None:
-            self._request_seconds.add(observation.total_seconds)
+            self.request_seconds.add(observation.total_seconds)
         for generation in observation.generations:
-            self._prompt_lengths.add(len(generation.prompt_token_ids))
+            self.prompt_lengths.add(len(generation.prompt_token_ids))
         for length in observation.output_lengths:
-            self._output_lengths.add(length)
+            self.output_lengths.add(length)
 
-    def render(self, accepted: str) -> tuple[bytes, str]:
+
+class Metrics(Collector):
+    """The families of one scrape."""
+
+    def __init__(
+        self, llm: AsyncLLM, model_name: str, stats: EngineStats, counts: Counts, has_vllm_names: bool = False
+    ) -> None:
+        self._llm = llm
+        self._model_name = model_name
+        self._stats = stats
+        self._counts = counts
+        self._has_vllm_names = has_vllm_names
+
+    def render(self, accepted: str, engine_pid: int) -> tuple[bytes, str]:
         """The exposition and its content type: OpenMetrics where the header `Accept` asks for that."""
         try:
             encode, content_type = choose_encoder(accepted)
         except (TypeError, ValueError):  # what the library raises for versions that are not numbers
             encode, content_type = choose_encoder("")
-        return encode(self._registry), content_type
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(pid=lambda: engine_pid, registry=registry)
+        return encode(registry), content_type
 
     def collect(self) -> Iterator[Metric]:
         """All families, as of now."""
-        stats = self._llm.read_stats()
+        stats, counts = self._stats, self._counts
         is_up = int(self._llm.is_healthy)
         yield self._info()
         yield GaugeMetricFamily("chairlift_engine_up", "1 while new requests are served, else 0.", is_up)
@@ -174,24 +196,24 @@ class Metrics(Collector):
         description = "Sequences that came to an end, one per prompt and choice."
         yield _labelled(
             CounterMetricFamily("chairlift_requests", description, labels=["outcome"]),
-            {(outcome,): self._outcomes[outcome] for outcome in Outcome},
+            {(outcome,): counts.outcomes[outcome] for outcome in Outcome},
         )
         yield _labelled(
             CounterMetricFamily("chairlift_http_responses", "Replies that were begun.", labels=["path", "status"]),
-            {(path, str(status)): count for (path, status), count in sorted(self._responses.items())},
+            {(path, str(status)): count for (path, status), count in sorted(counts.responses.items())},
         )
         for name, description, read in _HISTOGRAMS:
             yield _histogram(name, description, read(stats))
         yield _histogram(
             "chairlift_request_duration_seconds",
             "Time from the headers of an HTTP request for tokens to the end of its reply, where all was generated.",
-            self._request_seconds.read(),
+            counts.request_seconds.read(),
         )
         yield _histogram(
-            "chairlift_request_prompt_tokens", "Length of a prompt that was continued.", self._prompt_lengths.read()
+            "chairlift_request_prompt_tokens", "Length of a prompt that was continued.", counts.prompt_lengths.read()
         )
         yield _histogram(
-            "chairlift_request_generated_tokens", "Length of what was generated.", self._output_lengths.read()
+            "chairlift_request_generated_tokens", "Length of what was generated.", counts.output_lengths.read()
         )
         if self._has_vllm_names:
             yield from self._vllm_families(stats)

@@ -9,9 +9,10 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
 from chairlift.engine.sampling.masks import TokenGrammar, Workers
@@ -79,6 +80,10 @@ class GrammarCompiler:
     def start(self, compiled: CompiledGrammar) -> TokenGrammar:
         """A sequence's state in it."""
         return TokenGrammar(compiled, self._workers[0])
+
+    def starter(self, compiled: CompiledGrammar) -> Callable[[], TokenGrammar]:
+        """See `inputs.Grammars`."""
+        return partial(self.start, compiled)
 
     def new_grammar(self, outputs: StructuredOutputs) -> TokenGrammar:
         """Compiles it and waits. Raises `InvalidGrammar` or `GrammarsBusy`."""

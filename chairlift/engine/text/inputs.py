@@ -8,6 +8,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -17,7 +18,6 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from chairlift.config import GenerationDefaults, ResolvedConfig
-from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
 from chairlift.engine.sampling.token_rules import Automaton, PatternWatch, RuleFilter, TokenRules, compile_rules
 from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, Vocabulary, strings_in, too_long
@@ -25,8 +25,8 @@ from chairlift.errors import CheckpointError, InvalidRequest
 from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING, find_model
 from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
 from chairlift.models.gguf.families import end_tokens, sampling_of
-from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams
-from chairlift.scheduler import Drafter, Request
+from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams, StructuredOutputs
+from chairlift.scheduler import Drafter, Grammar, Request
 
 Prompt = str | list[int]
 
@@ -91,10 +91,27 @@ class Generation:
     text_options: TextOptions = DEFAULT_TEXT
 
 
+class Grammars(Protocol):
+    """Where grammars are compiled: `GrammarCompiler`, or that of another process."""
+
+    def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> Future[Any]:
+        """See `GrammarCompiler`."""
+        ...
+
+    def starter(self, compiled: Any) -> Callable[[], Grammar]:
+        """What makes a sequence's state in a grammar that `compile` gave."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class InputProcessor:
     """Makes `Generation`s. InvalidRequest says what to change; nothing reaches the engine then."""
 
-    def __init__(self, config: ResolvedConfig, vocab_size: int) -> None:
+    def __init__(
+        self, config: ResolvedConfig, vocab_size: int, grammars: Grammars | None = None, seed_stream: int = 0
+    ) -> None:
+        """`grammars` None: compiled here. Requests without a seed get other ones in each `seed_stream`."""
         path = find_model(config.model)
         self.tokenizer = Tokenizer(find_model(config.tokenizer or config.model), config.chat_template)
         self.max_seq_len = config.max_seq_len
@@ -104,13 +121,13 @@ class InputProcessor:
         self._serials = count()
         self._prepared: dict[int, _PreparedParams] = {}  # the last few, by identity
         self._lock = threading.Lock()
-        self._seeds = random.Random(config.seed)
+        self._seeds = random.Random(config.seed + (seed_stream << 64))
         generation_config = _read_generation_config(config.model, path)
         eos = _eos_token_ids(generation_config, path, self.tokenizer)
         # A tokenizer may have more tokens than the model has rows; those are never sampled.
         self._eos_token_ids = frozenset(token for token in eos if 0 <= token < vocab_size)
         self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
-        self.grammars = GrammarCompiler(self.vocabulary)
+        self.grammars: Grammars = grammars or GrammarCompiler(self.vocabulary)
         has_defaults = config.generation_config is GenerationDefaults.AUTO
         self.default_params = _default_params(generation_config, path) if has_defaults else SamplingParams()
         self._max_new_tokens = _max_new_tokens(generation_config, path) if has_defaults else None
@@ -124,7 +141,7 @@ class InputProcessor:
         param: str = "prompt",
         options: RequestOptions = DEFAULT_OPTIONS,
         text_options: TextOptions = DEFAULT_TEXT,
-        compiled: CompiledGrammar | None = None,
+        compiled: Any = None,
     ) -> Generation:
         """Tokenizes and checks. `params` None: the model's own defaults (its generation_config.json).
 
@@ -159,7 +176,7 @@ class InputProcessor:
                 max_tokens,
                 first_seed + index,
                 self._eos_token_ids,
-                new_grammar=None if compiled is None else partial(self.grammars.start, compiled),
+                new_grammar=None if compiled is None else self.grammars.starter(compiled),
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,  # they are the same for all
                 options=options,
                 new_token_filter=None if rules is None else partial(RuleFilter, rules),

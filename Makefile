@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks browser emulator lint bench wheel gpu clean
+.PHONY: help setup serve test test-all attacks browser emulator ray lint bench wheel gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,7 +35,7 @@ test: setup lint ## the checks of every day: lint, types, import directions, tes
 # Some attacks measure how long others have to wait, so they run by themselves.
 TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
 
-test-all: setup browser emulator lint ## every check, as CI runs them: also soaks, attacks, the page in a browser, long fuzzing
+test-all: setup browser emulator ray lint ## every check, as CI runs them: also soaks, attacks, a browser, Ray, long fuzzing
 	$(PYTEST) $(SPREAD) --no-loadscope-reorder --hypothesis-profile=ci tests/soak tests $(addprefix --ignore=,$(TIMED))
 	$(PYTEST) $(TIMED)
 
@@ -57,6 +57,13 @@ browser: ## install Chromium for the tests of the page, where apt-get can; witho
 
 emulator: ## install a compiler and an emulator for the tests of Arm, where apt-get can; without them they are skipped
 	$(call install,aarch64-linux-gnu-g++ qemu-aarch64-static,g++-aarch64-linux-gnu qemu-user-static,the tests of Arm)
+
+RAY := 'ray[data,serve]'
+
+ray: setup ## install Ray for the tests of replicas, where pip finds it; without it they are skipped
+	@$(BIN)/python -c 'import ray.data, ray.serve' 2>/dev/null \
+	|| $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(RAY) \
+	|| echo "$(RAY) cannot be installed: the tests of replicas are skipped"
 
 lint: setup ## ruff, mypy strict, import-linter
 	$(BIN)/ruff check .

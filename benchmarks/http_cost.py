@@ -40,9 +40,9 @@ def _serving(arguments: argparse.Namespace) -> Iterator[int]:
     """The port of a server."""
     flags = ["--model", arguments.model, "--port", "0", "--max-batch-size", str(max(arguments.requests))]
     command = [sys.executable, "-m", "chairlift", "serve", *flags, "--log-interval", "0", *arguments.flag]
-    with tempfile.NamedTemporaryFile("r") as log, subprocess.Popen(command, stderr=Path(log.name).open("w")) as process:
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            yield _port_of(process, Path(log.name))
+            yield _port_of(process, Path(f"/dev/fd/{log.fileno()}"))
         finally:
             process.terminate()
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from chairlift.loadtest.workload import WORDS
+from chairlift.models import open_checkpoint
+from chairlift.models.gguf.families import describe_gguf
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -57,6 +60,19 @@ def make_checkpoint(shape: str, directory: Path, dtype: str = "bfloat16") -> Pat
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     _byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def write_numbers(gguf: str, directory: Path) -> Path:
+    """Writes the numbers that a GGUF file's integers stand for, as a checkpoint in float32; returns its directory."""
+    checkpoint = open_checkpoint(gguf)
+    assert checkpoint.gguf is not None, "a checkpoint needs no rewriting"
+    weights = checkpoint.open_weights()
+    tensors = {name: weights.read(name) for name in weights.names}
+    exact = {name: each if isinstance(each, torch.Tensor) else each.dequantize() for name, each in tensors.items()}
+    directory.mkdir(exist_ok=True)
+    save_file(exact, directory / "model.safetensors", metadata={"format": "pt"})
+    AutoConfig.for_model(**describe_gguf(checkpoint.gguf)).save_pretrained(directory)
     return directory
 
 

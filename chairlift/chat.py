@@ -58,7 +58,7 @@ class AnswerConfig(SamplingConfig):
 
 
 class ChatConfig(SamplingConfig):
-    """What `chairlift chat` is told beside the engine's settings."""
+    """What `chairlift chat` is told besides the engine's settings."""
 
     url: str | None = Field(None, description="server to talk with; unset: a model in this process")
     api_key: SecretStr | None = Field(None, description="key for the server")
@@ -276,5 +276,5 @@ def _write(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Writes what is no part of an answer."""
+    """Writes what is not part of an answer."""
     sys.stderr.write(f"{text}\n")

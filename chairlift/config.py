@@ -1,6 +1,6 @@
 """Settings of the engine: what a caller asks for, and what the engine runs on once every "auto" is decided.
 
-`engine/execution/resolver.py` turns the one into the other. Importing this costs nothing beside pydantic.
+`engine/execution/resolver.py` turns the one into the other. Importing this costs nothing besides pydantic.
 """
 
 from enum import StrEnum

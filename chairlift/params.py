@@ -151,7 +151,7 @@ class SamplingParams(BaseModel):
         None, ge=0, le=MAX_LOGPROBS, description="log-probability of each new token, and of this many likeliest ones"
     )
     prompt_logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="the same for the tokens of the prompt, but for the first"
+        None, ge=0, le=MAX_LOGPROBS, description="the same for the tokens of the prompt, except the first"
     )
     structured_outputs: StructuredOutputs | None = Field(None, description="what the text must look like")
     bad_words: Strings = Field(
@@ -166,7 +166,7 @@ class SamplingParams(BaseModel):
         None, description="end the text once it repeats a pattern of tokens"
     )
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="keep only so many of the prompt's last tokens; -1: as many as fit"
+        None, ge=-1, description="keep only this many of the prompt's last tokens; -1: as many as fit"
     )
 
     @model_validator(mode="after")
@@ -191,7 +191,7 @@ class SamplingParams(BaseModel):
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class RequestOptions:
-    """How a request is served beside others; it does not change what is generated."""
+    """How a request is served among others; it does not change what is generated."""
 
     priority: int = Field(
         default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower is served first; waiting makes up for it"

@@ -36,6 +36,8 @@ from chairlift.routing import PrefixRouter, name_blocks
 logger = logging.getLogger(__name__)
 
 _METRICS_INTERVAL_S = 5.0
+_HEALTH_PERIOD_S = 2.0  # after which a replica that died is noticed, and started anew
+_MIN_WINDOW_S, _SAMPLES_OF_WINDOW = 1.0, 4  # of the load; Ray's own 30 s would come on top of the delay
 _NUM_TRIES = 2  # a request whose replica died before it answered goes to another one, once
 _PROMPT_FIELDS = ("tools", "system", "instructions", "input", "prompt", "messages")  # in the order of chat templates
 _OWN_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "date", "server"}
@@ -248,12 +250,15 @@ def deployment(
     """The application, for `serve.run`. A replica that is taken away ends its requests first, for `drain_timeout`."""
     scaling: dict[str, Any] = {"num_replicas": replicas.num_replicas}
     if replicas.max_replicas is not None:
+        window = max(replicas.upscale_delay, _MIN_WINDOW_S)
         autoscaling = {
             "min_replicas": replicas.num_replicas,
             "max_replicas": replicas.max_replicas,
             "target_ongoing_requests": replicas.target_requests,
             "upscale_delay_s": replicas.upscale_delay,
             "downscale_delay_s": replicas.downscale_delay,
+            "look_back_period_s": window,
+            "metrics_interval_s": window / _SAMPLES_OF_WINDOW,
         }
         scaling = {"autoscaling_config": autoscaling}
     if replicas.is_prefix_aware:
@@ -262,6 +267,7 @@ def deployment(
         Replica,
         max_ongoing_requests=replicas.max_requests,
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
+        health_check_period_s=_HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=server.drain_timeout,
         graceful_shutdown_wait_loop_s=0.5,
         **scaling,

@@ -1,18 +1,24 @@
 """Replicas on Ray Serve: what clients see is the server's, and no request is lost when replicas come, go or die.
 
-One small cluster on this machine, and its tests run in order: one replica, two, one after a death, two again, and one.
+One small cluster on this machine, and its tests run in order: one replica, two under load, one after a death, two
+again, and one; in the end an engine in Ray Data.
 """
 
 import asyncio
+import json
 import os
 import re
+import runpy
 import signal
-import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from chairlift.errors import ConfigurationError
@@ -21,17 +27,19 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: it takes the extr
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.filterwarnings("default")]  # Ray has its own
 
 URL = "http://127.0.0.1:8129"
-SETTINGS: dict[str, Any] = {"num_threads": 1, "num_cpus": 0.5, "log_interval": 0, "upscale_delay": 0.5}
+SCALING = {"max_replicas": 2, "target_requests": 2, "upscale_delay": 0.5}
+SETTINGS: dict[str, Any] = {"num_threads": 1, "num_cpus": 0.25, "log_interval": 0, **SCALING}
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "stream": True}
+BATCH = Path(__file__).parent.parent / "examples" / "ray" / "batch.py"
 
 
-def deploy(num_replicas: int) -> None:
-    """Returns once there are so many, however many there were."""
+def deploy(**settings: float) -> None:
+    """One replica, a second one while there are more than two requests; returns once they are there."""
     from ray import serve
 
     from chairlift.ray_serve import build_app
 
-    serve.run(build_app({**SETTINGS, "num_replicas": num_replicas}))
+    serve.run(build_app({**SETTINGS, **settings}))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +49,7 @@ def cluster() -> Iterator[None]:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
     serve.start(http_options={"port": 8129})
-    deploy(1)
+    deploy()
     yield
     serve.shutdown()
     ray.shutdown()
@@ -56,8 +64,12 @@ def num_replicas() -> int:
 
 
 def replica_pids() -> list[int]:
-    listed = subprocess.run(["pgrep", "-f", "^ray::ServeReplica:default:Replica"], stdout=subprocess.PIPE, check=False)
-    return [int(pid) for pid in listed.stdout.split()]
+    pids = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if " ".join(process.cmdline()).startswith("ray::ServeReplica:default:Replica"):
+                pids.append(process.pid)
+    return pids
 
 
 async def stream_whole(client: httpx.AsyncClient) -> int:
@@ -69,8 +81,8 @@ async def stream_whole(client: httpx.AsyncClient) -> int:
     return len(lines) - 1
 
 
-async def keep_asking_until(change: Awaitable[None]) -> None:
-    """Streams, one after another and two at a time, until the change has been made; each must end properly."""
+async def keep_asking_until(change: Awaitable[None], num_clients: int) -> None:
+    """Each client streams one answer after another until the change has been made; each must end properly."""
     changing = asyncio.ensure_future(change)
     lengths = []
 
@@ -79,15 +91,15 @@ async def keep_asking_until(change: Awaitable[None]) -> None:
             lengths.append(await stream_whole(client))
 
     async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
-        await asyncio.gather(changing, keep_asking(client), keep_asking(client))
-    assert len(lengths) > 3
+        await asyncio.gather(changing, *(keep_asking(client) for _ in range(num_clients)))
+    assert len(lengths) >= num_clients
     assert min(lengths) > 100  # chunks, which may hold several tokens
 
 
 async def until(is_so: Callable[[], bool]) -> None:
     """Asks again and again; the test's time limit is the only one."""
     while not await asyncio.to_thread(is_so):
-        pass
+        await asyncio.sleep(0.1)
 
 
 def test_settings_come_as_texts_from_the_command_line_and_unknown_ones_are_refused() -> None:
@@ -137,9 +149,9 @@ async def test_a_client_that_leaves_frees_its_slot() -> None:
         assert 'chairlift_requests_total{outcome="abort"} 1.0' in (await client.get("/metrics")).text
 
 
-async def test_no_request_is_lost_while_a_replica_is_added() -> None:
-    await keep_asking_until(asyncio.to_thread(deploy, 2))
-    assert num_replicas() == 2
+async def test_under_load_a_replica_is_added_and_no_request_is_lost() -> None:
+    assert num_replicas() == 1
+    await keep_asking_until(until(lambda: num_replicas() == 2), num_clients=4)
 
 
 async def test_conversations_stay_where_their_beginning_is_warm() -> None:
@@ -186,13 +198,13 @@ async def test_when_a_replica_is_killed_every_request_is_answered_or_fails_with_
         assert await stream_whole(client) > 100
 
 
-async def test_no_request_is_lost_while_the_dead_replica_comes_back_and_one_is_taken_away() -> None:
+async def test_the_dead_replica_comes_back_and_with_less_load_one_goes_and_no_request_is_lost() -> None:
     async def change() -> None:
-        await until(lambda: num_replicas() == 2)
-        await asyncio.to_thread(deploy, 1)
-        await until(lambda: len(replica_pids()) == 1)
+        await until(lambda: num_replicas() == len(replica_pids()) == 2)
+        await asyncio.to_thread(deploy, downscale_delay=0.5)
+        await until(lambda: num_replicas() == len(replica_pids()) == 1)
 
-    await keep_asking_until(change())
+    await keep_asking_until(change(), num_clients=1)
 
 
 async def test_ray_has_the_metrics_of_a_replica_with_its_name() -> None:
@@ -202,3 +214,33 @@ async def test_ray_has_the_metrics_of_a_replica_with_its_name() -> None:
         while not any(float(count) > 100 for count in counts):
             text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
             counts = re.findall(r'ray_chairlift_generated_tokens_total\{[^}]*replica="\w+"[^}]*\} (\S+)', text)
+
+
+def test_a_batch_is_answered_whole_and_once_though_an_engine_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray import serve
+
+    serve.shutdown()  # replicas and engines together would take too much memory
+    main, death = runpy.run_path(str(BATCH))["main"], tmp_path / "death"
+
+    class Mortal(main.__globals__["Answerer"]):  # type: ignore[misc]  # of the example
+        """Its first batch is answered, but nobody gets the answers."""
+
+        def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+            answered: dict[str, Any] = super().__call__(batch)
+            with suppress(FileExistsError):
+                death.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answered
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": n, "prompt": f"{n}, {n + 1},"}) + "\n" for n in range(100)))
+    monkeypatch.setitem(main.__globals__, "Answerer", Mortal)
+    flags = ["--engines", "1", "--cpus", "0.25", "--batch-size", "8", "--max-tokens", "8"]
+    monkeypatch.setattr(sys, "argv", ["batch.py", str(prompts), str(tmp_path / "answers"), *flags])
+    main()
+    assert death.exists()
+    answers = [json.loads(line) for file in (tmp_path / "answers").iterdir() for line in file.open()]
+    assert sorted(answer["id"] for answer in answers) == list(range(100))
+    assert all(answer["answer"] for answer in answers)

@@ -6,6 +6,8 @@ import runpy
 import subprocess
 import sys
 import zipfile
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,18 @@ async def run(example: str, *arguments: str, url: str) -> str:
     return output.decode()
 
 
+async def run_here(example: str, *arguments: str, url: str) -> str:
+    """The same in a thread of this process, which has imported the client already."""
+
+    def run() -> None:
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as output:
+        patch.setattr(sys, "argv", [example, *arguments, "--url", f"{url}/v1"])
+        await asyncio.to_thread(run)
+    return output.getvalue()
+
+
 async def test_a_chat_is_streamed() -> None:
     async with serving() as server:
         printed = await run("stream_chat.py", "What is 17 + 25?", url=server.url)
@@ -61,8 +75,8 @@ async def test_a_chat_is_streamed() -> None:
 async def test_a_tool_is_called_and_its_result_goes_into_the_answer() -> None:
     async with serving() as server:
         weather = await run("tool_call.py", url=server.url)
-        total = await run("tool_call.py", "What is 17 + 25?", url=server.url)
-        neither = await run("tool_call.py", "Hello!", url=server.url)
+        total = await run_here("tool_call.py", "What is 17 + 25?", url=server.url)
+        neither = await run_here("tool_call.py", "Hello!", url=server.url)
         assert server.num_free_slots == SLOTS
     call, answer, _ = weather.split("\n")
     assert call == "get_weather(city='Oslo') -> sunny and 19 degrees"
@@ -76,7 +90,7 @@ async def test_a_tool_is_called_and_its_result_goes_into_the_answer() -> None:
 async def test_data_is_taken_out_of_a_sentence() -> None:
     async with serving() as server:
         assert await run("json_answer.py", url=server.url) == '{"name":"Maria","age":34}\n'
-        assert await run("json_answer.py", "Tom is 7 years old.", url=server.url) == '{"name":"Tom","age":7}\n'
+        assert await run_here("json_answer.py", "Tom is 7 years old.", url=server.url) == '{"name":"Tom","age":7}\n'
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))

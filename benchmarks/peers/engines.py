@@ -86,6 +86,8 @@ class Engine:
                 "VLLM_NO_USAGE_STATS": "1",
             }
             del environment["OMP_NUM_THREADS"]  # the binding decides
+        if "level" in self.options:
+            environment["CHAIRLIFT_CPU_LEVEL"] = self.options["level"]
         if "preload" in self.options:
             environment["LD_PRELOAD"] = self.options["preload"]
         return environment

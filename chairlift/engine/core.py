@@ -140,8 +140,10 @@ class EngineCore:
 
     @on_every_rank
     def reset_prefix_cache(self) -> None:
-        """Forgets all prompts: later requests reuse nothing that was computed so far. Running ones go on."""
+        """Forgets all prompts and answers: later requests reuse nothing of those so far. Running ones go on."""
         self._scheduler.reset_prefix_cache()
+        if self._speculation is not None:
+            self._speculation.answers.forget()
         self._journal.look_around()
 
     @on_every_rank
@@ -198,7 +200,7 @@ class EngineCore:
         self._launches.popleft()
         seconds = self._journal.note_launch(launch.plan, launch.begin)
         if self._speculation is not None:
-            self._speculation.note_launch(launch.plan, seconds)
+            self._speculation.note_launch(launch.plan, self.ranks.agree(seconds))
         if self._is_steps_auto and launch.plan.is_decode:
             most = self.config.max_steps_per_launch
             self._scheduler.max_steps = steps_that_fit(seconds / launch.plan.num_steps, most)

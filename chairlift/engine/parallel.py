@@ -16,9 +16,9 @@ import os
 import pickle
 import select
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -28,18 +28,19 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from queue import SimpleQueue
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from chairlift.config import EngineConfig
 from chairlift.engine.execution.resolver import MachineFacts, resolve_divided
 from chairlift.errors import ConfigurationError, EngineDead, QueueFull
 from chairlift.models import Checkpoint
-from chairlift.models.parallel import HOST, CheckpointPart, Group, find_split_obstacle
+from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
 from chairlift.scheduler import Grammar, Request
 
 if TYPE_CHECKING:
@@ -119,9 +120,11 @@ class Ranks:
 class _Divided(Ranks):
     """One of several ranks."""
 
-    def __init__(self, rank: int, config: EngineConfig, store: TCPStore) -> None:
+    def __init__(self, rank: int, config: EngineConfig, folder: str) -> None:
+        """`folder`: of rank 0's user alone; there the ranks find each other."""
         super().__init__(config)
-        self._rank, self._store, self._now = rank, store, 0.0
+        self._rank, self._now = rank, 0.0
+        self._store = FileStore(str(Path(folder) / "ranks"), config.tensor_parallel_size)
 
     def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
         """See `Ranks`. On a CPU they share memory and cores."""
@@ -146,8 +149,7 @@ class Follower(_Divided):
     """A rank other than 0. Its process ends when a call fails, or rank 0 does."""
 
     def __init__(self, link: Connection) -> None:
-        rank, config, port = link.recv()
-        super().__init__(rank, config, TCPStore(HOST, port, is_master=False))
+        super().__init__(*link.recv())
         self._link = link
 
     def least(self, own: int) -> int:
@@ -173,11 +175,9 @@ class Leader(_Divided):
         """ConfigurationError if the model cannot be divided so, or there are too few devices."""
         obstacle = find_split_obstacle(checkpoint, config.tensor_parallel_size)
         config = resolve_divided(config, obstacle, torch.cuda.device_count())
-        listener = socket.create_server((HOST, 0))
-        port = listener.getsockname()[1]
-        store = TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        super().__init__(0, config, store)
-        self._others = _Others(config, port)
+        folder = tempfile.TemporaryDirectory(prefix="chairlift-")
+        super().__init__(0, config, folder.name)
+        self._others = _Others(config, folder)
         self._end = weakref.finalize(self, self._others.end)
 
     @property
@@ -257,7 +257,9 @@ def _without_grammar(argument: object) -> object:
 class _Others:
     """The processes of the other ranks. Knows nothing of the engine, so that they end when that is gone."""
 
-    def __init__(self, config: EngineConfig, port: int) -> None:
+    def __init__(self, config: EngineConfig, folder: "tempfile.TemporaryDirectory[str]") -> None:
+        """`folder`: see `_Divided`; it goes when they have ended."""
+        self._folder = folder
         self.failure: str | None = None
         self.is_over = threading.Event()
         self.group: Group | None = None
@@ -271,7 +273,7 @@ class _Others:
                 self._processes.append(start_interpreter(program, theirs.fileno()))
             self._links.append(link)
             device = f"cuda:{rank}" if config.device != "cpu" else "cpu"
-            link.send((rank, config.model_copy(update={"device": device}), port))
+            link.send((rank, config.model_copy(update={"device": device}), folder.name))
         self._answers = [SimpleQueue[int | None]() for _ in self._links]
         self._thread = threading.Thread(target=self._listen, name="chairlift-ranks", daemon=True)
         self._thread.start()
@@ -312,6 +314,7 @@ class _Others:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
+        self._folder.cleanup()
         if threading.current_thread() is not self._thread:  # in which garbage may be collected, too
             self._thread.join()
 

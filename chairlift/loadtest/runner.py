@@ -1,6 +1,6 @@
 """A whole test: find the model, make what is to be sent, warm up, measure, report; one test or a sweep.
 
-Conversations are played so many at a time (closed loop) or when a schedule wants them (open loop). Times are
+Conversations are played a fixed number at a time (closed loop) or when a schedule wants them (open loop). Times are
 `time.perf_counter()` seconds. In the open loop a late client does not shift the later requests, and each knows the time
 it was due; latency counts from there, so that a stalled server does not slow the clock that measures it ("coordinated
 omission").
@@ -167,7 +167,7 @@ async def _measure(client: StreamClient, workload: Workload, config: BenchConfig
 
 
 class Watch:
-    """Collects records and shows progress; beside it samples by how many seconds the event loop is late."""
+    """Collects records and shows progress; also samples by how many seconds the event loop is late."""
 
     def __init__(self, bar: "tqdm[Any]") -> None:
         self.records: list[RequestRecord] = []

@@ -168,7 +168,7 @@ def count_parameters(config: ModelShape) -> int:
 
 
 def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
-    """What a backend that multiplies weights in groups keeps so; None if the checkpoint has none. Reads no weights."""
+    """What stays in groups for a backend that multiplies them; None if the checkpoint has none. Reads no weights."""
     if checkpoint.gguf is None and checkpoint.compression is None:
         return None
     model, reader = _describe_model(checkpoint), checkpoint.open_weights()
@@ -245,7 +245,7 @@ def _stacked(config: ModelConfig) -> dict[str, dict[str, int]]:
 
 
 def _ignored(config: ModelConfig, names: Iterable[str]) -> set[str]:
-    """Tensors that a checkpoint may hold in vain: a tied head's copy, and rotary tables of older formats."""
+    """Tensors that a checkpoint may hold without a use: a tied head's copy, and rotary tables of older formats."""
     tied = {"lm_head.weight"} if config.is_tied else set()
     return tied | {name for name in names if name.endswith(".rotary_emb.inv_freq")}
 

@@ -28,8 +28,7 @@ from chairlift.models.decoder import Decoder
 from chairlift.models.layers import RMSNorm
 from chairlift.models.stored import GroupFormat, SafetensorsWeights, WeightReader
 
-HOST = "127.0.0.1"
-"""Where ranks find each other: nobody else may connect."""
+_HOST = "127.0.0.1"  # where Gloo listens
 
 
 class Group:
@@ -47,7 +46,7 @@ class Group:
         else:
             options = torch_distributed.ProcessGroupGloo._Options()
             options._timeout = timeout
-            options._devices = [torch_distributed.ProcessGroupGloo.create_device(hostname=HOST)]
+            options._devices = [torch_distributed.ProcessGroupGloo.create_device(hostname=_HOST)]
             self._backend = torch_distributed.ProcessGroupGloo(store, rank, size, options)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:

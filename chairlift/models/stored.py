@@ -105,7 +105,7 @@ class SafetensorsWeights:
 
 _BITS = (4, 8)
 _GROUP_SIZES = (32, 64, 128)
-_SPREAD_OVER = 128  # inputs; a scale of a whole row is written once for each so many, or fewer where these do not fit
+_SPREAD_OVER = 128  # inputs; a scale of a whole row is repeated for each 128, or for 64 or 32 where those do not fit
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
 _SCALE_BYTES = 4
 
@@ -116,7 +116,7 @@ class Compression:
 
     method: str
     num_bits: int
-    zero_shift: int = 0  # what is to be added to a zero point that is stored
+    zero_shift: int = 0  # is added to a stored zero point
 
 
 def read_compression(raw: dict[str, Any]) -> Compression | None:

@@ -121,10 +121,8 @@ class Scheduler:
         return events
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was computed or answered so far will be reused for others; running requests go on."""
+        """Nothing that was computed so far will be reused by others; running requests go on."""
         self.placement.forget_prefixes()
-        if self.speculation is not None:
-            self.speculation.answers.forget()
 
     def schedule(self) -> StepPlan:
         """The next step, for `advance` once it has begun. Claims slots for those it admits.
@@ -175,8 +173,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
         """Takes each row's result once its launch is over, and retires ended requests. One event per row with news."""
-        now = self._clock()
-        events = []
+        now, events = self._clock(), list[TokenEvent]()
         for row, num_expected, result in zip(plan.rows, plan.num_expected, results, strict=True):
             request = row.request
             request.num_pending -= num_expected
@@ -254,8 +251,7 @@ class Scheduler:
         """Memory for a decode row's next launch, for which others yield. False if it yields itself, or has to wait."""
         wanted = min(request.num_computed + self._max_steps_per_launch, self._slots.max_seq_len)
         while _keeps_slot(request) and not self.placement.provide(request, wanted):
-            victim = self.waiting.choose_last(list(self.running))
-            if victim is None or not self._make_yield(victim):
+            if (victim := self.waiting.choose_last(list(self.running))) is None or not self._make_yield(victim):
                 return False  # what is in flight writes to slots that will be given back
         return _keeps_slot(request)
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from chairlift.config import DType, EngineConfig, ResolvedConfig
+from chairlift.config import AttentionBackend, DType, EngineConfig, ResolvedConfig
 from chairlift.engine.execution import machine
 from chairlift.engine.execution.forward import TorchForward, load_forward
 from chairlift.engine.execution.machine import choose_num_threads, fit_cache, inspect_machine
@@ -226,9 +226,14 @@ def test_on_a_cpu_nothing_changes_where_torch_computes(forward: TorchForward) ->
 def test_on_a_cpu_the_cache_leaves_what_a_step_takes(
     native: str, num_step_bytes: int, num_bytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = load_forward(open_checkpoint(native), resolved_config(native, attention_backend="cpu"))
-    asked: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(decoder, "step_bytes", lambda *counts: asked.append(counts) or num_step_bytes)
+    decoder = load_forward(open_checkpoint(native), resolved_config(native, attention_backend=AttentionBackend.CPU))
+    asked: list[tuple[int, ...]] = []
+
+    def step_bytes(*counts: int) -> int:
+        asked.append(counts)
+        return num_step_bytes
+
+    monkeypatch.setattr(decoder, "step_bytes", step_bytes)
     monkeypatch.setattr(machine, "_free_memory", lambda: 4 * GIB)
     resolved = resolved_config("model", is_cache_elastic=True, kv_cache_memory_bytes=GIB, cache_tokens=2**14)
     fitted = fit_cache(EngineConfig(), resolved, SHAPE, decoder)

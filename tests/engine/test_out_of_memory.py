@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ def make(
         llm = make_llm(tiny, attention_backend="torch", max_steps_per_launch=1)
         hidden = TorchForward.hidden
 
-        def hidden_if_it_fits(self: TorchForward, batch: BatchMetadata, *rest: torch.Tensor) -> torch.Tensor:
-            result = hidden(self, batch, *rest)  # type: ignore[arg-type]
+        def hidden_if_it_fits(self: TorchForward, batch: BatchMetadata, *rest: Any) -> torch.Tensor:
+            result = hidden(self, batch, *rest)
             if is_too_large(batch):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return result
@@ -120,6 +121,11 @@ def test_a_launch_happens_on_its_device(tiny: str, monkeypatch: pytest.MonkeyPat
     with make_llm(tiny, attention_backend="torch") as llm:
         monkeypatch.setattr(runner_module, "on_device", note)
         hidden = TorchForward.hidden
-        monkeypatch.setattr(TorchForward, "hidden", lambda *args: [seen.append("hidden"), hidden(*args)][1])
+
+        def noted(*args: Any) -> torch.Tensor:
+            seen.append("hidden")
+            return hidden(*args)
+
+        monkeypatch.setattr(TorchForward, "hidden", noted)
         llm.generate([PROMPTS[0]], asking(GREEDY, 1)[0])
     assert seen == ["on cpu", "hidden", "off"]

@@ -124,6 +124,19 @@ def test_four_ranks_answer_as_one_does(model: str, expected: dict[str, list[Requ
     assert not any(map(psutil.pid_exists, (first, second, third)))
 
 
+def test_ranks_that_guess_tokens_and_verify_them_answer_as_one_does(model: str) -> None:
+    verse = random_prompts(8, [12], VOCAB_SIZE)[0] * 4
+    params = GREEDY.model_copy(update={"max_tokens": 40})
+    with make_divided(model, 1) as llm:
+        expected = tokens_of(llm.generate([verse, *PROMPTS[:2]], params))
+    guessing = SETTINGS | {"batch_invariant": True, "speculation": "ngram"}
+    with make_llm(model, **guessing, tensor_parallel_size=2) as llm:
+        assert tokens_of(llm.generate([verse, *PROMPTS[:2]], params)) == expected
+        core = core_of(llm)
+        core.ranks.announce("check", (), {})
+        assert core.read_stats().totals.num_accepted_tokens > 10
+
+
 def test_a_request_that_is_refused_or_left_changes_nothing_on_any_rank(two: LLM) -> None:
     core = core_of(two)
     expected = tokens_of(two.generate(PROMPTS[:3], GREEDY))
@@ -203,9 +216,7 @@ def test_a_server_has_ranks_which_end_with_it_however_it_ends(model: str) -> Non
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size 3 does not work with this model: its 4 attention heads"),
         ({"attention_backend": "cpu"}, "attention_backend cpu works with tensor_parallel_size 1 only; choose torch"),
-        ({"speculation": "ngram"}, "speculation works with tensor_parallel_size 1 only; leave one of the two out"),
-        ({"batch_invariant": True}, "batch_invariant works with tensor_parallel_size 1 only"),
-        ({"quantization": "int8"}, "quantization works with tensor_parallel_size 1 only"),
+        ({"quantization": "int8"}, "quantization works with tensor_parallel_size 1 only; leave one of the two out"),
         ({"device": "cuda:1"}, "device cuda:1 is one for tensor_parallel_size 2; choose cpu or cuda"),
         ({"device": "cuda"}, "tensor_parallel_size 2 is more than the 0 CUDA devices here; lower it"),
     ],

@@ -1,4 +1,8 @@
-"""Chairlift, as `LLM.generate` runs it. Options: fields of `EngineConfig`, also another `model` of the same shape."""
+"""Chairlift, as `LLM.generate` runs it.
+
+Options: fields of `EngineConfig`, also another `model` of the same shape; `level`, the kernels' instruction set, which
+the driver puts into the environment.
+"""
 
 from typing import Any
 
@@ -14,6 +18,7 @@ def load(session: Session) -> Generate:
     session.imported(chairlift=chairlift.__version__, torch=torch.__version__)
     settings = session.settings
     own: dict[str, Any] = {"model": settings.model, "quantization": settings.quantization, **settings.options}
+    own.pop("level", None)
     llm = chairlift.LLM(
         device="cpu",
         dtype=settings.dtype,

@@ -87,7 +87,7 @@ class Thoughts:
 
     begin: str
     end: str
-    has_begun: bool  # in the prompt; otherwise the answer may begin with the mark, and is no thought if it does not
+    has_begun: bool  # in the prompt; otherwise an answer without the mark at its beginning has no thoughts
 
     def read(self, text: Text, out: Pieces) -> Reading[None]:
         if not (yield from text.accept(self.begin)):

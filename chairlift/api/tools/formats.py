@@ -61,11 +61,11 @@ class CallFormat:
             may_be_bare = is_call and self.is_bare
 
     def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
-        """Reads what stands between the marks. False if it is no call: what was read is held then, and is content."""
+        """Reads what stands between the marks. False if it is not a call: what was read is held, and is content."""
         return self.read_object(text, out)
 
     def read_list(self, text: Text, out: Pieces, read_one: Callable[[Text, Pieces], Reading[bool]]) -> Reading[bool]:
-        """Reads calls up to the closing bracket. False if the first is none."""
+        """Reads calls up to the closing bracket. False if the first is not one."""
         if not (yield from read_one(text, out)):
             return False
         while not out.is_full and (yield from text.accept(",")):
@@ -324,7 +324,7 @@ def _begin_argument(text: Text, out: Pieces, name: str, key: str, num_read: int)
 
 
 def _end_call(text: Text, out: Pieces, name: str, num_read: int, is_closed: bool) -> None:
-    """Unless it was closed, what was read last is no part of it."""
+    """Unless it was closed, what was read last is not part of it."""
     if is_closed:
         text.take()
     else:

@@ -50,8 +50,8 @@ def forced_calls_grammar(
 ) -> str:
     """One call of one of these functions (`is_parallel`: or several, of any of them) and nothing else.
 
-    Every function's arguments follow its schema. What llguidance does not know in the schema of a function that is not
-    strict counts for nothing. InvalidRequest for a schema that is not of an object.
+    Every function's arguments follow its schema. In the schema of a function that is not strict, what llguidance does
+    not know is ignored. InvalidRequest for a schema that is not of an object.
     """
     _check_size(functions)
     schemas = [_Arguments(_schema_of(function), is_lenient=not function.strict) for function in functions]
@@ -82,7 +82,7 @@ def free_grammar(
 
 
 def schema_lines(grammar: str) -> dict[int, int | None]:
-    """In which lines of such a grammar schemas stand: of which function, or None: of the answer."""
+    """The lines of such a grammar that have schemas, and the function of each; None: the answer's."""
     rules = ((number, _SCHEMA_RULE.match(line)) for number, line in enumerate(grammar.split("\n"), 1))
     return {number: int(rule["index"]) if rule["index"] else None for number, rule in rules if rule is not None}
 

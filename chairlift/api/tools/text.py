@@ -127,7 +127,7 @@ class Text:
         self._at = min(self._at + 1, len(self._text))
 
     def back_to(self, position: int) -> None:
-        """What was read since then is to be read again."""
+        """What was read since then will be read again."""
         self._at = self._start + position
 
     def take_tail_of(self, mark: str) -> None:

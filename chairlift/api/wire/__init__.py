@@ -106,7 +106,7 @@ def _fail_fast(schema: Any, handler: GetCoreSchemaHandler) -> None:
 def without_nulls(given: object) -> object:
     """An object without its fields that are null; anything else as it is.
 
-    Of a crowd of unknown fields each would be a complaint of its own, and to collect them would hold up all others.
+    Each of thousands of unknown fields would be an error of its own, and collecting them would delay everyone else.
     """
     if not isinstance(given, dict):
         return given
@@ -222,7 +222,7 @@ def type_of(value: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Marks a union of classes. `pick` says which of them an object becomes; None: it is no object."""
+    """Marks a union of classes. `pick` says which of them an object becomes; None: it is not an object."""
 
     pick: Callable[[Any], type[BaseModel] | None]
     check: Callable[[object], object] = let_others_run  # what comes, before one is picked
@@ -323,7 +323,7 @@ def complaint_of(error: ValidationError) -> InvalidRequest:
 def _path(complaint: ErrorDetails) -> list[str]:
     """The fields and indices that lead to what is wrong."""
     *lead, last = complaint["loc"] or ("",)
-    is_named = complaint["type"] == "extra_forbidden"  # by whoever sent it, with a name like any
+    is_named = complaint["type"] == "extra_forbidden"  # whose name its sender chose
     names = [str(part) for part in lead if isinstance(part, int) or not _FORM.fullmatch(part)]
     return names + ([str(last)] if is_named or isinstance(last, int) or not _FORM.fullmatch(last) else [])
 

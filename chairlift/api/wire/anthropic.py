@@ -295,7 +295,7 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
         dict[str, Any] | None, Ignored("nothing is cleared; a conversation that is too long is an error")
     ] = None
     speed: Annotated[Literal["standard", "fast"] | None, Ignored("there is one speed")] = None
-    user_profile_id: Annotated[Label | None, Ignored("metadata.user_id says whose request it is")] = None
+    user_profile_id: Annotated[Label | None, Ignored("metadata.user_id says who sent the request")] = None
     workspace_id: Annotated[Label | None, Ignored("there are no workspaces")] = None
     billing_policy: Annotated[dict[str, Any] | None, Ignored("there are no bills")] = None
 
@@ -371,7 +371,7 @@ class MessagesRequest(
         ge=0, description="most new tokens; the room in the slot also bounds it; 0: the prompt is only computed ahead"
     )
     stop_sequences: list[String] | None = Field(None, description="strings that end the text and are not part of it")
-    metadata: RequestMetadata | None = Field(None, description="whose request it is")
+    metadata: RequestMetadata | None = Field(None, description="who sent the request")
     service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
     inference_geo: Annotated[Label | None, Ignored("there is one place")] = None
     diagnostics: Annotated[dict[str, Any] | None, Ignored("usage tells what was reused")] = None

@@ -24,7 +24,7 @@ from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
 
 FOR_CACHING = Ignored("a hint about caching; prompts that begin alike are found without it")
 FOR_STATISTICS = Ignored("labels a request for its sender's own statistics")
-SENDER = "whose request it is: users share the machine evenly, or API keys do where there are any"
+SENDER = "who sent the request; users, or API keys where there are any, share the machine evenly"
 _MADE_HERE = {"logprobs", "prompt_logprobs", "structured_outputs"}  # mean something else in requests
 
 # --- structure

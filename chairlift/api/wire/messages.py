@@ -50,7 +50,7 @@ class ToolCall(Written):
     function: CalledFunction
 
     def as_template_input(self) -> dict[str, Any]:
-        """With the arguments as an object, which is what templates print. InvalidRequest if they are none."""
+        """With the arguments as an object, which is what templates print. InvalidRequest if they are not."""
         written = self.function.arguments or "{}"
         try:
             arguments = json.loads(written)
@@ -335,7 +335,7 @@ class Rendering(Body):
         return [message.as_template_input() for message in self.messages]
 
     def chat_options(self, shows_tools: bool = True) -> ChatOptions:
-        """What the template is told beside the messages."""
+        """What the template is told besides the messages."""
         is_continued = bool(self.continue_final_message)
         begins_answer = not is_continued if self.add_generation_prompt is None else self.add_generation_prompt
         return ChatOptions(

@@ -157,7 +157,7 @@ class ResponseObject(BaseModel):
 
 
 class DeletedResponse(BaseModel):
-    """A stored response that is no more."""
+    """A stored response that was deleted."""
 
     id: str
     object: Literal["response"] = "response"
@@ -189,7 +189,7 @@ class Event(BaseModel):
     created, in_progress, completed, incomplete, failed: `response`, the whole reply as far as it is.
     output_item: `item`, which begins or ends. content_part: `part` of a message or of reasoning, which
     begins or ends.
-    output_text, reasoning_text, function_call_arguments: `delta`, what there is more; when done, all of the
+    output_text, reasoning_text, function_call_arguments: `delta`, what is new; when done, all of the
     `text`, or the function's `name` and all `arguments`.
     """
 

@@ -14,7 +14,6 @@ MAX_AUTO_SEQ_LEN_GPU = 4096  # there every slot takes memory for so many tokens,
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, and delay newcomers and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
-_ALONE = ("quantization", "speculation", "batch_invariant")  # settings that need the model in one process
 
 ObstacleFinder = Callable[[AttentionBackend, ModelShape, DType, str], str | None]
 """`find_obstacle(backend, model, dtype, device)`: why the backend cannot run such a model there, or None."""
@@ -109,9 +108,8 @@ def resolve_divided(config: EngineConfig, obstacle: str | None, num_gpus: int) -
     `obstacle`: why the model cannot be divided so.
     """
     size = config.tensor_parallel_size
-    for name in _ALONE:
-        if getattr(config, name):
-            raise ConfigurationError(f"{name} works with tensor_parallel_size 1 only; leave one of the two out")
+    if config.quantization is not None:
+        raise ConfigurationError("quantization works with tensor_parallel_size 1 only; leave one of the two out")
     if config.attention_backend is AttentionBackend.CPU:
         raise ConfigurationError("attention_backend cpu works with tensor_parallel_size 1 only; choose torch")
     if obstacle is not None:

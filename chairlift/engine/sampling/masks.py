@@ -258,14 +258,14 @@ class Workers:
 
     def _go_ahead(self, compiled: CompiledGrammar, matcher: LLMatcher, draft: Draft) -> None:
         """If that fails, the row gets one token, and the sequence itself will meet the problem."""
-        begin, masks = time.thread_time(), ()
+        begin = time.thread_time()
         try:
-            masks = compiled.compute_masks(matcher, draft.guess)
+            draft.masks = compiled.compute_masks(matcher, draft.guess)
         except Exception as error:
             logger.error("computing masks along a guess failed", exc_info=error)
         compiled.note_cost((time.thread_time() - begin) / (1 + len(draft.guess)))
         with self._changed:
-            draft.masks, draft.is_over = masks, True
+            draft.is_over = True
             self._changed.notify_all()
 
     def _go_on_alone(self, grammar: TokenGrammar) -> None:

@@ -38,7 +38,7 @@ class PenaltyState:
         rows = [row for row, request in enumerate(requests) if has_penalty(request.params)]
         if not rows:
             return None
-        slots = []
+        slots: list[int] = []
         for row in rows:
             request = requests[row]
             assert request.slot is not None, "a request without a slot is sampled"

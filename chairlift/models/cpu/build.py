@@ -42,8 +42,8 @@ _ROOT = 0
 _MARK = b"chairlift-sha256"  # begins what is behind the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
 _UNUSED_AFTER_S = 30 * 24 * 3600.0
-_AT_HWCAP = 16  # in the vector of facts that Linux hands to every process
-_ARM_HWCAPS = {"asimd": 1, "asimddp": 20}  # their bits
+_AT_HWCAPS = (16, 26)  # in the vector of facts that Linux hands to every process: 64 bits each
+_ARM_HWCAPS = {"asimd": 1, "asimddp": 20, "i8mm": 64 + 13, "bf16": 64 + 14}  # their bits
 
 
 class _Damaged(Exception):
@@ -97,7 +97,7 @@ def _arm_features(hwcap: int) -> frozenset[str]:
 def _hwcap() -> int:
     getauxval = ctypes.CDLL(None).getauxval
     getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
-    return int(getauxval(_AT_HWCAP))
+    return sum(int(getauxval(kind)) << 64 * place for place, kind in enumerate(_AT_HWCAPS))
 
 
 def _vendor() -> str:

@@ -66,6 +66,7 @@ _BY_MACHINE = {  # the best first
         _PLAIN_SET,
     ),
     "aarch64": (
+        InstructionSet("neon_bf16", ("asimd", "asimddp", "i8mm", "bf16"), ("-march=armv8.2-a+dotprod+i8mm+bf16",)),
         InstructionSet("neon_dotprod", ("asimd", "asimddp"), ("-march=armv8.2-a+dotprod",)),
         # Atomics that are chosen at run time are in the compiler's own library.
         InstructionSet("neon", ("asimd",), ("-march=armv8-a", "-mno-outline-atomics")),

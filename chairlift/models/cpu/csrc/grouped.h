@@ -25,6 +25,19 @@ constexpr int GROUP = 32;
 constexpr int GROUP_WORDS = GROUP / 4;
 constexpr int32_t ZERO = 128;  // the byte that stands for 0
 
+// What sums of a group begin with: the bits of 1.5 * 2^23, to which an integer up to 2^22 adds as many, so that the
+// sum's bits are a float already. Where bytes have a sign, sums begin with 0.
+#if defined(__AVX512F__) || defined(__AVXVNNI__)
+constexpr float START_AS_FLOAT = 12582912.0f;
+constexpr int32_t START = 0x4b400000;
+INLINE f32x16 scaled(i32x16 dot, f32x16 scale) {
+    return fma16(bit_cast<f32x16>(dot), scale, scale * -START_AS_FLOAT);
+}
+#else
+constexpr int32_t START = 0;
+INLINE f32x16 scaled(i32x16 dot, f32x16 scale) { return convert<f32x16>(dot) * scale; }
+#endif
+
 constexpr float OFFSET_OF_BYTE = -240;
 constexpr float DWARFING = 6;      // times the root of the row's mean square
 constexpr float NEARLY_0 = 1e-30;  // what is no larger becomes 0, as its inverse could not be represented
@@ -34,7 +47,7 @@ struct Group {
     int8_t values[GROUP];
     float scale;
     float sum;      // of the elements: what offsets are multiplied by
-    int32_t shift;  // -ZERO times the sum of values: with it, a sum of products with bytes is one with values
+    int32_t shift = START;  // START - ZERO times the sum of values: with it, a sum of products with bytes is one with values
     int32_t unused;
 };
 
@@ -73,7 +86,7 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
     store16(to.values + LANES, high_value);
     to.scale = largest / 127 + (largest - largest);
     to.sum = to.scale * float(sum);
-    to.shift = -ZERO * sum;
+    to.shift = START - ZERO * sum;
     first -= to.scale * low;
     second -= to.scale * high;
     return largest;
@@ -86,6 +99,11 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
 // Bytes with a sign, which 4 bits have if they are multiplied as they are.
 constexpr int HALVES_UP = 0;  // how far 4 bits are moved up: not at all
 constexpr int PANELS_AT_ONCE = 1;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int GROUPS_AT_ONCE = 2;
+#else
+constexpr int GROUPS_AT_ONCE = 1;
+#endif
 
 #if defined(__AVX2__)
 
@@ -93,11 +111,13 @@ constexpr int PANELS_AT_ONCE = 1;
 // small. So of 8 bits the magnitude is multiplied, by values that take its sign.
 INLINE __m256i sums_of_pairs(__m256i words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
 
-template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const u32_register (&b)[GROUP_WORDS]) {
+template <int BITS>
+INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_WORDS], i32_register (&dots)[1]) {
     __m256i sum = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w++) {
-        const __m256i values = _mm256_set1_epi32(load<int32_t>(a + 4 * w)), weights = bit_cast<__m256i>(b[w]);
+        const __m256i values = _mm256_set1_epi32(load<int32_t>(group->values + 4 * w));
+        const __m256i weights = bit_cast<__m256i>(b[w]);
         if (BITS == 4) {
             sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, values));
         } else {
@@ -105,12 +125,42 @@ template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const
             sum = _mm256_add_epi32(sum, sums_of_pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(weights), own_signs)));
         }
     }
-    return bit_cast<i32_register>(BITS == 4 ? _mm256_slli_epi32(sums_of_pairs(sum), 4) : sum);
+    dots[0] = bit_cast<i32_register>(BITS == 4 ? _mm256_slli_epi32(sums_of_pairs(sum), 4) : sum);
+}
+
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+
+// An instruction multiplies eight neighbours of two rows with those of two columns. Of one row, the other is itself.
+template <int BITS, int ROWS>
+INLINE void multiply_register(const Group* groups, const u32_register (&b)[GROUP_WORDS], i32_register (&dots)[ROWS]) {
+    int32x4_t low = vdupq_n_s32(0), high = low;  // of the first two columns: a row's, the other's; of the next two
+#pragma GCC unroll 4
+    for (int w = 0; w < GROUP_WORDS; w += 2) {
+        const int8x16_t values = vcombine_s8(vld1_s8(groups[0].values + 4 * w), vld1_s8(groups[ROWS - 1].values + 4 * w));
+        low = vmmlaq_s32(low, values, bit_cast<int8x16_t>(b[w]));
+        high = vmmlaq_s32(high, values, bit_cast<int8x16_t>(b[w + 1]));
+    }
+    const int32x4_t rows[] = {vcombine_s32(vget_low_s32(low), vget_low_s32(high)),
+                              vcombine_s32(vget_high_s32(low), vget_high_s32(high))};
+    for (int r = 0; r < ROWS; r++) dots[r] = bit_cast<i32_register>(BITS == 4 ? vshlq_n_s32(rows[r], 4) : rows[r]);
+}
+
+// Two words of four columns -> eight neighbours of the first two columns, and of the next two.
+template <class V> INLINE void interleave(V& first, V& second) {
+    if constexpr (IS_PAIR<V>) {
+        interleave(first.lo, second.lo);
+        interleave(first.hi, second.hi);
+    } else {
+        const uint32x4_t low = bit_cast<uint32x4_t>(first), high = bit_cast<uint32x4_t>(second);
+        first = bit_cast<V>(vzip1q_u32(low, high));
+        second = bit_cast<V>(vzip2q_u32(low, high));
+    }
 }
 
 #else
 
-template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const u32_register (&b)[GROUP_WORDS]) {
+template <int BITS>
+INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_WORDS], i32_register (&dots)[1]) {
     int32x4_t sum = vdupq_n_s32(0);
 #if !defined(__ARM_FEATURE_DOTPROD)
     int16x8_t low = vdupq_n_s16(0), high = low;  // 16 bits hold two products of 8 bits, or 16 of 4 bits
@@ -118,7 +168,7 @@ template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w++) {
         const int8x16_t weights = bit_cast<int8x16_t>(b[w]);
-        const int8x16_t values = bit_cast<int8x16_t>(vdupq_n_s32(load<int32_t>(a + 4 * w)));
+        const int8x16_t values = bit_cast<int8x16_t>(vdupq_n_s32(load<int32_t>(group->values + 4 * w)));
 #if defined(__ARM_FEATURE_DOTPROD)
         sum = vdotq_s32(sum, weights, values);
 #else
@@ -135,29 +185,32 @@ template <int BITS> INLINE i32_register multiply_register(const int8_t* a, const
 #if !defined(__ARM_FEATURE_DOTPROD)
     if (BITS == 4) sum = vpaddlq_s16(vpaddq_s16(low, high));
 #endif
-    return bit_cast<i32_register>(BITS == 4 ? vshlq_n_s32(sum, 4) : sum);
+    dots[0] = bit_cast<i32_register>(BITS == 4 ? vshlq_n_s32(sum, 4) : sum);
 }
 
 #endif
 
-template <int BITS, class Words> INLINE auto multiply_words(const int8_t* a, const Words (&b)[GROUP_WORDS]) {
+template <int BITS, int ROWS, class Words, class Dots>
+INLINE void multiply_words(const Group* groups, const Words (&b)[GROUP_WORDS], Dots (&dots)[ROWS]) {
     if constexpr (IS_PAIR<Words>) {
         Half<Words> low[GROUP_WORDS], high[GROUP_WORDS];
+        Half<Dots> of_low[ROWS], of_high[ROWS];
         for (int w = 0; w < GROUP_WORDS; w++) low[w] = b[w].lo, high[w] = b[w].hi;
-        const auto first = multiply_words<BITS>(a, low), second = multiply_words<BITS>(a, high);
-        return Pair<std::remove_const_t<decltype(first)>>{first, second};
+        multiply_words<BITS>(groups, low, of_low);
+        multiply_words<BITS>(groups, high, of_high);
+        for (int r = 0; r < ROWS; r++) dots[r] = {of_low[r], of_high[r]};
     } else {
-        return multiply_register<BITS>(a, b);
+        multiply_register<BITS>(groups, b, dots);
     }
 }
 
-template <int BITS, int PANELS>
-INLINE void multiply_group(const Group& group, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
-                           i32x16 (&dots)[PANELS]) {
-    for (int p = 0; p < PANELS; p++) {
-        dots[p] = multiply_words<BITS>(group.values, b[p]);
-        if (BITS == 4 && has_shift) dots[p] += group.shift - i32x16{};
-    }
+template <int BITS, int ROWS>
+INLINE void multiply_group(const Group* groups, const u32x16 (&b)[1][GROUP_WORDS], bool has_shift,
+                           i32x16 (&dots)[ROWS][1]) {
+    i32x16 sums[ROWS];
+    multiply_words<BITS>(groups, b[0], sums);
+    for (int r = 0; r < ROWS; r++)
+        dots[r][0] = BITS == 4 && has_shift ? sums[r] + (groups[r].shift - i32x16{}) : sums[r];
 }
 
 // Bytes with a sign instead of those without.
@@ -167,9 +220,9 @@ INLINE u32x16 as_factor(u32x16 bytes) { return bytes ^ 0x80808080u; }
 
 constexpr int HALVES_UP = 4;
 #if defined(__AVX512F__)
-constexpr int PANELS_AT_ONCE = 2;
+constexpr int PANELS_AT_ONCE = 2, GROUPS_AT_ONCE = 4;
 #else
-constexpr int PANELS_AT_ONCE = 1;
+constexpr int PANELS_AT_ONCE = 1, GROUPS_AT_ONCE = 1;
 #endif
 
 INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
@@ -188,20 +241,17 @@ INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
 #endif
 }
 
-// Two sums of half a group, as one would wait for itself longer than the processor looks ahead.
-template <int BITS, int PANELS>
-INLINE void multiply_group(const Group& group, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
-                           i32x16 (&dots)[PANELS]) {
-    constexpr int HALF = GROUP_WORDS / 2;
-    i32x16 second[PANELS] = {};
-    for (int p = 0; p < PANELS; p++) dots[p] = (has_shift ? group.shift : 0) - i32x16{};
+template <int BITS, int ROWS, int PANELS>
+INLINE void multiply_group(const Group* groups, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
+                           i32x16 (&dots)[ROWS][PANELS]) {
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PANELS; p++) dots[r][p] = (has_shift ? groups[r].shift : START) - i32x16{};
+#pragma GCC unroll 8
+    for (int w = 0; w < GROUP_WORDS; w++)
 #pragma GCC unroll 4
-    for (int w = 0; w < HALF; w++)
-        for (int p = 0; p < PANELS; p++) {
-            multiply_add(dots[p], group.values + 4 * w, b[p][w]);
-            multiply_add(second[p], group.values + 4 * (w + HALF), b[p][w + HALF]);
-        }
-    for (int p = 0; p < PANELS; p++) dots[p] += second[p];
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int p = 0; p < PANELS; p++) multiply_add(dots[r][p], groups[r].values + 4 * w, b[p][w]);
 }
 
 INLINE u32x16 as_factor(u32x16 bytes) { return bytes; }
@@ -240,21 +290,27 @@ template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x
             words[w + STEP - 1] = (bytes >> (4 - HALVES_UP)) & MASK;
         }
     }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    for (int w = 0; w < GROUP_WORDS; w += 2) interleave(words[w], words[w + 1]);
+#endif
 }
 
-// Adds a group's products with `words` to elements of C.
-template <int BITS, bool HAS_OFFSETS, int PANELS>
-INLINE void add_group(const Group& group, const u32x16 (&words)[PANELS][GROUP_WORDS], const f32x16 (&scales)[PANELS],
-                      const f32x16 (&offsets)[PANELS], float* to) {
+// Adds the products of some rows' group with `words` to elements of C.
+template <int BITS, bool HAS_OFFSETS, int ROWS, int PANELS>
+INLINE void add_group(const Group* groups, const u32x16 (&words)[PANELS][GROUP_WORDS], const f32x16 (&scales)[PANELS],
+                      const f32x16 (&offsets)[PANELS], float* c, int64_t ldc) {
     constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
-    i32x16 dots[PANELS];
-    multiply_group<BITS>(group, words, IS_AROUND_ZERO, dots);
-    for (int p = 0; p < PANELS; p++) {
-        const f32x16 dot = convert<f32x16>(dots[p]);
-        f32x16 sum = fma16(group.scale * scales[p], dot, load16(to + p * LANES));
-        if (HAS_OFFSETS) sum = fma16(splat(group.sum), offsets[p], sum);
-        store16(to + p * LANES, sum);
-    }
+    i32x16 dots[ROWS][PANELS];
+    multiply_group<BITS>(groups, words, IS_AROUND_ZERO, dots);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < PANELS; p++) {
+            float* to = c + r * ldc + p * LANES;
+            f32x16 sum = fma16(splat(groups[r].scale), scaled(dots[r][p], scales[p]), load16(to));
+            if (HAS_OFFSETS) sum = fma16(splat(groups[r].sum), offsets[p], sum);
+            store16(to, sum);
+        }
 }
 
 // C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on.
@@ -277,11 +333,14 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
             u32x16 words[PANELS][GROUP_WORDS];
             for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, PANELS * panel_bytes, words[p]);
-            for (int r = 0; r < rows; r++)
-                add_group<BITS, HAS_OFFSETS>(a.groups[place + r], words, scales, offsets, c + r * ldc);
+            int r = 0;
+            for (; r + GROUPS_AT_ONCE <= rows; r += GROUPS_AT_ONCE)
+                add_group<BITS, HAS_OFFSETS, GROUPS_AT_ONCE>(&a.groups[place + r], words, scales, offsets, c + r * ldc, ldc);
+            for (; r < rows; r++)
+                add_group<BITS, HAS_OFFSETS, 1>(&a.groups[place + r], words, scales, offsets, c + r * ldc, ldc);
             for (uint32_t left = a.rests_of(place, rows); left; left &= left - 1) {
-                const int r = __builtin_ctz(left);
-                add_group<BITS, HAS_OFFSETS>(a.rests[place + r], words, scales, offsets, c + r * ldc);
+                const int rest = __builtin_ctz(left);
+                add_group<BITS, HAS_OFFSETS, 1>(&a.rests[place + rest], words, scales, offsets, c + rest * ldc, ldc);
             }
         }
     }

@@ -75,16 +75,31 @@ INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const float* a, int64_t ld
     if constexpr (PART + 1 < PARTS) add_products<PART + 1, PARTS>(sum, a, lda, words);
 }
 
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16)
+#define CHAIRLIFT_MULTIPLIES_BF16
+
+// Adds the products of pairs.
+INLINE f32_register add_pair(f32_register sum, int32_t pair, u32_register words) {
 #if defined(__AVX512BF16__)
+    const __m512i all = _mm512_set1_epi32(pair);
+    return bit_cast<f32_register>(
+        _mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(all), bit_cast<__m512bh>(words)));
+#else
+    const bfloat16x8_t all = bit_cast<bfloat16x8_t>(vdupq_n_s32(pair));
+    return bit_cast<f32_register>(vbfdotq_f32(bit_cast<float32x4_t>(sum), all, bit_cast<bfloat16x8_t>(words)));
+#endif
+}
+template <class H, class Words> INLINE Pair<H> add_pair(Pair<H> sum, int32_t pair, Words words) {
+    return {add_pair(sum.lo, pair, words.lo), add_pair(sum.hi, pair, words.hi)};
+}
+
 template <int PART, int PARTS, int ROWS, int PANELS>
 INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const bf16* a, int64_t lda, const u32x16 (&words)[PANELS]) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-        const __m512i pair = _mm512_set1_epi32(load<int32_t>(a + r * lda));
+        const int32_t pair = load<int32_t>(a + r * lda);
 #pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++)
-            sum[r][p] = bit_cast<f32x16>(_mm512_dpbf16_ps(bit_cast<__m512>(sum[r][p]), bit_cast<__m512bh>(pair),
-                                                          bit_cast<__m512bh>(words[p])));
+        for (int p = 0; p < PANELS; p++) sum[r][p] = add_pair(sum[r][p], pair, words[p]);
     }
 }
 #endif
@@ -155,7 +170,7 @@ INLINE void multiply_part(const T* a, int64_t lda, int rows, const T* b, int pan
     multiply_panels(a, lda, rows, b, panels, panel, depth, is_more, next, c, ldc);
 }
 
-#if !defined(__AVX512BF16__)
+#if !defined(CHAIRLIFT_MULTIPLIES_BF16)
 // Rows are widened once for all columns, and weights in registers.
 INLINE void multiply_part(const bf16* a, int64_t lda, int rows, const bf16* b, int panels, int64_t panel,
                           int64_t depth, bool is_more, Next next, float* c, int64_t ldc) {

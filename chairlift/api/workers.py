@@ -357,6 +357,7 @@ async def _serve(parent: socket.socket, welcome: Welcome) -> int:
     link = Link(welcome.engine, welcome.vocab_size, welcome.stats, {"signal": signals.hand_on})
     await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=parent)
     llm = AsyncLLM.of(link, link.grammars, welcome.number)
+    llm.usable_engine()  # it may die before the first request
 
     async def read_books(own: Counts) -> tuple[EngineStats, Counts]:
         with contextlib.suppress(EngineClosed):

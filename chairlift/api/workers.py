@@ -233,7 +233,7 @@ class Crew:
         if worker.is_ready.is_set():
             self._num_ready += 1
             if self._num_ready == self._size:
-                announce(self._config, self._listener)
+                announce(self._listener, asks_for_key=bool(self._keys))
         elif self._num_ready < self._size and not self._is_over:
             raise ConfigurationError("an API worker did not start; the log says why")
 

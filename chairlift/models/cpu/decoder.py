@@ -145,8 +145,8 @@ class CpuDecoder:
         cached, whose keys the threads share, with a result for each chunk of them; then logits.
         """
         num_threads = torch.get_num_threads()
-        passes = self._pass_bytes(num_tokens, 0) + self._pass_bytes(1, cache_tokens)
-        passes += self._logits(self._model, None, num_rows, self._format, None, None, num_threads)
+        passes: int = self._logits(self._model, None, num_rows, self._format, None, None, num_threads)
+        passes += self._pass_bytes(num_tokens, 0) + self._pass_bytes(1, cache_tokens)
         hidden = num_tokens * self._config.hidden_size * self._dtype.itemsize
         return passes + hidden + num_rows * self._config.vocab_size * torch.float32.itemsize
 

@@ -208,7 +208,7 @@ def plain(numbers: Path) -> list[float]:
 @pytest.mark.slow
 def test_8_bits_cost_little_and_answers_begin_alike(numbers: Path, plain: list[float]) -> None:
     with load(numbers, "int8") as llm:
-        assert ratios(perplexities_of(llm), plain) == pytest.approx([1, 1], abs=3e-3)
+        assert all(0.99 < ratio < 1.003 for ratio in ratios(perplexities_of(llm), plain))  # chance may also gain
         assert_answers_alike(llm)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from comparison.ceiling import Workload
 from comparison.contest import Contest, Entrant, Limits, Standing, Trial
 from machine import describe_commit, describe_machine, print_report, usable_cores
-from peers.engines import OURS, Engine, exit_on_signals
+from peers.engines import OURS, Engine, UsageError, exit_on_signals
 from peers.workers.protocol import Settings
 from shapes import SHAPES, make_checkpoint, write_numbers
 
@@ -88,7 +88,11 @@ def main() -> int:
     """Measures, prints the table, and as the last line everything as JSON; returns the exit code."""
     arguments = _parse_arguments()
     with tempfile.TemporaryDirectory() as scratch:
-        formats = _formats(arguments, Path(scratch))
+        try:
+            formats = _formats(arguments, Path(scratch))
+        except UsageError as error:
+            print(f"formats.py: {error}", file=sys.stderr)
+            return 2
         facts = {name: _facts(each, arguments) for name, each in formats.items()}
         trials, standings = _contest(formats, arguments, Path(scratch))
     for line in _table(facts, trials, standings):
@@ -120,7 +124,7 @@ def _formats(arguments: argparse.Namespace, scratch: Path) -> dict[str, Format]:
     if is_file:
         made["file"] = Format(model, model, None)
     if absent := set(arguments.formats) - made.keys():
-        raise SystemExit(f"formats.py: {', '.join(absent)}: {model} is no GGUF file")
+        raise UsageError(f"--formats {', '.join(absent)}: {model} is no GGUF file")
     return {name: made[name] for name in arguments.formats}
 
 

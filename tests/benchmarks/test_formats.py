@@ -36,4 +36,4 @@ def test_a_row_has_bits_perplexity_speed_and_memory_of_a_format_at_a_level(run_s
 
 def test_only_a_gguf_file_has_a_format_of_its_own(run_script: RunScript) -> None:
     ran = run_script(formats, "--model", "bundled", "--formats", "file")
-    assert ran.code == "formats.py: file: bundled is no GGUF file"
+    assert ran == (2, "", "formats.py: --formats file: bundled is no GGUF file\n")

@@ -243,7 +243,7 @@ def quantized(model: Decoder, quantization: Quantization) -> Decoder:
             if isinstance(child, Linear):
                 weight = quantize(child.weight, 8 if name == "lm_head" else num_bits).dequantize()
                 if name == "qkv_proj":
-                    first = (parent.num_heads + parent.num_kv_heads) * parent.head_dim
+                    first = (model.config.num_heads + model.config.num_kv_heads) * model.config.head_dim
                     lost = child.weight[first:].float() - weight[first:, : child.weight.shape[1]]
                     weight[first:] += quantize(lost, num_bits).dequantize()
                 setattr(parent, name, GroupedLinear(weight, child.bias))

@@ -224,7 +224,9 @@ def test_a_batch_is_answered_whole_and_once_though_an_engine_is_killed(
     serve.shutdown()  # replicas and engines together would take too much memory
     main, death = runpy.run_path(str(BATCH))["main"], tmp_path / "death"
 
-    class Mortal(main.__globals__["Answerer"]):  # type: ignore[misc]  # of the example
+    answerer: Any = main.__globals__["Answerer"]
+
+    class Mortal(answerer):  # type: ignore[misc]  # known when the example is read
         """Its first batch is answered, but nobody gets the answers."""
 
         def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:

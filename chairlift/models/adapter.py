@@ -4,10 +4,12 @@ transformers lets a model's attention be any function of a layer's queries, keys
 it appends to the slots and attends in place, through `attend`, which is handed down as an argument of the forward pass.
 What a layer asks of attention is seen at start, when the model is run once without weights and `_record` is the
 function; what a backend cannot give is refused there.
+
+Importing this takes two seconds: it is done for a model that needs it.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,20 +18,10 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from chairlift.errors import CheckpointError
 from chairlift.models.attention import Attend
-from chairlift.models.config import LAYER_TYPES, LayerConfig, ModelShape, read_dtype, refuse_unreadable
+from chairlift.models.config import LAYER_TYPES, AdaptedConfig, LayerConfig, read_dtype, refuse_unreadable
 
 ATTENTION, _RECORD = "chairlift", "chairlift_record"  # names of attention functions
 _NUM_RECORDED_TOKENS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedConfig(ModelShape):
-    """A decoder in transformers' code. `source` is its config there."""
-
-    can_record: ClassVar[bool] = False  # it may wait for the device in the middle of a step, to route tokens, say
-
-    num_parameters: int
-    source: Any = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from chairlift.errors import CheckpointError
-from chairlift.models.adapter import describe_decoder
 from chairlift.models.config import FAMILIES, ModelShape, describe_family
 from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, first_part, open_gguf
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
@@ -110,7 +109,11 @@ def _describe(raw: dict[str, Any]) -> ModelShape:
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError("it names no architecture")
     known = [name for name in FAMILIES if name in architectures]
-    return describe_family(known[0], raw) if known else describe_decoder(str(architectures[0]), raw)
+    if known:
+        return describe_family(known[0], raw)
+    from chairlift.models.adapter import describe_decoder
+
+    return describe_decoder(str(architectures[0]), raw)
 
 
 @contextmanager

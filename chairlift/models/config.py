@@ -6,7 +6,7 @@ more entry; the wiring (`models/decoder.py`) and the native code read the descri
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 from types import SimpleNamespace
@@ -222,6 +222,16 @@ class ModelConfig(ModelShape):
     logits_divisor: float = 1.0
     logits_softcap: float | None = None  # c tanh(logits / c)
     has_fused_tensors: bool = False  # the checkpoint holds qkv_proj and gate_up_proj, not their parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedConfig(ModelShape):
+    """A decoder in transformers' code. `source` is its config there."""
+
+    can_record: ClassVar[bool] = False  # it may wait for the device in the middle of a step, to route tokens, say
+
+    num_parameters: int
+    source: Any = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

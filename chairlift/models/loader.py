@@ -13,21 +13,22 @@ import operator
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, ConfigurationError
-from chairlift.models.adapter import ATTENTION, AdaptedConfig, AdaptedDecoder
 from chairlift.models.checkpoint import Checkpoint
-from chairlift.models.config import ModelConfig, ModelShape, Norms
+from chairlift.models.config import AdaptedConfig, ModelConfig, ModelShape, Norms
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, stack_rows
 from chairlift.models.stored import GroupedSize, WeightReader
+
+if TYPE_CHECKING:
+    from chairlift.models.adapter import AdaptedDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +110,13 @@ def make_dummy_model(
     return model
 
 
-def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> AdaptedDecoder:
+def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> "AdaptedDecoder":
     """A decoder that is in no family, in transformers' code. It is in the host's memory before it is on the device.
 
     CheckpointError as for `load_model`.
     """
+    from chairlift.models.adapter import AdaptedDecoder
+
     start = time.perf_counter()
     config = checkpoint.config
     assert isinstance(config, AdaptedConfig), "families have a wiring of their own"
@@ -134,6 +137,10 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> AdaptedDe
 
 def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: DType) -> tuple[Any, dict[str, Any]]:
     """The model, and what its tensors and the checkpoint's do not have in common."""
+    from transformers import AutoModelForCausalLM
+
+    from chairlift.models.adapter import ATTENTION
+
     _ = checkpoint.weight_files  # refuses an index that names files outside
     bars: Any = transformers_logging
     has_bar = bars.is_progress_bar_enabled()
@@ -208,7 +215,7 @@ def _room_for(model: nn.Module, dtype: DType, device: str) -> Iterator[None]:
         ) from error
 
 
-def _log(message: str, checkpoint: Checkpoint, model: Decoder | AdaptedDecoder, dtype: DType, start: float) -> None:
+def _log(message: str, checkpoint: Checkpoint, model: "Decoder | AdaptedDecoder", dtype: DType, start: float) -> None:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     logger.info(message, checkpoint.path, num_bytes / 1e6, dtype, time.perf_counter() - start)
 

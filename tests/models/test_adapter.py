@@ -15,7 +15,7 @@ from chairlift.config import DType, EngineConfig, LoadFormat
 from chairlift.engine.core import EngineCore, Pacing
 from chairlift.errors import CheckpointError, ConfigurationError
 from chairlift.models import load_adapted, open_checkpoint
-from chairlift.models.adapter import AdaptedConfig
+from chairlift.models.config import AdaptedConfig
 from chairlift.models.loader import count_parameters
 from tests.support.checkpoints import SMALL, make_checkpoint
 

@@ -17,9 +17,9 @@ from chairlift import LLM, SamplingParams
 from chairlift.config import DType
 from chairlift.engine.execution.forward import Forward, TorchForward
 from chairlift.models import Checkpoint, load_adapted, load_model, open_checkpoint
-from chairlift.models.adapter import AdaptedConfig
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.checkpoint import find_model
+from chairlift.models.config import AdaptedConfig
 from chairlift.models.cpu import CpuDecoder
 from tests.support.checkpoints import assert_greedy, make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row, logits_of, steps_around

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -10,13 +10,15 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import AttentionBackend, LoadFormat, ResolvedConfig
 from chairlift.errors import ConfigurationError
 from chairlift.models import Checkpoint, load_adapted, load_backend, load_model, make_dummy_model
-from chairlift.models.adapter import AdaptedConfig, AdaptedDecoder
 from chairlift.models.attention import Backend, BatchMetadata, token_slots
 from chairlift.models.attention.torch_sdpa import attend_alone
-from chairlift.models.config import ModelShape
+from chairlift.models.config import AdaptedConfig, ModelShape
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
 from chairlift.models.parallel import CheckpointPart
+
+if TYPE_CHECKING:
+    from chairlift.models.adapter import AdaptedDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ def _load_adapted_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> For
     return _with_attention(load_adapted(checkpoint, config.dtype, config.device), checkpoint.config, config)
 
 
-def _with_attention(model: Decoder | AdaptedDecoder, shape: ModelShape, config: ResolvedConfig) -> "TorchForward":
+def _with_attention(model: "Decoder | AdaptedDecoder", shape: ModelShape, config: ResolvedConfig) -> "TorchForward":
     attention = load_backend(config.attention_backend, shape, model.dtype, model.device)
     logger.info("attention: %s on %s", type(attention).__name__, model.device)
     return TorchForward(model, attention)
@@ -83,7 +85,7 @@ def _with_attention(model: Decoder | AdaptedDecoder, shape: ModelShape, config: 
 class TorchForward:
     """A model in torch, with an attention backend."""
 
-    def __init__(self, model: Decoder | AdaptedDecoder, attention: Backend) -> None:
+    def __init__(self, model: "Decoder | AdaptedDecoder", attention: Backend) -> None:
         self._model = model
         self._attention = attention
 

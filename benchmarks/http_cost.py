@@ -68,23 +68,21 @@ def _request(prompt: list[int], num_tokens: int) -> bytes:
 def time_served(port: int, prompts: Prompts, num_tokens: int) -> float:
     """Seconds until the last stream is over."""
     poll = selectors.DefaultSelector()
-    connections = [socket.create_connection(("127.0.0.1", port)) for _ in prompts]
+    streams = {socket.create_connection(("127.0.0.1", port)): bytearray() for _ in prompts}
     begin = time.perf_counter()
-    for connection, prompt in zip(connections, prompts, strict=True):
+    for connection, prompt in zip(streams, prompts, strict=True):
         connection.sendall(_request(prompt, num_tokens))
-        poll.register(connection, selectors.EVENT_READ, bytearray())
+        poll.register(connection, selectors.EVENT_READ, connection)
     while poll.get_map():
-        for key, _ in poll.select():
-            connection = key.fileobj
-            assert isinstance(connection, socket.socket), "nothing else is registered"
-            new = connection.recv(2**16)
-            key.data.extend(new)
-            if not new or not key.data.startswith(_OK[: len(key.data)]):
-                raise ConnectionError(f"the server refused a request: {key.data.decode()}")
-            if key.data.endswith(_END):
+        for connection in [key.data for key, _ in poll.select()]:
+            new, told = connection.recv(2**16), streams[connection]
+            told.extend(new)
+            if not new or not told.startswith(_OK[: len(told)]):
+                raise ConnectionError(f"the server refused a request: {told.decode()}")
+            if told.endswith(_END):
                 poll.unregister(connection)
     seconds = time.perf_counter() - begin
-    for connection in connections:
+    for connection in streams:
         connection.close()
     return seconds
 

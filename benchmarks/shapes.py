@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -72,7 +73,8 @@ def write_numbers(gguf: str, directory: Path) -> Path:
     exact = {name: each if isinstance(each, torch.Tensor) else each.dequantize() for name, each in tensors.items()}
     directory.mkdir(exist_ok=True)
     save_file(exact, directory / "model.safetensors", metadata={"format": "pt"})
-    AutoConfig.for_model(**describe_gguf(checkpoint.gguf)).save_pretrained(directory)
+    described = describe_gguf(checkpoint.gguf)
+    getattr(transformers, described["architectures"][0]).config_class(**described).save_pretrained(directory)
     return directory
 
 

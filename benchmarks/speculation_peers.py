@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe_machine, print_report, usable_cores
+from peers.engines import exit_on_signals
 from peers.keeper import free_port, wait_until_healthy
 from speculation import PROMPTS
 
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="a file for the last line")
     arguments = parser.parse_args()
+    exit_on_signals()
     figures: list[dict[str, Any]] = []
     with ExitStack() as stack:
         servers = [Server(arguments, spec_type) for spec_type in ("none", arguments.spec_type)]

@@ -14,7 +14,6 @@ from aiohttp import web
 
 from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.http.access import gather_keys
 from chairlift.api.http.connections import connections_of
 from chairlift.api.http.listening import Listener
 from chairlift.api.telemetry.log import log_activity
@@ -39,8 +38,9 @@ Handlers = Mapping[int, Callable[[], None]]
 async def serve(llm: AsyncLLM, config: ServerConfig, listener: Listener) -> int:
     """Serves from this process alone, until a signal or the engine's death; returns the process's exit code."""
     with reporting(llm, config.log_interval):
-        note_start = partial(announce, config, listener)
-        return await serve_api(Api(llm, config), llm, config, listener, catch_signals, note_start)
+        api = Api(llm, config)
+        note_start = partial(announce, listener, asks_for_key=len(api.keys) > 0)
+        return await serve_api(api, llm, config, listener, catch_signals, note_start)
 
 
 async def serve_api(
@@ -73,9 +73,9 @@ async def serve_api(
     return EXIT_CUT_SHORT if was_cut_short else EXIT_OK
 
 
-def announce(config: ServerConfig, listener: Listener) -> None:
+def announce(listener: Listener, *, asks_for_key: bool) -> None:
     """Says in the log where requests are served, and to whom."""
-    if not gather_keys(config) and listener.is_open_to_others:
+    if not asks_for_key and listener.is_open_to_others:
         logger.warning(
             "anybody who reaches this machine can use the server: it asks for no key. Set --api-key,"
             " --api-key-file or %s, or listen on 127.0.0.1",

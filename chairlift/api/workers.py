@@ -233,7 +233,7 @@ class Crew:
         if worker.is_ready.is_set():
             self._num_ready += 1
             if self._num_ready == self._size:
-                announce(self._config, self._listener)
+                announce(self._listener, asks_for_key=bool(self._keys))
         elif self._num_ready < self._size and not self._is_over:
             raise ConfigurationError("an API worker did not start; the log says why")
 
@@ -357,6 +357,7 @@ async def _serve(parent: socket.socket, welcome: Welcome) -> int:
     link = Link(welcome.engine, welcome.vocab_size, welcome.stats, {"signal": signals.hand_on})
     await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=parent)
     llm = AsyncLLM.of(link, link.grammars, welcome.number)
+    llm.usable_engine()  # it may die before the first request
 
     async def read_books(own: Counts) -> tuple[EngineStats, Counts]:
         with contextlib.suppress(EngineClosed):

@@ -101,9 +101,9 @@ class MappedMemory:
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=mmap.PAGESIZE)
         self.blocks = self._bytes.view(dtype)[:num_elements].view(shape)
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._advise(0, size, mmap.MADV_DONTDUMP)  # what people said has no place in a dump
+        self._call("madvise", 0, size, mmap.MADV_DONTDUMP)  # what people said has no place in a dump
         if _HUGE_PAGES.exists():
-            self._advise(0, size, mmap.MADV_NOHUGEPAGE)  # one token would take 2 MiB in every plane
+            self._call("madvise", 0, size, mmap.MADV_NOHUGEPAGE)  # one token would take 2 MiB in every plane
 
     def clear(self, slot: int, start: int, end: int) -> None:  # noqa: ARG002 - what was never written costs nothing
         """See `BlockMemory`. Whole pages are given back, and what shares a page with something else is overwritten."""
@@ -123,6 +123,12 @@ class MappedMemory:
             resident = next(line for line in lines if line.startswith("Rss:"))
         return int(resident.split()[1]) * 1024
 
+    def num_touched(self) -> int:
+        """Bytes of pages that were written or read: not fewer than are resident, and counted at once."""
+        pages = torch.empty(self._bytes.nbytes // mmap.PAGESIZE, dtype=torch.uint8)
+        self._call("mincore", 0, self._bytes.nbytes, ctypes.c_void_p(pages.data_ptr()))
+        return int((pages & 1).sum()) * mmap.PAGESIZE
+
     def most_resident(self, num_tokens: int) -> int:
         """Bytes of the pages that so many tokens of a slot lie in, at most."""
         num_shared = mmap.PAGESIZE if self._plane_bytes % mmap.PAGESIZE else 0  # planes begin and end within pages
@@ -135,16 +141,16 @@ class MappedMemory:
             return
         if begin < first_page:
             self._bytes[begin:first_page].zero_()
-        self._advise(first_page, last_page - first_page, mmap.MADV_DONTNEED)
+        self._call("madvise", first_page, last_page - first_page, mmap.MADV_DONTNEED)
         if last_page < end:
             self._bytes[last_page:end].zero_()
 
-    def _advise(self, offset: int, size: int, advice: int) -> None:
-        """By libc rather than `mmap.madvise`, which would keep other threads waiting while pages are given back."""
+    def _call(self, name: str, offset: int, size: int, last: object) -> None:
+        """Of libc's, about a range. `mmap.madvise` would keep other threads waiting while pages are given back."""
         address = ctypes.c_void_p(self._bytes.data_ptr() + offset)
-        if self._libc.madvise(address, ctypes.c_size_t(size), advice):
+        if self._libc[name](address, ctypes.c_size_t(size), last):
             number = ctypes.get_errno()
-            raise OSError(number, f"madvise: {os.strerror(number)}")
+            raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def _round_up(num_bytes: int) -> int:

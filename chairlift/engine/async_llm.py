@@ -22,7 +22,7 @@ from chairlift.engine.text.inputs import (
 )
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Message
-from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Port, Stop, Update, describe_death
+from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Stop, Update, describe_death
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
@@ -95,7 +95,6 @@ class AsyncLLM:
         """With an engine that others use as well; see `InputProcessor`."""
         llm = cls.__new__(cls)
         llm._use(engine, grammars, seed_stream)
-        llm._usable_engine()  # which may die before the first request
         return llm
 
     def _use(self, engine: Engine, grammars: Grammars | None = None, seed_stream: int = 0) -> None:
@@ -106,7 +105,6 @@ class AsyncLLM:
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._mailboxes: dict[str, _Mailbox] = {}  # by the generation's id; those that run together share one
         self._answers: set[asyncio.Future[Any]] = set()  # that the engine's thread owes
-        self._is_started = False
         self._watch: asyncio.Task[None] | None = None
         self._is_closed = False
         self.death: BaseException | None = None
@@ -116,13 +114,6 @@ class AsyncLLM:
     def is_healthy(self) -> bool:
         """True while new requests are served."""
         return self.death is None and not self._is_closed and self._engine.is_alive
-
-    def connect(self, wake: Callable[[], None]) -> Port:
-        """For one more reader of an engine in this process; see `EngineThread.connect`."""
-        engine = self._usable_engine()
-        assert isinstance(engine, LocalEngine), "an engine in another process has lines of its own"
-        assert engine.thread is not None, "it was started"
-        return engine.thread.connect(wake)
 
     @property
     def num_unfinished(self) -> int:
@@ -195,7 +186,7 @@ class AsyncLLM:
         Each has one output, which goes on to grow. `wants_steps`: news of every step, not only when a generation begins
         and ends. Leaving the iterator early, or an error in one of them, ends them all. Otherwise like `generate`.
         """
-        engine = self._usable_engine()
+        engine = self.usable_engine()
         names = [generation.request_id for generation in generations]
         for index, name in enumerate(names):
             if name in self._mailboxes or name in names[:index]:
@@ -262,7 +253,7 @@ class AsyncLLM:
 
     async def _call(self, function: Callable[[EngineCore], _Result]) -> _Result:
         """Calls a function in the engine's thread between two launches and returns its result."""
-        engine = self._usable_engine()
+        engine = self.usable_engine()
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Result] = loop.create_future()
         self._answers.add(answer)
@@ -272,16 +263,15 @@ class AsyncLLM:
         finally:
             self._answers.discard(answer)
 
-    def _usable_engine(self) -> Engine:
+    def usable_engine(self) -> Engine:
         """The engine, which starts with the first request, and with it the watch over it."""
         if self.death is not None:
             raise EngineDead(f"the engine died: {describe_death(self.death)}")
         if self._is_closed:
             raise EngineClosed("the engine was closed")
-        if not self._is_started:
+        if self._watch is None:
             loop = asyncio.get_running_loop()
             self._engine.start(lambda: _call_if_open(loop, self._take))
-            self._is_started = True
             self._watch = loop.create_task(self._watch_over(), name="chairlift-watchdog")
         return self._engine
 

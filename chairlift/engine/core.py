@@ -135,8 +135,9 @@ class EngineCore:
 
     @on_every_rank
     def hold(self, request_ids: Sequence[str], is_held: bool) -> None:
-        """Has requests rest where they are, or go on. Those that have ended are left out."""
-        self._scheduler.hold(request_ids, is_held)
+        """Has rows rest in their slots without getting tokens, or go on. Requests that have ended are left out."""
+        for request in filter(None, map(self._scheduler.find, request_ids)):
+            request.is_held = is_held
 
     @on_every_rank
     def reset_prefix_cache(self) -> None:

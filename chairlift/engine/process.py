@@ -22,7 +22,7 @@ from chairlift.config import ResolvedConfig
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.journal import EngineStats
 from chairlift.engine.text.grammar import Thinking
-from chairlift.engine.thread import Abort, Add, Call, Command, Leave, Taken, Update, describe_death
+from chairlift.engine.thread import Abort, Add, Call, Command, Leave, LocalEngine, Taken, Update, describe_death
 from chairlift.engine.wire import PackedUpdate, Peer, Service
 from chairlift.errors import EngineClosed, EngineDead
 from chairlift.params import StructuredOutputs
@@ -186,7 +186,9 @@ class Line(Peer):
         self._serials = count()
         self._numbers_of: dict[str, int] = {}  # of sequences
         self._is_full = False  # an update is under way
-        self._port = llm.connect(lambda: _call_in(loop, self._flush))
+        engine = llm.usable_engine()
+        assert isinstance(engine, LocalEngine), "the other way is a link"
+        self._port = engine.connect(lambda: _call_in(loop, self._flush))
 
     def tell_death(self, death: BaseException) -> None:
         """Of which a thread that hangs says nothing."""

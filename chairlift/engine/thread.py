@@ -339,6 +339,11 @@ class LocalEngine:
         self.port = self.thread.connect(wake)
         self.thread.start()
 
+    def connect(self, wake: Callable[[], None]) -> Port:
+        """For one more reader; see `EngineThread.connect`."""
+        assert self.thread is not None, "it was started"
+        return self.thread.connect(wake)
+
     def send(self, command: Command) -> None:
         if self.port is not None:
             self.port.send(command)

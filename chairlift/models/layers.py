@@ -36,8 +36,9 @@ def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         first = args[0]
-        is_cuda = isinstance(first, torch.Tensor) and first.is_cuda
-        return (compiled(first.device) if is_cuda else function)(*args, **kwargs)
+        if isinstance(first, torch.Tensor) and first.is_cuda:
+            return compiled(first.device)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 

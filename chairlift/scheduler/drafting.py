@@ -29,7 +29,7 @@ _FIRST_RATES = (0.2, 0.4, 0.7, 0.9, 0.95)  # of guesses with fewer, and so on, u
 _MAX_INDEXED = 1024  # in a look-up: a long prompt delays no step by more than some two milliseconds
 _NEWEST_TOKEN = 0.1  # its weight in a rate
 _MAX_REMEMBERED = 2**14  # tokens of one client's answers: so many, and as many older ones
-_MAX_REMEMBERED_IN_ALL = 2**17  # of all clients' together: 45 MB
+_MAX_REMEMBERED_IN_ALL = 2**17  # of all clients' together: 20 MB
 _MAX_ANSWER = 2**12  # tokens of an answer: its first ones
 
 

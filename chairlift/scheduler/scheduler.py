@@ -105,12 +105,6 @@ class Scheduler:
         self.waiting.remove(request_id)
         return self._end(request)
 
-    def hold(self, request_ids: Sequence[str], is_held: bool) -> None:
-        """Has requests rest: they keep their places and slots, and get no tokens. Or has them go on."""
-        for request_id in request_ids:
-            if (request := self.find(request_id)) is not None:
-                request.is_held = is_held
-
     def expire(self) -> list[TokenEvent]:
         """Ends requests whose time is up, so many in a step. To be called before `schedule`."""
         events, self._unstarted = self._unstarted, []
@@ -137,14 +131,12 @@ class Scheduler:
             num_pending = request.num_pending
             if (num_pending or request.grammar is not None) and not request.can_be_planned:
                 continue
-            if len(request.token_ids) + num_pending - request.num_computed == 1:  # num_uncomputed, without a call
-                if request.is_held:
-                    continue
+            if len(request.token_ids) + num_pending - request.num_computed != 1:  # num_uncomputed, without a call
+                begun.append(request)
+            elif not request.is_held:
                 step.decode.append(row)
                 if request.num_computed + reach > request.num_held:
                     growing.append(request)
-            else:
-                begun.append(request)
         short = {request for request in growing if not self._grow(request)}
         if growing and not self._slots.budget.is_ample:  # some may have yielded
             begun = [request for request in begun if _keeps_slot(request)]

@@ -127,7 +127,7 @@ EngineCore.step = step
 sys.exit(main())
 """
 DIES_WITH_TWO = """
-import sys
+import sys, time
 from chairlift.__main__ import main
 from chairlift.engine.core import EngineCore
 
@@ -135,6 +135,7 @@ real_step, num_steps = EngineCore.step, 0
 
 def step(self):
     global num_steps
+    time.sleep(0.005)
     num_steps += self._scheduler.num_running == 2
     if num_steps > 5:
         raise RuntimeError("injected fault")
@@ -143,7 +144,7 @@ def step(self):
 EngineCore.step = step
 sys.exit(main())
 """
-LONG = long_stream(600)  # three seconds at least
+LONG, LONGEST = long_stream(600), long_stream(2000)  # three and ten seconds at least
 KEYS = ("--api-key", "one", "--api-key", "two")
 
 
@@ -180,13 +181,15 @@ def test_every_worker_answers_as_a_server_without_workers_does(
 def test_slots_queue_counts_and_picture_are_of_all_workers_together(clients: list[httpx.Client]) -> None:
     busy, other = clients
     before = metrics_of(other)
-    with busy.stream("POST", "/v1/completions", json={**long_stream(2000), "n": 4}) as stream:
-        next(stream.iter_lines())
+    with busy.stream("POST", "/v1/completions", json={**LONGEST, "n": 4}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
         assert metrics_of(other)["chairlift_requests_running"] == 4
         refused = other.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         with other.stream("GET", "/watch") as watch:
-            picture = json.loads(next(watch.iter_lines()).removeprefix("data: "))
+            events = watch.iter_lines()
+            picture = json.loads(next(events).removeprefix("data: "))
         assert [slot["state"] for slot in picture["slots"]] == ["decoding"] * 4
     with httpx.Client(base_url=other.base_url, headers=other.headers) as reader:  # the stream's client has left
         until(lambda: metrics_of(reader)["chairlift_requests_running"] == 0, "a client that leaves frees its slots")
@@ -204,7 +207,7 @@ def test_every_worker_asks_for_a_key(process: Process) -> None:
 
 def test_a_stored_response_can_be_continued_and_deleted_on_another_worker(clients: list[httpx.Client]) -> None:
     here, there = clients
-    first = here.post("/v1/responses", json={"input": "What is 17 + 25?"}).json()
+    first = here.post("/v1/responses", json={"input": "What is 17 + 25?", "store": True}).json()
     body = {"input": "And twice that?", "previous_response_id": first["id"]}
     second = there.post("/v1/responses", json=body)
     assert second.status_code == 200, second.text
@@ -218,7 +221,7 @@ def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced_and_a_signal_
         with client_of_each(process) as (doomed, safe):
             pid = worker_of(doomed.get("/health"))
             with (
-                doomed.stream("POST", "/v1/completions", json=LONG) as lost,
+                doomed.stream("POST", "/v1/completions", json=LONGEST) as lost,
                 safe.stream("POST", "/v1/completions", json=LONG) as kept,
             ):
                 lost_lines = lost.iter_lines()
@@ -248,7 +251,7 @@ def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced_and_a_signal_
 
 def test_the_engines_death_ends_what_all_workers_serve_and_the_process_with_1() -> None:
     with running(DIES_WITH_TWO, *TWO, *FLAGS) as process, client_of_each(process) as clients, ExitStack() as stack:
-        requests = [client.stream("POST", "/v1/completions", json=LONG) for client in clients]
+        requests = [client.stream("POST", "/v1/completions", json=LONGEST) for client in clients]
         streams = [stack.enter_context(request) for request in requests]
         for stream in streams:
             assert '"a step failed: RuntimeError: injected fault"' in [line for line in stream.iter_lines() if line][-1]

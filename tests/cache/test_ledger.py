@@ -257,7 +257,10 @@ def test_a_claimed_slot_can_be_copied_as_far_as_it_is_committed() -> None:
         (lambda ledger: ledger.claim_slot(2, num_kept=7), "slot 2 has 6 valid tokens, not 7"),
         (lambda ledger: ledger.claim_slot(3, num_kept=1), "slot 3 has 0 valid tokens, not 1"),
         (lambda ledger: ledger.release(0, num_kept=1), "slot 0 has 0 valid tokens, not 1"),
+        (lambda ledger: ledger.release(1), "slot 1 is in flight"),
         (lambda ledger: ledger.release(2), "slot 2 is not claimed"),
+        (lambda ledger: ledger.release(4), r"slot 4 is not in \[0, 4\)"),
+        (lambda ledger: ledger.claim(-1), "cannot claim -1 slots"),
     ],
 )
 def test_what_cannot_be_kept_or_copied_is_refused_and_changes_nothing(

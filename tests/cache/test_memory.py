@@ -88,7 +88,7 @@ def test_only_what_is_written_is_resident() -> None:
     memory = MappedMemory([32, 2, 16, 131_072, 8, 64], torch.bfloat16)  # 128 GiB
     assert memory.num_resident() == 0
     memory.blocks[31, :, :, :64] = 1  # 64 KiB in each of 32 planes
-    assert memory.num_resident() == 2 * 2**20 == memory.most_resident(64)
+    assert memory.num_resident() == memory.num_touched() == 2 * 2**20 == memory.most_resident(64)
     assert memory.blocks[31, 1, 15, 63, 7, 63] == 1
 
 
@@ -96,7 +96,7 @@ def test_only_what_is_written_is_resident() -> None:
 def test_reading_takes_no_memory() -> None:
     memory = MappedMemory([4, 2, 16, 4096, 8, 64], torch.bfloat16)
     assert not memory.blocks[2].any()
-    assert memory.num_resident() == 0
+    assert (memory.num_resident(), memory.num_touched()) == (0, memory.blocks[2].nbytes)
 
 
 @mapped_only

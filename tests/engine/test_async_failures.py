@@ -81,7 +81,7 @@ async def test_who_loses_its_place_in_the_queue_ends_with_all_of_its_choices_and
 async def test_what_the_scheduler_refuses_as_a_mistake_ends_alone(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         generation = await engine.prepare("hi", LONG)
-        engine._usable_engine().send(Add(generation.requests))
+        engine.usable_engine().send(Add(generation.requests))
         with pytest.raises(ValueError, match="is already here"):
             await last(engine.run(generation))
         assert engine.is_healthy

@@ -113,7 +113,8 @@ async def test_the_loop_is_woken_once_for_all_that_it_has_not_taken(tiny: str) -
 
 async def test_the_rows_of_a_reader_that_is_behind_rest_while_others_go_on_and_end_when_it_leaves(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
-        slow = engine.connect(lambda: None)
+        engine.usable_engine()
+        slow = thread_of(engine).connect(lambda: None)
         first, second = [await engine.prepare("hi", LONG) for _ in range(2)]
         slow.send(Add(first.requests))
         assert len((await last(engine.generate("hi", LONG))).outputs[0].token_ids) == 200

@@ -131,7 +131,7 @@ def test_a_conversation_is_rendered_with_the_models_template(inputs: InputProces
     ("messages", "words"),
     [
         ([], "at least one message"),
-        *(([wrong], "") for wrong in (7, "hi", None, [], [{"role": "user", "content": "hi"}])),
+        *(([wrong], "must be a list of") for wrong in (7, "hi", None, [], [{"role": "user", "content": "hi"}])),
         *(
             ([wrong], "refuses these messages")
             for wrong in ({}, {"role": "user"}, {"role": "user", "content": None}, {"content": "hi"})

@@ -17,11 +17,11 @@ META = torch.device("meta")
 _aten = torch.ops.aten
 
 
-class DeviceWatch(TorchDispatchMode):
+class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fails with AssertionError at an operator that a launch must not use. What comes to the host is `told`."""
 
     def __init__(self, told: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_sent = 0
         self.num_brought = 0
         self._told = told

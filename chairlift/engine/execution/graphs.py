@@ -218,18 +218,35 @@ class DecodeGraphs:
 
         `sampling`: how the rows are sampled; None if the caller samples them.
         """
-        num_rows, buffers, device = len(input_ids), self._buffers, self._blocks.device
-        size = self._sizes[bisect_left(self._sizes, num_rows)]
-        forward = self.forwards.find(size, self._view_length(cache.max_cache_length + num_steps - 1))
-        sample = self.samplings.find(size, sampling.kind) if sampling is not None else None
-        buffers.input_ids[:num_rows] = to_device(input_ids, torch.int64, device)
-        buffers.slots[:num_rows] = cache.lookup_table
+        num_rows, buffers = len(input_ids), self._buffers
+        reach = self._view_length(cache.max_cache_length + num_steps - 1)
+        buffers.input_ids[:num_rows] = to_device(input_ids, torch.int64, self._blocks.device)
         buffers.lengths[:num_rows] = cache.cache_lengths
+        sample = self._load_rows(cache.lookup_table, sampling)
+        self._loaded = _Loaded(num_rows, self.forwards.find(self._size_of(num_rows), reach), sample)
+
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor, sampling: GraphSampling) -> torch.Tensor:
+        """Samples logits that no graph computed, float32 `[N, vocab]`, for slots, int32 `[N]`: as `next_tokens`."""
+        replay = self._load_rows(slots, sampling)
+        assert replay is not None, "sampling was given"
+        self._buffers.logits[: len(logits)] = logits
+        replay()
+        return self._buffers.tokens[: len(logits)].clone()
+
+    def _load_rows(self, slots: torch.Tensor, sampling: GraphSampling | None) -> Replay | None:
+        """Gives rows their slots and how they are sampled, by the graph that is returned; the others are padding."""
+        num_rows, buffers = len(slots), self._buffers
+        buffers.slots[:num_rows] = slots
         buffers.clear(num_rows)
-        if sampling is not None and sampling.table is not None:
-            buffers.sampling[: len(sampling.table), :num_rows] = send(sampling.table, device)
+        if sampling is None:
+            return None
+        if sampling.table is not None:
+            buffers.sampling[: len(sampling.table), :num_rows] = send(sampling.table, self._blocks.device)
             buffers.step.zero_()
-        self._loaded = _Loaded(num_rows, forward, sample)
+        return self.samplings.find(self._size_of(num_rows), sampling.kind)
+
+    def _size_of(self, num_rows: int) -> int:
+        return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def next_logits(self) -> torch.Tensor:
         """One step: float32 `[num_rows, vocab]`, good until the next step. The caller notes what it samples."""

@@ -18,13 +18,13 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatch
 from chairlift.cache.ledger import Reservation
 from chairlift.engine.execution.forward import Forward
 from chairlift.engine.execution.graphs import ON_DEVICE, DecodeGraphs, LastTokens
-from chairlift.engine.sampling import Arrival, Places, bring, on_device, send, to_device, up_to_wrong
-from chairlift.engine.sampling.drawing import INVALID_TOKEN, prepare_graph_sampling
+from chairlift.engine.sampling import Arrival, Guessed, Places, bring, on_device, send, to_device, up_to_wrong
+from chairlift.engine.sampling.drawing import INVALID_TOKEN, GraphSampling, prepare_graph_sampling
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
 from chairlift.models.attention import BatchMetadata
 from chairlift.params import TokenLogprobs
-from chairlift.scheduler import RowPlan, RowResult, StepPlan
+from chairlift.scheduler import RequestState, RowPlan, RowResult, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class ModelRunner:
         return _Outputs.gather([self._sample(graphs.next_logits(), batch, step, slots) for step in steps], batch, {})
 
     def _compute(self, plan: StepPlan, inputs: list[ContinuousBatchingKVCacheCollection]) -> _Outputs:
-        """Any plan, operator by operator."""
+        """Any plan, operator by operator; rows that want no more than a graph has are sampled by one."""
         batch, slots = self._first_batch(plan), inputs[0].lookup_table
         known, decoding = _input_ids(plan.rows), slice(0, plan.num_decode_rows)
         input_ids = to_device(known, torch.int64, self._device)
@@ -158,7 +158,7 @@ class ModelRunner:
             places = to_device(sampled.tokens, torch.int64, self._device)
             slots = slots[to_device(sampled.rows, torch.int64, self._device)]
         requests = [plan.rows[row].request for row in sampled.rows]
-        sampling = self._sampler.prepare(requests, plan.num_steps, sampled.guessed)
+        sampling = self._prepare_sampling(requests, plan.num_steps, sampled.guessed)
         prompt_scores: dict[int, LogprobTensors] = {}
         steps: list[Sampled] = []
         for step in range(plan.num_steps):
@@ -171,10 +171,25 @@ class ModelRunner:
                 prompt_scores = self._score_prompts(plan, hidden)
             if requests:
                 steps.append(self._sample(self._forward.logits(hidden[places]), sampling, step, slots))
-        return _Outputs.gather(steps, sampling, prompt_scores)
+        return _Outputs.gather(steps, sampling if isinstance(sampling, SamplingBatch) else None, prompt_scores)
 
-    def _sample(self, logits: torch.Tensor, batch: SamplingBatch, step: int, slots: torch.Tensor) -> Sampled:
-        sampled = self._sampler.sample(logits, batch, step)
+    def _prepare_sampling(
+        self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed
+    ) -> SamplingBatch | GraphSampling:
+        """By a graph, if there are any and the rows want no more than these offer."""
+        if self._graphs is not None and not guessed:
+            by_graph = prepare_graph_sampling(requests, num_steps)
+            if by_graph is not None:
+                return by_graph
+        return self._sampler.prepare(requests, num_steps, guessed)
+
+    def _sample(
+        self, logits: torch.Tensor, sampling: SamplingBatch | GraphSampling, step: int, slots: torch.Tensor
+    ) -> Sampled:
+        if isinstance(sampling, GraphSampling):
+            assert self._graphs is not None, "it was prepared for them"
+            return Sampled(self._graphs.sample(logits, slots, sampling), None)
+        sampled = self._sampler.sample(logits, sampling, step)
         self._last_tokens.note(slots, sampled.tokens)
         return sampled
 

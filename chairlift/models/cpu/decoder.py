@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -43,10 +44,16 @@ class _Matrix(ctypes.Structure):
         *((name, c_int64) for name in ("columns", "depth")),
         *((name, c_void_p) for name in ("scales", "offsets", "units")),
         *((name, c_int64) for name in ("num_bits", "group_size", "scale_bits")),
+        *((name, c_void_p) for name in ("rest_panels", "rest_scales", "rest_offsets", "rest_units")),
+        ("first_rest", c_int64),
     ]
 
     @classmethod
-    def of(cls, matrix: PackedMatrix) -> "_Matrix":
+    def of(cls, matrix: PackedMatrix, rest: PackedMatrix | None = None) -> "_Matrix":
+        """`rest`: what rounding took of the last columns, in the same format."""
+        rests = {
+            f"rest_{name}": _address(getattr(rest, name)) for name in ("panels", "scales", "offsets", "units") if rest
+        }
         return cls(
             panels=_address(matrix.panels),
             bias=_address(matrix.bias),
@@ -58,6 +65,8 @@ class _Matrix(ctypes.Structure):
             num_bits=matrix.num_bits,
             group_size=matrix.group_size,
             scale_bits=0 if matrix.scales is None else 8 * matrix.scales.itemsize,
+            first_rest=matrix.num_outputs - rest.num_outputs if rest else 0,
+            **rests,
         )
 
 
@@ -136,8 +145,8 @@ class CpuDecoder:
         cached, whose keys the threads share, with a result for each chunk of them; then logits.
         """
         num_threads = torch.get_num_threads()
-        passes = self._pass_bytes(num_tokens, 0) + self._pass_bytes(1, cache_tokens)
-        passes += self._logits(self._model, None, num_rows, self._format, None, None, num_threads)
+        passes: int = self._logits(self._model, None, num_rows, self._format, None, None, num_threads)
+        passes += self._pass_bytes(num_tokens, 0) + self._pass_bytes(1, cache_tokens)
         hidden = num_tokens * self._config.hidden_size * self._dtype.itemsize
         return passes + hidden + num_rows * self._config.vocab_size * torch.float32.itemsize
 
@@ -259,7 +268,7 @@ class _Weights:
             return arrange_heads(rows, num_turning, attention.head_dim, rope.num_rotated)
 
         return _Layer(
-            qkv=self._matrix(attention.qkv_proj, arrange),
+            qkv=self._matrix(attention.qkv_proj, arrange, num_exact=attention.num_kv_heads * attention.head_dim),
             out=self._matrix(attention.o_proj),
             gate_up=self._matrix(layer.mlp.gate_up_proj, interleave),
             down=self._matrix(layer.mlp.down_proj),
@@ -273,20 +282,30 @@ class _Weights:
             window=window or _ALL_KEYS,
         )
 
-    def _matrix(self, linear: Linear, arrange: _Arrange = _as_they_are, *, is_head: bool = False) -> _Matrix:
+    def _matrix(
+        self, linear: Linear, arrange: _Arrange = _as_they_are, *, is_head: bool = False, num_exact: int = 0
+    ) -> _Matrix:
+        """`num_exact`: the last rows, which stay where they are; if they are rounded here, what that took is kept."""
         bias = None if linear.bias is None else arrange(linear.bias)
         weight = _let_go(linear)
-        has_byte_scales = False
-        if self._quantization is not None and isinstance(weight, torch.Tensor):
-            has_byte_scales = self._quantization is Quantization.INT4 and not is_head
-            weight = quantize(weight, 4 if has_byte_scales else 8)
+        if isinstance(weight, torch.Tensor) and self._quantization is None:
+            return _Matrix.of(self._keep_packed(pack(arrange(weight), bias)))
         if isinstance(weight, GroupedWeight):
-            packed = pack_grouped(weight.map_rows(arrange), bias, has_byte_scales=has_byte_scales)
-        else:
-            packed = pack(arrange(weight), bias)
+            return _Matrix.of(self._keep_packed(pack_grouped(weight.map_rows(arrange), bias)))
+        is_narrow = self._quantization is Quantization.INT4 and not is_head
+        rounded = quantize(weight, 4 if is_narrow else 8)
+        rest = None
+        if num_exact:
+            last = rounded.map_rows(itemgetter(slice(-num_exact, None)))
+            lost = weight[-num_exact:].float() - last.dequantize()[:, : weight.shape[1]]
+            rest = self._keep_packed(pack_grouped(quantize(lost, rounded.num_bits), has_byte_scales=is_narrow))
+        packed = pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow)
+        return _Matrix.of(self._keep_packed(packed), rest)
+
+    def _keep_packed(self, packed: PackedMatrix) -> PackedMatrix:
         self._kept.append(packed)
         self.num_bytes += packed.num_bytes
-        return _Matrix.of(packed)
+        return packed
 
     def _norm(self, norm: RMSNorm | None, arrange: _Arrange = _as_they_are) -> int | None:
         """What the normalised is multiplied by: float32, padded with zeros to whole vectors."""

@@ -42,6 +42,7 @@ class PackedMatrix:
 
     @property
     def num_bytes(self) -> int:
+        """Memory that it takes."""
         tensors = (self.panels, self.bias, self.scales, self.offsets, self.units)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

@@ -15,7 +15,7 @@ from chairlift.models import load_backend
 from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
-from chairlift.models.grouped import GroupedWeight, quantize
+from chairlift.models.grouped import quantize
 from chairlift.models.layers import Linear
 from tests.support.forward_bench import SLOT_LEN, Bench
 
@@ -213,11 +213,12 @@ class GroupedLinear(nn.Module):
     """What a product with integers in groups is to give: an exact sum, with rows in groups of 32, too.
 
     A group with a number above 6 times the root of its row's mean square is rounded, and so is what that took.
+    Likewise what rounding took of the weights of values.
     """
 
-    def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.weight = weight.dequantize(torch.float64)
+        self.weight = weight.double()
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -240,7 +241,11 @@ def quantized(model: Decoder, quantization: Quantization) -> Decoder:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
-                weight = quantize(child.weight, 8 if name == "lm_head" else num_bits)
+                weight = quantize(child.weight, 8 if name == "lm_head" else num_bits).dequantize()
+                if name == "qkv_proj":
+                    first = (parent.num_heads + parent.num_kv_heads) * parent.head_dim
+                    lost = child.weight[first:].float() - weight[first:, : child.weight.shape[1]]
+                    weight[first:] += quantize(lost, num_bits).dequantize()
                 setattr(parent, name, GroupedLinear(weight, child.bias))
     if model.config.is_tied:
         model.model.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)

@@ -129,6 +129,18 @@ def test_bfloat16_with_products_of_integers_is_as_near_the_truth_as_their_bits_a
     assert typical_error(ours, exact) < 1.1 * torch_error(shape, number_format)
 
 
+def test_weights_of_values_lose_next_to_nothing(isa: str) -> None:
+    config = SHAPES["three heads to one"]
+    rounded, exact = cpu_bench(config, FLOAT32_INT4, isa), torch_bench(make_model(config, torch.float32))
+    for bench in (rounded, exact):
+        bench.run([Row(0, list(range(1, 30)))])
+    # Of the first layer, [keys or values, tokens, ...]; the embedding has 8 bits, and so have the rows of the product.
+    ours, theirs = (bench.blocks[0, :, 0, :29].flatten(1) for bench in (rounded, exact))
+    lost_of_keys, lost_of_values = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).tolist()
+    assert lost_of_keys > 0.05
+    assert lost_of_values < 0.012
+
+
 def test_any_number_of_rows_of_the_head_is_multiplied(number_format: Format, isa: str) -> None:
     reference = in_float32(make_model(UNTIED, number_format.dtype))
     if number_format.quantization:
@@ -273,11 +285,14 @@ def test_the_torch_models_matrices_are_let_go_of(shape: str, number_format: Form
 
 def expected_bytes(is_tied: bool, number_format: Format) -> int:
     """A model without padding: vocab 128, hidden 64, intermediate 192, two layers, 2 heads of 32, both with keys."""
-    num_weights = 2 * 64 * (192 + 64 + 384 + 192)
+    num_rests = 64 if number_format.quantization else 0  # rows: what rounding took of the weights of values
+    num_weights = 2 * 64 * (192 + num_rests + 64 + 384 + 192)
     bits = {None: (8 * number_format.dtype.itemsize,) * 2, "int8": (8.5, 8.5), "int4": (4.5, 8.5)}
     in_layers, in_head = bits[number_format.quantization]
     num_bytes = int(num_weights * in_layers + 128 * 64 * in_head) // 8
-    num_bytes += (2 * (192 + 64 + 384 + 64) + 128) * 4 if number_format.quantization else 0  # units of scales
+    num_bytes += (
+        (2 * (192 + num_rests + 64 + 384 + 64) + 128) * 4 if number_format.quantization else 0
+    )  # units of scales
     num_bytes += (2 * 2 + 1) * 64 * 4  # norms, in float32
     num_bytes += SLOT_LEN * 32 * 4  # rotary tables
     return num_bytes + (0 if is_tied else 128 * 64 * number_format.dtype.itemsize)

@@ -7,7 +7,6 @@
 
 constexpr int TWO_TILES_LINES = 32;  // what a step of a product takes of the weights
 constexpr int UNIT_PANELS = 4;  // what a thread takes at a time: 64 columns
-constexpr int MOST_HEAD_DIM = 256;
 constexpr int64_t CACHE_BYTES = 1 << 20;  // of a thread's own cache, what rows may take while weights pass by
 
 // Rows of a thread from which each thread had better have rows of its own, which stay in its cache from one product to

@@ -25,6 +25,16 @@ struct Matrix {
     const void *scales, *offsets;
     const float* units;
     int64_t num_bits, group_size, scale_bits;
+    // What rounding to groups took of the columns from one on, rounded likewise; null: none of it is kept.
+    const void *rest_panels, *rest_scales, *rest_offsets;
+    const float* rest_units;
+    int64_t first_rest;  // of those that are multiplied at once, the first
+
+    Matrix rest() const {
+        Matrix own = *this;
+        own.panels = rest_panels, own.scales = rest_scales, own.offsets = rest_offsets, own.units = rest_units;
+        return own;
+    }
 };
 
 // How far ahead of use weights are fetched: few rows wait for memory alone, more rows must not wait in between.
@@ -75,7 +85,7 @@ INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const float* a, int64_t ld
     if constexpr (PART + 1 < PARTS) add_products<PART + 1, PARTS>(sum, a, lda, words);
 }
 
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define CHAIRLIFT_MULTIPLIES_BF16
 
 // Adds the products of pairs.

@@ -4,6 +4,7 @@
 #include "grouped.h"
 
 constexpr int ROWS_AT_ONCE = 32;
+constexpr int MOST_HEAD_DIM = 256;  // columns that are multiplied at once, at most
 
 constexpr int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -83,8 +84,16 @@ template <> struct Rows<Group> {
     // `row` begins a block.
     void multiply_by(const Matrix& matrix, int64_t row, int rows, int64_t panel, int panels, float* c, int64_t ldc,
                      Fetch) const {
-        const int64_t place = place_of(row, 0);
-        multiply({groups + place, rests + place, has_rest + place, block_rows}, rows, matrix, panel, panels, c, ldc);
+        const int64_t place = place_of(row, 0), first = matrix.first_rest / LANES;
+        const GroupedRows a{groups + place, rests + place, has_rest + place, block_rows};
+        multiply(a, rows, matrix, panel, panels, c, ldc);
+        if (!matrix.rest_panels || panel < first) return;
+        const int width = panels * LANES;
+        alignas(64) float more[ROWS_AT_ONCE * MOST_HEAD_DIM];
+        multiply(a, rows, matrix.rest(), panel - first, panels, more, width);
+        for (int r = 0; r < rows; r++)
+            for (int k = 0; k < width; k += LANES)
+                store16(c + r * ldc + k, load16(c + r * ldc + k) + load16(more + r * width + k));
     }
 };
 

@@ -382,6 +382,9 @@ class ResponseStore:
                 richest = max(self._num_bytes, key=self._num_bytes.__getitem__)
                 self._remove(richest, next(iter(self._responses[richest])))
 
+    async def settled(self) -> None:
+        """At once: it is the one place where all look."""
+
     def find(self, owner: str, response_id: str) -> StoredResponse | None:
         with self._lock:
             return self._responses.get(owner, {}).get(response_id)

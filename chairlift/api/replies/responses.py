@@ -360,10 +360,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by owner and id. No owner can read, delete or continue another's.
-
-    When there is no room the oldest response of the owner who has most goes first. Usable from any thread.
-    """
+    """Responses by owner and id. No owner can read, delete or continue another's. Usable from any thread."""
 
     def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -372,7 +369,7 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """Makes room, and does without one that is larger than all of it."""
+        """Makes room: the oldest of the owner who has most goes first. One larger than all of it is not kept."""
         with self._lock:
             if response.num_bytes > self._max_bytes:
                 return

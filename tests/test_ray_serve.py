@@ -24,7 +24,7 @@ import pytest
 from chairlift.errors import ConfigurationError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: it takes the extra [ray]")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.filterwarnings("default")]  # Ray has its own
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200), pytest.mark.filterwarnings("default")]  # Ray has its own
 
 URL = "http://127.0.0.1:8129"
 SCALING = {"max_replicas": 2, "target_requests": 2, "upscale_delay": 0.5}

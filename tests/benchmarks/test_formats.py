@@ -26,7 +26,7 @@ def test_a_row_has_bits_perplexity_speed_and_memory_of_a_format_at_a_level(run_s
     head, _, plain, int8, _ = ran.out.splitlines()
     assert head == "| level | format | bits a weight | perplexity | 1x4+3 | 2x4+3 | peak memory, GB |"
     assert plain.startswith(f"| {LEVEL} | bfloat16 | 16.")
-    assert int8.startswith(f"| {LEVEL} | int8 | 9.0 |")  # with the padding of a small model
+    assert int8.startswith(f"| {LEVEL} | int8 | 9.4 |")  # with the padding of a small model
     known = ran.report["formats"]
     assert known["int8"]["perplexity"] == pytest.approx(known["bfloat16"]["perplexity"], rel=0.02)
     assert [len(result["rates"][f"{LEVEL} int8"]) for result in ran.report["results"]] == [1, 1]

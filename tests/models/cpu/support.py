@@ -14,7 +14,7 @@ from chairlift.engine.execution.forward import TorchForward
 from chairlift.models import load_backend
 from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
 from chairlift.models.cpu import CpuDecoder
-from chairlift.models.decoder import Decoder
+from chairlift.models.decoder import Decoder, SelfAttention
 from chairlift.models.grouped import quantize
 from chairlift.models.layers import Linear
 from tests.support.forward_bench import SLOT_LEN, Bench
@@ -242,8 +242,8 @@ def quantized(model: Decoder, quantization: Quantization) -> Decoder:
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
                 weight = quantize(child.weight, 8 if name == "lm_head" else num_bits).dequantize()
-                if name == "qkv_proj":
-                    first = (model.config.num_heads + model.config.num_kv_heads) * model.config.head_dim
+                if isinstance(parent, SelfAttention) and child is parent.qkv_proj:
+                    first = (parent.num_heads + parent.num_kv_heads) * parent.head_dim
                     lost = child.weight[first:].float() - weight[first:, : child.weight.shape[1]]
                     weight[first:] += quantize(lost, num_bits).dequantize()
                 setattr(parent, name, GroupedLinear(weight, child.bias))

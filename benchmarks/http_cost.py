@@ -117,7 +117,7 @@ def main() -> int:
     with _serving(arguments) as port, LLM(arguments.model, max_batch_size=max(arguments.requests)) as llm:
         for num_requests in arguments.requests:
             cases.append(measure(llm, port, num_requests, arguments))
-            print(f"{num_requests} requests: HTTP takes {cases[-1]['cost']:+.1%} of the time of a call", flush=True)
+            print(f"{num_requests} requests: streams over HTTP take {cases[-1]['cost']:+.1%} beside a call", flush=True)
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     commit = describe_commit(Path(__file__).parents[1])
     print_report(

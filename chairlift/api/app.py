@@ -214,7 +214,7 @@ class Api:
         observation = request[OBSERVATION]
         observation.note_job(draft.reply.id, generations, is_streamed=draft.is_streamed)
         off_loop = self._reply_workers.for_client(client.name)
-        return Job(generations, draft.reply, observation, off_loop, draft.headers)
+        return Job(generations, draft.reply, observation, off_loop, self._common.store.settled, draft.headers)
 
     async def _answer_at_once(
         self, request: web.Request, body_type: type[_Body], make_reply: Callable[[_Body], BaseModel]

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -61,7 +61,11 @@ class Store(Protocol):
     """Where responses are kept: `ResponseStore`, or that of another process. Usable from any thread."""
 
     def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """Never waits."""
+        """Never waits, so others may not find it yet; see `settled`."""
+        ...
+
+    async def settled(self) -> None:
+        """Returns when everybody finds all that was kept."""
         ...
 
     def find(self, owner: str, response_id: str) -> StoredResponse | None: ...
@@ -248,6 +252,7 @@ class Job:
     reply: Reply
     observation: Observation
     off_loop: OffLoop
+    settled: Callable[[], Awaitable[None]]  # awaited before the end of the reply; see `Store`
     headers: Mapping[str, str] = field(default_factory=dict)
 
     async def make(self, size: int, function: Callable[..., _Made], *args: Any) -> _Made:
@@ -271,6 +276,7 @@ async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
             latest[index] = output
     whole = [latest[index] for index in range(len(job.generations))]
     body = await job.make(sum(map(_size_of, whole)), lambda: _to_json(job.reply.whole(whole)))
+    await job.settled()
     return web.Response(body=body, content_type="application/json", headers=job.headers)
 
 
@@ -286,7 +292,9 @@ async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.St
                 news = await job.make(sizes[index] - num_seen, job.reply.news, index, output)
                 await stream.send(*events, *news)
                 events = []
-            await stream.send(*events, *await job.make(sum(sizes.values()), job.reply.closing))
+            closing = await job.make(sum(sizes.values()), job.reply.closing)
+            await job.settled()
+            await stream.send(*events, *closing)
     except ConnectionError:  # the client left, so nobody reads an error
         return stream.response
     except Exception as error:

@@ -19,6 +19,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -272,9 +273,16 @@ class _Store:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._loop = asyncio.get_running_loop()
+        self._unsettled: set[Future[Any]] = set()
 
     def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        self._loop.call_soon_threadsafe(self._link.ask, "keep", owner, response_id, response)
+        kept = self._begin("keep", owner, response_id, response)
+        self._unsettled.add(kept)
+        kept.add_done_callback(self._unsettled.discard)
+
+    async def settled(self) -> None:
+        unsettled = [asyncio.shield(asyncio.wrap_future(kept)) for kept in tuple(self._unsettled)]
+        await asyncio.gather(*unsettled, return_exceptions=True)
 
     def find(self, owner: str, response_id: str) -> StoredResponse | None:
         found: StoredResponse | None = self._ask("find", owner, response_id)
@@ -285,11 +293,13 @@ class _Store:
 
     def _ask(self, *args: str) -> Any:
         """In a thread other than the loop's."""
+        return self._begin(*args).result()
 
+    def _begin(self, name: str, *args: Any) -> "Future[Any]":
         async def ask() -> Any:
-            return await self._link.ask(*args)
+            return await self._link.ask(name, *args)
 
-        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop)
 
 
 class _Signals:

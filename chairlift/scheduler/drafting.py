@@ -28,6 +28,8 @@ _MATCHES = (3, 6, 16, FORCED_MATCH)  # tokens before a guess from which on it co
 _FIRST_RATES = (0.2, 0.4, 0.7, 0.9, 0.95)  # of guesses with fewer, and so on, until the row has shown what they are
 _MAX_INDEXED = 1024  # in a look-up: a long prompt delays no step by more than some two milliseconds
 _NEWEST_TOKEN = 0.1  # its weight in a rate
+_NEWEST_ANSWER = 0.3  # the weight of its rates in those that its client's next one starts with
+_HOPE = 0.05  # by which these go back to the first ones, so that what is not tried any more is tried again
 _MAX_REMEMBERED = 2**14  # tokens of one client's answers: so many, and as many older ones
 _MAX_REMEMBERED_IN_ALL = 2**17  # of all clients' together: 20 MB
 _MAX_ANSWER = 2**12  # tokens of an answer: its first ones
@@ -51,8 +53,15 @@ NO_GUESS = Guess((), 0)
 class Rates:
     """How often a row's guesses are right, token by token, by how much of the text before them agreed."""
 
-    def __init__(self) -> None:
-        self._shares = list(_FIRST_RATES)
+    def __init__(self, like: "Rates | None" = None) -> None:
+        """`like`: what those of rows before it have come to."""
+        self._shares: list[float] = list(_FIRST_RATES if like is None else like._shares)
+
+    def follow(self, ended: "Rates") -> None:
+        """A row has ended, and these are its rates: what to expect of the next one."""
+        towards = zip(self._shares, ended._shares, _FIRST_RATES, strict=True)
+        mixed = ((share + _NEWEST_ANSWER * (newest - share), first) for share, newest, first in towards)
+        self._shares = [share + _HOPE * (first - share) for share, first in mixed]
 
     def of(self, guess: Guess) -> float:
         """The share of right ones among tokens whose predecessors were right."""
@@ -104,6 +113,14 @@ class Text:
         self._num_indexed += len(places)
 
 
+@dataclass(slots=True)
+class _Client:
+    """What is remembered of one."""
+
+    texts: list[Text]  # one or two, the newer one last
+    rates: Rates
+
+
 class Answers:
     """What clients were answered lately, each client's apart: who asks alike is often answered alike.
 
@@ -111,19 +128,27 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[Hashable, list[Text]] = OrderedDict()  # first those of who came least lately
+        self._clients: OrderedDict[Hashable, _Client] = OrderedDict()  # who came least lately is first
         self._num_tokens = 0
 
     def of(self, client: Hashable) -> Sequence[Text]:
         """Where to look for that client's next one."""
-        return self._texts.get(client, ())
+        known = self._clients.get(client)
+        return () if known is None else known.texts
 
-    def remember(self, client: Hashable, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """A prompt and its answer, of which the first tokens count. The oldest make room for it."""
+    def rates_of(self, client: Hashable) -> Rates:
+        """What a new row of that client starts with."""
+        known = self._clients.get(client)
+        return Rates() if known is None else Rates(like=known.rates)
+
+    def remember(self, client: Hashable, token_ids: Sequence[int], num_prompt_tokens: int, rates: Rates) -> None:
+        """A prompt and its answer, of which the first tokens count, and its rates. The oldest make room for it."""
         begin, end = max(num_prompt_tokens - MAX_MATCH, 0), num_prompt_tokens + _MAX_ANSWER
         tokens = [*token_ids[begin:end], _NONE]
-        texts = self._texts.setdefault(client, [Text(finds_short=False)])
-        self._texts.move_to_end(client)
+        known = self._clients.setdefault(client, _Client([Text(finds_short=False)], Rates()))
+        self._clients.move_to_end(client)
+        known.rates.follow(rates)
+        texts = known.texts
         if texts[-1].tokens and len(texts[-1].tokens) + len(tokens) > _MAX_REMEMBERED:
             texts.append(Text(finds_short=False))
             for older in texts[:-2]:
@@ -132,12 +157,12 @@ class Answers:
         texts[-1].tokens += tokens
         self._num_tokens += len(tokens)
         while self._num_tokens > _MAX_REMEMBERED_IN_ALL:
-            _, forgotten = self._texts.popitem(last=False)
-            self._num_tokens -= sum(len(text.tokens) for text in forgotten)
+            _, forgotten = self._clients.popitem(last=False)
+            self._num_tokens -= sum(len(text.tokens) for text in forgotten.texts)
 
     def forget(self) -> None:
         """All of them."""
-        self._texts.clear()
+        self._clients.clear()
         self._num_tokens = 0
 
 
@@ -145,7 +170,7 @@ class Drafter:
     """Guesses for one sequence. Keeps a copy of its tokens."""
 
     def __init__(self, num_prompt_tokens: int, prediction: Sequence[int] = ()) -> None:
-        self.rates = Rates()
+        self.rates: Rates | None = None  # of its guesses, from the first one on
         self._text = Text(finds_short=True)
         if prediction:
             self._text.tokens += [*prediction, _NONE]

@@ -28,6 +28,15 @@ class RowPlan:
         """Tokens of the slot that it computes if it gets so many tokens; the last sampled has no key and value yet."""
         return self.num_new_tokens + max(num_expected - 1 - len(self.guess.tokens), 0)
 
+    def take(self, result: "RowResult", num_expected: int, placement: Placement) -> list[int]:
+        """Books the tokens that it got, and takes back what was computed in vain. Returns those that count."""
+        if result.is_late:
+            placement.step_back(self.request, num_expected)
+            return []
+        if self.guess.tokens:
+            placement.step_back(self.request, num_expected - len(result.token_ids))
+        return self.request.accept(result.token_ids, result.error, result.stop_reason)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

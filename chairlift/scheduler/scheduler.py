@@ -177,7 +177,9 @@ class Scheduler:
             if had_ended:  # what came of it is surplus
                 self._release_if_idle(request)
                 continue
-            kept = self._take(row, num_expected, result)
+            kept = row.take(result, num_expected, self.placement)
+            if self.speculation is not None and row.guess.tokens and not result.is_late:
+                self.speculation.learn(row, len(kept), len(result.token_ids))
             if kept or result.prompt_logprobs or request.finish_reason is not None:
                 events.append(TokenEvent.of(request, kept, result, now))
             if request.finish_reason is not None:
@@ -187,18 +189,6 @@ class Scheduler:
             elif request.contents.has_bad_surplus:
                 self.placement.scrub_surplus(request)
         return events
-
-    def _take(self, row: RowPlan, num_expected: int, result: RowResult) -> list[int]:
-        """Books the tokens that a row got, and takes back what was computed in vain. Returns those that count."""
-        if result.is_late:
-            self.placement.step_back(row.request, num_expected)
-            return []
-        if row.guess.tokens:
-            self.placement.step_back(row.request, num_expected - len(result.token_ids))
-        kept = row.request.accept(result.token_ids, result.error, result.stop_reason)
-        if row.guess.tokens and self.speculation is not None:
-            self.speculation.learn(row, len(kept), len(result.token_ids))
-        return kept
 
     def abandon(self) -> None:
         """After a failed or interrupted step all requests with a slot leave, without an event; those that wait stay."""

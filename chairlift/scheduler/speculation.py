@@ -109,8 +109,9 @@ class Speculation:
         """
         request, num_drafted = row.request, len(row.guess.tokens)
         num_accepted = min(num_kept, max(num_sampled - 1, 0))
-        assert request.drafter is not None, "who has none makes no guess"
-        request.drafter.rates.note(row.guess, num_accepted)
+        rates = None if request.drafter is None else request.drafter.rates
+        assert rates is not None, "who has none makes no guess"
+        rates.note(row.guess, num_accepted)
         request.num_drafted += num_drafted
         request.num_accepted += num_accepted
         self.num_drafted += num_drafted
@@ -121,8 +122,9 @@ class Speculation:
 
     def remember(self, request: RequestState) -> None:
         """A request has ended: what its client asks next may be answered alike."""
-        if request.drafter is not None and request.error is None:
-            self.answers.remember(_client_of(request), request.token_ids, request.num_prompt_tokens)
+        drafter = request.drafter
+        if drafter is not None and drafter.rates is not None and request.error is None:
+            self.answers.remember(_client_of(request), request.token_ids, request.num_prompt_tokens, drafter.rates)
 
     def note_launch(self, plan: StepPlan, seconds: float) -> None:
         """A launch took so long, all of its steps together."""
@@ -137,10 +139,12 @@ class Speculation:
             num_wanted = min(most, request.num_remaining - 1)
             if request.drafter is None or request.num_pending or num_wanted <= 0:
                 continue
-            guess = self._guess(request, request.drafter, num_wanted)
+            drafter = request.drafter
+            drafter.rates = drafter.rates or self.answers.rates_of(_client_of(request))
+            guess = self._guess(request, drafter, num_wanted)
             if guess.tokens:
                 guesses[request.request_id] = guess
-                rates[request.request_id] = request.drafter.rates.of(guess)
+                rates[request.request_id] = drafter.rates.of(guess)
         if self._max_tokens == "auto" and guesses:
             guesses = self._worthwhile(guesses, rates, len(requests), num_tokens)
         return guesses

@@ -15,7 +15,7 @@ def test_a_server_and_a_call_take_turns(tmp_path: Path, run_script: RunScript) -
     ran = run_script(http_cost, "--model", make_tiny_checkpoint(tmp_path), *flags)
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
-    assert lines[0].startswith("2 requests: HTTP takes ")
+    assert lines[0].startswith("2 requests: streams over HTTP take ")
     (case,) = json.loads(lines[-1])["cases"]
     ((served, offline),) = ((each["served_s"], each["offline_s"]) for each in case["rounds"])
     assert case["requests"] == 2

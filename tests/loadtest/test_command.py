@@ -48,6 +48,11 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
     return Printed(captured.out.splitlines(), captured.err.splitlines())
 
 
+def besides_load(errors: list[str]) -> list[str]:
+    """Without the warning that this machine is busy, which it may be."""
+    return [line for line in errors if "the load test itself fell behind" not in line]
+
+
 async def test_success_prints_a_table_and_nothing_else(server: NullServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert await bench(server.url) == 0
     lines, errors = printed(capsys)
@@ -58,7 +63,7 @@ async def test_success_prints_a_table_and_nothing_else(server: NullServer, capsy
     ]
     assert "requests succeeded        6 of 6" in lines
     assert "output tokens             18 (server's usage)" in lines
-    assert [line for line in errors if "the load test itself fell behind" not in line] == []  # as it may beside others
+    assert besides_load(errors) == []
 
 
 async def test_a_trace_is_replayed(server: NullServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +93,7 @@ async def test_a_server_that_drops_half_of_the_streams_is_reported_and_counted(
     assert "requests succeeded        5 of 9" in lines
     assert lines[-1].startswith("failed: incomplete stream 4 (")
     assert any("55.6% of requests within ttft:60000" in line for line in lines)
-    assert errors == []
+    assert besides_load(errors) == []
 
 
 async def test_a_sweep_tests_every_rate_and_tells_the_highest(

@@ -201,6 +201,7 @@ def ragged_arguments() -> Arguments:
         "cu_seqlens_q": int32(0, 2, 5),
         "cu_seqlens_k_new": int32(0, 2, 5),
         "max_seqlen_q": 3,
+        "num_splits": 1,
     }
 
 

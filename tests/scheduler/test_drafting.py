@@ -5,7 +5,7 @@ import random
 import pytest
 
 from chairlift.scheduler import Drafter, Guess
-from chairlift.scheduler.drafting import NO_GUESS, Answers
+from chairlift.scheduler.drafting import NO_GUESS, Answers, Rates
 
 
 def guess(tokens: list[int], num_tokens: int = 4, prediction: list[int] | None = None) -> Guess:
@@ -67,8 +67,8 @@ PROMPT, ANSWER = list(range(100, 140)), list(range(200, 260))
 
 def test_a_prompt_that_comes_again_is_guessed_to_be_answered_again_to_the_end_of_the_answer() -> None:
     answers = Answers()
-    answers.remember("me", PROMPT + ANSWER, len(PROMPT))
-    answers.remember("me", [7, 8, 9, *ANSWER[:5], 1, 2, 3], 3)
+    answers.remember("me", PROMPT + ANSWER, len(PROMPT), Rates())
+    answers.remember("me", [7, 8, 9, *ANSWER[:5], 1, 2, 3], 3, Rates())
     drafter = Drafter(len(PROMPT))
     assert drafter.guess(PROMPT, 8, answers.of("me")) == Guess(ANSWER[:8], 32)
     assert drafter.guess(PROMPT + ANSWER[:50], 16, answers.of("me")) == Guess(ANSWER[50:], 32)
@@ -77,7 +77,7 @@ def test_a_prompt_that_comes_again_is_guessed_to_be_answered_again_to_the_end_of
 
 def test_an_answer_that_was_edited_is_followed_again_after_one_token() -> None:
     answers = Answers()
-    answers.remember("me", PROMPT + ANSWER, len(PROMPT))
+    answers.remember("me", PROMPT + ANSWER, len(PROMPT), Rates())
     drafter = Drafter(len(PROMPT))
     drafter.guess(PROMPT, 8, answers.of("me"))
     edited = [*ANSWER[:3], 9, ANSWER[4]]
@@ -86,7 +86,7 @@ def test_an_answer_that_was_edited_is_followed_again_after_one_token() -> None:
 
 def test_nobody_is_guessed_to_be_answered_as_another_was() -> None:
     answers = Answers()
-    answers.remember("me", PROMPT + ANSWER, len(PROMPT))
+    answers.remember("me", PROMPT + ANSWER, len(PROMPT), Rates())
     assert Drafter(len(PROMPT)).guess(PROMPT, 8, answers.of("you")) == NO_GUESS
     answers.forget()
     assert Drafter(len(PROMPT)).guess(PROMPT, 8, answers.of("me")) == NO_GUESS
@@ -94,7 +94,7 @@ def test_nobody_is_guessed_to_be_answered_as_another_was() -> None:
 
 def test_the_own_text_counts_before_an_answer_that_agrees_for_as_long() -> None:
     answers = Answers()
-    answers.remember("me", [1, 2, 3, 4, 60, 61, 62], 4)
+    answers.remember("me", [1, 2, 3, 4, 60, 61, 62], 4, Rates())
     tokens = [1, 2, 3, 4, 70, 71, 1, 2, 3, 4]
     assert Drafter(len(tokens)).guess(tokens, 2, answers.of("me")) == Guess([70, 71], 4)
 
@@ -103,15 +103,29 @@ def test_old_answers_make_room_and_then_who_came_least_lately() -> None:
     """A client's answers are kept in two halves of 16,384 tokens, and 131,072 tokens of all."""
     answers = Answers()
     for serial in range(9):
-        answers.remember("me", [0] * 32 + [serial] * 4000, 32)
+        answers.remember("me", [0] * 32 + [serial] * 4000, 32, Rates())
     assert [len(text.tokens) for text in answers.of("me")] == [4 * 4033, 4033]
-    answers.remember("me", list(range(9000)), 5)
+    answers.remember("me", list(range(9000)), 5, Rates())
     assert [text.tokens[-2] for text in answers.of("me")] == [7, 4100]  # an answer's first 4,096 tokens
     for client in range(8):
         for _ in range(4):
-            answers.remember(client, [0] * 4000, 32)
+            answers.remember(client, [0] * 4000, 32, Rates())
     assert not answers.of("me")
     assert [len(answers.of(client)) for client in range(8)] == [1] * 8
+
+
+def test_a_clients_next_answer_is_expected_to_be_like_its_last_ones_and_hope_comes_back() -> None:
+    answers, vague, expected = Answers(), Guess([1, 2, 3, 4], 2), list[float]()
+    for num_wrong in [20] * 6 + [0] * 20:
+        rates = answers.rates_of("me")
+        expected.append(round(rates.of(vague), 2))
+        for _ in range(num_wrong):
+            rates.note(vague, 0)
+        answers.remember("me", PROMPT + ANSWER, len(PROMPT), rates)
+    assert expected[:7] == [0.2, 0.15, 0.11, 0.09, 0.07, 0.06, 0.05]
+    assert expected[6:] == sorted(expected[6:])
+    assert expected[-1] == 0.14
+    assert answers.rates_of("you").of(vague) == 0.2
 
 
 def test_a_long_prompt_is_indexed_in_several_goes() -> None:

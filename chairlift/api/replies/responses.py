@@ -360,10 +360,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by owner and id. No owner can read, delete or continue another's.
-
-    When there is no room the oldest response of the owner who has most goes first. Usable from any thread.
-    """
+    """Responses by owner and id. No owner can read, delete or continue another's. Usable from any thread."""
 
     def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -372,7 +369,7 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """Makes room, and does without one that is larger than all of it."""
+        """Makes room: the oldest of the owner who has most goes first. One larger than all of it is not kept."""
         with self._lock:
             if response.num_bytes > self._max_bytes:
                 return
@@ -381,6 +378,9 @@ class ResponseStore:
             while self._num_bytes.total() > self._max_bytes:
                 richest = max(self._num_bytes, key=self._num_bytes.__getitem__)
                 self._remove(richest, next(iter(self._responses[richest])))
+
+    async def settled(self) -> None:
+        """At once: it is the one place where all look."""
 
     def find(self, owner: str, response_id: str) -> StoredResponse | None:
         with self._lock:

@@ -291,7 +291,8 @@ class _Weights:
         if isinstance(weight, torch.Tensor) and self._quantization is None:
             return _Matrix.of(self._keep_packed(pack(arrange(weight), bias)))
         if isinstance(weight, GroupedWeight):
-            return _Matrix.of(self._keep_packed(pack_grouped(weight.map_rows(arrange), bias)))
+            weight = weight.map_rows(arrange)  # whose first order is not needed any more
+            return _Matrix.of(self._keep_packed(pack_grouped(weight, bias)))
         is_narrow = self._quantization is Quantization.INT4 and not is_head
         rounded = quantize(weight, 4 if is_narrow else 8)
         rest = None

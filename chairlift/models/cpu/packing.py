@@ -12,6 +12,7 @@ come first in both halves, and the angle of the others is 0.
 """
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch.nn.functional import pad
@@ -22,6 +23,7 @@ from chairlift.models.grouped import GroupedWeight
 LANES = 16
 DEPTH_ALIGNMENT = 64
 GROUP_ALIGNMENT = 32  # of rows that the kernels quantize: groups of weights are a whole number of these
+_PANELS_AT_ONCE = 64
 _ZERO_OF_4_BITS = 8  # what stands for 0 in a matrix without offsets
 _OFFSET_OF_BYTE = -240.0  # units of an offset's, if it is a byte
 
@@ -81,7 +83,7 @@ def pack_grouped(
         units = _powers_of_two(scales if offsets is None else torch.cat((scales, offsets), dim=1))
         dtype, offset_unit = torch.float16, 1.0
     return PackedMatrix(
-        _panels(_bytes_of(weight)),
+        _panels_of(weight),
         weight.num_outputs,
         weight.num_inputs,
         _bias(bias),
@@ -120,6 +122,16 @@ def rope_table(rope: RopeConfig, head_dim: int, max_seq_len: int) -> torch.Tenso
     num_turning = cosines.shape[-1] // 2
     still = (0, head_dim // 2 - num_turning)
     return torch.cat((pad(cosines[:, :num_turning], still, value=1.0), pad(sines[:, :num_turning], still)), dim=-1)
+
+
+def _panels_of(weight: GroupedWeight) -> torch.Tensor:
+    """As `_panels`, some rows at a time: copies of a whole head would take as much as many layers."""
+    num_panels, num_words = -(-weight.num_outputs // LANES), weight.values.shape[1] // 4
+    panels = torch.empty(num_panels, num_words, LANES, dtype=torch.int32)
+    for start in range(0, num_panels, _PANELS_AT_ONCE):
+        rows = itemgetter(slice(start * LANES, (start + _PANELS_AT_ONCE) * LANES))
+        panels[start : start + _PANELS_AT_ONCE] = _panels(_bytes_of(weight.map_rows(rows)))
+    return panels
 
 
 def _bytes_of(weight: GroupedWeight) -> torch.Tensor:

@@ -14,7 +14,7 @@ from chairlift.engine.execution.forward import TorchForward
 from chairlift.models import load_backend
 from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
 from chairlift.models.cpu import CpuDecoder
-from chairlift.models.decoder import Decoder
+from chairlift.models.decoder import Decoder, SelfAttention
 from chairlift.models.grouped import quantize
 from chairlift.models.layers import Linear
 from tests.support.forward_bench import SLOT_LEN, Bench
@@ -212,7 +212,7 @@ def round_groups(groups: torch.Tensor) -> torch.Tensor:
 class GroupedLinear(nn.Module):
     """What a product with integers in groups is to give: an exact sum, with rows in groups of 32, too.
 
-    A group with a number above 6 times the root of its row's mean square is rounded, and so is what that took.
+    A group with a number above 4 times the root of its row's mean square is rounded, and so is what that took.
     Likewise what rounding took of the weights of values.
     """
 
@@ -225,7 +225,7 @@ class GroupedLinear(nn.Module):
         """`[T, in] -> [T, out]`"""
         groups = nn.functional.pad(x, (0, self.weight.shape[1] - x.shape[1])).double().view(len(x), -1, 32)
         width = -(-x.shape[1] // 16) * 16
-        limits = 6 * (x.double().square().sum(dim=1) / width).sqrt()
+        limits = 4 * (x.double().square().sum(dim=1) / width).sqrt()
         rounded = round_groups(groups)
         is_dwarfing = groups.abs().amax(dim=-1) > limits[:, None]
         rounded += is_dwarfing[..., None] * round_groups(groups - rounded)
@@ -242,7 +242,7 @@ def quantized(model: Decoder, quantization: Quantization) -> Decoder:
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear):
                 weight = quantize(child.weight, 8 if name == "lm_head" else num_bits).dequantize()
-                if name == "qkv_proj":
+                if isinstance(parent, SelfAttention) and child is parent.qkv_proj:
                     first = (parent.num_heads + parent.num_kv_heads) * parent.head_dim
                     lost = child.weight[first:].float() - weight[first:, : child.weight.shape[1]]
                     weight[first:] += quantize(lost, num_bits).dequantize()

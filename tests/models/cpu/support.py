@@ -233,6 +233,16 @@ class GroupedLinear(nn.Module):
         return product if self.bias is None else product + self.bias
 
 
+def assert_equal_but_for_rounded_factors(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal, but in rows where a factor lies so near the middle of two 8-bit numbers that it became the other one.
+
+    Or where a group lies so near the limit above which it has a rest. What attends to such a row differs, too.
+    """
+    errors = (ours - theirs).abs().amax(dim=1) / theirs.abs().amax()
+    assert errors.amax() < 0.05
+    assert errors.quantile(0.3) < 1e-5
+
+
 def quantized(model: Decoder, quantization: Quantization) -> Decoder:
     """That model with products of integers in groups."""
     num_bits = 8 if quantization is Quantization.INT8 else 4

@@ -163,7 +163,7 @@ def test_the_server_knows_the_capital_of_france(server: Process) -> None:
 
 
 # --- what 8 and 4 bits cost it
-# With 1,200 tokens a perplexity is uncertain by 0.1 %: so much lies between two ways to round that are equally good.
+# With 1,200 tokens a perplexity is uncertain by 0.3 %: so much lies between two ways to round that are equally good.
 
 
 FACTS = {

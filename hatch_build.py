@@ -23,25 +23,25 @@ class KernelsHook(BuildHookInterface[Any]):
         wanted = os.environ.get(VARIABLE, "").split()
         if not wanted:
             return
-        compiler = self._load_compiler()
-        available = compiler.instruction_sets(platform.machine())
+        build = self._load_build()
+        available = build.instruction_sets(platform.machine())
         names = {each.name for each in available}
         if wanted != ["all"] and (unknown := set(wanted) - names):
             raise ValueError(f"${VARIABLE} names {min(unknown)!r}; it takes all, or any of {', '.join(sorted(names))}")
-        command, libraries = compiler.find_compiler(), Path(self.directory) / "libraries"
+        command, libraries = build.find_compiler(), Path(self.directory) / "libraries"
         libraries.mkdir(parents=True, exist_ok=True)
         for instruction_set in available:
             if wanted == ["all"] or instruction_set.name in wanted:
-                library = libraries / compiler.file_name(instruction_set)
-                compiler.compile_library(command, instruction_set, library)
+                library = libraries / build.file_name(instruction_set)
+                build.compile_library(command, instruction_set, library)
                 build_data["force_include"][str(library)] = str(ROOM / "libraries" / library.name)
         build_data["pure_python"] = False
         # The kernels ask for nothing newer of the C library (https://peps.python.org/pep-0600/).
         build_data["tag"] = f"py3-none-manylinux_2_17_{platform.machine()}"
 
-    def _load_compiler(self) -> Any:
+    def _load_build(self) -> Any:
         """By its path: the package itself would import torch, which is not there."""
-        spec = importlib.util.spec_from_file_location("compiler", Path(self.root) / ROOM / "compiler.py")
+        spec = importlib.util.spec_from_file_location("build", Path(self.root) / ROOM / "build.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

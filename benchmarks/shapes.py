@@ -69,7 +69,7 @@ def write_numbers(gguf: str, directory: Path) -> Path:
     checkpoint = open_checkpoint(gguf)
     assert checkpoint.gguf is not None, "a checkpoint needs no rewriting"
     weights = checkpoint.open_weights()
-    tensors = {name: weights.read(name) for name in weights.names}
+    tensors = {name: weights.read(name) for name in weights.tensors}
     exact = {name: each if isinstance(each, torch.Tensor) else each.dequantize() for name, each in tensors.items()}
     directory.mkdir(exist_ok=True)
     save_file(exact, directory / "model.safetensors", metadata={"format": "pt"})

@@ -30,11 +30,7 @@ class _Call:
 
     layer_idx: int
     window: int | None
-    scale: float
-    softcap: float | None
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: dict[str, Any]  # fields of `AdaptedConfig`
 
 
 def _attend(
@@ -70,10 +66,15 @@ def _record(
         raise CheckpointError(f"its attention takes {unknown[0]}, which is not supported")
     if value.shape != key.shape or key.shape[-1] != query.shape[-1]:
         raise CheckpointError("its queries, keys and values differ in size, which the cache has no room for")
-    num_heads, head_dim = query.shape[1], query.shape[-1]
-    scale = head_dim**-0.5 if scaling is None else scaling
+    heads = {
+        "num_heads": query.shape[1],
+        "num_kv_heads": key.shape[1],
+        "head_dim": query.shape[-1],
+        "attention_scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "attention_softcap": softcap,
+    }
     layer_idx: Any = module.layer_idx
-    attend.append(_Call(layer_idx, sliding_window, scale, softcap, num_heads, key.shape[1], head_dim))
+    attend.append(_Call(layer_idx, sliding_window, heads))
     return query.transpose(1, 2).contiguous(), None
 
 
@@ -98,22 +99,18 @@ def describe_decoder(architecture: str, raw: dict[str, Any]) -> AdaptedConfig:
             f"{architecture} is not supported: {len(calls)} of its {config.num_hidden_layers} layers keep keys and"
             " values of their own; recurrent, linear and shared attention have no place in the cache"
         )
-    if len({(call.scale, call.softcap, call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}) > 1:
+    if any(call.heads != calls[0].heads for call in calls):
         raise CheckpointError(f"{architecture}'s layers differ in their heads or scales, which is not supported")
     _check_windows(config, calls)
     return AdaptedConfig(
         architecture=architecture,
         vocab_size=config.vocab_size,
-        num_heads=calls[0].num_heads,
-        num_kv_heads=calls[0].num_kv_heads,
-        head_dim=calls[0].head_dim,
         layers=tuple(LayerConfig(None, call.window) for call in calls),
-        attention_scale=calls[0].scale,
-        attention_softcap=calls[0].softcap,
         max_position_embeddings=max_position_embeddings,
         dtype=read_dtype(config),
         num_parameters=num_parameters,
         source=config,
+        **calls[0].heads,
     )
 
 

@@ -18,16 +18,10 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from chairlift.errors import CheckpointError
-from chairlift.models.config import FAMILIES, ModelShape, describe_family
-from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, first_part, open_gguf
+from chairlift.models.config import FAMILIES, ModelConfig, ModelShape, describe_family
+from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
-from chairlift.models.stored import (
-    CompressedWeights,
-    Compression,
-    SafetensorsWeights,
-    WeightReader,
-    read_compression,
-)
+from chairlift.models.stored import CompressedWeights, Compression, SafetensorsWeights, WeightReader, read_compression
 
 SMOLLM2 = "smollm2"
 SMOLLM2_SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
@@ -80,7 +74,8 @@ class Checkpoint:
     def open_weights(self) -> WeightReader:
         """What reads its tensors. CheckpointError if files are missing or damaged."""
         if self.gguf is not None:
-            return GGUFWeights(self.gguf, self.config.head_dim)
+            assert isinstance(self.config, ModelConfig), "what such files hold is of the families"
+            return GGUFWeights(self.gguf, self.config)
         files = SafetensorsWeights(self.weight_files)
         return files if self.compression is None else CompressedWeights(files, self.compression)
 
@@ -168,7 +163,7 @@ def _gguf_in(directory: Path) -> Path | None:
     """The only GGUF file of a directory without safetensors. CheckpointError if there are several."""
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
         return None
-    firsts = sorted({first_part(path) for path in directory.glob(f"*{GGUF_SUFFIX}")})
+    firsts = sorted({parts_of(path)[0] for path in directory.glob(f"*{GGUF_SUFFIX}")})
     if len(firsts) > 1:
         names = ", ".join(path.name for path in firsts[:3])
         raise CheckpointError(f"{directory} has {len(firsts)} GGUF files ({names}...); name the one to use")

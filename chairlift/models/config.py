@@ -124,6 +124,19 @@ class Norms(StrEnum):
     PRE_AND_POST = "pre and post"
 
 
+NORM_NAMES = {
+    Norms.PRE: {"pre_attention_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"},
+    Norms.POST: {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
+    Norms.PRE_AND_POST: {
+        "pre_attention_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "pre_mlp_norm": "pre_feedforward_layernorm",
+        "post_mlp_norm": "post_feedforward_layernorm",
+    },
+}
+"""A layer's norms in the wiring, and Hugging Face's names for them."""
+
+
 class QKNorm(StrEnum):
     """What one norm of queries (or keys) spans, before they are rotated."""
 

@@ -54,7 +54,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, layer_idx)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.has_mlp_bias, config.activation)
+        self.mlp = GatedMLP(config)
         has_pre, has_post = config.norms is not Norms.POST, config.norms is not Norms.PRE
         self.pre_attention_norm = _norm(config, config.hidden_size) if has_pre else None
         self.post_attention_norm = _norm(config, config.hidden_size) if has_post else None

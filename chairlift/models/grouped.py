@@ -45,10 +45,6 @@ class GroupedWeight:
         """Elements that share a scale."""
         return self.num_inputs // self.scales.shape[1]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """`[out, in]`: computed in float32, then rounded once."""
         grouped = self._integers().view(self.num_outputs, -1, self.group_size)
@@ -60,6 +56,9 @@ class GroupedWeight:
     def widened(self) -> Self:
         """The same numbers with values of 8 bits."""
         return self if self.num_bits == 8 else replace(self, num_bits=8, values=self._integers().to(torch.int8))
+
+    def rows(self, some: slice) -> Self:
+        return self.map_rows(lambda rows: rows[some])
 
     def map_rows(self, arrange: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """With rows chosen, reordered or padded with zeros by a function that treats every tensor's rows alike."""
@@ -151,7 +150,7 @@ def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     if len({weight.num_bits for weight in weights}) > 1:
         weights = [weight.widened() for weight in weights]
     offsets = None
-    if any(weight.offsets is not None for weight in weights):
+    if any(each.offsets is not None for each in weights):
         offsets = torch.cat(
             [torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in weights]
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from chairlift.models.config import Activation
+from chairlift.models.config import Activation, ModelConfig
 from chairlift.models.grouped import GroupedWeight
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,19 @@ class Linear(nn.Linear):
             self._grouped = self._grouped()
         return self._grouped
 
-    @grouped.setter
-    def grouped(self, weight: GroupedWeight | None) -> None:
-        self._grouped = weight
-
     def take_grouped(self, weight: GroupedWeight | Callable[[], GroupedWeight]) -> None:
         """In the place of `weight`. A function is called when the weight is wanted: so each is packed as it is read."""
         self._grouped = weight
         del self.weight
+
+    def let_go(self) -> torch.Tensor | GroupedWeight:
+        """The weight, which it has no longer."""
+        if (grouped := self.grouped) is not None:
+            self._grouped = None
+            return grouped
+        weight = self.weight.detach()
+        del self.weight
+        return weight
 
     def pack(self) -> None:
         """Brings the weight into oneDNN's blocked layout, which is opaque, and frees the plain one."""
@@ -116,13 +121,11 @@ class RMSNorm(nn.Module):
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)), gate and up as one product (Shazeer 2020)."""
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, has_bias: bool, activation: Activation = Activation.SILU
-    ) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=has_bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=has_bias)
-        self._multiply = _silu_mul if activation is Activation.SILU else _gelu_tanh_mul
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.has_mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.has_mlp_bias)
+        self._multiply = _silu_mul if config.activation is Activation.SILU else _gelu_tanh_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, hidden] -> [T, hidden]`"""

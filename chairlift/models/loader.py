@@ -3,13 +3,12 @@
 Names and shapes are compared before anything is allocated. Then weights go straight to their places on the model's
 device, so that the host never holds more than one tensor of them. Matrices that are stored in groups of small integers
 stay so where the model is run by a backend that multiplies them; elsewhere they become numbers of the model's dtype.
-Three tables say where a checkpoint's tensors differ from the wiring's: `_NORM_NAMES`, `_stacked` (which of them are
+Three tables say where a checkpoint's tensors differ from the wiring's: `NORM_NAMES`, `_stacked` (which of them are
 stacked into one parameter, in order) and `_ignored` (what it may hold although the model has no use for it).
 """
 
 import functools
 import logging
-import operator
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,27 +21,15 @@ from transformers.utils import logging as transformers_logging
 from chairlift.config import DType
 from chairlift.errors import CheckpointError, ConfigurationError
 from chairlift.models.checkpoint import Checkpoint
-from chairlift.models.config import AdaptedConfig, ModelConfig, ModelShape, Norms
+from chairlift.models.config import NORM_NAMES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, stack_rows
-from chairlift.models.stored import GroupedSize, WeightReader
+from chairlift.models.stored import GroupedSize, GroupFormat, WeightReader
 
 if TYPE_CHECKING:
     from chairlift.models.adapter import AdaptedDecoder
 
 logger = logging.getLogger(__name__)
-
-_NORM_NAMES = {
-    Norms.PRE: {"pre_attention_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"},
-    Norms.POST: {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"},
-    Norms.PRE_AND_POST: {
-        "pre_attention_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "pre_mlp_norm": "pre_feedforward_layernorm",
-        "post_mlp_norm": "post_feedforward_layernorm",
-    },
-}
-"""A layer's norms, and the checkpoint's names for them."""
 
 _ROWS_AT_ONCE = 1024  # of groups that become numbers: in float32 a large head would take several times what it takes
 
@@ -67,12 +54,13 @@ def load_model(
     model, reader = _describe_model(checkpoint), checkpoint.open_weights()
     logger.info("%s", model.config.describe())
     parts = _match(model, reader)
-    if grouped := _grouped_size(model, reader, parts):
+    formats = _formats_of(model, reader, parts)
+    if grouped := _size_in_groups(model, formats):
         fate = "stay so, and are read when they are packed" if keeps_groups else f"become {dtype} here"
         logger.info("%.1f MB of weights in groups of small integers %s", grouped.num_bytes / 1e6, fate)
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
-            if keeps_groups and _can_keep_groups(model, name, stored, reader):
+            if keeps_groups and name in formats:
                 model.take_grouped(name, functools.partial(_read_groups, reader, stored))
             else:
                 _set(model, name, _read_plain(reader, stored, TORCH_DTYPES[dtype], device))
@@ -179,19 +167,28 @@ def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
     if checkpoint.gguf is None and checkpoint.compression is None:
         return None
     model, reader = _describe_model(checkpoint), checkpoint.open_weights()
-    return _grouped_size(model, reader, _match(model, reader))
+    return _size_in_groups(model, _formats_of(model, reader, _match(model, reader)))
 
 
-def _grouped_size(model: Decoder, reader: WeightReader, parts: dict[str, list[str]]) -> GroupedSize | None:
-    num_parameters = num_bytes = 0
+def _formats_of(model: Decoder, reader: WeightReader, parts: dict[str, list[str]]) -> dict[str, list[GroupFormat]]:
+    """Formats of the parts, by parameter: of matrices of products that are stored in groups of one size throughout."""
+    found = {}
     for name, stored in parts.items():
-        if _can_keep_groups(model, name, stored, reader):
-            formats = [form for part in stored if (form := reader.format_of(part))]
-            size = model.get_parameter(name).numel()
-            num_parameters += size
-            # Each at its widest, as they are stacked.
-            num_bytes += size * max(form.num_bits for form in formats) // 8
-            num_bytes += size // formats[0].group_size * max(form.group_bytes for form in formats)
+        formats = [groups for part in stored if (groups := reader.tensors[part].groups)]
+        is_whole = len(formats) == len(stored) and len({each.group_size for each in formats}) == 1
+        if is_whole and model.is_product(name):
+            found[name] = formats
+    return found
+
+
+def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]]) -> GroupedSize | None:
+    num_parameters = num_bytes = 0
+    for name, stored in formats.items():
+        size = model.get_parameter(name).numel()
+        num_parameters += size
+        # Each at its widest, as they are stacked.
+        num_bytes += size * max(each.num_bits for each in stored) // 8
+        num_bytes += size // stored[0].group_size * max(each.group_bytes for each in stored)
     return GroupedSize(num_parameters, num_bytes) if num_parameters else None
 
 
@@ -225,17 +222,16 @@ def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:
 
     CheckpointError if names or shapes are not exactly those of the reader.
     """
-    norms, stacked = _NORM_NAMES[model.config.norms], _stacked(model.config)
+    norms, stacked = NORM_NAMES[model.config.norms], _stacked(model.config)
     parts = {
-        name: _parts_of(_renamed(name, norms), tuple(parameter.shape), stacked)
+        name: _parts_of(".".join(norms.get(part, part) for part in name.split(".")), tuple(parameter.shape), stacked)
         for name, parameter in model.named_parameters()
     }
     needed = {name: shape for shapes in parts.values() for name, shape in shapes.items()}
-    _refuse_differences(
-        needed.keys() - reader.names, reader.names - needed.keys() - _ignored(model.config, reader.names)
-    )
+    leftover = reader.tensors.keys() - needed.keys() - _ignored(model.config, reader.tensors)
+    _refuse_differences(needed.keys() - reader.tensors.keys(), leftover)
     for name, shape in needed.items():
-        if (found := reader.shape_of(name)) != shape:
+        if (found := reader.tensors[name].shape) != shape:
             raise CheckpointError(f"tensor {name} has shape {list(found)}; the model needs {list(shape)}")
     return {name: list(shapes) for name, shapes in parts.items()}
 
@@ -266,24 +262,12 @@ def _refuse_differences(missing: Iterable[str], leftover: Iterable[str]) -> None
         )
 
 
-def _renamed(name: str, modules: dict[str, str]) -> str:
-    """The checkpoint's name for a parameter."""
-    return ".".join(modules.get(part, part) for part in name.split("."))
-
-
 def _parts_of(name: str, shape: tuple[int, ...], stacked: dict[str, dict[str, int]]) -> dict[str, tuple[int, ...]]:
     """With shapes: `...self_attn.qkv_proj.weight` -> q_proj, k_proj and v_proj; other names stand for themselves."""
     for target, rows in stacked.items():
         if f".{target}." in name:
             return {name.replace(f".{target}.", f".{part}."): (size, *shape[1:]) for part, size in rows.items()}
     return {name: shape}
-
-
-def _can_keep_groups(model: Decoder, name: str, stored: list[str], reader: WeightReader) -> bool:
-    """Whether a parameter is the matrix of a product, and all that is stacked in it has groups of one size."""
-    is_product = model.is_product(name)
-    formats = [reader.format_of(part) for part in stored]
-    return is_product and None not in formats and len({form.group_size for form in formats if form is not None}) == 1
 
 
 def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
@@ -303,14 +287,14 @@ def _read_groups(reader: WeightReader, stored: list[str]) -> GroupedWeight:
 
 def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, device: str) -> torch.Tensor:
     """The tensors above each other, in one allocation on the device."""
-    shapes = [reader.shape_of(name) for name in stored]
+    shapes = [reader.tensors[name].shape for name in stored]
     place = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
     for rows, name in zip(torch.split(place, [shape[0] for shape in shapes]), stored, strict=True):
         read = _read(reader, name)
         if isinstance(read, GroupedWeight):
             for start in range(0, len(rows), _ROWS_AT_ONCE):
                 some = slice(start, start + _ROWS_AT_ONCE)
-                rows[some] = read.map_rows(operator.itemgetter(some)).dequantize(dtype)
+                rows[some] = read.rows(some).dequantize(dtype)
         else:
             rows.copy_(read)
     return place

@@ -26,7 +26,7 @@ from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig, QKNorm
 from chairlift.models.decoder import Decoder
 from chairlift.models.layers import RMSNorm
-from chairlift.models.stored import GroupFormat, SafetensorsWeights, WeightReader
+from chairlift.models.stored import SafetensorsWeights, StoredTensor, WeightReader
 
 _HOST = "127.0.0.1"  # where Gloo listens
 
@@ -87,7 +87,7 @@ class CheckpointPart(Checkpoint):
         return cls(checkpoint.path, part, whole=whole, group=group)
 
     def open_weights(self) -> WeightReader:
-        """See `Checkpoint`: a reader of the part."""
+        """What reads the part."""
         return _WeightsPart(SafetensorsWeights(self.weight_files), self.whole, self.group)
 
     def connect(self, model: Decoder) -> None:
@@ -134,13 +134,9 @@ class _WeightsPart:
     """A `WeightReader` that reads a rank's part of each tensor."""
 
     def __init__(self, files: SafetensorsWeights, whole: ModelConfig, group: Group) -> None:
-        self.names = files.names
         self._files, self._rank, self._size = files, group.rank, group.size
-        q, kv, inner = (
-            (whole.num_heads, whole.head_dim),
-            (whole.num_kv_heads, whole.head_dim),
-            (whole.intermediate_size, 1),
-        )
+        q, kv = (whole.num_heads, whole.head_dim), (whole.num_kv_heads, whole.head_dim)
+        inner = whole.intermediate_size, 1
         rows = {"q_proj": [q], "k_proj": [kv], "v_proj": [kv], "qkv_proj": [q, kv, kv]}
         rows |= {"gate_proj": [inner], "up_proj": [inner], "gate_up_proj": [inner, inner]}
         rows |= {"q_norm": [q], "k_norm": [kv]} if whole.qk_norm is QKNorm.ALL_HEADS else {}
@@ -149,10 +145,11 @@ class _WeightsPart:
         self._cuts = dict.fromkeys(("embed_tokens", "lm_head"), _Cut(0, whole.vocab_size, length, [(start, stop)]))
         self._cuts |= {module: self._cut(0, stacked) for module, stacked in rows.items()}
         self._cuts |= {"o_proj": self._cut(1, [q]), "down_proj": self._cut(1, [inner])}
+        shapes = {name: self._shape_of(name, each.shape) for name, each in files.tensors.items()}
+        self.tensors = {name: StoredTensor(shape) for name, shape in shapes.items()}
 
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """See `WeightReader`."""
-        shape, cut = list(self._files.shape_of(name)), self._cut_of(name)
+    def _shape_of(self, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
+        shape, cut = list(whole), self._cut_of(name)
         if cut is not None:
             if shape[cut.dim : cut.dim + 1] != [cut.whole_length]:
                 raise CheckpointError(
@@ -161,12 +158,7 @@ class _WeightsPart:
             shape[cut.dim] = cut.length
         return tuple(shape)
 
-    def format_of(self, name: str) -> GroupFormat | None:
-        """See `WeightReader`."""
-        return self._files.format_of(name)
-
     def read(self, name: str) -> torch.Tensor:
-        """See `WeightReader`."""
         if (cut := self._cut_of(name)) is not None:
             read = self._files.read_spans(name, cut.dim, cut.spans)
             return F.pad(read, (0, 0, 0, cut.length - len(read))) if cut.dim == 0 and read.dim() == 2 else read
@@ -176,7 +168,7 @@ class _WeightsPart:
 
     def _cut_of(self, name: str) -> _Cut | None:
         """None: every rank has all of it."""
-        module, leaf = name.split(".")[-2:]
+        _, module, leaf = f"..{name}".rsplit(".", 2)
         cut = self._cuts.get(module)
         return None if cut is None or (cut.dim == 1 and leaf == "bias") else cut
 

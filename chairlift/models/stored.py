@@ -36,22 +36,21 @@ class GroupedSize:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    groups: GroupFormat | None = None  # None: its numbers are as they are
+
+
 class WeightReader(Protocol):
     """Single tensors of a checkpoint. CheckpointError for files that are damaged."""
 
-    @property
-    def names(self) -> set[str]: ...
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """Without reading the tensor. KeyError if there is none of that name, as from the other two."""
-        ...
-
-    def format_of(self, name: str) -> GroupFormat | None:
-        """None: its numbers are as they are."""
-        ...
+    tensors: dict[str, StoredTensor]  # by name
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
-        """The tensor, on the CPU; in groups if it has a format."""
+        """The tensor, on the CPU; in groups if it has them."""
         ...
 
 
@@ -63,32 +62,18 @@ class SafetensorsWeights:
     """
 
     def __init__(self, files: list[Path]) -> None:
-        self._files: dict[str, Path] = {}  # tensor name -> its file
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self._files: dict[str, Path] = {}  # by name of the tensor
         for path in files:
             try:
-                with safe_open(path, framework="pt") as handle:
-                    shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+                with safe_open(path, framework="pt") as file:
+                    found = {name: StoredTensor(tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
-            self._files.update(dict.fromkeys(shapes, path))
-            self._shapes |= shapes
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """See `WeightReader`."""
-        return self._shapes[name]
-
-    def format_of(self, name: str) -> GroupFormat | None:
-        """See `WeightReader`: safetensors have numbers as they are."""
-        _ = self._files[name]
-        return None
+            self.tensors |= found
+            self._files |= dict.fromkeys(found, path)
 
     def read(self, name: str) -> torch.Tensor:
-        """See `WeightReader`."""
         with safe_open(self._files[name], framework="pt") as handle:
             tensor: torch.Tensor = handle.get_tensor(name)
         return tensor
@@ -213,62 +198,53 @@ class CompressedWeights:
         ending = f".{layout.packed}"
         self._matrices = {  # by the name of the weight
             f"{name.removesuffix(ending)}.weight": name.removesuffix(ending)
-            for name in files.names
+            for name in files.tensors
             if name.endswith(ending)
         }
         parts = (layout.packed, layout.scales, layout.zeros, *layout.others)
         consumed = {f"{base}.{part}" for base in self._matrices.values() for part in parts}
-        self._names = (files.names - consumed) | self._matrices.keys()
         for base in self._matrices.values():
-            if f"{base}.{layout.scales}" not in files.names:
+            if f"{base}.{layout.scales}" not in files.tensors:
                 raise CheckpointError(f"the checkpoint lacks {base}.{layout.scales}")
+        self.tensors = {name: each for name, each in files.tensors.items() if name not in consumed}
+        self.tensors |= {name: StoredTensor(self._shape_of(name), self._format_of(name)) for name in self._matrices}
 
-    @property
-    def names(self) -> set[str]:
-        return self._names
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """See `WeightReader`."""
-        if name not in self._matrices:
-            return self._files.shape_of(name)
+    def _shape_of(self, name: str) -> tuple[int, int]:
         rows, columns = self._part_shape(name, self._layout.packed)
         per_word = 32 // self._compression.num_bits
         if self._compression.method == "awq":
             return columns * per_word, rows
         return (columns, rows * per_word) if self._layout.is_transposed else (rows, columns * per_word)
 
-    def format_of(self, name: str) -> GroupFormat | None:
-        """See `WeightReader`."""
-        if name not in self._matrices:
-            return self._files.format_of(name)
-        num_bits, num_inputs = self._compression.num_bits, self.shape_of(name)[1]
+    def _format_of(self, name: str) -> GroupFormat:
+        num_bits, num_inputs = self._compression.num_bits, self._shape_of(name)[1]
         num_groups = self._part_shape(name, self._layout.scales)[0 if self._layout.is_transposed else 1]
         if num_groups < 1 or num_inputs % num_groups:
             raise CheckpointError(f"tensor {name} has {num_inputs} inputs, which do not make {num_groups} groups")
         size = num_inputs // num_groups
         if num_groups == 1:
             size = next((each for each in (_SPREAD_OVER, 64, 32) if num_inputs % each == 0), size)
-        has_offsets = num_bits == 4 or f"{self._matrices[name]}.{self._layout.zeros}" in self._files.names
+        has_offsets = num_bits == 4 or f"{self._matrices[name]}.{self._layout.zeros}" in self._files.tensors
         return GroupFormat(num_bits, size, _SCALE_BYTES * (1 + has_offsets))
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
-        """See `WeightReader`. CheckpointError for parts that do not fit each other, and for GPTQ's act-order."""
-        layout = self.format_of(name)
-        if layout is None:
+        """CheckpointError for parts that do not fit each other, and for GPTQ's act-order."""
+        stored = self.tensors[name]
+        if stored.groups is None:
             return self._files.read(name)
         values, zeros = self._values(name), self._zeros(name)
         scales = self._part(name, self._layout.scales).float()
         scales = scales.T if self._layout.is_transposed else scales
         if scales.shape[0] != len(values) or (zeros is not None and zeros.shape != scales.shape):
             raise CheckpointError(f"tensor {name} and its scales have shapes that do not fit each other")
-        if layout.num_bits == 8:
+        if stored.groups.num_bits == 8:
             values = (values ^ 128).view(torch.int8)
             zeros = None if zeros is None else zeros - 128
         elif zeros is None:
             zeros = torch.full_like(scales, 8)
-        num_times = self.shape_of(name)[1] // layout.group_size // scales.shape[1]  # more than 1: a scale of a row
+        num_times = stored.shape[1] // stored.groups.group_size // scales.shape[1]  # more than 1: a scale of a row
         offsets = None if zeros is None else (-scales * zeros).repeat_interleave(num_times, dim=1)
-        return GroupedWeight(layout.num_bits, values, scales.repeat_interleave(num_times, dim=1), offsets)
+        return GroupedWeight(stored.groups.num_bits, values, scales.repeat_interleave(num_times, dim=1), offsets)
 
     def _values(self, name: str) -> torch.Tensor:
         """uint8 `[out, in]`, or `[out, in / 2]` of 4 bits: of two neighbours the first in the low half."""
@@ -282,7 +258,7 @@ class CompressedWeights:
 
     def _zeros(self, name: str) -> torch.Tensor | None:
         """float32 `[out, groups]`: the unsigned value that stands for zero; None if it is the one in the middle."""
-        if f"{self._matrices[name]}.{self._layout.zeros}" not in self._files.names:
+        if f"{self._matrices[name]}.{self._layout.zeros}" not in self._files.tensors:
             return None
         packed = self._part(name, self._layout.zeros)
         if self._compression.method == "awq":
@@ -296,9 +272,9 @@ class CompressedWeights:
 
     def _refuse_act_order(self, name: str) -> None:
         order = f"{self._matrices[name]}.g_idx"
-        if order not in self._files.names:
+        if order not in self._files.tensors:
             return
-        num_inputs, num_groups = self.shape_of(name)[1], self._part_shape(name, self._layout.scales)[0]
+        num_inputs, num_groups = self.tensors[name].shape[1], self._part_shape(name, self._layout.scales)[0]
         if not torch.equal(self._files.read(order).long(), torch.arange(num_inputs) // (num_inputs // num_groups)):
             raise _unreadable("GPTQ in the order of activations (act-order, desc_act)")
 
@@ -311,7 +287,7 @@ class CompressedWeights:
 
     def _part_shape(self, name: str, part: str) -> tuple[int, int]:
         stated = f"{self._matrices[name]}.{part}"
-        shape = self._files.shape_of(stated)
+        shape = self._files.tensors[stated].shape
         if len(shape) != 2:
             raise CheckpointError(f"tensor {stated} has {len(shape)} dimensions, not 2")
         return shape[0], shape[1]

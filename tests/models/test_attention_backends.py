@@ -43,6 +43,7 @@ from tests.support.gpu import GPU_MARKS, needs_gpu, needs_package
 HEAD_DIM = 64
 PAGE_SIZE = 256
 MIXED = [*DECODE, *PREFILL]
+in_every_phase = pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
 PLAIN = plain(HEAD_DIM)
 
 
@@ -161,7 +162,7 @@ def test_a_row_that_fills_its_slot_to_the_last_token(loaded: Loaded, rows: list[
     assert_near(attend(manager, rows, tokens, loaded.backend), new_parts(reference(tokens), rows))
 
 
-@pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+@in_every_phase
 def test_poison_beyond_every_row_and_in_free_slots_changes_no_output(loaded: Loaded, rows: list[Row]) -> None:
     tokens = loaded.tokens(rows)
     clean = loaded.attend(rows, tokens)
@@ -169,7 +170,7 @@ def test_poison_beyond_every_row_and_in_free_slots_changes_no_output(loaded: Loa
         torch.testing.assert_close(loaded.attend(rows, tokens, background), clean, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+@in_every_phase
 def test_new_keys_and_values_are_appended_in_place_and_nothing_else_is_written(loaded: Loaded, rows: list[Row]) -> None:
     tokens = loaded.tokens(rows)
     manager = loaded.cache(rows, tokens, background=POISON)
@@ -182,7 +183,7 @@ def test_new_keys_and_values_are_appended_in_place_and_nothing_else_is_written(l
     assert torch.equal(manager.blocks[0], expected)
 
 
-@pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+@in_every_phase
 def test_each_step_of_a_launch_sees_what_the_earlier_ones_wrote(loaded: Loaded, rows: list[Row]) -> None:
     ends = [replace(row, num_new=row.num_new + 3) for row in rows]
     tokens = loaded.tokens(ends)
@@ -214,26 +215,18 @@ def test_version_3_splits_the_keys_of_rows_that_decode_and_of_no_others(kind: st
 
 
 @pytest.mark.parametrize("loaded", RECORDABLE, indirect=True)
-def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Loaded) -> None:
+@pytest.mark.parametrize("window", [None, 7])
+def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Loaded, window: int | None) -> None:
     """A CUDA graph is captured with one batch's numbers and replayed with another's."""
+    loaded = replace(loaded, config=AttentionConfig(0.125, (None, None, window)))
     tokens = loaded.tokens(DECODE)
     (collection,) = loaded.cache(DECODE, tokens).fetch([row.slot for row in DECODE])
     batch = replace(loaded.batch(DECODE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
     attend_layer = loaded.backend.prepare(batch, replace(collection, max_cache_length=256))
-    assert_near(attend_layer(LAYER, *tokens.new_parts(DECODE)), new_parts(reference(tokens), DECODE))
+    assert_near(attend_layer(LAYER, *tokens.new_parts(DECODE)), new_parts(reference(tokens, loaded.config), DECODE))
 
 
-@pytest.mark.parametrize("loaded", RECORDABLE, indirect=True)
-def test_nor_are_they_where_there_is_a_window(loaded: Loaded) -> None:
-    config = AttentionConfig(0.125, (None, None, 7))
-    windowed, tokens = replace(loaded, config=config), loaded.tokens(DECODE)
-    (collection,) = windowed.cache(DECODE, tokens).fetch([row.slot for row in DECODE])
-    batch = replace(windowed.batch(DECODE), slots=(0,) * len(DECODE), num_cached_tokens=(0,) * len(DECODE))
-    attend_layer = windowed.backend.prepare(batch, replace(collection, max_cache_length=256))
-    assert_near(attend_layer(LAYER, *tokens.new_parts(DECODE)), new_parts(reference(tokens, config), DECODE))
-
-
-@pytest.mark.parametrize("rows", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
+@in_every_phase
 @pytest.mark.parametrize("name", [pytest.param(name, marks=KERNELS[name]) for name in KERNELS])
 @needs_gpu
 def test_nothing_waits_for_the_device(name: str, rows: list[Row]) -> None:

@@ -142,7 +142,7 @@ def test_the_configuration_is_that_of_the_file() -> None:
 
 def test_the_weights_are_bit_for_bit_those_that_transformers_reads() -> None:
     reader, digest = open_checkpoint("smollm2").open_weights(), hashlib.sha256()
-    for name in sorted(reader.names):
+    for name in sorted(reader.tensors):
         stored = reader.read(name)
         exact = stored.dequantize() if isinstance(stored, GroupedWeight) else stored
         digest.update(name.encode())

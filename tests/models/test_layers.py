@@ -8,49 +8,21 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from chairlift.models import layers
-from chairlift.models.config import RopeConfig, rope_tables
-from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, compiled_on_gpu
+from chairlift.models.config import read_rope, rope_tables
+from chairlift.models.layers import Linear, RMSNorm, can_pack, compiled_on_gpu
 from tests.support.gpu import needs_gpu
 
 CPU = torch.device("cpu")
-LLAMA3: dict[str, Any] = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-ROPES = {
-    "default": (RopeConfig(10000.0), {"rope_type": "default", "rope_theta": 10000.0}),
-    "another theta": (RopeConfig(500.0), {"rope_type": "default", "rope_theta": 500.0}),
-    "linear": (
-        RopeConfig(1e4, "linear", (("factor", 3.0),)),
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
-    ),
-    "llama3": (
-        RopeConfig(1000.0, "llama3", tuple(LLAMA3.items())),
-        {"rope_type": "llama3", "rope_theta": 1000.0, **LLAMA3},
-    ),
-    "llama3 as released": (
-        RopeConfig(
-            500000.0, "llama3", tuple({**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192}.items())
-        ),
-        {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "another theta": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    "llama3": {**LLAMA3, "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64},
+    "llama3 as released": {**LLAMA3, "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192},
 }
 
 
@@ -61,24 +33,14 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("name", ROPES)
 def test_rope_tables_are_those_of_transformers(name: str, head_dim: int) -> None:
-    rope, parameters = ROPES[name]
     config = LlamaConfig(
-        hidden_size=2 * head_dim, num_attention_heads=2, rope_parameters=parameters, max_position_embeddings=16384
+        hidden_size=2 * head_dim, num_attention_heads=2, rope_parameters=ROPES[name], max_position_embeddings=16384
     )
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
-    tables = rope_tables(rope, head_dim, 300, CPU)
+    tables = rope_tables(read_rope(ROPES[name], 16384), head_dim, 300, CPU)
     assert tables.shape == (2, 300, head_dim)
     assert tables.dtype == torch.float32
-    torch.testing.assert_close(tables[0], cos[0], rtol=0, atol=2e-5)
-    torch.testing.assert_close(tables[1], sin[0], rtol=0, atol=2e-5)
-
-
-def test_rotation_is_that_of_transformers() -> None:
-    cos, sin = rope_tables(RopeConfig(10000.0), 16, 40, CPU)
-    query, key = random(40, 4, 16), random(40, 2, 16)
-    expected = apply_rotary_pos_emb(query[None], key[None], cos[None], sin[None], unsqueeze_dim=2)
-    for x, rotated in zip((query, key), expected, strict=True):
-        torch.testing.assert_close(apply_rope(x, cos[:, None], sin[:, None]), rotated[0])
+    torch.testing.assert_close(tables, torch.cat((cos, sin)), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -99,19 +61,6 @@ def test_the_norm_of_large_numbers_does_not_overflow_in_sixteen_bits() -> None:
     norm.weight.data.fill_(1.0)
     x = torch.full((1, 64), 6e4, dtype=torch.float16)  # its square is far beyond float16's 65504
     torch.testing.assert_close(norm(x), torch.ones_like(x))
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_the_gated_mlp_is_that_of_transformers(has_bias: bool) -> None:
-    ours = GatedMLP(32, 48, has_bias)
-    theirs = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=48, mlp_bias=has_bias))  # type: ignore[no-untyped-call]
-    ours.gate_up_proj.weight.data = torch.cat((theirs.gate_proj.weight, theirs.up_proj.weight)).detach()
-    ours.down_proj.weight.data = theirs.down_proj.weight.data
-    if has_bias:
-        ours.gate_up_proj.bias.data = torch.cat((theirs.gate_proj.bias, theirs.up_proj.bias)).detach()
-        ours.down_proj.bias.data = theirs.down_proj.bias.data
-    x = random(5, 32)
-    torch.testing.assert_close(ours(x), theirs(x))
 
 
 # Packed weights

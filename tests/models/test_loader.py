@@ -1,7 +1,6 @@
 """Loading checkpoints: strict about every tensor, indifferent to how the files are cut, faithful to the numbers."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.config import AttentionBackend, DType
+from chairlift.config import DType
+from chairlift.engine.execution.forward import TorchForward
 from chairlift.errors import CheckpointError, ConfigurationError
-from chairlift.models import load_backend, load_model, make_dummy_model, open_checkpoint
-from chairlift.models.attention import BatchMetadata
+from chairlift.models import load_model, make_dummy_model, open_checkpoint
+from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.decoder import Decoder
 from chairlift.models.loader import TORCH_DTYPES, count_parameters
 from tests.support.checkpoints import SMALL, make_checkpoint
-
-Tensors = dict[str, torch.Tensor]
+from tests.support.forward_bench import Bench, Row
 
 MAX_SEQ_LEN = 32
 TINY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
 QUERY = "model.layers.1.self_attn.q_proj.weight"
-DOWN = "model.layers.0.mlp.down_proj.weight"
-NORM = "model.norm.weight"
+DOWN, GATE, UP = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "gate", "up"))
+NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 
 
 @pytest.fixture
@@ -47,31 +45,17 @@ def refusal(directory: Path) -> str:
     return message
 
 
-def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
-    """Rewrites the weights of a checkpoint."""
+def edit(directory: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    """Tensors that are replaced or added; None: left out."""
     path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
+    tensors = {name: tensor for name, tensor in {**load_file(path), **changes}.items() if tensor is not None}
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-@torch.inference_mode()
 def all_logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     """float32 `[T, vocab]`, computed in one prefill."""
-    config, num_tokens = model.config, len(token_ids)
-    params = KVCacheParams(TORCH_DTYPES[config.dtype], config.num_kv_heads, config.head_dim)
-    cache = ContinuousBatchingKVCacheManager(params, 1, MAX_SEQ_LEN, config.num_layers, ["cpu"])
-    (collection,) = cache.fetch(cache.claim(1), [num_tokens])
-    batch = BatchMetadata(
-        row_offsets=torch.tensor([0, num_tokens], dtype=torch.int32),
-        positions=torch.arange(num_tokens),
-        slots=(0,),
-        num_new_tokens=(num_tokens,),
-        num_cached_tokens=(0,),
-        num_decode_rows=0,
-    )
-    attend = load_backend(AttentionBackend.TORCH, config, params.dtype).prepare(batch, collection)
-    return model.logits(model(torch.tensor(token_ids), batch.positions, attend))
+    forward = TorchForward(model, TorchBackend(model.config.attention))
+    return Bench(model.config, model.dtype, forward).run([Row(0, token_ids)])[0]
 
 
 # What loads
@@ -84,22 +68,15 @@ def test_fused_weights_are_stacked_in_the_order_of_their_table(tmp_path: Path, s
         weights["model.layers.1.self_attn.qkv_proj.weight"],
         weights["model.layers.1.mlp.gate_up_proj.weight"],
     )
-    assert torch.equal(qkv[:32], attention.q_proj.weight)
-    assert torch.equal(qkv[32:48], attention.k_proj.weight)
-    assert torch.equal(qkv[48:], attention.v_proj.weight)
-    assert torch.equal(gate_up[:48], mlp.gate_proj.weight)
-    assert torch.equal(gate_up[48:], mlp.up_proj.weight)
-
-
-def test_weights_are_frozen(tmp_path: Path, saved: Any) -> None:
-    assert saved.training is False
-    assert not any(parameter.requires_grad for parameter in load(tmp_path).parameters())
+    parts = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
+    assert torch.equal(qkv, torch.cat(parts))
+    assert torch.equal(gate_up, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
 def test_weights_are_loaded_in_the_number_format_asked_for(tmp_path: Path, saved: Any, dtype: DType) -> None:
     model = load(tmp_path, dtype)
-    assert {parameter.dtype for parameter in model.parameters()} == {TORCH_DTYPES[dtype]}
+    assert {(each.dtype, each.requires_grad) for each in model.parameters()} == {(TORCH_DTYPES[dtype], False)}
     assert model.dtype == next(iter(model.ropes.values())).dtype == TORCH_DTYPES[dtype]
     assert torch.equal(model.model.norm.weight, saved.model.norm.weight.to(TORCH_DTYPES[dtype]))
 
@@ -117,9 +94,9 @@ def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
 def test_a_tied_head_is_the_embedding_whether_or_not_a_copy_is_stored(tmp_path: Path, has_head: bool) -> None:
     saved = make_checkpoint(tmp_path, tie_word_embeddings=True, **TINY)
     stored = load_file(tmp_path / "model.safetensors")
-    assert "lm_head.weight" not in stored
+    assert HEAD not in stored
     if has_head:
-        edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": stored["model.embed_tokens.weight"].clone()}))
+        edit(tmp_path, {HEAD: stored[EMBEDDING].clone()})
     model = load(tmp_path)
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
     torch.testing.assert_close(
@@ -128,7 +105,7 @@ def test_a_tied_head_is_the_embedding_whether_or_not_a_copy_is_stored(tmp_path: 
 
 
 def test_rotary_tables_of_older_formats_are_ignored(tmp_path: Path, saved: Any) -> None:
-    edit(tmp_path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    edit(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     assert torch.equal(load(tmp_path).lm_head.weight, saved.lm_head.weight)
 
 
@@ -149,58 +126,39 @@ def test_logits_are_those_of_transformers(tmp_path: Path, dtype: torch.dtype, to
 # What does not
 
 
-@pytest.mark.usefixtures("saved")
-@pytest.mark.parametrize("name", [QUERY, DOWN, NORM, "lm_head.weight", "model.embed_tokens.weight"])
-def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
-    edit(tmp_path, lambda tensors: tensors.pop(name))
-    assert refusal(tmp_path) == f"the checkpoint lacks {name}"
-
-
-@pytest.mark.usefixtures("saved")
-def test_of_many_missing_tensors_the_first_are_named_and_the_rest_counted(tmp_path: Path) -> None:
-    layer = "model.layers.1."
-    edit(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(layer)])
-    assert refusal(tmp_path) == (
-        "the checkpoint lacks model.layers.1.input_layernorm.weight, model.layers.1.mlp.down_proj.weight,"
-        " model.layers.1.mlp.gate_proj.weight and 6 more"
-    )
-
-
-@pytest.mark.usefixtures("saved")
-@pytest.mark.parametrize("name", ["model.layers.2.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
-def test_a_leftover_tensor_is_named(tmp_path: Path, name: str) -> None:
-    edit(tmp_path, lambda tensors: tensors.update({name: torch.zeros(32)}))
-    assert refusal(tmp_path) == f"the checkpoint has tensors that this model has no place for: {name}"
+LACKING, LEFT = "the checkpoint lacks", "the checkpoint has tensors that this model has no place for:"
+BEYOND, BIAS = "model.layers.2.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias"
+ATTENTION = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkvo"]
+SHAPES: dict[str, tuple[list[int], list[tuple[int, ...]]]] = {  # what the model needs, and what it is offered
+    DOWN: ([32, 48], [(32, 47), (33, 48), (31, 48), (32,)]),
+    NORM: ([32], [(31,), (1, 32), ()]),
+    QUERY: ([32, 32], [(32, 31), (31, 32), (33, 32), (65, 32)]),
+}
 
 
 @pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("changes", "said"),
     [
-        (DOWN, (32, 47)),
-        (DOWN, (33, 48)),
-        (DOWN, (31, 48)),
-        (DOWN, (32,)),
-        (NORM, (31,)),
-        (NORM, (1, 32)),
-        (NORM, ()),
-        (QUERY, (32, 31)),
-        (QUERY, (31, 32)),
-        (QUERY, (33, 32)),
-        (QUERY, (65, 32)),
+        *(({name: None}, f"{LACKING} {name}") for name in (QUERY, DOWN, NORM, HEAD, EMBEDDING)),
+        (dict.fromkeys(ATTENTION), f"{LACKING} {ATTENTION[1]}, {ATTENTION[3]}, {ATTENTION[0]} and 1 more"),
+        *(({name: (32,)}, f"{LEFT} {name}") for name in (BEYOND, BIAS)),
+        *(
+            ({name: shape}, f"tensor {name} has shape {list(shape)}; the model needs {needed}")
+            for name, (needed, shapes) in SHAPES.items()
+            for shape in shapes
+        ),
+        (  # which fit together only
+            {GATE: (50, 32), UP: (46, 32)},
+            f"tensor {GATE} has shape [50, 32]; the model needs [48, 32]",
+        ),
     ],
 )
-def test_a_misshapen_tensor_is_named(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
-    edit(tmp_path, lambda tensors: tensors.update({name: torch.zeros(shape)}))
-    assert name in refusal(tmp_path)
-
-
-@pytest.mark.usefixtures("saved")
-def test_parts_of_a_fused_weight_that_only_fit_together_are_refused_too(tmp_path: Path) -> None:
-    gate, up = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
-    edit(tmp_path, lambda tensors: tensors.update({gate: torch.zeros(50, 32), up: torch.zeros(46, 32)}))
-    message = refusal(tmp_path)
-    assert gate in message or up in message
+def test_a_tensor_that_is_missing_or_left_over_or_misshapen_is_named(
+    tmp_path: Path, changes: dict[str, tuple[int, ...] | None], said: str
+) -> None:
+    edit(tmp_path, {name: None if shape is None else torch.zeros(shape) for name, shape in changes.items()})
+    assert refusal(tmp_path) == said
 
 
 @pytest.mark.usefixtures("saved")
@@ -262,8 +220,7 @@ def dummy(directory: Path, seed: int = 0, dtype: DType = DType.FLOAT32) -> Decod
 
 def test_dummy_weights_need_a_configuration_only(tmp_path: Path) -> None:
     model = dummy(make_config(tmp_path), dtype=DType.BFLOAT16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert {(each.dtype, each.requires_grad) for each in model.parameters()} == {(torch.bfloat16, False)}
 
 
 def test_dummy_weights_depend_on_the_seed_and_nothing_else(tmp_path: Path) -> None:

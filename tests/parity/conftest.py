@@ -21,7 +21,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     directory = tmp_path_factory.mktemp("smollm2")
     weights = open_checkpoint("smollm2").open_weights()
-    tensors = {name: weights.read(name) for name in weights.names}
+    tensors = {name: weights.read(name) for name in weights.tensors}
     exact = {name: each if isinstance(each, torch.Tensor) else each.dequantize() for name, each in tensors.items()}
     save_file(exact, directory / "model.safetensors", metadata={"format": "pt"})
     LlamaConfig(**describe_gguf(open_gguf(find_model("smollm2")))).save_pretrained(directory)

@@ -246,32 +246,16 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 GGUF_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LINEAR},
-    "llama, tied, biases": {
-        "model_type": "llama",
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
+    "llama, tied, biases": {**FAMILIES["llama, biases"], "tie_word_embeddings": True},
     "llama 3": {"model_type": "llama", "rope_parameters": LLAMA3},
-    "mistral, window": {"model_type": "mistral", "sliding_window": WINDOW},
     "qwen2, yarn": {"model_type": "qwen2", "rope_parameters": YARN},
-    **{name: FAMILIES[name] for name in ("qwen3", "granite", "phi3", "phi3, partial longrope", "olmo2")},
+    **{
+        name: FAMILIES[name]
+        for name in ("mistral, window", "qwen3", "granite", "phi3", "phi3, partial longrope", "olmo2")
+    },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "pad_token_id": 0},
-    "gemma2": {
-        "model_type": "gemma2",
-        "query_pre_attn_scalar": 32,
-        "sliding_window": WINDOW,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 1.5,
-        "tie_word_embeddings": True,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "query_pre_attn_scalar": 32,
-        "sliding_window": WINDOW,
-        "num_hidden_layers": 7,
-        "tie_word_embeddings": True,
-    },
+    "gemma2": {**FAMILIES["gemma2"], "query_pre_attn_scalar": 32},
+    "gemma3": {**FAMILIES["gemma3"], "query_pre_attn_scalar": 32, "num_hidden_layers": 7},
 }
 
 

@@ -21,6 +21,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`attend(layer_idx, query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, D]) -> [T, Hq, D]`; appends key and value."""
 
 _SHORTEST_VIEW = 256  # tokens
+_MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,13 @@ class Backend(Protocol):
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
         """Does once per step what all layers share."""
         ...
+
+
+def find_head_obstacle(head_dim: int, alignment: int) -> str | None:
+    """Why kernels that take multiples of that do not take heads of that size; None if they do."""
+    if head_dim <= _MAX_HEAD_DIM and head_dim % alignment == 0:
+        return None
+    return f"it takes a head_dim up to {_MAX_HEAD_DIM} that {alignment} divides, not {head_dim}"
 
 
 def view_length(cache: ContinuousBatchingKVCacheCollection) -> int:

@@ -19,6 +19,7 @@ from chairlift.models.attention import (
     Backend,
     BatchMetadata,
     append_tokens,
+    find_head_obstacle,
     key_lengths,
     prepare_apart,
     view_length,
@@ -27,7 +28,6 @@ from chairlift.models.attention import (
 PAGE_SIZE = 256  # flash-attn 2 reads a slot as a page, whose size must be a multiple of this
 
 _HEAD_DIM_ALIGNMENT = 8
-_MAX_HEAD_DIM = 256
 _FLASH_ATTN_2, _FLASH_ATTN_3 = "flash_attn", "flash_attn_interface"  # modules
 _AMPERE = (8, 0)  # compute capability of the first GPUs that flash-attn runs on
 _HOPPER = 9  # major one of those that version 3 was written for
@@ -41,8 +41,8 @@ def find_obstacle(head_dim: int, dtype: DType, device: str) -> str | None:
         return "it runs on a CUDA device, and the device is cpu"
     if dtype is DType.FLOAT32:
         return f"it computes in bfloat16 or float16, not {dtype}"
-    if not _takes_heads_of(head_dim):
-        return f"it takes a head_dim up to {_MAX_HEAD_DIM} that {_HEAD_DIM_ALIGNMENT} divides, not {head_dim}"
+    if obstacle := find_head_obstacle(head_dim, _HEAD_DIM_ALIGNMENT):
+        return obstacle
     capability = torch.cuda.get_device_capability(device)
     if capability < _AMPERE:
         return f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
@@ -70,7 +70,8 @@ def is_varlen_available(head_dim: int, dtype: torch.dtype, softcap: float | None
     `varlen_attn_out` came with them. It is not used: by its source it writes into a copy of `out` where the heads of a
     group are rows.
     """
-    if softcap is not None or dtype not in (torch.bfloat16, torch.float16) or not _takes_heads_of(head_dim):
+    is_taken = softcap is None and dtype in (torch.bfloat16, torch.float16)
+    if not is_taken or find_head_obstacle(head_dim, _HEAD_DIM_ALIGNMENT):
         return False
     from torch.nn.attention import varlen
 
@@ -88,7 +89,6 @@ class FlashAttnBackend:
         self._options = _options(config)
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
-        """See `Backend.prepare`."""
         if batch.is_decode:
             return self._prepare_decode(cache)
         if batch.num_decode_rows:
@@ -148,7 +148,6 @@ class FlashAttn3Backend:
         self._options = _options(config)
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
-        """See `Backend.prepare`."""
         if 0 < batch.num_decode_rows < len(batch.slots):
             return prepare_apart(self.prepare, batch, cache)
         longest = view_length(cache)  # holds the tokens that are appended, too
@@ -187,7 +186,6 @@ class TorchVarlenBackend:
         self._config = config
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
-        """See `Backend.prepare`."""
         from torch.nn.attention import varlen
 
         if 0 < batch.num_decode_rows < len(batch.slots):
@@ -253,7 +251,3 @@ def _as_tokens(slots: torch.Tensor) -> torch.Tensor:
     num_slots, slot_len, num_heads, head_dim = slots.shape
     num_tokens = (num_slots - 1) * (slot_stride // token_stride) + slot_len
     return slots.as_strided((num_tokens, num_heads, head_dim), (token_stride, head_stride, 1))
-
-
-def _takes_heads_of(head_dim: int) -> bool:
-    return head_dim <= _MAX_HEAD_DIM and head_dim % _HEAD_DIM_ALIGNMENT == 0

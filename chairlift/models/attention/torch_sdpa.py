@@ -10,6 +10,7 @@ the windows of decode rows are copied together everywhere: so a step takes no lo
 Torch's function has no soft cap: scores that have one are computed in plain sight.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +39,13 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class _DecodeRows:
-    """Decode rows, and the slots that are read for them: a range in place, or any slots as copies."""
+    """Decode rows, and what is read for them: n sequences of keys (or values), in place or as copies."""
 
     config: AttentionConfig
-    rows: torch.Tensor | slice  # which of the batch, n of them
-    slots: slice | torch.Tensor  # n of them, or a range that holds them all
-    places: torch.Tensor | None  # int64 [n]: where the rows' slots stand in the range
-    mask: torch.Tensor  # [num_slots, 1, 1, longest]: which keys a slot's row may see
+    rows: torch.Tensor | slice  # which of the batch
+    read: Callable[[torch.Tensor], torch.Tensor]  # [n_slots, S, H, D] -> [n, length, H, D]
+    mask: torch.Tensor  # [n, 1, 1, length]: which of the keys may be seen
+    places: torch.Tensor | None = None  # int64: the rows' own sequences among those that are read; None: all, in order
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
         """Fills the rows' part of `output` [T, Hq, D]; keys and values `[n_slots, S, H, D]`."""
@@ -52,32 +53,9 @@ class _DecodeRows:
         grouped = query[self.rows].reshape(-1, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
         if self.places is not None:  # slots of the range that have no row get a query of zeros
             grouped = grouped.new_zeros(len(self.mask), *grouped.shape[1:]).index_copy_(0, self.places, grouped)
-        attended = _attention(grouped, self._read(keys), self._read(values), self.config, self.mask)
+        key, value = (self.read(x).transpose(1, 2) for x in (keys, values))
+        attended = _attention(grouped, key, value, self.config, self.mask)
         output[self.rows] = (attended if self.places is None else attended[self.places]).flatten(1, 2)
-
-    def _read(self, cache: torch.Tensor) -> torch.Tensor:
-        """`[n_slots, S, H, D]` -> `[num_slots, H, longest, D]`."""
-        seen = cache[:, : self.mask.shape[-1]]
-        chosen = seen[self.slots] if isinstance(self.slots, slice) else seen.index_select(0, self.slots)
-        return chosen.transpose(1, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class _WindowRows:
-    """All decode rows, and copies of the tokens in their windows."""
-
-    config: AttentionConfig
-    slots: torch.Tensor  # int64 [n, 1]
-    positions: torch.Tensor  # int64 [n, window]: which tokens of the slots; the last one is the row's own
-    mask: torch.Tensor  # [n, 1, 1, window]: a short sequence fills the end of its window
-
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
-        """As of `_DecodeRows`."""
-        num_kv_heads, head_dim = keys.shape[2:]
-        num_rows = len(self.slots)
-        grouped = query[:num_rows].reshape(num_rows, num_kv_heads, query.shape[1] // num_kv_heads, head_dim)
-        key, value = (x[self.slots, self.positions].transpose(1, 2) for x in (keys, values))  # [n, H, window, D]
-        output[:num_rows] = _attention(grouped, key, value, self.config, self.mask).flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +95,6 @@ class TorchBackend:
         self._is_in_place = is_in_place
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
-        """See `Backend.prepare`."""
         append = append_tokens(batch, cache)
         by_window = {window: self._parts(batch, cache, window) for window in set(self._config.windows)}
 
@@ -133,7 +110,7 @@ class TorchBackend:
 
     def _parts(
         self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, window: int | None
-    ) -> list[_DecodeRows | _WindowRows | _PrefillRow]:
+    ) -> list[_DecodeRows | _PrefillRow]:
         if window is not None and window >= cache.max_cache_length:
             window = None  # no sequence is longer than it
         prefill = _prefill_rows(batch, self._config, window, cache.blocks.device)
@@ -148,20 +125,24 @@ class TorchBackend:
 
 def _windows(
     batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, config: AttentionConfig, window: int
-) -> _WindowRows:
+) -> _DecodeRows:
+    """Copies of the tokens in the windows; a short sequence fills the end of its own."""
     rows = slice(0, batch.num_decode_rows)
+    slots = cache.lookup_table[rows, None].long()
     ages = torch.arange(window - 1, -1, -1, device=cache.blocks.device)
-    positions = cache.cache_lengths[rows, None] - ages  # int64 [n, window]
+    positions = cache.cache_lengths[rows, None] - ages  # int64 [n, window]; the last one is the row's own
     mask = (positions >= 0)[:, None, None, :]
-    return _WindowRows(config, cache.lookup_table[rows, None].long(), positions.clamp(min=0), mask)
+    positions = positions.clamp(min=0)
+    return _DecodeRows(config, rows, lambda x: x[slots, positions], mask)
 
 
 def _copied_slots(
     batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, config: AttentionConfig
 ) -> _DecodeRows:
-    rows = slice(0, batch.num_decode_rows)
-    mask = torch.arange(view_length(cache), device=cache.blocks.device) <= cache.cache_lengths[rows, None]
-    return _DecodeRows(config, rows, cache.lookup_table[rows], None, mask[:, None, None, :])
+    rows, longest = slice(0, batch.num_decode_rows), view_length(cache)
+    slots = cache.lookup_table[rows]
+    mask = torch.arange(longest, device=cache.blocks.device) <= cache.cache_lengths[rows, None]
+    return _DecodeRows(config, rows, lambda x: x[:, :longest].index_select(0, slots), mask[:, None, None, :])
 
 
 def _neighbouring_slots(batch: BatchMetadata, blocks: torch.Tensor, config: AttentionConfig) -> list[_DecodeRows]:
@@ -181,15 +162,12 @@ def _slot_range(rows: list[int], batch: BatchMetadata, blocks: torch.Tensor, con
     lengths = [1] * (last - first + 1)
     for row in rows:
         lengths[batch.slots[row] - first] = batch.num_cached_tokens[row] + 1
-    is_hidden = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    longest = max(lengths)
+    is_hidden = torch.arange(longest) >= torch.tensor(lengths)[:, None]
     mask = torch.zeros(is_hidden.shape, dtype=blocks.dtype).masked_fill_(is_hidden, -torch.inf)
-    return _DecodeRows(
-        config,
-        rows=torch.tensor(rows),
-        slots=slice(first, last + 1),
-        places=torch.tensor([batch.slots[row] - first for row in rows]),
-        mask=mask[:, None, None, :],
-    )
+    places = torch.tensor([batch.slots[row] - first for row in rows])
+    mask = mask[:, None, None, :]
+    return _DecodeRows(config, torch.tensor(rows), lambda x: x[first : last + 1, :longest], mask, places)
 
 
 def _prefill_rows(

@@ -1,16 +1,76 @@
 """The whole forward pass in native code, for CPUs: what `models/decoder.py` says in torch, at the speed of memory.
 
-`csrc/` is compiled once per machine (`compiler`, `build`), weights are brought into its layout once (`packing`), and
-`CpuDecoder` runs it. The torch model is the reference that tests hold it to.
+`csrc/` is compiled once per machine (`build`), weights are brought into its layout once (`packing`), and `CpuDecoder`
+runs it. The torch model is the reference that tests hold it to.
 """
 
-from chairlift.config import DType
-from chairlift.models.config import ModelConfig, ModelShape
-from chairlift.models.cpu.build import are_kernels_fast, load_library
-from chairlift.models.cpu.compiler import CpuKernelsUnavailable
-from chairlift.models.cpu.decoder import HEAD_DIM_ALIGNMENT, MAX_HEAD_DIM, CpuDecoder, takes_heads_of
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
+
+import torch
+from torch import nn
+
+from chairlift.cache import ContinuousBatchingKVCacheCollection
+from chairlift.config import DType, Quantization
+from chairlift.models.attention import BatchMetadata, find_head_obstacle
+from chairlift.models.config import Activation, ModelConfig, ModelShape, QKNorm
+from chairlift.models.cpu.build import CpuKernelsUnavailable, are_kernels_fast, load_library
+from chairlift.models.cpu.packing import LANES, PackedMatrix, arrange_heads, interleave, pack, pack_grouped, rope_table
+from chairlift.models.decoder import Decoder, DecoderLayer
+from chairlift.models.grouped import GroupedWeight, quantize
+from chairlift.models.layers import Linear, RMSNorm
 
 __all__ = ["CpuDecoder", "CpuKernelsUnavailable", "are_kernels_fast", "find_obstacle", "load_library"]
+
+_HEAD_DIM_ALIGNMENT = 32
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+_GROUPED_FORMATS = 2  # added to the above
+_ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus it are 32-bit numbers
+
+
+# The kernels' structures, field by field as in `csrc/model.h` and `csrc/product.h`.
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "bias")),
+        *((name, c_int64) for name in ("columns", "depth")),
+        *((name, c_void_p) for name in ("scales", "offsets", "units")),
+        *((name, c_int64) for name in ("num_bits", "group_size", "scale_bits")),
+        *((name, c_void_p) for name in ("rest_panels", "rest_scales", "rest_offsets", "rest_units")),
+        ("first_rest", c_int64),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "rope")),
+        ("window", c_int64),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("intermediate", "vocab", "is_gelu", "are_heads_normed_as_one")),
+        *((name, c_double) for name in ("eps", "attention_scale", "embedding_scale", "residual_scale")),
+        *((name, c_double) for name in ("logits_scale", "attention_softcap", "logits_softcap")),
+        ("layers", POINTER(_Layer)),
+        *((name, c_void_p) for name in ("final_norm", "embedding")),
+        ("head", _Matrix),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_rows", "num_tokens")),
+        *((name, c_void_p) for name in ("input_ids", "row_offsets", "slots", "cache_lengths")),
+        *((name, c_void_p) for name in ("common_slots", "common_lengths", "blocks")),
+        *((name, c_int64) for name in ("slot_stride", "value_offset", "layer_stride", "token_stride")),
+    ]
 
 
 def find_obstacle(model: ModelShape, dtype: DType, device: str) -> str | None:
@@ -22,8 +82,8 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str) -> str | None:
         return f"it runs on a CPU, and the device is {device}"
     if dtype is DType.FLOAT16:
         return f"it computes in float32 or bfloat16, not {dtype}"
-    if not takes_heads_of(model.head_dim):
-        return f"it takes a head_dim up to {MAX_HEAD_DIM} that {HEAD_DIM_ALIGNMENT} divides, not {model.head_dim}"
+    if obstacle := find_head_obstacle(model.head_dim, _HEAD_DIM_ALIGNMENT):
+        return obstacle
     if not isinstance(model, ModelConfig):
         return f"it runs the families that have a wiring of their own, and {model.architecture} has none"
     try:
@@ -31,3 +91,231 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str) -> str | None:
     except CpuKernelsUnavailable as error:
         return str(error)
     return None
+
+
+class CpuDecoder:
+    """A forward pass (`engine.execution.forward.Forward`) whose results are the same, bit for bit, whatever else is in
+    the batch.
+
+    Takes the weights of `model`, which is of no use afterwards: so there is never more than one matrix twice. Matrices
+    that are integers in groups are multiplied as they are. Others are quantized if asked for, or if some are such
+    integers, to 8 bits: one pass has rows of one format. ValueError for heads that the kernels do not take.
+    """
+
+    def __init__(
+        self, model: Decoder, max_seq_len: int, *, quantization: Quantization | None = None, isa: str | None = None
+    ) -> None:
+        if obstacle := find_head_obstacle(model.config.head_dim, _HEAD_DIM_ALIGNMENT):
+            raise ValueError(obstacle)
+        library = load_library(isa)
+        self._forward, self._logits = library.chairlift_forward, library.chairlift_logits
+        self._forward.argtypes = [POINTER(_Model), POINTER(_Batch), c_int, c_void_p, c_void_p, c_int]
+        self._logits.argtypes = [POINTER(_Model), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]
+        self._forward.restype = self._logits.restype = c_int64
+        self._config = model.config
+        self._dtype = model.dtype
+        if any(linear.grouped is not None for linear in model.modules() if isinstance(linear, Linear)):
+            quantization = quantization or Quantization.INT8
+        self._format = _FORMATS[self._dtype] + (_GROUPED_FORMATS if quantization else 0)
+        self._weights = _Weights(quantization)
+        self._model = self._weights.take(model, max_seq_len)
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
+        return self._weights.num_bytes
+
+    def step_bytes(self, num_tokens: int, num_rows: int, cache_tokens: int) -> int:
+        """Memory that steps take, up to so many tokens, rows that are sampled, and tokens in the cache.
+
+        A step has no more than these together: a prompt of all its tokens, and a row that decodes behind all that is
+        cached, whose keys the threads share, with a result for each chunk of them; then logits.
+        """
+        num_threads = torch.get_num_threads()
+        passes: int = self._logits(self._model, None, num_rows, self._format, None, None, num_threads)
+        passes += self._pass_bytes(num_tokens, 0) + self._pass_bytes(1, cache_tokens)
+        hidden = num_tokens * self._config.hidden_size * self._dtype.itemsize
+        return passes + hidden + num_rows * self._config.vocab_size * torch.float32.itemsize
+
+    def _pass_bytes(self, num_new: int, num_cached: int) -> int:
+        """Workspace for one row."""
+        offsets, cached = (torch.tensor(each, dtype=torch.int32) for each in ([0, num_new], [num_cached]))
+        row = _Batch(num_rows=1, num_tokens=num_new, row_offsets=_address(offsets), cache_lengths=_address(cached))
+        num_bytes: int = self._forward(self._model, row, self._format, None, None, torch.get_num_threads())
+        return num_bytes
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """int64 `[T]` -> `[T, hidden]`; appends keys and values to the slots."""
+        blocks = cache.blocks
+        common = cache.reservation.common_prefixes if cache.reservation else ()
+        common_slots = torch.tensor([prefix.slot for prefix in common], dtype=torch.int32) if common else None
+        common_lengths = torch.tensor([prefix.num_tokens for prefix in common], dtype=torch.int32) if common else None
+        arguments = _Batch(
+            num_rows=len(batch.slots),
+            num_tokens=len(input_ids),
+            input_ids=_address(input_ids),
+            row_offsets=_address(batch.row_offsets),
+            slots=_address(cache.lookup_table),
+            cache_lengths=_address(cache.cache_lengths),
+            common_slots=_address(common_slots),
+            common_lengths=_address(common_lengths),
+            blocks=_address(blocks),
+            slot_stride=blocks.stride(0),
+            value_offset=blocks.stride(1),
+            layer_stride=blocks.stride(2),
+            token_stride=blocks.stride(3),
+        )
+        hidden = torch.empty(len(input_ids), self._config.hidden_size, dtype=self._dtype)
+        self._call(self._forward, arguments, self._format, hidden.data_ptr())
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[N, hidden]` -> float32 `[N, vocab]`."""
+        logits = torch.empty(len(hidden), self._config.vocab_size)
+        if len(hidden):
+            self._call(self._logits, _address(hidden), len(hidden), self._format, logits.data_ptr())
+        return logits
+
+    def _call(self, function: "ctypes._NamedFuncPointer", *arguments: object) -> None:
+        """First to learn how much workspace it takes, then to compute."""
+        num_threads = torch.get_num_threads()
+        num_bytes = function(self._model, *arguments, None, num_threads)
+        if num_bytes > self._workspace.nbytes:
+            self._workspace = torch.empty(num_bytes, dtype=torch.uint8)
+        if function(self._model, *arguments, self._workspace.data_ptr(), num_threads) < 0:
+            raise IndexError(f"token ids must be below {self._config.vocab_size}, and not negative")
+
+
+_Arrange = Callable[[torch.Tensor], torch.Tensor]
+"""What brings the rows of a matrix or vector into the order in which the kernels want them."""
+
+
+def _as_they_are(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+class _Weights:
+    """Packs a model's weights, and keeps all that the kernels hold pointers to."""
+
+    def __init__(self, quantization: Quantization | None) -> None:
+        self._quantization = quantization
+        self._kept: list[object] = []
+        self.num_bytes = 0
+
+    def take(self, model: Decoder, max_seq_len: int) -> _Model:
+        config = model.config
+        head = self._matrix(model.lm_head, is_head=True)
+        tables = {rope: self._keep(rope_table(rope, config.head_dim, max_seq_len)) for rope in model.ropes}
+        layers = (_Layer * config.num_layers)()
+        self._kept.append(layers)
+        for index, (layer, each) in enumerate(zip(model.layers, config.layers, strict=True)):
+            num_rotated = config.head_dim if each.rope is None else model.ropes[each.rope].shape[-1]
+            table = None if each.rope is None else tables[each.rope]
+            layers[index] = self._layer(layer, table, num_rotated, each.window or _ALL_KEYS)
+        embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
+        del model.model.embed_tokens  # the last reference to a tied head, which is packed now
+        return _Model(
+            num_layers=config.num_layers,
+            hidden=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            is_gelu=config.activation is Activation.GELU_TANH,
+            are_heads_normed_as_one=config.qk_norm is QKNorm.ALL_HEADS,
+            eps=config.rms_norm_eps,
+            attention_scale=config.attention_scale,
+            embedding_scale=model.embedding_scale,
+            residual_scale=config.residual_scale,
+            logits_scale=1 / config.logits_divisor,
+            attention_softcap=config.attention_softcap or 0.0,
+            logits_softcap=config.logits_softcap or 0.0,
+            layers=layers,
+            final_norm=self._norm(model.model.norm),
+            embedding=embedding,
+            head=head,
+        )
+
+    def _layer(self, layer: DecoderLayer, rope: int | None, num_rotated: int, window: int) -> _Layer:
+        """`rope`: where the table is of the first `num_rotated` elements of a head, which turn; None: nothing turns."""
+        attention = layer.self_attn
+        num_turning = attention.num_heads + attention.num_kv_heads
+
+        def arrange(rows: torch.Tensor) -> torch.Tensor:
+            return arrange_heads(rows, num_turning, attention.head_dim, num_rotated)
+
+        return _Layer(
+            qkv=self._matrix(attention.qkv_proj, arrange, num_exact=attention.num_kv_heads * attention.head_dim),
+            out=self._matrix(attention.o_proj),
+            gate_up=self._matrix(layer.mlp.gate_up_proj, interleave),
+            down=self._matrix(layer.mlp.down_proj),
+            pre_attention_norm=self._norm(layer.pre_attention_norm),
+            post_attention_norm=self._norm(layer.post_attention_norm),
+            pre_mlp_norm=self._norm(layer.pre_mlp_norm),
+            post_mlp_norm=self._norm(layer.post_mlp_norm),
+            query_norm=self._norm(attention.q_norm, arrange),
+            key_norm=self._norm(attention.k_norm, arrange),
+            rope=rope,
+            window=window,
+        )
+
+    def _matrix(
+        self, linear: Linear, arrange: _Arrange = _as_they_are, *, is_head: bool = False, num_exact: int = 0
+    ) -> _Matrix:
+        """`num_exact`: the last rows, which stay where they are; if they are rounded here, what that took is kept."""
+        bias = None if linear.bias is None else arrange(linear.bias)
+        weight = linear.let_go()
+        if isinstance(weight, torch.Tensor) and self._quantization is None:
+            return self._place(pack(arrange(weight), bias))
+        if isinstance(weight, GroupedWeight):
+            weight = weight.map_rows(arrange)  # whose first order is not needed any more
+            return self._place(pack_grouped(weight, bias))
+        is_narrow = self._quantization is Quantization.INT4 and not is_head
+        rounded = quantize(weight, 4 if is_narrow else 8)
+        rest = None
+        if num_exact:
+            last = rounded.rows(slice(-num_exact, None))
+            lost = weight[-num_exact:].float() - last.dequantize()[:, : weight.shape[1]]
+            rest = pack_grouped(quantize(lost, rounded.num_bits), has_byte_scales=is_narrow)
+        return self._place(pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow), rest)
+
+    def _place(self, matrix: PackedMatrix, rest: PackedMatrix | None = None) -> _Matrix:
+        """`rest`: what rounding took of the last columns, in the same format."""
+        parts = ("panels", "scales", "offsets", "units")
+        places = {name: self._keep(getattr(matrix, name)) for name in (*parts, "bias")}
+        if rest is not None:
+            places |= {f"rest_{name}": self._keep(getattr(rest, name)) for name in parts}
+        return _Matrix(
+            columns=matrix.num_outputs,
+            depth=matrix.depth,
+            num_bits=matrix.num_bits,
+            group_size=matrix.group_size,
+            scale_bits=0 if matrix.scales is None else 8 * matrix.scales.itemsize,
+            first_rest=0 if rest is None else matrix.num_outputs - rest.num_outputs,
+            **places,
+        )
+
+    def _norm(self, norm: RMSNorm | None, arrange: _Arrange = _as_they_are) -> int | None:
+        """What the normalised is multiplied by: float32, padded with zeros to whole vectors."""
+        if norm is None:
+            return None
+        weight = arrange(norm.weight.detach().float() + norm.is_offset)
+        return self._keep(nn.functional.pad(weight, (0, -len(weight) % LANES)))
+
+    def _keep(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is not None:
+            self._kept.append(tensor)
+            self.num_bytes += tensor.nbytes
+        return _address(tensor)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    """Where a dense tensor's elements are; None for none."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "the kernels know nothing of strides"
+    return tensor.data_ptr()

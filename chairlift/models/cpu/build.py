@@ -5,6 +5,8 @@ that a home directory shared by several machines works, and tests can try every 
 
 A library is executed, so no other user may be able to write to the cache directory, and a library in it ends with a
 digest of all that is before it: one that was cut off or changed is compiled again rather than run.
+
+Building a wheel takes this module as well, where torch is not installed: it is imported where it is needed.
 """
 
 import contextlib
@@ -14,28 +16,21 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
+import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-
-from chairlift.models.cpu.compiler import (
-    PLAIN,
-    CpuKernelsUnavailable,
-    InstructionSet,
-    compile_library,
-    file_name,
-    find_compiler,
-    instruction_sets,
-)
 
 logger = logging.getLogger(__name__)
 
 LEVEL_VARIABLE = "CHAIRLIFT_CPU_LEVEL"
 CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
+COMPILER_VARIABLE = "CXX"
 
 _PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, which are trusted as its other code is
 _ROOT = 0
@@ -45,9 +40,69 @@ _UNUSED_AFTER_S = 30 * 24 * 3600.0
 _AT_HWCAPS = (16, 26)  # in the vector of facts that Linux hands to every process: 64 bits each
 _ARM_HWCAPS = {"asimd": 1, "asimddp": 20, "i8mm": 64 + 13, "bf16": 64 + 14}  # their bits
 
+_SOURCES = Path(__file__).parent / "csrc"
+_COMPILE_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-Wno-psabi"),
+    *("-fno-math-errno", "-ffp-contract=off"),
+)
+# Linked to the C library alone: a process should have one OpenMP runtime, which is loaded first, and the compiler's own
+# libraries may be newer than those of the machine where the kernels run.
+_LINK_FLAGS = ("-shared", "-nodefaultlibs")
+_COMPILE_TIMEOUT = 300.0
+
+
+class CpuKernelsUnavailable(Exception):
+    """The kernels do not work on this machine; the message says why."""
+
 
 class _Damaged(Exception):
     """A cached library that must not be loaded; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """A way to compile: the processor features that it takes, and the compiler's flags."""
+
+    name: str
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+    slow_on: str | None = None  # the vendor whose processors compute faster with the sets that follow
+
+
+PLAIN = "plain"  # any processor
+_AVX2 = ("avx2", "fma3", "f16c")
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
+_VNNI = (*_AVX512, "avx512_vnni")
+_BF16 = (*_VNNI, "avx512_bf16")
+_AMX = (*_BF16, "amx_tile", "amx_bf16")
+_AVX512_FLAGS = ("-march=x86-64-v4",)
+_VNNI_FLAGS = (*_AVX512_FLAGS, "-mavx512vnni")
+_BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
+_PLAIN_SET = InstructionSet(PLAIN, (), ())
+
+_BY_MACHINE = {  # the best first
+    "x86_64": (
+        InstructionSet("amx", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")),
+        # Intel's take a vdpbf16ps every second cycle, and two products in float32 in each.
+        InstructionSet("avx512_bf16", _BF16, _BF16_FLAGS, slow_on="GenuineIntel"),
+        InstructionSet("avx512_vnni", _VNNI, _VNNI_FLAGS),
+        InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
+        InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
+        InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
+        _PLAIN_SET,
+    ),
+    "aarch64": (
+        InstructionSet("neon_bf16", ("asimd", "asimddp", "i8mm", "bf16"), ("-march=armv8.2-a+dotprod+i8mm+bf16",)),
+        InstructionSet("neon_dotprod", ("asimd", "asimddp"), ("-march=armv8.2-a+dotprod",)),
+        # Atomics that are chosen at run time are in the compiler's own library.
+        InstructionSet("neon", ("asimd",), ("-march=armv8-a", "-mno-outline-atomics")),
+    ),
+}
+
+
+def instruction_sets(machine: str) -> tuple[InstructionSet, ...]:
+    """Those of a kind of machine, as `platform.machine` names it; the best first."""
+    return _BY_MACHINE.get(machine, (_PLAIN_SET,))
 
 
 @functools.cache
@@ -65,7 +120,7 @@ def load_library(isa: str | None = None) -> ctypes.CDLL:
         source = "" if isa else f"{LEVEL_VARIABLE} "
         raise CpuKernelsUnavailable(f"{source}{wanted!r} is not one that this processor has: {', '.join(usable)}")
     by_name = {each.name: each for each in instruction_sets(platform.machine())}
-    for name in [wanted] if wanted else usable:
+    for name in (wanted,) if wanted else usable:
         library = _open(by_name[name])
         if library.chairlift_start() == 0:
             logger.info("CPU kernels: %s", name)
@@ -86,6 +141,8 @@ def usable_instruction_sets() -> list[str]:
 
 def _x86_features() -> frozenset[str]:
     """As torch names them."""
+    import torch
+
     return frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
 
 
@@ -116,7 +173,7 @@ def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
     packaged = _PACKAGED / file_name(instruction_set)
     if packaged.is_file():
         return ctypes.CDLL(str(packaged))
-    path = _library_path(instruction_set)
+    path = cache_directory() / file_name(instruction_set)
     try:
         return _load(path)
     except FileNotFoundError:
@@ -132,21 +189,14 @@ def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
 
 def _load_openmp() -> None:
     """Torch's own OpenMP runtime, so that both have one pool of threads: two would take the cores from each other."""
+    import torch
+
     own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     runtime = str(own[0]) if own else "libgomp.so.1"
     try:
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels look for what they were not linked to
     except OSError as error:
         raise CpuKernelsUnavailable(f"the OpenMP runtime {runtime} cannot be loaded: {error}") from error
-
-
-def _library_path(instruction_set: InstructionSet) -> Path:
-    try:
-        return cache_directory() / file_name(instruction_set)
-    except RuntimeError as error:  # there is no home directory
-        raise CpuKernelsUnavailable(
-            f"there is no place for compiled kernels ({error}); set ${CACHE_VARIABLE}"
-        ) from error
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -175,10 +225,15 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def cache_directory() -> Path:
-    """$CHAIRLIFT_CACHE_DIR, or `chairlift` in the user's cache directory. RuntimeError if there is no home."""
+    """$CHAIRLIFT_CACHE_DIR, or `chairlift` in the user's cache directory. CpuKernelsUnavailable if there is no home."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift"
+    except RuntimeError as error:
+        raise CpuKernelsUnavailable(
+            f"there is no place for compiled kernels ({error}); set ${CACHE_VARIABLE}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -256,3 +311,43 @@ def _remove_unused(directory: Path) -> None:
             if time.time() - path.stat().st_mtime > _UNUSED_AFTER_S:
                 path.unlink()
                 logger.info("removed %s, which was not used for long", path)
+
+
+# --- compiling
+
+
+def file_name(instruction_set: InstructionSet) -> str:
+    """Of the library. It tells all that the library depends on but the compiler, so other sources have another name."""
+    flags = (instruction_set, _COMPILE_FLAGS, _LINK_FLAGS, platform.machine())
+    digest = hashlib.sha256(repr(flags).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.read_bytes())
+    return f"kernels-{instruction_set.name}-{digest.hexdigest()[:16]}.so"
+
+
+def find_compiler() -> list[str]:
+    """The command, as a list. CpuKernelsUnavailable if it is not there."""
+    try:
+        command = shlex.split(os.environ.get(COMPILER_VARIABLE, "g++"))
+    except ValueError as error:
+        raise CpuKernelsUnavailable(f"${COMPILER_VARIABLE} is not a command: {error}") from error
+    if not command or shutil.which(command[0]) is None:
+        raise CpuKernelsUnavailable(
+            f"there is no C++ compiler {' '.join(command)!r}; install g++, or name one in ${COMPILER_VARIABLE}"
+        )
+    return command
+
+
+def compile_library(compiler: list[str], instruction_set: InstructionSet, path: Path) -> None:
+    """Writes the library. CpuKernelsUnavailable if that fails. `compiler`: see `find_compiler`."""
+    flags = (*_LINK_FLAGS, *_COMPILE_FLAGS, *instruction_set.flags)
+    command = [*compiler, *flags, str(_SOURCES / "decoder.cpp"), "-lc", "-o", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT, check=False)
+    except OSError as error:
+        raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise CpuKernelsUnavailable(f"compiling CPU kernels took more than {_COMPILE_TIMEOUT:.0f} s") from error
+    if done.returncode:
+        complaint = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()
+        raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {' / '.join(complaint[:3])}")

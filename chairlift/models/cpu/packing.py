@@ -12,7 +12,6 @@ come first in both halves, and the angle of the others is 0.
 """
 
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 from torch.nn.functional import pad
@@ -41,12 +40,6 @@ class PackedMatrix:
     scales: torch.Tensor | None = None  # float16 or uint8 [padded out / 16, depth / group_size, 16], in units
     offsets: torch.Tensor | None = None  # likewise
     units: torch.Tensor | None = None  # float32 [padded out]
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes."""
-        tensors = (self.panels, self.bias, self.scales, self.offsets, self.units)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedMatrix:
@@ -129,8 +122,8 @@ def _panels_of(weight: GroupedWeight) -> torch.Tensor:
     num_panels, num_words = -(-weight.num_outputs // LANES), weight.values.shape[1] // 4
     panels = torch.empty(num_panels, num_words, LANES, dtype=torch.int32)
     for start in range(0, num_panels, _PANELS_AT_ONCE):
-        rows = itemgetter(slice(start * LANES, (start + _PANELS_AT_ONCE) * LANES))
-        panels[start : start + _PANELS_AT_ONCE] = _panels(_bytes_of(weight.map_rows(rows)))
+        rows = slice(start * LANES, (start + _PANELS_AT_ONCE) * LANES)
+        panels[start : start + _PANELS_AT_ONCE] = _panels(_bytes_of(weight.rows(rows)))
     return panels
 
 

@@ -67,7 +67,7 @@ def open_gguf(path: Path) -> GGUFFile:
     """Reads the header. CheckpointError if a part is missing, damaged, truncated or of a kind that is not known."""
     metadata: Metadata = {}
     tensors: dict[str, TensorInfo] = {}
-    parts = _parts(path)
+    parts = parts_of(path)
     for part in parts:
         if not part.is_file():
             raise CheckpointError(f"{path} is split, and {part.name} is not beside it")
@@ -85,12 +85,8 @@ def open_gguf(path: Path) -> GGUFFile:
     return GGUFFile(parts[0], metadata, tensors)
 
 
-def first_part(path: Path) -> Path:
-    """The first part of a file that is split; else the file."""
-    return _parts(path)[0]
-
-
-def _parts(path: Path) -> list[Path]:
+def parts_of(path: Path) -> list[Path]:
+    """All parts of a file that is split; else the file."""
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [path]
@@ -240,16 +236,6 @@ class _Blocks:
     has_offsets: bool = False
 
 
-def is_readable(kind: Kind) -> bool:
-    """Whether tensors of this type can be read."""
-    return kind in PLAIN or kind in _BLOCKS
-
-
-def readable_names() -> str:
-    """The types that can be read."""
-    return ", ".join(kind.name for kind in (*PLAIN, *_BLOCKS))
-
-
 def format_of(kind: Kind) -> GroupFormat | None:
     """The groups that a readable type becomes; None: numbers as they are."""
     if kind in PLAIN:
@@ -382,3 +368,4 @@ _BLOCKS = {
     Kind.Q5_K: _Blocks(_decode_q5_k, 8, torch.float32, has_offsets=True),
     Kind.Q6_K: _Blocks(_decode_q6_k, 8),
 }
+READABLE = (*PLAIN, *_BLOCKS)

@@ -7,16 +7,17 @@ weights is changed back: rows of queries and keys that are in another order, and
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from chairlift.errors import CheckpointError
-from chairlift.models.config import LAYER_TYPES, Norms
-from chairlift.models.gguf import PLAIN, GGUFFile, Kind, format_of, is_readable, read_tensor, readable_names
+from chairlift.models.config import LAYER_TYPES, NORM_NAMES, ModelConfig
+from chairlift.models.gguf import PLAIN, READABLE, GGUFFile, Kind, format_of, read_tensor
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.stored import GroupFormat
+from chairlift.models.stored import StoredTensor
 
 _MAX_SIZE = 2**24  # of whatever a model has a number of
 _FULL, _SLIDING = sorted(LAYER_TYPES)
@@ -45,18 +46,11 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _FUSED_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_NORM_NAMES = {
-    Norms.PRE: {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
-    Norms.POST: {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-    Norms.PRE_AND_POST: {
-        "attn_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+_NORMS = {  # in the wiring
+    "attn_norm": "pre_attention_norm",
+    "post_attention_norm": "post_attention_norm",
+    "ffn_norm": "pre_mlp_norm",
+    "post_ffw_norm": "post_mlp_norm",
 }
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # read with the config
 
@@ -84,14 +78,14 @@ class _Fields:
 
     def size(self, name: str, default: int | None = None) -> int:
         """A number of things. CheckpointError if it is none, or missing and without a default."""
-        value = self._take(name, default)
+        value = self.any(name, default)
         if type(value) is not int or not 1 <= value <= _MAX_SIZE:
             raise CheckpointError(f"{self._prefix}{name} must be a number from 1 to {_MAX_SIZE}, not {_short(value)}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """Above 0. CheckpointError as above."""
-        value = self._take(name, default)
+        value = self.any(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise CheckpointError(f"{self._prefix}{name} must be a positive number, not {_short(value)}")
         return float(value)
@@ -101,13 +95,10 @@ class _Fields:
         return _is_set(self._left.get(f"{self._prefix}{name}"))
 
     def text(self, name: str, default: str) -> str:
-        value = self._take(name, default)
+        value = self.any(name, default)
         if not isinstance(value, str):
             raise CheckpointError(f"{self._prefix}{name} must be a text, not {_short(value)}")
         return value
-
-    def any(self, name: str, default: Any) -> Any:
-        return self._take(name, default)
 
     def refuse_leftover(self) -> None:
         """CheckpointError for a number that is set and that nobody has asked for."""
@@ -115,7 +106,7 @@ class _Fields:
             if name.removeprefix(self._prefix) not in _HARMLESS and _is_set(value):
                 raise CheckpointError(f"its {name} ({_short(value)}) is not supported")
 
-    def _take(self, name: str, default: Any) -> Any:
+    def any(self, name: str, default: Any) -> Any:
         value = self._left.pop(f"{self._prefix}{name}", default)
         if value is None:
             raise CheckpointError(f"it lacks {self._prefix}{name}")
@@ -130,17 +121,10 @@ class _Architecture:
     """How the files of an architecture differ."""
 
     family: str | Callable[[_Fields], str]
-    norms: Norms = Norms.PRE
     is_interleaved: bool = False  # rows of queries and keys that rotate together are neighbours, not half a head apart
-    has_added_ones: bool = False  # norms are stored as what they multiply by, 1 + weight
     names: dict[str, str] = field(default_factory=dict)  # beside those of all
     numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
     extend: Callable[[_Config, _Fields], _Config] = lambda config, _: config
-
-
-def _extend_gemma2(config: _Config, fields: _Fields) -> _Config:
-    # llama.cpp knows the models whose scores are scaled in another way by their number of layers (46: Gemma 2 of 27 B)
-    return _extend_gemma(config, fields, period=2, large=46)
 
 
 def _extend_gemma3(config: _Config, fields: _Fields) -> _Config:
@@ -150,6 +134,7 @@ def _extend_gemma3(config: _Config, fields: _Fields) -> _Config:
 
 
 def _extend_gemma(config: _Config, fields: _Fields, period: int, large: int) -> _Config:
+    """`large`: layers of the models whose scores are scaled in another way, by which llama.cpp knows them too."""
     pattern, num_layers = fields.any("attention.sliding_window_pattern", period), config["num_hidden_layers"]
     if type(pattern) is int and pattern > 0:
         pattern = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
@@ -170,7 +155,8 @@ _GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_LOGITS_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", **_LOGITS_CAP}
 _ARCHITECTURES = {
     "llama": _Architecture(
         lambda fields: f"{'Mistral' if fields.has('attention.sliding_window') else 'Llama'}ForCausalLM",
@@ -182,21 +168,11 @@ _ARCHITECTURES = {
     "smollm3": _Architecture("SmolLM3ForCausalLM", is_interleaved=True),
     "granite": _Architecture("GraniteForCausalLM", is_interleaved=True, numbers=_GRANITE),
     "phi3": _Architecture("Phi3ForCausalLM", names=_FUSED_NAMES, numbers=_WINDOW),
-    "olmo2": _Architecture("Olmo2ForCausalLM", Norms.POST),
+    "olmo2": _Architecture("Olmo2ForCausalLM"),
     "gemma2": _Architecture(
-        "Gemma2ForCausalLM",
-        Norms.PRE_AND_POST,
-        has_added_ones=True,
-        numbers={**_WINDOW, **_CAPS},
-        extend=_extend_gemma2,
+        "Gemma2ForCausalLM", numbers={**_WINDOW, **_CAPS}, extend=partial(_extend_gemma, period=2, large=46)
     ),
-    "gemma3": _Architecture(
-        "Gemma3ForCausalLM",
-        Norms.PRE_AND_POST,
-        has_added_ones=True,
-        numbers={**_WINDOW, "final_logit_softcapping": "final_logit_softcapping"},
-        extend=_extend_gemma3,
-    ),
+    "gemma3": _Architecture("Gemma3ForCausalLM", numbers={**_WINDOW, **_LOGITS_CAP}, extend=_extend_gemma3),
 }
 """By `general.architecture`."""
 
@@ -205,8 +181,9 @@ def describe_gguf(file: GGUFFile) -> _Config:
     """The file's metadata as a config.json would have them. CheckpointError for what is not supported or at odds."""
     name, architecture = _architecture_of(file)
     for tensor, info in file.tensors.items():
-        if not is_readable(info.kind) or (info.kind not in PLAIN and len(info.shape) != 2):
-            raise CheckpointError(f"tensor {tensor} is {info.kind.name}, and only {readable_names()} can be read")
+        if info.kind not in READABLE or (info.kind not in PLAIN and len(info.shape) != 2):
+            readable = ", ".join(kind.name for kind in READABLE)
+            raise CheckpointError(f"tensor {tensor} is {info.kind.name}, and only {readable} can be read")
     fields = _Fields(file, name)
     config = {
         "architectures": [architecture.family if isinstance(architecture.family, str) else architecture.family(fields)],
@@ -326,49 +303,37 @@ def _factors(file: GGUFFile, name: str, size: int) -> list[float]:
 class GGUFWeights:
     """A `WeightReader` over a GGUF file."""
 
-    def __init__(self, file: GGUFFile, head_dim: int) -> None:
-        """`head_dim`: as `describe_gguf` has it."""
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        """`config`: made of what `describe_gguf` says."""
         self._architecture = _architecture_of(file)[1]
-        self._head_dim = head_dim
+        self._config = config
+        norms = NORM_NAMES[config.norms]
+        norm_names = {theirs: norms[ours] for theirs, ours in _NORMS.items() if ours in norms}
+        self._layer_names = {**_LAYER_NAMES, **norm_names, **self._architecture.names}
         self._infos = {self._name_of(name): info for name, info in file.tensors.items() if name not in _ROPE_TENSORS}
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._infos)
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """See `WeightReader`."""
-        return self._infos[name].shape
-
-    def format_of(self, name: str) -> GroupFormat | None:
-        """See `WeightReader`."""
-        return format_of(self._infos[name].kind)
+        self.tensors = {name: StoredTensor(info.shape, format_of(info.kind)) for name, info in self._infos.items()}
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
-        """See `WeightReader`."""
         tensor = read_tensor(self._infos[name])
         if self._architecture.is_interleaved and (".q_proj." in name or ".k_proj." in name):
-            if isinstance(tensor, GroupedWeight):
-                return tensor.map_rows(self._split_halves)
-            return self._split_halves(tensor)
-        if self._architecture.has_added_ones and name.endswith("norm.weight"):
+            split = self._split_halves
+            return tensor.map_rows(split) if isinstance(tensor, GroupedWeight) else split(tensor)
+        if self._config.has_offset_norms and name.endswith("norm.weight"):
             assert isinstance(tensor, torch.Tensor), "vectors are plain"
-            return tensor.float() - 1
+            return tensor.float() - 1  # stored as what they multiply by
         return tensor
 
     def _name_of(self, name: str) -> str:
         """`blk.7.attn_q.weight` -> `model.layers.7.self_attn.q_proj.weight`; what is not known stays as it is."""
-        architecture = self._architecture
         if name.startswith("blk."):
             _, layer, part, suffix = (*name.split("."), "", "", "")[:4]
-            names = {**_LAYER_NAMES, **_NORM_NAMES[architecture.norms], **architecture.names}
-            return f"model.layers.{layer}.{names[part]}.{suffix}" if part in names else name
+            return f"model.layers.{layer}.{self._layer_names[part]}.{suffix}" if part in self._layer_names else name
         part, _, suffix = name.partition(".")
         return f"{_OUTER_NAMES[part]}.{suffix}" if part in _OUTER_NAMES else name
 
     def _split_halves(self, rows: torch.Tensor) -> torch.Tensor:
         """In each head first the rows that were even, then those that were odd."""
-        pairs = rows.view(-1, self._head_dim // 2, 2, *rows.shape[1:])
+        pairs = rows.view(-1, self._config.head_dim // 2, 2, *rows.shape[1:])
         return pairs.transpose(1, 2).reshape(rows.shape)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from chairlift.models.cpu import decoder
-from chairlift.models.cpu.compiler import _COMPILE_FLAGS, _SOURCES
-from chairlift.models.cpu.decoder import _Batch, _Layer, _Model
+from chairlift.models import cpu
+from chairlift.models.cpu import _Batch, _Layer, _Model
+from chairlift.models.cpu.build import _COMPILE_FLAGS, _SOURCES
 
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 
@@ -48,10 +48,10 @@ def kernels_of(*command: str) -> Iterator[None]:
             extents[pointer] = tensor.nbytes
         return pointer
 
-    original = decoder._address
+    original = cpu._address
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder, "_address", address)
-        patch.setattr(decoder, "load_library", lambda _isa: _Library(command, extents))
+        patch.setattr(cpu, "_address", address)
+        patch.setattr(cpu, "load_library", lambda _isa: _Library(command, extents))
         yield
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from chairlift.models.cpu import build
-from chairlift.models.cpu.build import usable_instruction_sets
-from chairlift.models.cpu.compiler import instruction_sets
+from chairlift.models.cpu.build import instruction_sets, usable_instruction_sets
 from hatch_build import KernelsHook
 from tests.models.cpu import test_products
 from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need

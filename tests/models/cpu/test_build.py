@@ -15,7 +15,7 @@ import torch
 
 from chairlift import LLM
 from chairlift.models import cpu
-from chairlift.models.cpu import CpuKernelsUnavailable, build, compiler, load_library
+from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library
 from chairlift.models.cpu.build import usable_instruction_sets
 from tests.support.kernels import needs_kernels
 
@@ -23,7 +23,7 @@ from tests.support.kernels import needs_kernels
 COPYING = """#!/bin/sh
 echo "$*" >> {calls}
 for last; do :; done
-if [ "$1" = -shared ]; then cp {library} "$last"; else : > "$last"; fi
+cp {library} "$last"
 """
 
 
@@ -34,8 +34,8 @@ def library() -> str:
         pytest.skip("there is no g++")
     load_library()
     (best, *_) = usable_instruction_sets()
-    (found,) = (each for each in compiler.instruction_sets(platform.machine()) if each.name == best)
-    return str(build._library_path(found))
+    (found,) = (each for each in build.instruction_sets(platform.machine()) if each.name == best)
+    return str(build.cache_directory() / build.file_name(found))
 
 
 @pytest.fixture
@@ -79,21 +79,29 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_library_is_compiled_once_and_kept_under_its_instruction_set(cache: Path, copying: Path) -> None:
-    load()
-    assert len(copying.read_text().splitlines()) == 2  # compile, link
+def only_library(cache: Path) -> Path:
     (name,) = names(cache)
-    assert name.startswith(f"kernels-{usable_instruction_sets()[0]}-")
-    load()
-    assert len(copying.read_text().splitlines()) == 2
+    return cache / name
 
 
-def test_a_library_that_is_kept_needs_no_compiler(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def num_compiled(calls: Path) -> int:
+    return len(calls.read_text().splitlines())
+
+
+def test_a_library_is_compiled_once_and_kept_under_its_instruction_set(
+    cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load()
+    assert only_library(cache).name.startswith(f"kernels-{usable_instruction_sets()[0]}-")
+    load()
+    assert num_compiled(copying) == 1
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", "")
     load()
-    assert copying.exists()
     assert len(names(cache)) == 1
 
 
@@ -101,15 +109,14 @@ def test_every_instruction_set_has_a_library_of_its_own(cache: Path, copying: Pa
     usable = usable_instruction_sets()
     for isa in usable:
         load(isa)
-    assert len(names(cache)) == len(usable)
-    assert "-shared" in copying.read_text()
+    assert len(names(cache)) == len(usable) == num_compiled(copying)
 
 
 @pytest.mark.parametrize(("vendor", "first"), [("GenuineIntel", "avx512_vnni"), ("AuthenticAMD", "avx512_bf16")])
 def test_products_of_bf16_are_taken_where_the_vendor_made_them_fast(
     vendor: str, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets = compiler.instruction_sets("x86_64")
+    sets = build.instruction_sets("x86_64")
     features = {name: True for each in sets for name in each.features if "amx" not in name}
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
@@ -118,30 +125,24 @@ def test_products_of_bf16_are_taken_where_the_vendor_made_them_fast(
     assert "avx512_bf16" in usable_instruction_sets()
 
 
-def test_other_sources_make_another_library(
+def test_other_sources_or_flags_make_another_library(
     cache: Path, copying: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load()
-    (before,) = names(cache)
-    sources = tmp_path / "csrc"
-    shutil.copytree(compiler._SOURCES, sources)
-    monkeypatch.setattr(compiler, "_SOURCES", sources)
+    before = only_library(cache)
+    sources = shutil.copytree(build._SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(build, "_SOURCES", sources)
     load()
-    assert names(cache) == [before]
+    assert only_library(cache) == before
     with (sources / "team.h").open("a") as header:
         header.write("// changed\n")
     load()
-    assert len(names(cache)) == 2
-    assert before in names(cache)
-    assert len(copying.read_text().splitlines()) == 4
-
-
-def test_other_flags_make_another_library(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (len(names(cache)), num_compiled(copying)) == (2, 2)
+    monkeypatch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
     load()
-    monkeypatch.setattr(compiler, "_COMPILE_FLAGS", (*compiler._COMPILE_FLAGS, "-DX"))
-    load()
-    assert len(names(cache)) == 2
+    assert (len(names(cache)), num_compiled(copying)) == (3, 3)
     assert copying.read_text().count("-DX") == 1
+    assert before.exists()
 
 
 @pytest.mark.parametrize("compiler", [None, "no-such-compiler", "/no/such/compiler -O3", ""])
@@ -157,35 +158,25 @@ def test_without_a_compiler_the_message_says_what_to_install_or_to_set(
     assert not cache.exists()
 
 
-def test_what_a_failing_compiler_says_first_is_in_the_message(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            '#!/bin/sh\nfor i in 1 2 3 4 5; do echo "complaint $i" >&2; done\nexit 1\n',
+            "compiling CPU kernels failed: complaint 1 / complaint 2 / complaint 3",
+        ),
+        ("#!/bin/sh\nexit 3\n", "compiling CPU kernels failed: exit status 3"),
+        ("no program at all", "compiling CPU kernels failed: [Errno 8] Exec format error: '{compiler}'"),
+        ("#!/bin/sh\nexec sleep 60\n", "compiling CPU kernels took more than 0 s"),
+    ],
+    ids=["complains", "says nothing", "is no program", "hangs"],
+)
+def test_what_is_wrong_with_a_compiler_is_in_the_message(
+    cache: Path, tmp_path: Path, script: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = '#!/bin/sh\nfor i in 1 2 3 4 5; do echo "complaint $i" >&2; done\nexit 1\n'
     make_compiler(tmp_path / "compiler", script, monkeypatch)
-    assert refusal() == "compiling CPU kernels failed: complaint 1 / complaint 2 / complaint 3"
-    assert names(cache) == []
-
-
-def test_a_compiler_that_fails_without_a_word_is_named_by_its_status(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_compiler(tmp_path / "compiler", "#!/bin/sh\nexit 3\n", monkeypatch)
-    assert refusal() == "compiling CPU kernels failed: exit status 3"
-    assert names(cache) == []
-
-
-def test_a_compiler_that_cannot_be_run_is_an_error_of_ours(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_compiler(tmp_path / "compiler", "no program at all", monkeypatch)
-    assert refusal().startswith("compiling CPU kernels failed: ")
-    assert names(cache) == []
-
-
-def test_a_compiler_that_hangs_is_given_up(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_compiler(tmp_path / "compiler", "#!/bin/sh\nexec sleep 60\n", monkeypatch)
-    monkeypatch.setattr(compiler, "_COMPILE_TIMEOUT", 0.1)
-    assert refusal() == "compiling CPU kernels took more than 0 s"
+    monkeypatch.setattr(build, "_COMPILE_TIMEOUT", 0.1 if "sleep" in script else 300.0)
+    assert refusal() == said.format(compiler=tmp_path / "compiler")
     assert names(cache) == []
 
 
@@ -204,15 +195,6 @@ def test_the_users_cache_directory_is_taken_if_none_is_named(monkeypatch: pytest
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert build.cache_directory() == Path("/home/someone/.cache/chairlift")
-
-
-def only_library(cache: Path) -> Path:
-    (name,) = names(cache)
-    return cache / name
-
-
-def num_compiled(calls: Path) -> int:
-    return len(calls.read_text().splitlines()) // 2  # compile, link
 
 
 @pytest.mark.parametrize("damage", ["cut off", "cut off a little", "changed", "empty", "of before", "a link"])
@@ -262,10 +244,6 @@ def test_the_cache_directory_is_its_owners_alone(cache: Path, copying: Path) -> 
         load()
         assert mode(cache) == 0o700
     assert num_compiled(copying) == 1
-
-
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
 
 
 @pytest.mark.parametrize("before", [0o777, 0o1777, 0o770, 0o775, 0o722])
@@ -323,7 +301,7 @@ def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is
         path.touch()
     for path in (old, other):
         os.utime(path, (month_ago, month_ago))
-    monkeypatch.setattr(compiler, "_COMPILE_FLAGS", (*compiler._COMPILE_FLAGS, "-DX"))
+    monkeypatch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
     load()
     assert not old.exists()
     assert used.exists()
@@ -353,7 +331,6 @@ def test_the_environment_names_the_instruction_set(cache: Path, copying: Path, m
 
 # Waits until both processes compile, then compiles quickly.
 MEETING = """#!/bin/sh
-if [ "$1" = -shared ]; then exec g++ "$@"; fi
 : > {meeting}/$$
 n=0
 while [ $(ls {meeting} | wc -l) -lt 2 ] && [ $n -lt 600 ]; do sleep 0.05; n=$((n + 1)); done

@@ -334,5 +334,5 @@ def test_steps_take_no_more_memory_than_is_counted_for_them_and_not_much_less(nu
 
 @pytest.mark.parametrize("head_dim", [48, 288])
 def test_heads_that_the_kernels_do_not_take_are_refused(head_dim: int) -> None:
-    with pytest.raises(ValueError, match=f"head_dim of {head_dim}"):
+    with pytest.raises(ValueError, match=f"it takes a head_dim up to 256 that 32 divides, not {head_dim}"):
         CpuDecoder(make_model(replace(BASE, head_dim=head_dim), torch.float32), SLOT_LEN)

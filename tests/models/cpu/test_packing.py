@@ -121,22 +121,6 @@ def test_outputs_are_padded_to_16_and_inputs_to_64_with_zeros(dtype: torch.dtype
     assert packed.scales is packed.offsets is None
 
 
-def test_bytes_are_of_all_parts() -> None:
-    weight, bias = torch.ones(16, 64), torch.ones(16)
-    assert pack(weight).num_bytes == 16 * 64 * 4
-    assert pack(weight.bfloat16(), bias.bfloat16()).num_bytes == 16 * 64 * 2 + 16 * 4
-    grouped = GroupedWeight(4, torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1), torch.ones(16, 1))
-    assert pack_grouped(grouped, bias).num_bytes == 16 * 64 / 2 + 2 * 16 * 4 + 2 * 16 * 2
-
-
-def test_packing_leaves_the_weight_as_it_is_and_keeps_nothing_of_it() -> None:
-    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    before = weight.clone()
-    packed = pack(weight)
-    assert torch.equal(weight, before)
-    assert packed.panels.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
-
-
 def test_gate_and_up_take_turns_by_sixteen() -> None:
     gate, up = torch.arange(32), torch.arange(100, 132)
     assert interleave(torch.cat((gate, up))).tolist() == [
@@ -145,13 +129,6 @@ def test_gate_and_up_take_turns_by_sixteen() -> None:
         *range(16, 32),
         *range(116, 132),
     ]
-
-
-def test_gate_and_up_are_padded_each() -> None:
-    gate, up = torch.full((2, 3), 1.0), torch.full((2, 3), 2.0)
-    mixed = interleave(torch.cat((gate, up)))
-    assert mixed.shape == (32, 3)
-    assert mixed[:, 0].tolist() == [1.0, 1.0] + [0.0] * 14 + [2.0, 2.0] + [0.0] * 14
 
 
 def test_the_elements_that_turn_come_first_in_both_halves_of_a_query_or_key() -> None:

@@ -1,15 +1,21 @@
 """No compiler warns of the kernels, what clang makes of them is right, and sanitizers find nothing."""
 
-import os
+import ctypes
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from chairlift.models.cpu.build import usable_instruction_sets
-from chairlift.models.cpu.compiler import _COMPILE_FLAGS, _SOURCES, InstructionSet, instruction_sets
+from chairlift.models import cpu
+from chairlift.models.cpu.build import (
+    _COMPILE_FLAGS,
+    _SOURCES,
+    InstructionSet,
+    compile_library,
+    instruction_sets,
+    usable_instruction_sets,
+)
 from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need
 from tests.models.cpu.support import BFLOAT16, BFLOAT16_INT4, BFLOAT16_INT8, SHAPES, cpu_bench, threads
 from tests.support.forward_bench import Row
@@ -28,44 +34,19 @@ WAYS = [
     *((compiler, each) for compiler in (ARM_COMPILER, CLANG_FOR_ARM, CLANG_FOR_MACOS) for each in ARM),
 ]
 
-# Rows of one token, of a few and of many, in bfloat16 and in integers, on two threads.
-COMPUTING = """
-import torch
-from tests.models.cpu.support import BFLOAT16, BFLOAT16_INT4, BFLOAT16_INT8, SHAPES
-from tests.models.cpu.support import cpu_bench, in_float32, make_model, quantized, torch_bench
-from tests.support.forward_bench import Row
 
-torch.set_num_threads(2)
-shape = SHAPES["three heads to one"]
-steps = ([Row(1, [3, 5, 7]), Row(2, list(range(140)))], [Row(1, [9]), Row(2, [11])], [Row(1, [4]), Row(3, [1] * 40)])
-for number_format in (BFLOAT16, BFLOAT16_INT8, BFLOAT16_INT4):
-    model = in_float32(make_model(shape, torch.bfloat16))
-    if number_format.quantization:
-        model = quantized(model, number_format.quantization)
-    ours, exact = cpu_bench(shape, number_format), torch_bench(model)
-    for rows in steps:
-        expected = torch.cat(exact.run(rows))
-        error = (torch.cat(ours.run(rows)) - expected).norm() / expected.norm()
-        assert error < 0.04, (number_format, error)
-print("computed")
-"""
+def computed(isa: str | None = None) -> list[torch.Tensor]:
+    """The logits of rows of one token, of a few and of many, in each number format, on three threads."""
+    benches = [cpu_bench(SHAPE, number_format, isa) for number_format in (BFLOAT16, BFLOAT16_INT8, BFLOAT16_INT4)]
+    with threads(3):
+        return [torch.cat(bench.run(rows)) for bench in benches for rows in STEPS]
 
 
-def compute(tmp_path: Path, isa: str, **environment: str) -> None:
-    """In a process of its own, with a library of its own."""
+def level_of(isa: str) -> InstructionSet:
     if isa not in usable_instruction_sets():
         pytest.skip(f"this processor does not have {isa}")
-    own = {"CHAIRLIFT_CACHE_DIR": str(tmp_path / "cache"), "CHAIRLIFT_CPU_LEVEL": isa}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPUTING],
-        env={**os.environ, **own, **environment},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert (done.stdout, done.returncode) == ("computed\n", 0), done.stderr[-3000:]
+    (level,) = (each for each in X86 if each.name == isa)
+    return level
 
 
 def arm_headers() -> list[str]:
@@ -92,26 +73,24 @@ def test_no_compiler_warns(compiler: str, instruction_set: InstructionSet) -> No
     assert (done.stderr, done.returncode) == ("", 0)
 
 
-def test_what_clang_compiles_computes_the_same(tmp_path: Path) -> None:
+def test_what_clang_compiles_gives_the_bits_of_gcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need("clang++")
-    compute(tmp_path, "avx2", CXX="clang++")
+    compile_library(["clang++"], level_of("avx2"), tmp_path / "library.so")
+    expected = computed("avx2")
+    library = ctypes.CDLL(str(tmp_path / "library.so"))
+    monkeypatch.setattr(cpu, "load_library", lambda _isa: library)
+    assert all(map(torch.equal, computed(), expected))
 
 
 @pytest.mark.parametrize(
     ("isa", "sanitizer"),
-    [("avx2", "address"), ("avx512", "undefined"), ("avx2", "thread")],
+    [("avx2", "address"), ("avx512_vnni", "address"), ("avx512", "undefined"), ("avx2", "thread")],
 )
 def test_sanitizers_find_nothing(tmp_path: Path, isa: str, sanitizer: str) -> None:
     """In a program with threads of its own: a sanitizer does not see what OpenMP's wait for."""
     need("g++")
-    if isa not in usable_instruction_sets():
-        pytest.skip(f"this processor does not have {isa}")
-    (level,) = (each for each in X86 if each.name == isa)
-    flags = (*level.flags, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1")
+    flags = (*level_of(isa).flags, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1")
     compile_program("g++", flags, tmp_path / "program")
-    for number_format in (BFLOAT16, BFLOAT16_INT8, BFLOAT16_INT4):
-        expected = cpu_bench(SHAPE, number_format, isa)
-        with kernels_of(str(tmp_path / "program")), threads(3):
-            found = cpu_bench(SHAPE, number_format)
-            for rows in STEPS:
-                assert torch.equal(torch.cat(found.run(rows)), torch.cat(expected.run(rows)))
+    expected = computed(isa)
+    with kernels_of(str(tmp_path / "program")):
+        assert all(map(torch.equal, computed(), expected))

@@ -23,10 +23,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+from chairlift.__main__ import COMMANDS
 from chairlift.api import ServerConfig
 from chairlift.api.http.access import KeyLimits, KeyRing, gather_keys, read_keys
 from chairlift.api.http.listening import Listener, tls_context
-from chairlift.commands import serve_command
 from chairlift.errors import ConfigurationError
 from chairlift.flags import read_settings
 from tests.api.conftest import in_loop, serving
@@ -166,7 +166,7 @@ def test_keys_come_through_the_command_line(
     monkeypatch.delenv("CHAIRLIFT_API_KEY", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    _, config = read_settings(serve_command(), flags)
+    _, config = read_settings(COMMANDS["serve"], flags)
     assert list(gather_keys(config)) == keys
     assert "key-" not in repr(config)
 

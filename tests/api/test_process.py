@@ -129,7 +129,7 @@ def test_generate_prints_the_answer_and_nothing_else() -> None:
 SMALL_SEND_BUFFERS = """
 import socket, sys
 from chairlift.__main__ import main
-from chairlift.api.http.connections import Connection
+from chairlift.api.http import Connection
 
 real = Connection.connection_made
 

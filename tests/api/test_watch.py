@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
-from chairlift.api.http.connections import Connection
+from chairlift.api.http import Connection
 from chairlift.api.pages import MAX_WATCHERS, SnapshotFeed, add_page_routes
 from chairlift.engine.journal import Snapshot, SnapshotSource, short_id
 from chairlift.errors import EngineClosed, EngineDead

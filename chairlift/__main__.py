@@ -67,14 +67,12 @@ def serve(engine_config: "EngineConfig", config: "ServerConfig") -> int:
 
 
 def nurse(fd: int) -> None:
-    """The program of the process that forks API workers."""
     from chairlift.api.workers import nurse as fork_workers
 
     fork_workers(fd, _run_to_code)
 
 
 def chat(config: "ChatConfig", engine_config: "EngineConfig") -> int:
-    """Reads messages and answers them until the user leaves."""
     import asyncio
 
     from chairlift.api.telemetry.log import set_up_logging
@@ -87,7 +85,6 @@ def chat(config: "ChatConfig", engine_config: "EngineConfig") -> int:
 
 
 def generate(config: "AnswerConfig", engine_config: "EngineConfig") -> int:
-    """Prints one answer."""
     from chairlift.api.telemetry.log import set_up_logging
     from chairlift.engine.llm import LLM
 
@@ -104,7 +101,6 @@ def generate(config: "AnswerConfig", engine_config: "EngineConfig") -> int:
 
 
 def bench(config: "BenchConfig") -> int:
-    """Makes a load test."""
     from chairlift.api.telemetry.log import set_up_logging
     from chairlift.loadtest.runner import run
 

@@ -130,7 +130,6 @@ class Server:
 
 
 def _pieces(line: str) -> list[tuple[str, str]]:
-    """The pieces in one line of the stream."""
     if not line.startswith(_EVENT) or line == f"{_EVENT}[DONE]":
         return []
     event = json.loads(line.removeprefix(_EVENT))
@@ -172,7 +171,6 @@ class Conversation:
         self.messages = ([{"role": "system", "content": text}] if text else []) + others
 
     def clear(self) -> None:
-        """Keeps the system message alone."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def obey(self, line: str) -> str:
@@ -271,5 +269,4 @@ def _write(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Writes what is not part of an answer."""
     sys.stderr.write(f"{text}\n")

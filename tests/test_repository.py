@@ -41,7 +41,7 @@ def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(document: Path
 # --- examples
 
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 async def run(example: str, *arguments: str, url: str) -> str:
@@ -119,12 +119,9 @@ def test_the_server_in_a_cluster_is_started_with_settings_that_there_are() -> No
 # --- the wheel
 
 
-REPOSITORY = Path(__file__).parent.parent
-
-
 def run_pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=240)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
 
 
 @pytest.mark.slow

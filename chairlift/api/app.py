@@ -186,7 +186,6 @@ class Api:
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def take_metrics(self) -> Metrics:
-        """All counts, as of now."""
         stats, counts = await self._common.read_books(self.counts)
         return Metrics(self._llm, self._model_name, stats, counts, self._has_vllm_metrics)
 
@@ -206,7 +205,6 @@ class Api:
         return await answer(self._llm, await self._make_job(request, body_type), request)
 
     async def _make_job(self, request: web.Request, body_type: type[BaseModel]) -> Job:
-        """All of it is checked before anything runs."""
         client = self.keys.client_of(request)
         draft, off_loop = await self._read(request, client, body_type, lambda body: self._job_maker.draft(body, client))
         generations = await self._job_maker.prepare(draft, off_loop)

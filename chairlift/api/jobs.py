@@ -261,7 +261,6 @@ class Job:
 
 
 async def answer(llm: AsyncLLM, job: Job, request: web.Request) -> web.StreamResponse:
-    """Runs the job and sends its reply."""
     if not job.observation.is_streamed:
         return await _answer_whole(llm, job)
     return await _answer_stream(llm, job, EventStream(request, job.headers, job.reply.keep_alive))

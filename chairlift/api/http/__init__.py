@@ -42,7 +42,6 @@ class Turns:
         return True
 
     def wait(self, begin: Callable[[], None]) -> None:
-        """Calls `begin` in a later turn."""
         self._waiting.append(begin)
 
     def _begin_turn(self) -> None:
@@ -179,7 +178,6 @@ class Connection(web.RequestHandler):
 
 
 def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Connection]:
-    """Makes an application's connections."""
     make_request = server.request_factory
 
     def begin_request(

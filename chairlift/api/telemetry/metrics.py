@@ -100,7 +100,6 @@ class Counts:
         self.output_lengths = Histogram(TOKEN_COUNTS)
 
     def __iadd__(self, other: "Counts") -> Self:
-        """Adds what another worker has counted."""
         for name, counted in vars(other).items():
             vars(self)[name] += counted
         return self
@@ -158,7 +157,6 @@ class Metrics(Collector):
         return encode(registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as of now."""
         stats, counts, use = self._stats, self._counts, self._stats.cache
         yield self._info()
         is_up = int(self._llm.is_healthy)

@@ -227,7 +227,7 @@ class Metrics(Collector):
         yield InfoMetricFamily("vllm:cache_config", "The size of the cache.", labels | blocks)
 
     def _slots(self, stats: EngineStats) -> dict[tuple[str, ...], int]:
-        busy = {
+        busy: dict[tuple[str, ...], int] = {
             (SlotState.WARM,): stats.num_warm,
             (SlotState.PREFILLING,): stats.num_prefilling,
             (SlotState.DECODING,): stats.num_decoding,

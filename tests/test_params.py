@@ -19,7 +19,8 @@ def refused(**fields: Any) -> list[tuple[str, str]]:
 
 
 def test_defaults_are_those_of_vllm() -> None:
-    vllms: dict[str, Any] = {"n": 1, "max_tokens": 16, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    vllms: dict[str, Any] = {"n": 1, "max_tokens": 16, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0}
+    vllms |= {"top_k": 0, "min_p": 0.0}
     vllms |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
     vllms |= {"seed": None, "stop": [], "stop_token_ids": [], "ignore_eos": False}
     assert SamplingParams().model_dump(include=set(vllms)) == vllms

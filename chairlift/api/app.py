@@ -16,7 +16,7 @@ from chairlift.api import ServerConfig
 from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.http import meet_expectation
 from chairlift.api.http.access import Client, Cors, KeyLimits, KeyRing, gather_keys
-from chairlift.api.http.bodies import BodyReader, OffLoop, Workers
+from chairlift.api.http.bodies import BodyReader, Workers
 from chairlift.api.jobs import Job, JobMaker, Store, answer
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
 from chairlift.api.replies.responses import NOT_STORED, ResponseStore
@@ -37,7 +37,7 @@ from chairlift.api.telemetry.log import log_request
 from chairlift.api.telemetry.metrics import Counts, Metrics
 from chairlift.api.wire.anthropic import CountTokensRequest
 from chairlift.api.wire.response_object import DeletedResponse
-from chairlift.engine.async_llm import AsyncLLM
+from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.engine.journal import EngineStats
 from chairlift.errors import EngineClosed, ModelNotFound
 

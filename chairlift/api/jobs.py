@@ -16,7 +16,6 @@ from chairlift.api import ServerConfig
 from chairlift.api.dialect import Dialect
 from chairlift.api.errors import error_reply
 from chairlift.api.http.access import Client
-from chairlift.api.http.bodies import OffLoop
 from chairlift.api.replies import EventStream, Reply
 from chairlift.api.replies.answer import NewReader
 from chairlift.api.replies.anthropic import MessagesReply
@@ -30,7 +29,7 @@ from chairlift.api.wire.completions import ChatCompletionRequest, CompletionRequ
 from chairlift.api.wire.generation import WantedStructure
 from chairlift.api.wire.response_object import ResponseObject
 from chairlift.api.wire.responses import Conversation, ResponsesRequest
-from chairlift.engine.async_llm import AsyncLLM
+from chairlift.engine.async_llm import AsyncLLM, OffLoop
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, Prompt, TextOptions
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidGrammar, InvalidRequest, RequestFailed
@@ -56,7 +55,6 @@ class Draft:
     keeps_text: bool = False  # of the prompts, for the reply
     field_names: Mapping[str, str] = field(default_factory=dict)  # see `ChatCompletionRequest`
     headers: Mapping[str, str] = field(default_factory=dict)  # of the reply
-    generations: list[Generation] = field(default_factory=list)  # once they are made: one for each prompt
 
 
 class Store(Protocol):
@@ -93,14 +91,9 @@ class JobMaker:
     def draft(self, body: object, client: Client) -> Draft:
         """Raises `InvalidRequest` or `pydantic.ValidationError` if the body asks for something that is not offered."""
         if isinstance(body, CompletionRequest):
-            draft = self._draft_completion(body, client)
-        else:
-            assert isinstance(body, Conversation), "what the table of endpoints has"
-            draft = self._draft_conversation(body, client)
-        self._check_number(len(draft.prompts), draft.params.n, draft.prompt_field)
-        if len(draft.prompts) == 1 and draft.structure is None:  # another turn would cost about as much as this takes
-            return replace(draft, generations=[self._generation(draft, 0)])
-        return draft
+            return self._draft_completion(body, client)
+        assert isinstance(body, Conversation), "what the table of endpoints has"
+        return self._draft_conversation(body, client)
 
     def count_tokens(self, body: CountTokensRequest) -> TokenCount:
         """Counts the tokens of the prompt that the same body would have as a request for an answer."""
@@ -108,25 +101,24 @@ class JobMaker:
         return TokenCount(input_tokens=len(self._encode(body, options)))
 
     async def prepare(self, draft: Draft, off_loop: OffLoop) -> list[Generation]:
-        """One generation per prompt, checked and tokenized, with its grammar."""
-        compiled, structure = None, draft.structure
+        """One generation per prompt, checked and tokenized. Complaints name the fields that the client wrote."""
+        params, structure = draft.params, draft.structure
+        self._check_number(len(draft.prompts), params.n, draft.prompt_field)
         if structure is not None:
-            draft = replace(draft, params=draft.params.model_copy(update={"structured_outputs": structure.outputs}))
+            params = params.model_copy(update={"structured_outputs": structure.outputs})
+        generations: list[Generation] = []
+        for index, prompt in enumerate(draft.prompts):
+            request_id = f"{draft.reply.id}-{index}"
             try:
-                compiled = await self._llm.compile(structure.outputs, draft.text_options.thinking)
+                with own_field_names(draft.field_names):
+                    generation = await self._llm.prepare(
+                        prompt, params, request_id, draft.prompt_field, draft.options, draft.text_options, off_loop
+                    )
             except InvalidGrammar as error:
+                assert structure is not None, "nothing else asks for a grammar"
                 raise structure.refusal(error) from error
-        numbers = range(len(draft.prompts))
-        return draft.generations or [await off_loop(self._generation, draft, number, compiled) for number in numbers]
-
-    def _generation(self, draft: Draft, number: int, compiled: object = None) -> Generation:
-        """Of prompt `number`. Complaints name the fields that the client wrote."""
-        request_id, prompt = f"{draft.reply.id}-{number}", draft.prompts[number]
-        with own_field_names(draft.field_names):
-            generation = self._llm.inputs.prepare(
-                request_id, prompt, draft.params, draft.prompt_field, draft.options, draft.text_options, compiled
-            )
-        return generation if draft.keeps_text else replace(generation, prompt=None)
+            generations.append(generation if draft.keeps_text else replace(generation, prompt=None))
+        return generations
 
     def _check_number(self, num_prompts: int, num_choices: int, field: str) -> None:
         capacity = self._llm.config.max_batch_size + self._llm.config.max_queue_size

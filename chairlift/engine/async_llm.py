@@ -5,26 +5,26 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
 
 from chairlift.config import EngineConfig
 from chairlift.engine.core import EngineCore
 from chairlift.engine.journal import EngineStats, Snapshot
-from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.text.inputs import (
     DEFAULT_CHAT,
+    DEFAULT_TEXT,
     Generation,
     Grammars,
     InputProcessor,
     Prompt,
+    TextOptions,
 )
 from chairlift.engine.text.outputs import GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.engine.thread import Abort, Add, Call, Engine, LocalEngine, Stop, Update, describe_death
 from chairlift.errors import EngineClosed, EngineDead, EngineHung
-from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams, StructuredOutputs
+from chairlift.params import DEFAULT_OPTIONS, RequestOptions, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,12 @@ _Result = TypeVar("_Result")
 
 Numbered = tuple[int, RequestOutput]
 """Which of the generations that run together, and its newest output."""
+
+
+class OffLoop(Protocol):
+    """Calls a function that takes long in some thread, as `asyncio.to_thread` does."""
+
+    async def __call__(self, function: Callable[..., _Result], /, *args: Any) -> _Result: ...
 
 
 class _Mailbox:
@@ -119,22 +125,22 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        param: str = "prompt",
         options: RequestOptions = DEFAULT_OPTIONS,
+        text_options: TextOptions = DEFAULT_TEXT,
+        off_loop: OffLoop = asyncio.to_thread,
     ) -> Generation:
-        """Tokenizes and checks off the event loop. `InvalidRequest` if the prompt or params cannot be served,
-        `GrammarsBusy` if a grammar cannot be compiled now.
-        """
-        compiled = None
-        if params is not None and params.structured_outputs is not None:
-            compiled = await self.compile(params.structured_outputs)
-        make = partial(self.inputs.prepare, options=options, compiled=compiled)
-        return await asyncio.to_thread(make, request_id or uuid4().hex, prompt, params)
+        """Tokenizes and checks off the event loop. `InvalidRequest` if the prompt or params cannot be served.
 
-    async def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> Any:
-        """A grammar for `inputs.prepare`, made in a thread for grammars; see `Grammars`."""
-        shared = asyncio.wrap_future(self.inputs.grammars.compile(outputs, thinking))
-        shared.add_done_callback(_retrieve)  # a client who leaves awaits it no longer
-        return await asyncio.shield(shared)
+        `param`: the field that the prompt came from, for errors. `off_loop` calls what takes long, but not grammars,
+        which are compiled in threads of their own; `GrammarsBusy` if that is not possible now.
+        """
+        chosen_id, compiled = request_id or uuid4().hex, None
+        if params is not None and params.structured_outputs is not None:
+            shared = asyncio.wrap_future(self.inputs.grammars.compile(params.structured_outputs, text_options.thinking))
+            shared.add_done_callback(_retrieve)  # a client who leaves awaits it no longer
+            compiled = await asyncio.shield(shared)
+        return await off_loop(self.inputs.prepare, chosen_id, prompt, params, param, options, text_options, compiled)
 
     async def generate(
         self,

@@ -13,22 +13,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel
 
+from chairlift.engine.async_llm import OffLoop
 from chairlift.errors import ClientTooBusy, EngineClosed, InvalidRequest, ServerTooBusy
 
 _STUCK_AFTER_S = 30.0
 
 _T = TypeVar("_T")
-
-
-class OffLoop(Protocol):
-    """Calls a function that takes long in some thread, as `asyncio.to_thread` does."""
-
-    async def __call__(self, function: Callable[..., _T], /, *args: Any) -> _T: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -155,12 +155,12 @@ def _cpu_of(thread: threading.Thread) -> float:
 
 def main() -> int:
     """Serves until a signal, as `chairlift serve` does."""
-    from chairlift.commands import serve
+    from chairlift.__main__ import main as run
 
     device = Device(float(sys.argv[1]) / 1e3)
     install(device)
     threading.Thread(target=_answer_questions, args=[device], daemon=True).start()
-    return serve(sys.argv[2:])
+    return run(["serve", *sys.argv[2:]])
 
 
 if __name__ == "__main__":

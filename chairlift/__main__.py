@@ -1,21 +1,202 @@
 """The command line: `chairlift serve | chat | generate | bench`. Nothing slow is imported before it is needed."""
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chairlift import __version__
 from chairlift.errors import ChairliftError, ConfigurationError
 
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+    from collections.abc import Coroutine
+
+    from chairlift.api import ServerConfig
+    from chairlift.chat import AnswerConfig, ChatConfig
+    from chairlift.config import EngineConfig
+    from chairlift.loadtest import BenchConfig
+
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-_SPIN_COUNT = (
-    "20000"  # a millisecond. By default OpenMP's threads spin much longer for work, which slows other programs
-)
+_SPIN_COUNT = "20000"  # a millisecond. By default OpenMP's threads spin much longer, which slows other programs
+_LAST_THREADS_S = 3.0
+_NURSE = "from chairlift.__main__ import nurse; nurse({})"
 
-COMMANDS = ("serve", "chat", "generate", "bench")
+
+class Command(NamedTuple):
+    """A command of the program: its settings are the fields of `models`, in whose order they stand in the help."""
+
+    run: Callable[..., int]  # is given an instance of each model, and returns the exit code
+    name: str
+    summary: str
+    models: tuple[str, ...]  # pydantic models, each as module:name
+    groups: Mapping[str, str]  # titles in the help, each with the first setting below it
+    examples: tuple[str, ...]
+    positional: str | None = None  # the setting whose flag may be left out
+
+
+def serve(engine_config: "EngineConfig", config: "ServerConfig") -> int:
+    """Serves until a signal or the engine's death. What cannot work is refused before torch is imported."""
+    from chairlift.api.http.access import check_access
+    from chairlift.api.http.listening import Listener
+    from chairlift.api.telemetry.log import set_up_logging
+
+    set_up_logging(config.log_format)
+    check_access(config)
+    with Listener(config) as listener:
+        from chairlift.api import workers
+        from chairlift.api.server import serve as serve_alone
+        from chairlift.engine.async_llm import AsyncLLM
+
+        async def run() -> int:
+            with contextlib.ExitStack() as stack:
+                nursery = None if config.api_workers in ("auto", 1) else stack.enter_context(workers.Nursery(_NURSE))
+                llm = AsyncLLM(**engine_config.model_dump())
+                size = workers.choose_size(config, llm.config)
+                if size == 1:
+                    return await serve_alone(llm, config, listener)
+                nursery = nursery or stack.enter_context(workers.Nursery(_NURSE))
+                return await workers.Crew(llm, config, listener, nursery, size).serve()
+
+        return _run_to_code(run())
+
+
+def nurse(fd: int) -> None:
+    from chairlift.api.workers import nurse as fork_workers
+
+    fork_workers(fd, _run_to_code)
+
+
+def chat(config: "ChatConfig", engine_config: "EngineConfig") -> int:
+    import asyncio
+
+    from chairlift.api.telemetry.log import set_up_logging
+    from chairlift.chat import converse, open_speaker
+
+    set_up_logging()
+    logging.getLogger().setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return converse(open_speaker(config, engine_config), config.system, runner)
+
+
+def generate(config: "AnswerConfig", engine_config: "EngineConfig") -> int:
+    from chairlift.api.telemetry.log import set_up_logging
+    from chairlift.engine.llm import LLM
+
+    set_up_logging()
+    logging.getLogger().setLevel(logging.WARNING)
+    with LLM(**engine_config.model_dump()) as llm:
+        params = llm.inputs.default_chat_params.model_copy(update=config.sampling)
+        if llm.inputs.tokenizer.has_chat_template and not config.raw:
+            outputs = llm.chat([{"role": "user", "content": config.prompt}], params)
+        else:
+            outputs = llm.generate(config.prompt, params)
+    sys.stdout.write(outputs[0].outputs[0].text + "\n")
+    return 0
+
+
+def bench(config: "BenchConfig") -> int:
+    from chairlift.api.telemetry.log import set_up_logging
+    from chairlift.loadtest.runner import run
+
+    set_up_logging()
+    return run(config, _loop_factory())
+
+
+def _run_to_code(main: "Coroutine[Any, Any, int]") -> int:
+    """Runs a server's loop. Soon after its end the process ends, even if a thread hangs, in a tokenizer perhaps: a
+    regular exit would wait for it.
+    """
+    import asyncio
+
+    async def run() -> int:
+        code = await main
+        ending = threading.Timer(_LAST_THREADS_S, _exit_at_once, [code])
+        ending.daemon = True
+        ending.start()
+        return code
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(run())
+
+
+def _exit_at_once(code: int) -> None:
+    logging.shutdown()  # writes what is in its queue
+    os._exit(code)
+
+
+def _loop_factory() -> Callable[[], "AbstractEventLoop"] | None:
+    """uvloop's loop where it exists (not on Windows), else asyncio's own."""
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+_ENGINE = "chairlift.config:EngineConfig"
+_ENGINE_GROUPS = {
+    "model": "model",
+    "computation": "device",
+    "memory": "max_batch_size",
+    "scheduling": "max_num_batched_tokens",
+}
+_COMMANDS = (
+    Command(
+        serve,
+        "serve",
+        "Serve a model over HTTP, with an OpenAI-style API.",
+        models=(_ENGINE, "chairlift.api:ServerConfig"),
+        groups=_ENGINE_GROUPS
+        | {"server": "host", "security": "api_key", "limits": "max_body_bytes", "logging": "log_format"},
+        examples=(
+            "chairlift serve smollm2",
+            "chairlift serve path-or-hub-id --dtype bfloat16 --max-batch-size 64",
+            "chairlift serve --host 0.0.0.0 --api-key-file keys.txt --ssl-certfile cert.pem --ssl-keyfile key.pem",
+        ),
+        positional="model",
+    ),
+    Command(
+        chat,
+        "chat",
+        "Talk with a model in the terminal: one in this process, or with --url a server's.",
+        models=("chairlift.chat:ChatConfig", _ENGINE),
+        groups={"chat": "max_tokens"} | _ENGINE_GROUPS,
+        examples=("chairlift chat smollm2", "chairlift chat --url http://127.0.0.1:8000 --system 'Answer in French.'"),
+        positional="model",
+    ),
+    Command(
+        generate,
+        "generate",
+        "Answer one prompt on standard output.",
+        models=("chairlift.chat:AnswerConfig", _ENGINE),
+        groups={"answer": "max_tokens"} | _ENGINE_GROUPS,
+        examples=(
+            'chairlift generate "What is the opposite of hot?"',
+            'chairlift generate --model path-or-hub-id --raw --max-tokens 50 "Once upon a time"',
+        ),
+        positional="prompt",
+    ),
+    Command(
+        bench,
+        "bench",
+        "Load-test any OpenAI-compatible server.",
+        models=("chairlift.loadtest:BenchConfig",),
+        groups={"server": "url", "load": "num_requests", "prompts": "prompt_tokens", "results": "goodput"},
+        examples=(
+            "chairlift bench --url http://127.0.0.1:8000 --concurrency 16",
+            "chairlift bench --request-rate 4 --num-requests 500 --report report.html",
+            "chairlift bench --sweep rate=1,2,4,8 --goodput ttft:500,tpot:50",
+        ),
+    ),
+)
+COMMANDS = {command.name: command for command in _COMMANDS}
+
 HELP = """\
 usage: chairlift COMMAND ...
 
@@ -70,10 +251,9 @@ def _run(name: str, flags: Sequence[str]) -> int:
         advice = f"did you mean {close[0]}?" if close else "see chairlift --help"
         raise ConfigurationError(f"unknown {kind} {name}; {advice}")
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)  # before torch loads OpenMP, which reads it then
-    from chairlift import commands
+    from chairlift.flags import read_settings
 
-    run: Callable[[Sequence[str]], int] = getattr(commands, name)
-    return run(flags)
+    return COMMANDS[name].run(*read_settings(COMMANDS[name], flags))
 
 
 if __name__ == "__main__":

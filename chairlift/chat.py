@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -46,7 +46,6 @@ class SamplingConfig(BaseModel):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The settings that the user gave."""
         return self.model_dump(include={"max_tokens", "temperature"}, exclude_none=True)
 
 
@@ -79,7 +78,6 @@ class OwnModel:
     """A model in this process. Thoughts are shown as the model writes them."""
 
     def __init__(self, config: ChatConfig, engine: EngineConfig) -> None:
-        """Loads the model."""
         from chairlift.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM(**engine.model_dump())
@@ -132,7 +130,6 @@ class Server:
 
 
 def _pieces(line: str) -> list[tuple[str, str]]:
-    """The pieces in one line of the stream."""
     if not line.startswith(_EVENT) or line == f"{_EVENT}[DONE]":
         return []
     event = json.loads(line.removeprefix(_EVENT))
@@ -174,7 +171,6 @@ class Conversation:
         self.messages = ([{"role": "system", "content": text}] if text else []) + others
 
     def clear(self) -> None:
-        """Keeps the system message alone."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def obey(self, line: str) -> str:
@@ -212,7 +208,7 @@ def converse(speaker: Speaker, system: str | None, runner: asyncio.Runner) -> in
     if sys.stdin.isatty():
         _tell("/help lists the commands; ctrl-D leaves")
     try:
-        while (said := _read_message(input)) is not None and said != "/bye":
+        while (said := _read_message()) is not None and said != "/bye":
             if said.startswith("/"):
                 _tell(conversation.obey(said))
             elif said:
@@ -252,22 +248,19 @@ async def _show(speaker: Speaker, messages: list[Message], texts: list[str]) -> 
     _write("\n")
 
 
-def _read_message(read_line: Callable[[str], str]) -> str | None:
+def _read_message() -> str | None:
     """A line, or the lines between triple quotes; None at the end of the input."""
     try:
-        message = read_line(_PROMPT if sys.stdin.isatty() else "")
+        message = input(_PROMPT if sys.stdin.isatty() else "")
         if message.lstrip().startswith(_QUOTES):
             message = message.lstrip().removeprefix(_QUOTES)
             while not message.rstrip().endswith(_QUOTES):
-                message += "\n" + read_line(_MORE if sys.stdin.isatty() else "")
+                message += "\n" + input(_MORE if sys.stdin.isatty() else "")
             return message.rstrip().removesuffix(_QUOTES).strip("\n")
         return message.strip()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError) as error:
         _tell("")
-        return ""
-    except EOFError:
-        _tell("")
-        return None
+        return None if isinstance(error, EOFError) else ""
 
 
 def _write(text: str) -> None:
@@ -276,5 +269,4 @@ def _write(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Writes what is not part of an answer."""
     sys.stderr.write(f"{text}\n")

@@ -13,14 +13,18 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
+from pkgutil import resolve_name
 from shutil import get_terminal_size
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from chairlift.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from chairlift.__main__ import Command
 
 _HELP_COLUMN = 32
 _HELP_WIDTH = 110
@@ -39,27 +43,6 @@ _FORM_ERRORS = ("literal_error", "enum", "missing", "too_long")  # the words and
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """A command of the program: its settings are the fields of `models`."""
-
-    name: str
-    summary: str
-    models: tuple[type[BaseModel], ...]
-    groups: Mapping[str, str]  # titles in the help, each with the first setting below it
-    examples: tuple[str, ...]
-    positional: str | None = None  # the setting whose flag may be left out
-
-    @property
-    def fields(self) -> dict[str, FieldInfo]:
-        """All settings, by the names that users see."""
-        return {name: info for model in self.models for name, info in _fields_of(model).items()}
-
-    def variable(self, setting: str) -> str:
-        """The environment variable of a setting."""
-        return f"CHAIRLIFT_{self.name}__{setting}".upper()
-
-
-@dataclass(frozen=True, slots=True)
 class _Given:
     """A setting's value as the user wrote it, and where."""
 
@@ -67,15 +50,15 @@ class _Given:
     source: str
 
 
-def read_settings(command: Command, arguments: Sequence[str]) -> tuple[Any, ...]:
+def read_settings(command: "Command", arguments: Sequence[str]) -> tuple[Any, ...]:
     """An instance of each of the command's models; `ConfigurationError` if anything is wrong."""
     flags = _read_flags(command, arguments)  # first: `--help` is answered whatever the variables are
     given = _read_variables(command) | flags
     settings: list[BaseModel] = []
     complaints: list[str] = []
-    for model in command.models:
+    for model in _models_of(command):
+        known = _fields_of_model(model)
         try:
-            known = _fields_of(model)
             settings.append(model.model_validate({name: each.value for name, each in given.items() if name in known}))
         except ValidationError as error:
             complaints += _complaints(error, command, given)
@@ -84,9 +67,22 @@ def read_settings(command: Command, arguments: Sequence[str]) -> tuple[Any, ...]
     return tuple(settings)
 
 
-def _fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+def fields_of(command: "Command") -> dict[str, FieldInfo]:
+    """All settings of a command, by the names that users see."""
+    return {name: info for model in _models_of(command) for name, info in _fields_of_model(model).items()}
+
+
+def _models_of(command: "Command") -> list[type[BaseModel]]:
+    return [resolve_name(name) for name in command.models]
+
+
+def _fields_of_model(model: type[BaseModel]) -> dict[str, FieldInfo]:
     fields = model.model_fields.items()
     return {info.validation_alias if isinstance(info.validation_alias, str) else name: info for name, info in fields}
+
+
+def _variable(command: "Command", setting: str) -> str:
+    return f"CHAIRLIFT_{command.name}__{setting}".upper()
 
 
 def _flag(setting: str) -> str:
@@ -128,19 +124,19 @@ def _holds_several(annotation: Any) -> bool:
 # Reading
 
 
-def _read_variables(command: Command) -> dict[str, _Given]:
-    names = {command.variable(setting): setting for setting in command.fields}
+def _read_variables(command: "Command") -> dict[str, _Given]:
+    names = {_variable(command, setting): setting for setting in fields_of(command)}
     given = {}
     for variable, text in os.environ.items():
         known = variable.upper()  # their case does not matter
-        if known.startswith(command.variable("")):
-            if known not in names:
-                raise ConfigurationError(f"unknown environment variable {variable}{_suggestion(known, names)}")
+        if known in names:
             given[names[known]] = _given(command, names[known], [text], variable)
+        elif known.startswith(_variable(command, "")):
+            raise ConfigurationError(f"unknown environment variable {variable}{_suggestion(known, names)}")
     return given
 
 
-def _read_flags(command: Command, arguments: Sequence[str]) -> dict[str, _Given]:
+def _read_flags(command: "Command", arguments: Sequence[str]) -> dict[str, _Given]:
     parser = _make_parser(command)
     namespace, rest = parser.parse_known_intermixed_args(arguments)
     unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
@@ -163,10 +159,10 @@ def _read_flags(command: Command, arguments: Sequence[str]) -> dict[str, _Given]
     }
 
 
-def _given(command: Command, setting: str, texts: Sequence[str], source: str) -> _Given:
+def _given(command: "Command", setting: str, texts: Sequence[str], source: str) -> _Given:
     """What holds several values is split at commas."""
     parts = [part.strip() for part in ",".join(texts).split(",")]
-    return _Given(parts if _holds_several(command.fields[setting].annotation) else texts[-1], source)
+    return _Given(parts if _holds_several(fields_of(command)[setting].annotation) else texts[-1], source)
 
 
 # Help
@@ -186,8 +182,8 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=_HELP_COLUMN, width=width)
 
 
-def _make_parser(command: Command) -> _Parser:
-    fields = command.fields
+def _make_parser(command: "Command") -> _Parser:
+    fields = fields_of(command)
     parser = _Parser(
         prog=f"chairlift {command.name}",
         description=command.summary,
@@ -212,10 +208,8 @@ def _make_parser(command: Command) -> _Parser:
         flags += _add_flag(group, name, info).option_strings
     parser.flags = flags
     first = next(iter(fields))
-    examples = "".join(f"\n  {line}" for line in command.examples)
-    parser.epilog = (
-        f"A flag is also an environment variable: {command.variable(first)} for {_flag(first)}.\n\nexamples:{examples}"
-    )
+    sample = f"A flag is also an environment variable: {_variable(command, first)} for {_flag(first)}."
+    parser.epilog = "\n  ".join([f"{sample}\n\nexamples:", *command.examples])
     parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this and leave")
     return parser
 
@@ -239,7 +233,7 @@ def _add_flag(group: Any, name: str, info: FieldInfo) -> argparse.Action:
 # Complaints
 
 
-def _complaints(error: ValidationError, command: Command, given: Mapping[str, _Given]) -> list[str]:
+def _complaints(error: ValidationError, command: "Command", given: Mapping[str, _Given]) -> list[str]:
     """One line for each setting; the errors of a setting are those of the alternatives that it could be."""
     by_setting: dict[str, list[ErrorDetails]] = {}
     for each in error.errors(include_url=False):
@@ -247,7 +241,7 @@ def _complaints(error: ValidationError, command: Command, given: Mapping[str, _G
     return [_complaint(command, setting, errors, given.get(setting)) for setting, errors in by_setting.items()]
 
 
-def _complaint(command: Command, setting: str, errors: Sequence[ErrorDetails], given: _Given | None) -> str:
+def _complaint(command: "Command", setting: str, errors: Sequence[ErrorDetails], given: _Given | None) -> str:
     known = (*_DEMANDS, *_FORM_ERRORS)
     others = dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in errors if each["type"] not in known)
     if not setting:
@@ -256,7 +250,7 @@ def _complaint(command: Command, setting: str, errors: Sequence[ErrorDetails], g
         return f"{setting.upper() if setting == command.positional else _flag(setting)} is missing"
     if others:
         return f"{given.source}: {' or '.join(others)}"
-    words = [kind for kind in _kinds(command.fields[setting].annotation) if isinstance(kind, str)]
+    words = [kind for kind in _kinds(fields_of(command)[setting].annotation) if isinstance(kind, str)]
     demands = [_DEMANDS[each["type"]].format_map(each.get("ctx", {})) for each in errors if each["type"] in _DEMANDS]
     *most, last = dict.fromkeys(demands + words)
     text = given.value if isinstance(given.value, str) else ",".join(given.value)

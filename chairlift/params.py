@@ -334,7 +334,6 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
     def copy(self) -> Self:
-        """As it is now, whatever comes later."""
         scores = self.prompt_logprobs
         if scores is not None and len(scores) < len(self.prompt_token_ids):  # and so will grow
             scores = scores.copy()

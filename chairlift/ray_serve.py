@@ -116,7 +116,7 @@ class Replica:
     ) -> None:
         """Loads the model, and what it takes to: the ingress, and who deploys both, have no use for torch."""
         from chairlift.api.app import Api
-        from chairlift.api.http.connections import connections_of
+        from chairlift.api.http import connections_of
         from chairlift.api.server import make_runner
         from chairlift.engine.async_llm import AsyncLLM
 

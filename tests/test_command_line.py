@@ -6,24 +6,21 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
 
 import chairlift
-from chairlift.__main__ import main
+from chairlift.__main__ import COMMANDS, main
 from chairlift.api import ServerConfig
 from chairlift.chat import ChatConfig, Message, Server, converse
-from chairlift.commands import bench_command, chat_command, generate_command, serve_command
 from chairlift.config import EngineConfig
 from chairlift.errors import ConfigurationError
-from chairlift.flags import Command, read_settings
+from chairlift.flags import fields_of, read_settings
 from tests.api.conftest import serving
 from tests.support.scripted_model import END_TOKEN, HYBRID, install, make_thinking_checkpoint
-
-COMMANDS = [serve_command, chat_command, generate_command, bench_command]
 
 
 def complaints(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -34,7 +31,7 @@ def complaints(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list
 
 
 def serve_settings(*flags: str) -> tuple[EngineConfig, ServerConfig]:
-    engine, server = read_settings(serve_command(), flags)
+    engine, server = read_settings(COMMANDS["serve"], flags)
     return engine, server
 
 
@@ -102,7 +99,7 @@ def test_flags_become_settings_and_the_rest_keeps_its_defaults() -> None:
 
 
 def test_a_prompt_may_begin_like_a_flag() -> None:
-    answer, _ = read_settings(generate_command(), ["--max-tokens", "5", "--", "-5 + 7?"])
+    answer, _ = read_settings(COMMANDS["generate"], ["--max-tokens", "5", "--", "-5 + 7?"])
     assert (answer.prompt, answer.max_tokens, answer.raw) == ("-5 + 7?", 5, False)
 
 
@@ -124,7 +121,7 @@ def test_variables_are_settings_that_flags_override(monkeypatch: pytest.MonkeyPa
     engine, server = serve_settings("--dtype", "float32")
     assert (engine.max_batch_size, engine.enable_prefix_caching, engine.dtype) == (16, False, "float32")
     assert server.port == 9000
-    assert read_settings(bench_command(), [])[0].ramp == (1.0, 2.0)
+    assert read_settings(COMMANDS["bench"], [])[0].ramp == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -145,20 +142,18 @@ def test_a_wrong_variable_is_named(variable: str, value: str, line: str, monkeyp
     assert str(caught.value) == line
 
 
-@pytest.mark.parametrize("make_command", COMMANDS)
-def test_help_shows_every_setting_once_in_its_group(
-    make_command: Callable[[], Command], capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = make_command()
-    assert set(command.groups.values()) <= set(command.fields)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_setting_once_in_its_group(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = fields_of(COMMANDS[name])
+    assert set(COMMANDS[name].groups.values()) <= set(settings)
     with pytest.raises(SystemExit) as caught:
-        main([command.name, "--help"])
+        main([name, "--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     assert "\nexamples:\n" in text
     assert "==SUPPRESS==" not in text
-    for name in command.fields:
-        assert f"  --{name.replace('_', '-')}" in text or (name, command.name) == ("prompt", "generate")
+    for setting in settings:
+        assert f"  --{setting.replace('_', '-')}" in text or (setting, name) == ("prompt", "generate")
 
 
 def test_choices_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,12 +171,7 @@ def test_help_and_version_need_no_command(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert main([]) == 2
     assert capsys.readouterr().out == text
-    assert [command().name for command in COMMANDS if f"  {command().name} " in text] == [
-        "serve",
-        "chat",
-        "generate",
-        "bench",
-    ]
+    assert [name for name in COMMANDS if f"  {name} " in text] == ["serve", "chat", "generate", "bench"]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """The parameters of sampling and the configuration: defaults, limits, and what is refused in which words."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from chairlift import SamplingParams
 from chairlift.config import EngineConfig
@@ -21,31 +19,11 @@ def refused(**fields: Any) -> list[tuple[str, str]]:
 
 
 def test_defaults_are_those_of_vllm() -> None:
-    assert (
-        SamplingParams().model_dump()
-        | {
-            "n": 1,
-            "max_tokens": 16,
-            "min_tokens": 0,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "logit_bias": {},
-            "seed": None,
-            "stop": [],
-            "stop_token_ids": [],
-            "ignore_eos": False,
-        }
-        == SamplingParams().model_dump()
-    )
-
-
-def test_every_field_has_a_description() -> None:
-    assert [name for name, field in SamplingParams.model_fields.items() if not field.description] == []
+    vllms: dict[str, Any] = {"n": 1, "max_tokens": 16, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0}
+    vllms |= {"top_k": 0, "min_p": 0.0}
+    vllms |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
+    vllms |= {"seed": None, "stop": [], "stop_token_ids": [], "ignore_eos": False}
+    assert SamplingParams().model_dump(include=set(vllms)) == vllms
 
 
 @pytest.mark.parametrize(
@@ -94,17 +72,11 @@ def test_a_bad_field_is_named_with_its_bound(field: str, value: object, said: st
         ("stop_token_ids", [1, "x"], "stop_token_ids.1"),
         ("logit_bias", {"x": 1.0}, "logit_bias.x.[key]"),
         ("logit_bias", {3: "much"}, "logit_bias.3"),
+        *(("logit_bias", {7: 0.0, 8: bias}, "logit_bias.8") for bias in (100.5, -100.5, float("nan"), float("inf"))),
     ],
 )
 def test_a_bad_element_is_named_with_its_place(field: str, value: object, where: str) -> None:
     assert [name for name, _ in refused(**{field: value})] == [where]
-
-
-@pytest.mark.parametrize("bias", [100.5, -100.5, float("nan"), float("inf")])
-def test_a_bias_out_of_bounds_is_refused(bias: float) -> None:
-    ((name, message),) = refused(logit_bias={7: 0.0, 8: bias})
-    assert name == "logit_bias.8"
-    assert "100" in message
 
 
 def test_more_tokens_at_least_than_at_most_are_refused_with_both_numbers() -> None:
@@ -123,10 +95,7 @@ def test_several_mistakes_are_named_together() -> None:
     assert [name for name, _ in refused(n=0, top_p=2.0, temprature=1.0)] == ["n", "top_p", "temprature"]
 
 
-@pytest.mark.parametrize(
-    ("stop", "meant"),
-    [("END", ["END"]), (["a", "b"], ["a", "b"]), (None, []), ([], [])],
-)
+@pytest.mark.parametrize(("stop", "meant"), [("END", ["END"]), (["a", "b"], ["a", "b"]), (None, []), ([], [])])
 def test_stop_may_be_one_string_several_or_none(stop: Any, meant: list[str]) -> None:
     assert SamplingParams(stop=stop).stop == meant
 
@@ -151,14 +120,8 @@ def test_values_on_the_bounds_are_taken(field: str, value: object) -> None:
     assert getattr(params, field) == value
 
 
-def test_params_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        SamplingParams().temperature = 0.5  # type: ignore[misc]
-
-
 def test_a_temperature_of_zero_is_greedy() -> None:
-    assert SamplingParams(temperature=0.0).is_greedy
-    assert not SamplingParams(temperature=0.01).is_greedy
+    assert [SamplingParams(temperature=temperature).is_greedy for temperature in (0.0, 0.01)] == [True, False]
 
 
 @pytest.mark.parametrize(("fields", "is_open"), [({}, True), ({"max_tokens": None}, True), ({"max_tokens": 16}, False)])
@@ -176,14 +139,6 @@ def test_an_output_is_finished_when_every_choice_is() -> None:
 
 
 # --- configuration
-
-
-def test_importing_it_loads_nothing_slow() -> None:
-    code = (
-        "import chairlift.config, sys; print(sorted({'torch', 'transformers', 'aiohttp', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -213,10 +168,8 @@ def test_a_setting_that_makes_no_sense_or_does_not_exist_is_refused_by_name(fiel
     assert {error["loc"][0] for error in caught.value.errors()} == {field}
 
 
-def test_a_config_cannot_be_changed() -> None:
+@pytest.mark.parametrize("model", [SamplingParams, EngineConfig])
+def test_every_field_has_a_description_and_none_can_be_changed(model: type[BaseModel]) -> None:
+    assert [name for name, field in model.model_fields.items() if not field.description] == []
     with pytest.raises(ValidationError, match="frozen"):
-        EngineConfig().seed = 3  # type: ignore[misc]
-
-
-def test_every_setting_has_a_help_text() -> None:
-    assert [name for name, field in EngineConfig.model_fields.items() if not field.description] == []
+        model().seed = 3  # type: ignore[attr-defined]

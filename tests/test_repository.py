@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from chairlift.commands import serve_command
+from chairlift.__main__ import COMMANDS
 from chairlift.flags import read_settings
 from chairlift.models.cpu.build import usable_instruction_sets
 from tests.api.conftest import SLOTS
@@ -41,7 +41,7 @@ def test_every_link_leads_to_a_file_and_every_anchor_to_a_heading(document: Path
 # --- examples
 
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 async def run(example: str, *arguments: str, url: str) -> str:
@@ -110,7 +110,7 @@ def test_the_server_in_a_cluster_is_started_with_settings_that_there_are() -> No
     found = re.search(r"command: \[chairlift, serve, ([^]]*)\]", text)
     assert found is not None
     arguments = [argument.strip().strip('"') for argument in found[1].split(",")]
-    _, server = read_settings(serve_command(), arguments)
+    _, server = read_settings(COMMANDS["serve"], arguments)
     grace = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
     assert grace is not None
     assert server.drain_delay + server.drain_timeout < int(grace[1])
@@ -119,12 +119,9 @@ def test_the_server_in_a_cluster_is_started_with_settings_that_there_are() -> No
 # --- the wheel
 
 
-REPOSITORY = Path(__file__).parent.parent
-
-
 def run_pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--no-deps"]
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=240)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
 
 
 @pytest.mark.slow

@@ -41,17 +41,14 @@ class ServerConfig(BaseModel):
     tool_call_parser: ToolFamily | None = Field(
         None, description="how the model writes tool calls; unset: as its chat template says"
     )
-
     reasoning_parser: ReasoningFamily | None = Field(
         None, description="how the model marks its thoughts; left out: as its chat template does; none: not at all"
     )
-
     keep_billing_line: bool = Field(
         False,
         description="show models the billing line that begins Claude Code's system prompts; it differs in every"
         " request, so nothing of a prompt after it can be reused",
     )
-
     api_workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
         "auto",
         description="processes that read requests and write replies, beside the engine's; 1: the engine's own does;"

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 import chairlift
 from chairlift.api import ServerConfig
 from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
+from chairlift.api.http import meet_expectation
 from chairlift.api.http.access import Client, Cors, KeyLimits, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader, Workers
-from chairlift.api.http.connections import meet_expectation
 from chairlift.api.jobs import Job, JobMaker, Store, answer
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
 from chairlift.api.replies.responses import NOT_STORED, ResponseStore
@@ -86,8 +86,7 @@ class Api:
         self.keys = KeyRing(self._common.keys, config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
-        families = config.tool_call_parser, config.reasoning_parser
-        self._job_maker = JobMaker(llm, self._model_name, self._common.store, *families, config.keep_billing_line)
+        self._job_maker = JobMaker(llm, self._model_name, self._common.store, config)
         # What takes long never stands before what does not; and a reply that is there is not refused any more.
         self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
         self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
@@ -187,7 +186,6 @@ class Api:
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def take_metrics(self) -> Metrics:
-        """All counts, as of now."""
         stats, counts = await self._common.read_books(self.counts)
         return Metrics(self._llm, self._model_name, stats, counts, self._has_vllm_metrics)
 
@@ -207,7 +205,6 @@ class Api:
         return await answer(self._llm, await self._make_job(request, body_type), request)
 
     async def _make_job(self, request: web.Request, body_type: type[BaseModel]) -> Job:
-        """All of it is checked before anything runs."""
         client = self.keys.client_of(request)
         draft, off_loop = await self._read(request, client, body_type, lambda body: self._job_maker.draft(body, client))
         generations = await self._job_maker.prepare(draft, off_loop)

@@ -6,6 +6,7 @@ from functools import partial
 
 from pydantic import ValidationError
 
+from chairlift.api import ServerConfig
 from chairlift.api.replies.answer import CallCounter, NewReader
 from chairlift.api.tools import (
     FORMATS,
@@ -13,7 +14,6 @@ from chairlift.api.tools import (
     AnswerReader,
     ReasoningFamily,
     Thoughts,
-    ToolFamily,
     family_of_template,
     reasoning_of_template,
 )
@@ -42,13 +42,11 @@ class AnswerReading:
 class Dialect:
     """What the chat template teaches, unless the server was told otherwise."""
 
-    def __init__(
-        self, inputs: InputProcessor, tool_family: ToolFamily | None, reasoning_family: ReasoningFamily | None
-    ) -> None:
+    def __init__(self, inputs: InputProcessor, config: ServerConfig) -> None:
         """ConfigurationError if the model has no such marks."""
         self._inputs = inputs
-        self._tool_family = tool_family or family_of_template(inputs.tokenizer.chat_template)
-        self._marks = _thought_marks(inputs.tokenizer, reasoning_family)
+        self._tool_family = config.tool_call_parser or family_of_template(inputs.tokenizer.chat_template)
+        self._marks = _thought_marks(inputs.tokenizer, config.reasoning_parser)
         self._can_refrain = "enable_thinking" in inputs.tokenizer.chat_template
 
     def constrain_calls(

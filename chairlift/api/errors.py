@@ -79,7 +79,6 @@ class ErrorReply:
         return body.model_dump_json()
 
     def response(self, request: web.BaseRequest | None = None) -> web.Response:
-        """The whole reply."""
         headers = {"Retry-After": str(self.retry_after_s)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 import chairlift
+from chairlift.api import ServerConfig
 from chairlift.api.dialect import Dialect
 from chairlift.api.errors import error_reply
 from chairlift.api.http.access import Client
@@ -21,7 +22,6 @@ from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.choices import ChatReply, CompletionReply
 from chairlift.api.replies.responses import NOT_STORED, ResponsesReply, StoredResponse
 from chairlift.api.telemetry import Observation
-from chairlift.api.tools import ReasoningFamily, ToolFamily
 from chairlift.api.wire import own_field_names
 from chairlift.api.wire.anthropic import CountTokensRequest, MessagesRequest
 from chairlift.api.wire.anthropic_message import TokenCount
@@ -78,21 +78,13 @@ class Store(Protocol):
 class JobMaker:
     """Makes drafts of bodies, in a worker's thread, and generations of drafts, on the event loop."""
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        model_name: str,
-        store: Store,
-        tool_family: ToolFamily | None = None,
-        reasoning_family: ReasoningFamily | None = None,
-        keeps_billing_line: bool = False,
-    ) -> None:
-        """Families: None for what the chat template teaches. ConfigurationError if the model has no such marks."""
+    def __init__(self, llm: AsyncLLM, model_name: str, store: Store, config: ServerConfig) -> None:
+        """ConfigurationError if the model does not have the marks that are configured."""
         self._llm = llm
         self._model_name = model_name
         self._store = store
-        self._keeps_billing_line = keeps_billing_line
-        self._dialect = Dialect(llm.inputs, tool_family, reasoning_family)
+        self._keeps_billing_line = config.keep_billing_line
+        self._dialect = Dialect(llm.inputs, config)
         served = f"{chairlift.__version__} {model_name} {llm.config}"
         self._fingerprint = f"fp_{hashlib.sha256(served.encode()).hexdigest()[:10]}"
 
@@ -261,7 +253,6 @@ class Job:
 
 
 async def answer(llm: AsyncLLM, job: Job, request: web.Request) -> web.StreamResponse:
-    """Runs the job and sends its reply."""
     if not job.observation.is_streamed:
         return await _answer_whole(llm, job)
     return await _answer_stream(llm, job, EventStream(request, job.headers, job.reply.keep_alive))

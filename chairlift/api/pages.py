@@ -100,7 +100,6 @@ def fields_of(body: type) -> list[FieldRow]:
 
 @cache
 def openapi_document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
     models: list[tuple[type[BaseModel], _Mode]] = []
     for route in ROUTES:
         models += [(route.body, "validation")] if route.body is not None else []
@@ -135,7 +134,6 @@ def _openapi_text() -> str:
 
 
 def docs_page() -> web.Response:
-    """`/docs` as a reply."""
     return web.Response(text=_html(), content_type="text/html", charset="utf-8", headers=_HEADERS)
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from chairlift.api import KEYS_VARIABLE, ServerConfig
 from chairlift.api.app import Api
-from chairlift.api.http.connections import connections_of
+from chairlift.api.http import connections_of
 from chairlift.api.http.listening import Listener
 from chairlift.api.telemetry.log import log_activity
 from chairlift.engine.async_llm import AsyncLLM
@@ -109,7 +109,6 @@ def _handlers(listener: Listener, stop: asyncio.Event, hurry: asyncio.Event) -> 
 
 @contextlib.contextmanager
 def catch_signals(handlers: Handlers) -> Iterator[None]:
-    """Has this process's signals handled."""
     loop = asyncio.get_running_loop()
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
@@ -184,7 +183,6 @@ async def _idle(api: Api) -> None:
 
 
 async def first_of(*waits: Coroutine[None, None, object]) -> None:
-    """Waits for any one of them."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

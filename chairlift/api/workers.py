@@ -145,7 +145,6 @@ class _Worker:
         )
 
     async def read_counts(self) -> Counts:
-        """Those of now, if the worker answers."""
         with contextlib.suppress(TimeoutError, EngineClosed):
             self.counts = await asyncio.wait_for(self.line.ask("counts"), _COUNTS_S)
         return self.counts
@@ -170,7 +169,6 @@ class Crew:
         self._is_leaving = asyncio.Event()
 
     async def serve(self) -> int:
-        """As `server.serve`."""
         self._listener.let_share()
         with short_pauses(), catch_signals(self._handlers()), reporting(self._llm, self._config.log_interval):
             telling = asyncio.create_task(self._tell_death(), name="chairlift-death")
@@ -346,7 +344,6 @@ def nurse(fd: int, run: Callable[[Coroutine[Any, Any, int]], int]) -> NoReturn:
 
 
 def _work(parent: socket.socket, run: Callable[[Coroutine[Any, Any, int]], int]) -> NoReturn:
-    """A worker's program."""
     code = EXIT_ENGINE_DIED
     try:
         welcome = read_message(parent)

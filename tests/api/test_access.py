@@ -23,10 +23,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
+from chairlift.__main__ import COMMANDS
 from chairlift.api import ServerConfig
 from chairlift.api.http.access import KeyLimits, KeyRing, gather_keys, read_keys
 from chairlift.api.http.listening import Listener, tls_context
-from chairlift.commands import serve_command
 from chairlift.errors import ConfigurationError
 from chairlift.flags import read_settings
 from tests.api.conftest import in_loop, serving
@@ -77,20 +77,10 @@ def test_a_ring_knows_its_keys_whole() -> None:
     assert [ring.knows(key) for key in ("abc", "dé", "ab", "abcd", "", "ABC")] == [True, True] + [False] * 4
 
 
-def test_keys_are_read_from_a_file_line_by_line(tmp_path: Path) -> None:
+def test_keys_are_read_from_a_file_line_by_line_with_limits_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("# ours\n one \n\ntwo\n")
-    assert list(read_keys(path)) == ["one", "two"]
-    path.write_text("# none\n")
-    with pytest.raises(ConfigurationError, match="contains no key"):
-        read_keys(path)
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        read_keys(tmp_path / "nowhere")
-
-
-def test_a_key_in_a_file_may_have_limits_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("usual\nwith spaces queue=0.25\nurgent priority=-10:10\nboth priority=-1:1\tqueue=1\nYWJj=\n")
+    lines = ("# ours", " usual ", "", "with spaces queue=0.25", "urgent priority=-10:10")
+    path.write_text("\n".join([*lines, "both priority=-1:1\tqueue=1", "YWJj=", ""]))
     assert read_keys(path) == {
         "usual": KeyLimits(0, 100, 0.5),
         "with spaces": KeyLimits(0, 100, 0.25),
@@ -121,19 +111,17 @@ def test_a_limit_that_is_none_is_refused_by_its_line_without_the_key(tmp_path: P
     assert "secret" not in str(caught.value)
 
 
-def test_a_file_that_is_no_text_does_not_show_in_the_complaint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"# none\n", "contains no key"), (b"secret\xff\n", "it is not UTF-8$"), (None, "cannot be read: No such file")],
+)
+def test_a_file_without_keys_is_refused_and_does_not_show(tmp_path: Path, content: bytes | None, words: str) -> None:
     path = tmp_path / "keys"
-    path.write_bytes(b"secret\xff\n")
-    with pytest.raises(ConfigurationError, match=r"it is not UTF-8$"):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=words) as caught:
         read_keys(path)
-
-
-def test_the_keys_of_flags_file_and_environment_are_all_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "keys"
-    path.write_text("of-the-file\n")
-    monkeypatch.setenv("CHAIRLIFT_API_KEY", "of-the-environment, another one")
-    config = ServerConfig.model_validate({"api_key": [" of-a-flag "], "api_key_file": path})
-    assert list(gather_keys(config)) == ["of-a-flag", "of-the-environment", "another one", "of-the-file"]
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
@@ -156,17 +144,20 @@ def test_an_empty_key_is_refused(keys: list[str], monkeypatch: pytest.MonkeyPatc
         (["--api-key", "key-1", "--api-key", "[key-2"], {}, ["key-1", "[key-2"]),
         ([], {"CHAIRLIFT_SERVE__API_KEY": "key-1,key-2"}, ["key-1", "key-2"]),  # as every flag has its variable
         (["--api-key", "key-3"], {"CHAIRLIFT_SERVE__API_KEY": "key-1,key-2"}, ["key-3"]),
-        (["--api-key", "key-3"], {"CHAIRLIFT_API_KEY": "key-1,key-2"}, ["key-3", "key-1", "key-2"]),
+        (["--api-key", " key-3 "], {"CHAIRLIFT_API_KEY": "key-1, key 2"}, ["key-3", "key-1", "key 2"]),
+        (["--api-key", "key-3", "--api-key-file", "FILE"], {"CHAIRLIFT_API_KEY": "key-1"}, ["key-3", "key-1", "key-4"]),
         ([], {}, []),
     ],
 )
 def test_keys_come_through_the_command_line(
-    flags: list[str], variables: dict[str, str], keys: list[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], variables: dict[str, str], keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = tmp_path / "keys"
+    path.write_text("key-4\n")
     monkeypatch.delenv("CHAIRLIFT_API_KEY", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    _, config = read_settings(serve_command(), flags)
+    _, config = read_settings(COMMANDS["serve"], [str(path) if flag == "FILE" else flag for flag in flags])
     assert list(gather_keys(config)) == keys
     assert "key-" not in repr(config)
 

@@ -24,7 +24,7 @@ def browser() -> Iterator[Page]:
 
 
 @pytest.fixture
-def page(browser: Page) -> Iterator[Page]:
+def tab(browser: Page) -> Iterator[Page]:
     """Nothing that goes wrong in the browser goes unnoticed."""
     browser.complaints()
     yield browser
@@ -45,6 +45,13 @@ def open_live(page: Page, site: FakeSite, size: tuple[int, int] = DESKTOP, **med
     page.wait_for("document.querySelectorAll('#slots li').length > 0")
 
 
+@pytest.fixture
+def page(tab: Page, site: FakeSite) -> Page:
+    """Which shows the site."""
+    open_live(tab, site)
+    return tab
+
+
 def parts_of(page: Page, slot: int) -> dict[str, int]:
     """Where each part of a slot's row ends, in tokens. All begin at 0, shorter ones over longer ones."""
     script = """((row, end) => [...row.querySelectorAll(".part")].map((part) =>
@@ -55,7 +62,6 @@ def parts_of(page: Page, slot: int) -> dict[str, int]:
 
 
 def test_a_slots_row_shows_what_is_reused_computed_still_to_do_generated_and_warm(page: Page, site: FakeSite) -> None:
-    open_live(page, site)
     assert page.count("#slots li") == NUM_SLOTS
     assert parts_of(page, 0) == {}
 
@@ -77,7 +83,6 @@ def test_a_slots_row_shows_what_is_reused_computed_still_to_do_generated_and_war
 
 
 def test_tokens_that_were_guessed_rightly_have_a_tone_of_their_own_where_some_were(page: Page, site: FakeSite) -> None:
-    open_live(page, site)
     is_hidden = "document.getElementById('accepted-key').hidden"
     assert page.run(is_hidden)
     request = site.batch.add(num_prompt_tokens=100, num_output_tokens=60)
@@ -91,7 +96,6 @@ def test_tokens_that_were_guessed_rightly_have_a_tone_of_their_own_where_some_we
 
 
 def test_who_waits_is_listed_in_order_and_counted_beyond_the_first_twenty(page: Page, site: FakeSite) -> None:
-    open_live(page, site)
     assert page.text("#queue-words") == "nobody"
     site.do(lambda: [site.batch.add(100 + index, 50) for index in range(30)])
     page.wait_for_text("#num-waiting", "30")
@@ -104,7 +108,6 @@ def test_who_waits_is_listed_in_order_and_counted_beyond_the_first_twenty(page: 
 
 
 def test_the_strip_and_the_charts_tell_of_the_last_steps(page: Page, site: FakeSite) -> None:
-    open_live(page, site)
     bars = "document.querySelector(arguments[0]).getAttribute('d').split('z').length - 1"
     site.do(lambda: [site.batch.add(10, 100) for _ in range(3)])
     site.do(lambda: site.batch.run(5))
@@ -123,25 +126,24 @@ def test_the_strip_and_the_charts_tell_of_the_last_steps(page: Page, site: FakeS
 
 @pytest.mark.parametrize(("num_slots", "density"), [(1, "roomy"), (4, "roomy"), (32, "compact"), (256, "dense")])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
-def test_all_slots_fit_whatever_their_number(page: Page, num_slots: int, density: str, size: tuple[int, int]) -> None:
+def test_all_slots_fit_whatever_their_number(tab: Page, num_slots: int, density: str, size: tuple[int, int]) -> None:
     site = FakeSite(FakeBatch(num_slots, SLOT_LEN))
     site.batch.crowd(num_slots)
     with site.online():
-        open_live(page, site, size)
+        open_live(tab, site, size)
         if size == PHONE:
-            page.click("[data-shows=batch]")
+            tab.click("[data-shows=batch]")
         site.do(lambda: site.batch.run(8))
-        page.wait_for("Number(document.getElementById('num-running').textContent) > 0")
-        assert page.run("document.getElementById('slots').dataset.density") == density
-        assert page.count("#slots li") == num_slots
-        assert page.run("Math.min(...[...document.querySelectorAll('.track')].map((each) => each.offsetWidth))") > 30
+        tab.wait_for("Number(document.getElementById('num-running').textContent) > 0")
+        assert tab.run("document.getElementById('slots').dataset.density") == density
+        assert tab.count("#slots li") == num_slots
+        assert tab.run("Math.min(...[...document.querySelectorAll('.track')].map((each) => each.offsetWidth))") > 30
         sizes = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
-        assert page.run(sizes) == list(size)
-        assert page.run("document.getElementById('batch').scrollWidth <= innerWidth")
+        assert tab.run(sizes) == list(size)
+        assert tab.run("document.getElementById('batch').scrollWidth <= innerWidth")
 
 
 def test_the_arrow_keys_move_between_slots_and_tell_of_each(page: Page, site: FakeSite) -> None:
-    open_live(page, site)
     site.do(lambda: site.batch.add(num_prompt_tokens=50, num_output_tokens=60, num_reused=20))
     site.do(lambda: site.batch.run(3))
     page.wait_for_text("#slots li:first-child", "50 + 3")
@@ -157,14 +159,10 @@ def test_the_arrow_keys_move_between_slots_and_tell_of_each(page: Page, site: Fa
     assert page.count("#slots li[tabindex='0']") == 1
 
 
-FOCUSED = "[...document.querySelectorAll('*')].indexOf(document.activeElement)"
-
-
-def test_everything_that_can_be_used_is_reached_by_tab_and_has_a_name(page: Page, site: FakeSite) -> None:
-    open_live(page, site)
+def test_everything_that_can_be_used_is_reached_by_tab_and_has_a_name(page: Page) -> None:
     seen: list[int] = []
     reached: set[str] = set()
-    while (index := page.run(FOCUSED)) not in seen:
+    while (index := page.run("[...document.querySelectorAll('*')].indexOf(document.activeElement)")) not in seen:
         seen.append(index)
         page.press(Keys.TAB)
         name = page.run("document.activeElement.ariaLabel || document.activeElement.innerText")
@@ -174,14 +172,15 @@ def test_everything_that_can_be_used_is_reached_by_tab_and_has_a_name(page: Page
 
 
 def test_a_message_is_streamed_into_the_log_and_its_figures_follow(page: Page, site: FakeSite) -> None:
-    open_live(page, site)
     page.click("#settings summary")
     page.type("#system", "Be brief.")
     page.type("[name=temperature]", "0.5")
     page.type("[name=max_tokens]", "7")
-    page.type("#message", "Hi!" + Keys.ENTER)
+    page.type("#message", "Hi," + Keys.SHIFT + Keys.ENTER + Keys.NULL + "you!")
+    assert site.requests == []
+    page.type("#message", Keys.ENTER)
     page.wait_for_text("article.assistant .spent", "5 tokens")
-    assert page.text("article.user .text") == "Hi!"
+    assert page.text("article.user .text") == "Hi,\nyou!"
     assert page.text("article.assistant .text") == "Hello there."
     assert page.text("article.assistant .spent").endswith("4 of 9 prompt tokens reused")
     assert "tokens/s" in page.text("article.assistant .spent")
@@ -192,32 +191,22 @@ def test_a_message_is_streamed_into_the_log_and_its_figures_follow(page: Page, s
     page.wait_for("document.querySelectorAll('article.assistant .spent').length === 2")
     first, second = site.requests
     assert first == {
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi!"}],
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi,\nyou!"}],
         "temperature": 0.5,
         "max_tokens": 7,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    assert [message["content"] for message in second["messages"]] == ["Be brief.", "Hi!", "Hello there.", "And?"]
+    assert [message["content"] for message in second["messages"]] == ["Be brief.", "Hi,\nyou!", "Hello there.", "And?"]
 
     page.click("#new-chat")
     assert page.count("article") == 0
     assert page.is_visible("#welcome")
 
 
-def test_shift_and_enter_begin_a_new_line(page: Page, site: FakeSite) -> None:
-    open_live(page, site)
-    page.type("#message", "one" + Keys.SHIFT + Keys.ENTER + Keys.NULL + "two")
-    assert site.requests == []
-    page.type("#message", Keys.ENTER)
-    page.wait_for_text("article.assistant .text", "Hello there.")
-    assert site.requests[0]["messages"] == [{"role": "user", "content": "one\ntwo"}]
-
-
 @pytest.mark.parametrize("way", ["button", "escape"])
 def test_stop_leaves_the_stream_and_keeps_what_came(page: Page, site: FakeSite, way: str) -> None:
     site.is_held = True
-    open_live(page, site)
     page.type("#message", "Hi!" + Keys.ENTER)
     page.wait_for_text("article.assistant .text", "Hello there.")
     assert not page.is_visible("#send")
@@ -231,7 +220,6 @@ def test_stop_leaves_the_stream_and_keeps_what_came(page: Page, site: FakeSite, 
 
 def test_thoughts_stand_above_the_answer_and_fold_when_it_begins(page: Page, site: FakeSite) -> None:
     site.thoughts, site.pieces, site.is_held = ["<b>Someone", " greets."], [], True
-    open_live(page, site)
     page.type("#message", "Hi!" + Keys.ENTER)
     page.wait_for_text("article .thoughts[open] .text", "<b>Someone greets.")
     assert page.text("article .thoughts summary") == "Thinking"
@@ -250,7 +238,6 @@ def test_thoughts_stand_above_the_answer_and_fold_when_it_begins(page: Page, sit
 def test_text_is_never_read_as_markup(page: Page, site: FakeSite) -> None:
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     site.pieces = [evil[:9], evil[9:]]
-    open_live(page, site)
     page.type("#message", evil + Keys.ENTER)
     page.wait_for_text("article.assistant .text", "</script>")
     assert page.text("article.user .text") == page.text("article.assistant .text") == evil
@@ -259,7 +246,6 @@ def test_text_is_never_read_as_markup(page: Page, site: FakeSite) -> None:
 
 def test_a_refusal_is_shown_in_the_servers_words_and_the_message_can_be_sent_again(page: Page, site: FakeSite) -> None:
     site.error = "the prompt has 9,000 tokens, and 2,048 fit"
-    open_live(page, site)
     page.type("#message", "Hi!" + Keys.ENTER)
     page.wait_for_text("article.assistant .error", "the prompt has 9,000 tokens, and 2,048 fit")
     assert page.run("document.getElementById('message').value") == "Hi!"
@@ -270,7 +256,6 @@ def test_a_refusal_is_shown_in_the_servers_words_and_the_message_can_be_sent_aga
 
 
 def test_the_own_request_is_marked_in_the_batch(page: Page, site: FakeSite) -> None:
-    open_live(page, site)
     page.type("#message", "Hi!" + Keys.ENTER)
     page.wait_for_text("article.assistant .spent", "5 tokens")
     site.do(lambda: site.batch.add(20, 30))
@@ -281,75 +266,75 @@ def test_the_own_request_is_marked_in_the_batch(page: Page, site: FakeSite) -> N
     assert page.count("#slots li.own") == 1
 
 
-def test_the_page_says_when_the_server_is_gone_and_comes_back_with_it(page: Page) -> None:
+def test_the_page_says_when_the_server_is_gone_and_comes_back_with_it(tab: Page) -> None:
     site = FakeSite(FakeBatch(NUM_SLOTS, SLOT_LEN))
     with site.online():
-        open_live(page, site)
-    page.wait_for_text("#link", "the server is gone; trying again")
-    assert page.run("document.body.dataset.link") == "gone"
+        open_live(tab, site)
+    tab.wait_for_text("#link", "the server is gone; trying again")
+    assert tab.run("document.body.dataset.link") == "gone"
     site.batch.add(10, 100)
     site.batch.step()
     with site.online():
-        page.wait_for_text("#link", "live")
-        page.wait_for_text("#num-running", "1")
-        assert page.run("document.body.dataset.link") == "live"
+        tab.wait_for_text("#link", "live")
+        tab.wait_for_text("#num-running", "1")
+        assert tab.run("document.body.dataset.link") == "live"
 
 
 @pytest.mark.parametrize(("system", "other"), [("light", "dark"), ("dark", "light")])
 def test_colours_are_the_systems_until_the_button_says_otherwise(
-    page: Page, site: FakeSite, system: str, other: str
+    tab: Page, site: FakeSite, system: str, other: str
 ) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
     papers = {"light": "rgb(251, 252, 252)", "dark": "rgb(17, 23, 28)"}
-    open_live(page, site, prefers_color_scheme=system)
-    assert page.run(paper) == papers[system]
-    page.click("#theme")
-    assert page.run(paper) == papers[other]
-    assert page.run("document.getElementById('theme').ariaPressed") == str(other == "dark").lower()
-    open_live(page, site, prefers_color_scheme=system)
-    assert page.run(paper) == papers[other]
+    open_live(tab, site, prefers_color_scheme=system)
+    assert tab.run(paper) == papers[system]
+    tab.click("#theme")
+    assert tab.run(paper) == papers[other]
+    assert tab.run("document.getElementById('theme').ariaPressed") == str(other == "dark").lower()
+    open_live(tab, site, prefers_color_scheme=system)
+    assert tab.run(paper) == papers[other]
 
 
 @pytest.mark.parametrize("shade", ["light", "dark"])
-def test_contrasts_are_those_of_wcag_aa(page: Page, site: FakeSite, shade: str) -> None:
-    open_live(page, site, prefers_color_scheme=shade)
+def test_contrasts_are_those_of_wcag_aa(tab: Page, site: FakeSite, shade: str) -> None:
+    open_live(tab, site, prefers_color_scheme=shade)
     grounds = ("--paper", "--raised", "--sunken")
     texts = [(text, ground) for text in ("--ink", "--muted", "--accent", "--bad") for ground in grounds]
     shapes = ("--edge", "--reused", "--prefilled", "--generated", "--good", "--accent")
-    faint = [pair for pair in [*texts, ("--on-accent", "--accent")] if page.contrast(*pair) < 4.5]
-    faint += [(shape, "--paper") for shape in shapes if page.contrast(shape, "--paper") < 3.0]
+    faint = [pair for pair in [*texts, ("--on-accent", "--accent")] if tab.contrast(*pair) < 4.5]
+    faint += [(shape, "--paper") for shape in shapes if tab.contrast(shape, "--paper") < 3.0]
     assert faint == []
-    assert page.contrast("--paper", "--paper") == 1.0
+    assert tab.contrast("--paper", "--paper") == 1.0
 
 
-def test_nothing_moves_for_who_wants_less_motion(page: Page, site: FakeSite) -> None:
+def test_nothing_moves_for_who_wants_less_motion(tab: Page, site: FakeSite) -> None:
     site.is_held = True
-    open_live(page, site, prefers_reduced_motion="reduce")
-    page.type("#message", "Hi!" + Keys.ENTER)
-    page.wait_for_text("article.assistant .text", "Hello there.")
+    open_live(tab, site, prefers_reduced_motion="reduce")
+    tab.type("#message", "Hi!" + Keys.ENTER)
+    tab.wait_for_text("article.assistant .text", "Hello there.")
     moving = """[...document.querySelectorAll("*")].flatMap((each) => [null, "::after"].map((pseudo) =>
         getComputedStyle(each, pseudo))).filter((style) => style.animationName !== "none"
         || style.transitionDuration !== "0s").length"""
-    assert page.run(moving) == 0
-    page.click("#stop")
+    assert tab.run(moving) == 0
+    tab.click("#stop")
 
 
-def test_a_phone_shows_one_half_at_a_time(page: Page, site: FakeSite) -> None:
-    open_live(page, site, PHONE)
-    assert page.is_visible("#message")
-    assert not page.is_visible("#slots")
-    page.wait_for_text(".views", "Batch 0/4")
-    page.click("[data-shows=batch]")
-    assert page.is_visible("#slots")
-    assert not page.is_visible("#message")
-    assert page.run("document.querySelector('[data-shows=batch]').ariaPressed") == "true"
-    page.click("[data-shows=chat]")
-    page.type("#message", "Hi!")
-    page.click("#send")
-    page.wait_for_text("article.assistant .text", "Hello there.")
+def test_a_phone_shows_one_half_at_a_time(tab: Page, site: FakeSite) -> None:
+    open_live(tab, site, PHONE)
+    assert tab.is_visible("#message")
+    assert not tab.is_visible("#slots")
+    tab.wait_for_text(".views", "Batch 0/4")
+    tab.click("[data-shows=batch]")
+    assert tab.is_visible("#slots")
+    assert not tab.is_visible("#message")
+    assert tab.run("document.querySelector('[data-shows=batch]').ariaPressed") == "true"
+    tab.click("[data-shows=chat]")
+    tab.type("#message", "Hi!")
+    tab.click("#send")
+    tab.wait_for_text("article.assistant .text", "Hello there.")
     targets = "[...document.querySelectorAll('button, summary')].filter((each) => each.checkVisibility())"
     assert (
-        page.run(f"Math.min(...{targets}.map((each) => each.offsetHeight))") >= 24
+        tab.run(f"Math.min(...{targets}.map((each) => each.offsetHeight))") >= 24
     )  # WCAG 2.2's least size of a target
 
 
@@ -373,58 +358,51 @@ def process() -> Iterator[Process]:
         yield process
 
 
-def test_a_message_is_answered_by_the_model(page: Page, process: Process) -> None:
-    page.open(process.url)
-    page.wait_for_text("#link", "live")
-    page.wait_for_text("#model", "bundled")
-    page.click("#openers li:nth-child(3) button")
-    page.wait_for_text("article.assistant .spent", "about")  # it streams
-    page.wait_for("document.querySelector('#slots li.own[data-state=decoding]') !== null")
-    page.wait_for_text("article.assistant .spent", "first after")
-    assert page.text("article.user .text") == "What is 17 + 25?"
-    assert page.text("article.assistant .text") == "17 + 25 = 42."
+def test_a_message_is_answered_by_the_model_and_stop_releases_the_slot(tab: Page, process: Process) -> None:
+    tab.open(process.url)
+    tab.wait_for_text("#link", "live")
+    tab.wait_for_text("#model", "bundled")
+    tab.type("#message", "Tell me a story about a chairlift." + Keys.ENTER)
+    tab.wait_for_text("article.assistant .spent", "about")  # it streams
+    tab.wait_for("document.querySelector('#slots li.own[data-state=decoding]') !== null")
+    tab.click("#stop")
+    tab.wait_for_text("article.assistant .spent", "stopped by you")
+    tab.wait_for("document.querySelectorAll('[data-state=prefilling], [data-state=decoding]').length === 0")
+    assert tab.text("#num-running") == "0"
+    tab.click("#new-chat")
+    tab.click("#openers li:nth-child(3) button")
+    tab.wait_for_text("article.assistant .spent", "first after")
+    assert tab.text("article.user .text") == "What is 17 + 25?"
+    assert tab.text("article.assistant .text") == "17 + 25 = 42."
 
 
-def test_stop_releases_the_slot(page: Page, process: Process) -> None:
-    page.open(process.url)
-    page.wait_for_text("#link", "live")
-    page.type("#message", "Tell me a story about a chairlift." + Keys.ENTER)
-    page.wait_for("document.querySelector('#slots li.own[data-state=decoding]') !== null")
-    page.click("#stop")
-    page.wait_for_text("article.assistant .spent", "stopped by you")
-    page.wait_for("document.querySelectorAll('[data-state=prefilling], [data-state=decoding]').length === 0")
-    assert page.text("#num-running") == "0"
-    page.type("#message", "What is 17 + 25?" + Keys.ENTER)
-    page.wait_for_text("article:last-child .spent", "first after")
-
-
-def test_requests_of_the_load_test_fill_slots_wait_and_leave(page: Page, process: Process) -> None:
-    page.open(process.url)
-    page.wait_for_text("#link", "live")
-    page.wait_for_text("#batch-summary", "done")
-    num_done = int(page.text("#batch-summary").split()[0])
+def test_requests_of_the_load_test_fill_slots_wait_and_leave(tab: Page, process: Process) -> None:
+    tab.open(process.url)
+    tab.wait_for_text("#link", "live")
+    tab.wait_for_text("#batch-summary", "done")
+    num_done = int(tab.text("#batch-summary").split()[0])
     load = ["--num-requests", "8", "--concurrency", "8", "--prompt-tokens", "300", "--output-tokens", "60"]
     command = [sys.executable, "-m", "chairlift", "bench", "--url", process.url, "--warmup", "0", *load]
     bench = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     full = "document.querySelectorAll('#slots li[data-state=decoding]').length === 4"
-    page.wait_for(f"{full} && document.querySelectorAll('#queue li').length === 4")
-    assert page.text("#num-waiting") == "4"
-    assert page.text("#queue li:first-child").startswith("300 · ")
+    tab.wait_for(f"{full} && document.querySelectorAll('#queue li').length === 4")
+    assert tab.text("#num-waiting") == "4"
+    assert tab.text("#queue li:first-child").startswith("300 · ")
     assert bench.wait(60.0) == 0
-    page.wait_for_text("#batch-summary", f"{num_done + 8} requests done")
-    assert page.text("#num-running") == page.text("#num-waiting") == "0"
-    assert page.count("#queue li") == 0
+    tab.wait_for_text("#batch-summary", f"{num_done + 8} requests done")
+    assert tab.text("#num-running") == tab.text("#num-waiting") == "0"
+    assert tab.count("#queue li") == 0
 
 
-def test_a_server_with_a_key_asks_for_it(page: Page) -> None:
+def test_a_server_with_a_key_asks_for_it(tab: Page) -> None:
     with running(SERVE, "--max-batch-size", "1", "--api-key", KEY) as process:
-        page.open(process.url)
-        page.wait_for("document.getElementById('key-dialog').open")
-        page.type("#key", "another" + Keys.ENTER)
-        page.wait_for_text("#key-dialog", "That key is not one of this server's.")
-        page.type("#key", KEY + Keys.ENTER)
-        page.wait_for_text("#link", "live")
-        page.wait_for_text("#model", "bundled")
-        assert page.run("[sessionStorage.getItem('chairlift-key'), localStorage.length]") == [KEY, 0]
-        page.click("#openers li:nth-child(3) button")
-        page.wait_for_text("article.assistant .text", "17 + 25 = 42.")
+        tab.open(process.url)
+        tab.wait_for("document.getElementById('key-dialog').open")
+        tab.type("#key", "another" + Keys.ENTER)
+        tab.wait_for_text("#key-dialog", "That key is not one of this server's.")
+        tab.type("#key", KEY + Keys.ENTER)
+        tab.wait_for_text("#link", "live")
+        tab.wait_for_text("#model", "bundled")
+        assert tab.run("[sessionStorage.getItem('chairlift-key'), localStorage.length]") == [KEY, 0]
+        tab.click("#openers li:nth-child(3) button")
+        tab.wait_for_text("article.assistant .text", "17 + 25 = 42.")

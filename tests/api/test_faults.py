@@ -125,7 +125,7 @@ async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
 
 HANGING = """
 import sys, threading
-import chairlift.api.server, chairlift.commands
+import chairlift.__main__, chairlift.api.server
 from chairlift.__main__ import main
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.sampling.masks import TokenGrammar
@@ -140,7 +140,7 @@ InputProcessor.prepare = lambda self, name, prompt, *rest: (hang if prompt == "h
     self, name, prompt, *rest
 )
 TokenGrammar.compute_mask = hang
-chairlift.api.server._DEATH_NOTICE_S = chairlift.commands._LAST_THREADS_S = 0.5
+chairlift.api.server._DEATH_NOTICE_S = chairlift.__main__._LAST_THREADS_S = 0.5
 ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].request.params.seed == 13 else launch)(self, plan)
 sys.exit(main())
 """

@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from chairlift.api import replies
-from tests.api.conftest import Server
 from tests.api.contract import client_of
 from tests.api.fault_support import forward_of, held, post, serving, until_idle
 from tests.engine.async_support import wait_until
@@ -83,13 +82,6 @@ async def test_an_error_after_a_comment_is_an_event_and_an_exception_of_the_clie
                 await running.head()
                 assert (await running.rest())[-1].endswith("data: [DONE]\n\n")
         assert (caught.value.code, caught.value.type) == ("queue_full", "rate_limit_error")
-
-
-async def test_an_error_before_the_first_comment_has_a_status(server: Server) -> None:
-    async with aiohttp.ClientSession() as http:
-        body = {**BODY, "max_tokens": 10_000}
-        async with http.post(f"{server.url}/v1/completions", json=body) as response:
-            assert response.status == 400
 
 
 def assert_whole(stream: str) -> None:

@@ -230,17 +230,16 @@ async def test_refusals_carry_it_too() -> None:
             assert (preflight.status, preflight.headers[HEADER]) == (403, "mine")
 
 
-@pytest.mark.parametrize("insane", ["", "a" * 129, "tab\there", "ümlaut"])
-async def test_an_id_that_is_not_sane_is_replaced(server: Server, http: aiohttp.ClientSession, insane: str) -> None:
-    async with http.get(server.url + "/health", headers={HEADER: insane}) as response:
-        assert FRESH.fullmatch(response.headers[HEADER])
+LONGEST = "".join(chr(code) for code in range(0x21, 0x7F)).ljust(128, "x")
 
 
-async def test_the_longest_sane_id_comes_back_whole(server: Server, http: aiohttp.ClientSession) -> None:
-    sent = "".join(chr(code) for code in range(0x21, 0x7F)) + "x" * 34
+@pytest.mark.parametrize("sent", [LONGEST, "", f"{LONGEST}x", "tab\there", "ümlaut"])
+async def test_the_longest_sane_id_comes_back_whole_and_another_is_replaced(
+    server: Server, http: aiohttp.ClientSession, sent: str
+) -> None:
     async with http.get(server.url + "/health", headers={HEADER: sent}) as response:
-        assert response.headers[HEADER] == sent
-    assert len(sent) == 128
+        known = response.headers[HEADER]
+    assert known == LONGEST if sent == LONGEST else FRESH.fullmatch(known)
 
 
 # --- how records are written

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -129,7 +130,7 @@ def test_generate_prints_the_answer_and_nothing_else() -> None:
 SMALL_SEND_BUFFERS = """
 import socket, sys
 from chairlift.__main__ import main
-from chairlift.api.http.connections import Connection
+from chairlift.api.http import Connection
 
 real = Connection.connection_made
 
@@ -217,17 +218,23 @@ def test_a_whole_reply_that_is_cut_short_brings_what_there_is() -> None:
         asking.close()
 
 
-def test_half_a_body_and_idle_connections_do_not_hold_the_end_up() -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with (
-        running(SERVE) as process,
-        httpx.Client(base_url=process.url, timeout=60) as idle,
-        socket.create_connection(("127.0.0.1", process.port)),
-        socket.create_connection(("127.0.0.1", process.port)) as slow,
-    ):
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HALVES = (
+    b"",
+    HEAD,
+    HEAD + b"Content-Length: 1000\r\n\r\n{",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\na\r\n",
+    HEAD + b"Content-Length: 1000\r\nContent-Encoding: gzip\r\n\r\n\x1f\x8b\x08",
+    HEAD + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\nhalf",
+)
+
+
+def test_half_a_request_and_idle_connections_do_not_hold_the_end_up() -> None:
+    with running(SERVE) as process, httpx.Client(base_url=process.url, timeout=60) as idle, ExitStack() as stack:
         assert idle.get("/health").status_code == 200  # and its connection stays open
-        slow.settimeout(20)
-        slow.sendall(head + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\nhalf")
+        for half in HALVES:
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", process.port), 20))
+            slow.sendall(half)
         assert slow.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"  # it has begun
         process.popen.send_signal(signal.SIGTERM)
         assert slow.recv(20).startswith(b"HTTP/1.1 503 ")

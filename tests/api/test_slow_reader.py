@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chairlift.api import ServerConfig
-from chairlift.api.http.connections import Connection
+from chairlift.api.http import Connection
 from chairlift.engine.text.grammar import GrammarCompiler
 from tests.api.conftest import SLOTS, Server
 from tests.api.contract import text_of

@@ -9,7 +9,6 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
-from chairlift.api.http import connections
 from chairlift.api.http.bodies import BodyReader
 from tests.api.conftest import in_loop, serving_app
 from tests.api.fault_support import connect
@@ -118,10 +117,8 @@ async def test_pipelined_requests_are_answered_in_order(impatient: str) -> None:
         assert [(await client.answer())[1] for _ in range(4)] == ["slow", "one", "two", ""]
 
 
-async def test_a_long_pipeline_is_served_with_rests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connections, "_REST_S", 3600.0)
+async def test_a_long_pipeline_is_served_with_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chairlift.api.http._REST_S", 3600.0)
     async with listening() as url, await connect(url) as client, await connect(url) as other:
         client.send(GET * 17)
         for _ in range(16):

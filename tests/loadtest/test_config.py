@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from chairlift.__main__ import EXIT_USAGE, main
-from chairlift.commands import bench_command
+from chairlift.__main__ import COMMANDS, EXIT_USAGE, main
 from chairlift.flags import read_settings
 from chairlift.loadtest import BenchConfig, Lengths, SweepValues, parse_limits
 
@@ -270,7 +269,7 @@ def test_a_place_where_nobody_can_listen_is_one_line_and_no_usage_error(
 
 def test_flags_become_settings() -> None:
     flags = "--ramp 1,20 --burstiness 0.5 --prompt-tokens lognormal:300,0.8 --output-tokens 64 --prefix-tokens 9"
-    (config,) = read_settings(bench_command(), [*flags.split(), "--num-prefixes", "3", "--no-ignore-eos"])
+    (config,) = read_settings(COMMANDS["bench"], [*flags.split(), "--num-prefixes", "3", "--no-ignore-eos"])
     assert (config.ramp, config.burstiness) == ((1.0, 20.0), 0.5)
     assert (config.prompt_tokens, config.output_tokens) == ("lognormal:300,0.8", "64")
     assert (config.prefix_tokens, config.num_prefixes, config.ignore_eos) == (9, 3, False)

@@ -28,7 +28,6 @@ from typing import NoReturn
 
 PRELOADED = (
     "chairlift.__main__",
-    "chairlift.commands",
     "chairlift.loadtest.runner",
     "chairlift.api.server",
     "chairlift.engine.async_llm",

@@ -1,1 +1,211 @@
-"""Connections, bodies, keys: what lies between a socket and an endpoint."""
+"""What lies between a socket and an endpoint; here connections, which end when the other side takes too long: with its
+headers, its next request, its reading. (`bodies` waits for bodies, `listening` for handshakes.) aiohttp times the
+silence between two requests.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import RawRequestMessage
+from aiohttp.streams import StreamReader
+
+from chairlift.api import ServerConfig
+from chairlift.api.errors import error_reply
+from chairlift.api.telemetry import REQUEST_ID_HEADER, request_id_of
+
+_NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it rests
+_REST_S = 0.001
+_BEGUN_IN_A_TURN = 16  # requests, at 0.1 ms each
+_READ_BUFFER_BYTES = 2**16  # of a body that nobody reads yet; aiohttp takes up to twice as many
+
+
+class Turns:
+    """When many connections send at once, few requests begin in a turn of the event loop; streams go on in between.
+
+    Half of the places are for who came last: one who comes amid a burst does not wait for all of it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._num_left = _BEGUN_IN_A_TURN
+
+    def take_place(self) -> bool:
+        """True if one more may begin in this turn."""
+        if not self._num_left:
+            return False
+        if self._num_left == _BEGUN_IN_A_TURN:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._num_left -= 1
+        return True
+
+    def wait(self, begin: Callable[[], None]) -> None:
+        self._waiting.append(begin)
+
+    def _begin_turn(self) -> None:
+        self._num_left = _BEGUN_IN_A_TURN
+        while self._waiting and self.take_place():
+            begin = self._waiting.pop() if self._num_left % 2 else self._waiting.popleft()
+            begin()
+
+
+class Connection(web.RequestHandler):
+    """One connection: aiohttp's protocol with two timers more.
+
+    The header timer runs from the connection's start, and from the first byte that arrives between two requests. Of
+    pipelined requests the later ones' headers come while an earlier one is worked on; if the last of them stays
+    incomplete, the idle timer ends the connection. Pipelined requests are served with rests in between, in which the
+    engine and other connections get the interpreter.
+    """
+
+    __slots__ = (
+        "_body", "_config", "_header_timer", "_held", "_is_last", "_is_working", "_num_in_a_row", "_turns",
+        "_write_timer",
+    )  # fmt: skip
+
+    def __init__(self, server: web.Server, config: ServerConfig, turns: Turns) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=config.idle_timeout,
+            access_log=None,  # type: ignore[arg-type]  # aiohttp's way to say none
+            read_bufsize=_READ_BUFFER_BYTES,
+            auto_decompress=False,  # it would do that in the event loop; see `bodies.py`
+        )
+        self._config = config
+        self._turns = turns
+        self._held = b""  # received, and waiting for its turn
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._body: StreamReader | None = None  # of the newest request
+        self._is_working = False  # on a request
+        self._is_last = False
+        self._num_in_a_row = 0  # requests answered since bytes came
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if isinstance(transport, asyncio.WriteTransport):
+            transport.set_write_buffer_limits(high=0)  # so that `pause_writing` tells of whatever stays unread
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        is_idle = not self._is_working and (self._body is None or self._body.is_eof())
+        if not data or not is_idle or (not self._held and self._turns.take_place()):
+            self._receive(data, is_idle=is_idle)
+            return
+        if not self._held:
+            assert self.transport is not None, "what it received came from there"
+            self.transport.pause_reading()
+            self._turns.wait(self._receive_held)
+        self._held += data
+
+    def _receive_held(self) -> None:
+        if self.transport is not None:  # its client is still there
+            self.transport.resume_reading()  # first, for aiohttp may pause it again
+            held, self._held = self._held, b""
+            self._receive(held, is_idle=True)
+
+    def _receive(self, data: bytes, *, is_idle: bool) -> None:
+        self._num_in_a_row = 0
+        super().data_received(data)
+        if data and is_idle and self._header_timer is None:
+            self._expect_headers()
+
+    def request_begun(self, body: StreamReader) -> None:
+        """A request's headers are there."""
+        _stop(self._header_timer)
+        self._header_timer = None
+        self._body = body
+        self._is_working = True
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if self._is_last:
+            resp.force_close()
+        try:
+            finished = await super().finish_response(request, resp, start_time)
+        finally:
+            self._is_working = False
+        self._num_in_a_row += 1
+        if self._num_in_a_row % _NUM_IN_A_ROW == 0:
+            await asyncio.sleep(_REST_S)
+        return finished
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is full: from here on the client is awaited."""
+        super().pause_writing()
+        if self.transport is not None:  # not close(): that would wait for the client once more
+            loop = asyncio.get_running_loop()
+            self._write_timer = loop.call_later(self._config.client_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _stop(self._write_timer)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        _stop(self._header_timer)
+        _stop(self._write_timer)
+        super().connection_lost(exc)
+
+    def close(self) -> None:
+        """The request that is worked on is the last one, and its reply will say so."""
+        self._is_last = True
+        super().close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is not HTTP gets an error body too, and no traceback in the log: public servers see it daily."""
+        if status != web.HTTPBadRequest.status_code:
+            response = super().handle_error(request, status, exc, message)
+        else:
+            response = error_reply(web.HTTPBadRequest(text=message)).response(request)
+            response.force_close()
+        response.headers[REQUEST_ID_HEADER] = request_id_of(request)  # no application has seen it
+        return response
+
+    def _expect_headers(self) -> None:
+        self.keep_alive(True)  # stops the idle timer, which starts anew after the reply
+        loop = asyncio.get_running_loop()
+        self._header_timer = loop.call_later(self._config.client_timeout, self.force_close)
+
+
+def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Connection]:
+    make_request = server.request_factory
+
+    def begin_request(
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: "asyncio.Task[None]",
+    ) -> web.BaseRequest:
+        if isinstance(protocol, Connection):
+            protocol.request_begun(payload)
+        return make_request(message, payload, protocol, writer, task)
+
+    server.request_factory = begin_request
+    turns = Turns()
+    return lambda: Connection(server, config, turns)
+
+
+async def meet_expectation(request: web.Request) -> None:
+    """`Expect: 100-continue` is told to go on; every other expectation is a 417 with an error body."""
+    expectation = request.headers.get("Expect", "")
+    if expectation.lower() != "100-continue":
+        reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} cannot be met"))
+        raise web.HTTPExpectationFailed(text=reply.body(request), content_type="application/json")
+    assert request.transport is not None, "the client waits for this"
+    request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -185,7 +185,6 @@ def _parse_line(line: str) -> tuple[str, KeyLimits]:
 
 
 def _keys_of(request: web.Request) -> Iterator[str]:
-    """The keys that it brings, where clients of its path write them."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield key.strip()

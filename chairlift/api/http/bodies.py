@@ -59,7 +59,6 @@ class Workers:
         return any(turn.begin is not None and now - turn.begin > _STUCK_AFTER_S for turn in self._running)
 
     def for_client(self, client: str) -> OffLoop:
-        """Calls functions in this client's turn."""
 
         async def run(function: Callable[..., _T], /, *args: Any) -> _T:
             return await self._run(client, partial(function, *args))
@@ -105,7 +104,6 @@ class Workers:
             raise ServerTooBusy(f"{num_waiting} requests wait to be checked; try again later")
 
     def _dispatch(self) -> None:
-        """Begins the turns for which there are threads."""
         while len(self._running) < self._num_threads:
             able = (each for each in self._waiting if self._num_running(each) < self._max_running_per_client)
             if (client := next(able, None)) is None:

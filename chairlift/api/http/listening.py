@@ -119,7 +119,6 @@ class Listener:
 
     @property
     def port(self) -> int:
-        """That of all its sockets."""
         port: int = self.sockets[0].getsockname()[1]
         return port
 

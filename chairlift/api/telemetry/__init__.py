@@ -116,7 +116,6 @@ class Observation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens whose keys and values were there already."""
         return sum(output.num_cached_tokens for output in self.latest.values())
 
     @property

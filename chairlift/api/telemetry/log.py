@@ -58,7 +58,6 @@ class JsonFormatter(logging.Formatter):
     """One object per record: `time` (ISO 8601 with its zone), `level`, `logger`, `message`, the fields; `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, in ASCII."""
         entry: dict[str, Field] = {
             "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

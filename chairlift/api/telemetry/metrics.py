@@ -9,7 +9,8 @@ Labels hold what the server knows beforehand: states, outcomes, statuses, its ow
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Self
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -21,88 +22,71 @@ from prometheus_client.registry import Collector
 import chairlift
 from chairlift.api.telemetry import Observation, Outcome
 from chairlift.engine.async_llm import AsyncLLM
-from chairlift.engine.journal import TOKEN_COUNTS, WAIT_SECONDS, Distribution, EngineStats, Histogram, SlotState, Totals
+from chairlift.engine.journal import TOKEN_COUNTS, WAIT_SECONDS, Distribution, EngineStats, Histogram, SlotState
 
 _CONFIG_FIELDS = (
     *("device", "dtype", "quantization", "attention_backend", "max_batch_size", "max_seq_len"),
-    *("kv_cache_memory_bytes", "speculation"),
-    *("max_num_batched_tokens", "max_steps_per_launch", "max_queue_size", "enable_prefix_caching"),
+    *("kv_cache_memory_bytes", "speculation", "max_num_batched_tokens", "max_steps_per_launch"),
+    *("max_queue_size", "enable_prefix_caching"),
 )
 
-_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
-    (
-        "chairlift_prompt_tokens",
+_Table = Mapping[str, tuple[str, str]]
+"""By names, to which Prometheus adds `_total` where they count: where `EngineStats` has the value; a description."""
+
+_GAUGES: _Table = {
+    "chairlift_requests_running": ("num_running", "Requests that have a slot."),
+    "chairlift_requests_waiting": ("num_waiting", "Requests that wait for a slot."),
+    "chairlift_cache_usage": ("cache.share", "Share of the cache's memory that requests hold, 0 to 1."),
+}
+_COUNTERS: _Table = {
+    "chairlift_prompt_tokens": (
+        "totals.num_prompt_tokens",
         "Prompt tokens of requests whose prompt was computed, the cached ones included.",
-        lambda totals: totals.num_prompt_tokens,
     ),
-    (
-        "chairlift_cached_tokens",
+    "chairlift_cached_tokens": (
+        "totals.num_cached_tokens",
         "Prompt tokens that were not computed because a slot held them already.",
-        lambda totals: totals.num_cached_tokens,
     ),
-    ("chairlift_generated_tokens", "Tokens generated.", lambda totals: totals.num_generated_tokens),
-    (
-        "chairlift_preemptions",
+    "chairlift_generated_tokens": ("totals.num_generated_tokens", "Tokens generated."),
+    "chairlift_preemptions": (
+        "totals.num_preemptions",
         "Times that a request lost its slot, to another or for lack of memory.",
-        lambda totals: totals.num_preemptions,
     ),
-    (
-        "chairlift_spec_drafted_tokens",
-        "Tokens that were guessed and verified.",
-        lambda totals: totals.num_drafted_tokens,
-    ),
-    (
-        "chairlift_spec_accepted_tokens",
+    "chairlift_spec_drafted_tokens": ("totals.num_drafted_tokens", "Tokens that were guessed and verified."),
+    "chairlift_spec_accepted_tokens": (
+        "totals.num_accepted_tokens",
         "Tokens that were guessed and are part of an answer.",
-        lambda totals: totals.num_accepted_tokens,
     ),
-)
-"""Name, to which Prometheus adds `_total`; description; where the engine counts it."""
-
-_VLLM_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("vllm:num_requests_running", "chairlift_requests_running.", lambda stats: stats.num_running),
-    ("vllm:num_requests_waiting", "chairlift_requests_waiting.", lambda stats: stats.num_waiting),
-    (
-        "vllm:kv_cache_usage_perc",
-        "chairlift_cache_usage, a share in spite of its name.",
-        lambda stats: stats.cache.share,
-    ),
-    (
-        "vllm:gpu_cache_usage_perc",
-        "chairlift_cache_usage, as older routers ask for it.",
-        lambda stats: stats.cache.share,
-    ),
-)
-_VLLM_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
-    ("vllm:prefix_cache_queries", "chairlift_prompt_tokens_total.", lambda totals: totals.num_prompt_tokens),
-    ("vllm:prefix_cache_hits", "chairlift_cached_tokens_total.", lambda totals: totals.num_cached_tokens),
-)
-_VLLM_BLOCK = 16  # tokens. Our cache has no blocks; routers multiply by their number, and hash prompts in such pieces
-
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineStats], Distribution]], ...] = (
-    (
-        "chairlift_step_duration_seconds",
+}
+_HISTOGRAMS: _Table = {
+    "chairlift_step_duration_seconds": (
+        "step_seconds",
         "Time of a step of the engine; a launch of several steps counts as several with equal shares.",
-        lambda stats: stats.step_seconds,
     ),
-    ("chairlift_step_rows", "Requests in a step: the batch size.", lambda stats: stats.step_rows),
-    ("chairlift_step_tokens", "Tokens computed in a step.", lambda stats: stats.step_tokens),
-    (
-        "chairlift_queue_time_seconds",
-        "Time from a request's arrival to its first slot.",
-        lambda stats: stats.queue_seconds,
-    ),
-    (
-        "chairlift_time_to_first_token_seconds",
+    "chairlift_step_rows": ("step_rows", "Requests in a step: the batch size."),
+    "chairlift_step_tokens": ("step_tokens", "Tokens computed in a step."),
+    "chairlift_queue_time_seconds": ("queue_seconds", "Time from a request's arrival to its first slot."),
+    "chairlift_time_to_first_token_seconds": (
+        "first_token_seconds",
         "Time from a request's arrival to its first token.",
-        lambda stats: stats.first_token_seconds,
     ),
-    (
-        "chairlift_inter_token_latency_seconds",
+    "chairlift_inter_token_latency_seconds": (
+        "inter_token_seconds",
         "Time from one token of a request to its next; tokens of one launch share its time equally.",
-        lambda stats: stats.inter_token_seconds,
     ),
-)
+}
+
+_VLLM_GAUGES: _Table = {
+    "vllm:num_requests_running": ("num_running", "chairlift_requests_running."),
+    "vllm:num_requests_waiting": ("num_waiting", "chairlift_requests_waiting."),
+    "vllm:kv_cache_usage_perc": ("cache.share", "chairlift_cache_usage, a share in spite of its name."),
+    "vllm:gpu_cache_usage_perc": ("cache.share", "chairlift_cache_usage, as older routers ask for it."),
+}
+_VLLM_COUNTERS: _Table = {
+    "vllm:prefix_cache_queries": ("totals.num_prompt_tokens", "chairlift_prompt_tokens_total."),
+    "vllm:prefix_cache_hits": ("totals.num_cached_tokens", "chairlift_cached_tokens_total."),
+}
+_VLLM_BLOCK = 16  # tokens. Our cache has no blocks; routers multiply by their number, and hash prompts in such pieces
 
 
 class Counts:
@@ -116,13 +100,20 @@ class Counts:
         self.output_lengths = Histogram(TOKEN_COUNTS)
 
     def __iadd__(self, other: "Counts") -> Self:
-        """Adds what another worker has counted."""
-        self.outcomes += other.outcomes
-        self.responses += other.responses
-        self.request_seconds += other.request_seconds
-        self.prompt_lengths += other.prompt_lengths
-        self.output_lengths += other.output_lengths
+        for name, counted in vars(other).items():
+            vars(self)[name] += counted
         return self
+
+    def histograms(self) -> dict[str, tuple[Histogram, str]]:
+        """By name, with a description."""
+        return {
+            "chairlift_request_duration_seconds": (
+                self.request_seconds,
+                "Time from the headers of an HTTP request for tokens to the end of its reply, where all was generated.",
+            ),
+            "chairlift_request_prompt_tokens": (self.prompt_lengths, "Length of a prompt that was continued."),
+            "chairlift_request_generated_tokens": (self.output_lengths, "Length of what was generated."),
+        }
 
     def note_response(self, path: str, status: int) -> None:
         """A reply begins. `path` is one of a route's, or "other"."""
@@ -166,25 +157,20 @@ class Metrics(Collector):
         return encode(registry), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as of now."""
-        stats, counts = self._stats, self._counts
-        is_up = int(self._llm.is_healthy)
+        stats, counts, use = self._stats, self._counts, self._stats.cache
         yield self._info()
+        is_up = int(self._llm.is_healthy)
         yield GaugeMetricFamily("chairlift_engine_up", "1 while new requests are served, else 0.", is_up)
-        yield GaugeMetricFamily("chairlift_requests_running", "Requests that have a slot.", stats.num_running)
-        yield GaugeMetricFamily("chairlift_requests_waiting", "Requests that wait for a slot.", stats.num_waiting)
+        yield from self._read(GaugeMetricFamily, _GAUGES)
+        yield from self._read(CounterMetricFamily, _COUNTERS)
         yield _labelled(
-            GaugeMetricFamily("chairlift_slots", "Cache slots by state.", labels=["state"]), self._slots(stats)
+            GaugeMetricFamily("chairlift_slots", "Cache slots by state.", labels=["state"]),
+            self._slots(stats),
         )
-        use = stats.cache
         yield _labelled(
             GaugeMetricFamily("chairlift_cache_tokens", "Tokens that the cache has memory for.", labels=["state"]),
             {("free",): use.num_free, ("warm",): use.num_warm, ("running",): use.num_running},
         )
-        description = "Share of the cache's memory that requests hold, 0 to 1."
-        yield GaugeMetricFamily("chairlift_cache_usage", description, use.share)
-        for name, description, read_total in _COUNTERS:
-            yield CounterMetricFamily(name, description, read_total(stats.totals))
         yield _labelled(
             CounterMetricFamily(
                 "chairlift_spec_accepted_tokens_by_position",
@@ -202,21 +188,24 @@ class Metrics(Collector):
             CounterMetricFamily("chairlift_http_responses", "Replies that were begun.", labels=["path", "status"]),
             {(path, str(status)): count for (path, status), count in sorted(counts.responses.items())},
         )
-        for name, description, read in _HISTOGRAMS:
-            yield _histogram(name, description, read(stats))
-        yield _histogram(
-            "chairlift_request_duration_seconds",
-            "Time from the headers of an HTTP request for tokens to the end of its reply, where all was generated.",
-            counts.request_seconds.read(),
-        )
-        yield _histogram(
-            "chairlift_request_prompt_tokens", "Length of a prompt that was continued.", counts.prompt_lengths.read()
-        )
-        yield _histogram(
-            "chairlift_request_generated_tokens", "Length of what was generated.", counts.output_lengths.read()
-        )
+        for name, (source, description) in _HISTOGRAMS.items():
+            yield _histogram(name, description, attrgetter(source)(stats))
+        for name, (histogram, description) in counts.histograms().items():
+            yield _histogram(name, description, histogram.read())
         if self._has_vllm_names:
-            yield from self._vllm_families(stats)
+            yield from self._vllm_families()
+
+    def _read(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        table: _Table,
+        labels: Mapping[str, str] | None = None,
+    ) -> Iterator[Metric]:
+        """A family for each row of a table."""
+        labels = labels or {}
+        for name, (source, description) in table.items():
+            count = attrgetter(source)(self._stats)
+            yield _labelled(kind(name, description, labels=list(labels)), {tuple(labels.values()): count})
 
     def _info(self) -> Metric:
         config = self._llm.config
@@ -228,27 +217,22 @@ class Metrics(Collector):
             {"model": self._model_name, "version": chairlift.__version__, **labels},
         )
 
-    def _vllm_families(self, stats: EngineStats) -> Iterator[Metric]:
+    def _vllm_families(self) -> Iterator[Metric]:
         """What the Gateway API inference extension, llm-d and vLLM's production stack read, with vLLM's label."""
         labels = {"model_name": self._model_name}
-        model = (self._model_name,)
-        for name, description, read in _VLLM_GAUGES:
-            yield _labelled(GaugeMetricFamily(name, description, labels=list(labels)), {model: read(stats)})
-        for name, description, read_total in _VLLM_COUNTERS:
-            counter = CounterMetricFamily(name, description, labels=list(labels))
-            yield _labelled(counter, {model: read_total(stats.totals)})
-        num_blocks = stats.cache.num_tokens // _VLLM_BLOCK
+        yield from self._read(GaugeMetricFamily, _VLLM_GAUGES, labels)
+        yield from self._read(CounterMetricFamily, _VLLM_COUNTERS, labels)
+        num_blocks = self._stats.cache.num_tokens // _VLLM_BLOCK
         blocks = {"block_size": str(_VLLM_BLOCK), "num_gpu_blocks": str(num_blocks)}
         yield InfoMetricFamily("vllm:cache_config", "The size of the cache.", labels | blocks)
 
     def _slots(self, stats: EngineStats) -> dict[tuple[str, ...], int]:
-        counts = {
-            SlotState.WARM: stats.num_warm,
-            SlotState.PREFILLING: stats.num_prefilling,
-            SlotState.DECODING: stats.num_decoding,
+        busy: dict[tuple[str, ...], int] = {
+            (SlotState.WARM,): stats.num_warm,
+            (SlotState.PREFILLING,): stats.num_prefilling,
+            (SlotState.DECODING,): stats.num_decoding,
         }
-        num_free = self._llm.config.num_slots - sum(counts.values())
-        return {(state,): count for state, count in {SlotState.FREE: num_free, **counts}.items()}
+        return {(SlotState.FREE,): self._llm.config.num_slots - sum(busy.values()), **busy}
 
 
 def _labelled(

@@ -229,9 +229,6 @@ async def test_template_variables_cannot_be_the_servers_own(server: Server) -> N
 # --- completions
 
 
-STORY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
-
-
 async def text_of(server: Server, **fields: Any) -> str:
     reply = check_completion(await post(server, COMPLETIONS, {**STORY, **fields}))
     return reply.choices[0].text

@@ -167,23 +167,27 @@ async def test_thoughts_that_the_prompt_has_closed_do_not_begin_again(serve: Ser
 
 
 @pytest.mark.parametrize(
-    ("template", "text", "thoughts"),
+    ("template", "text"),
     [
-        (HYBRID, f"<think>{THOUGHTS}</think>Four.", THOUGHTS),
-        (ALWAYS, f"{THOUGHTS}</think>Four.", THOUGHTS),
-        (HYBRID, '{"b": Four.', None),  # which does not think
+        (HYBRID, f"<think>{THOUGHTS}</think>Four."),
+        (ALWAYS, f"{THOUGHTS}</think>Four."),
     ],
 )
-async def test_structure_begins_behind_the_thoughts(
-    serve: Serve, template: str, text: str, thoughts: str | None
-) -> None:
+async def test_structure_begins_behind_the_thoughts(serve: Serve, template: str, text: str) -> None:
     async with serve(template, text) as server:
         formed = await message_of(server, response_format=FORM)
         chosen = await message_of(server, structured_outputs={"choice": ["yes", "no"]})
         lark = await message_of(server, structured_outputs={"grammar": 'start: "x" "y"'})
     assert (formed["content"], lark["content"]) == ('{"a": 1}', "xy")
     assert chosen["content"] in ("yes", "no")
-    assert [message.get("reasoning") for message in (formed, chosen, lark)] == [thoughts] * 3
+    for message in (formed, chosen, lark):
+        assert message["reasoning"] == THOUGHTS
+
+
+async def test_structure_begins_at_once_if_the_model_does_not_think(serve: Serve) -> None:
+    async with serve(HYBRID, '{"b": Four.') as server:
+        message = await message_of(server, response_format=FORM)
+    assert message == {"role": "assistant", "content": '{"a": 1}', "refusal": None}
 
 
 async def test_a_structure_is_reached_though_the_model_would_end_while_it_thinks(serve: Serve, script: Script) -> None:

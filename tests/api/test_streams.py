@@ -23,7 +23,7 @@ from chairlift.api.tools import AnswerReader
 from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.wire import Usage
 from chairlift.api.wire.anthropic import MessagesRequest
-from chairlift.api.wire.anthropic_message import BlockDelta, MessageStreamEvent
+from chairlift.api.wire.anthropic_message import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
 from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
 from chairlift.api.wire.response_object import Event, ResponseUsage
 from chairlift.api.wire.responses import ResponsesRequest
@@ -98,9 +98,9 @@ def test_any_text(text: str) -> None:
 
 
 KINDS: list[tuple[type[Piece], Any, str, dict[str, Any]]] = [  # what blocks and items call each kind of text
-    (ContentPiece, ("text_delta", "text"), "output_text", {"content_index": 0, "logprobs": []}),
-    (ReasoningPiece, ("thinking_delta", "thinking"), "reasoning_text", {"content_index": 0}),
-    (CallPiece, ("input_json_delta", "partial_json"), "function_call_arguments", {}),
+    (ContentPiece, (TextDelta, "text"), "output_text", {"content_index": 0, "logprobs": []}),
+    (ReasoningPiece, (ThinkingDelta, "thinking"), "reasoning_text", {"content_index": 0}),
+    (CallPiece, (InputJsonDelta, "partial_json"), "function_call_arguments", {}),
 ]
 
 
@@ -117,9 +117,8 @@ def test_what_a_part_of_a_message_or_a_response_has_more(
     for reply in (message, response):
         reply._begin(part)
         reply._grow(part, "before")
-    delta = BlockDelta(type=block[0], **{block[1]: text})
-    expected = event(MessageStreamEvent(type="content_block_delta", index=2, delta=delta))
-    assert message._grow(part, text) == [expected]
+    delta = block[0](**{block[1]: text})
+    assert message._grow(part, text) == [event(ContentBlockDelta(index=2, delta=delta))]
     name: Any = f"response.{item}.delta"
     numbered = Event(type=name, sequence_number=0, item_id=response._item_id, output_index=2, delta=text, **fields)
     assert response._numbered(response._grow(part, text)) == [event(numbered)]

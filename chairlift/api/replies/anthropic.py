@@ -9,24 +9,18 @@ from pydantic_core import from_json
 
 from chairlift.api.replies import event
 from chairlift.api.replies.answer import ConversationReply, NewReader, Part
-from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
+from chairlift.api.tools.text import CallPiece, ReasoningPiece
 from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import anthropic_message as wire
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 
-_DELTAS: dict[type[Piece], tuple[Any, str]] = {  # type, and the field that has the text
-    ContentPiece: ("text_delta", "text"),
-    ReasoningPiece: ("thinking_delta", "thinking"),
-    CallPiece: ("input_json_delta", "partial_json"),
-}
-
 
 class MessagesReply(ConversationReply):
     """One message."""
 
-    keep_alive = event(wire.MessageStreamEvent(type="ping"))
+    keep_alive = event(wire.Ping())
 
     def __init__(self, body: MessagesRequest, model: str, vocabulary: Vocabulary, new_reader: NewReader) -> None:
         super().__init__(vocabulary, 0, new_reader)
@@ -48,7 +42,7 @@ class MessagesReply(ConversationReply):
 
     def news(self, index: int, output: RequestOutput) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
         is_first, self._latest = self._latest is None, output
-        events = [_event("message_start", message=self._message(output))] if is_first else []
+        events = [event(wire.MessageStart(message=self._message(output)))] if is_first else []
         (choice,) = output.outputs
         news = self._progress.advance(choice)
         if news is None:
@@ -60,7 +54,7 @@ class MessagesReply(ConversationReply):
     def closing(self) -> list[str]:
         assert self._latest is not None, "a generation has at least one output"
         end, usage = self._end(self._latest.outputs[0]), wire.MessageUsage.of(Usage.of([self._latest]))
-        return [_event("message_delta", delta=end, usage=usage), _event("message_stop")]
+        return [event(wire.MessageDelta(delta=end, usage=usage)), event(wire.MessageStop())]
 
     def failure(self, status: int, detail: ErrorDetail) -> list[str]:
         return [event(wire.AnthropicErrorBody.of(status, detail))]
@@ -83,25 +77,28 @@ class MessagesReply(ConversationReply):
         return wire.SaidText(text=text)
 
     def _opening_of(self, part: Part) -> list[str]:
-        return [_event("content_block_start", index=part.index, content_block=self._block(part, "", False))]
+        return [event(wire.ContentBlockStart(index=part.index, content_block=self._block(part, "", False)))]
 
     def _grow(self, part: Part, text: str) -> list[str]:
         return super()._grow(part, text) if self._shows_thoughts or part.kind is not ReasoningPiece else []
 
-    def _delta(self, part: Part, text: str) -> wire.MessageStreamEvent:
-        kind, name = _DELTAS[part.kind]
-        delta = wire.BlockDelta(type=kind, **{name: text})
-        return wire.MessageStreamEvent(type="content_block_delta", index=part.index, delta=delta)
+    def _delta(self, part: Part, text: str) -> wire.ContentBlockDelta:
+        delta: wire.TextDelta | wire.ThinkingDelta | wire.InputJsonDelta = wire.TextDelta(text=text)
+        if part.kind is ReasoningPiece:
+            delta = wire.ThinkingDelta(thinking=text)
+        elif part.kind is CallPiece:
+            delta = wire.InputJsonDelta(partial_json=text)
+        return wire.ContentBlockDelta(index=part.index, delta=delta)
 
     def _close(self) -> list[str]:
         part, self._open = self._open, None
         if part is None:
             return []
-        stop = _event("content_block_stop", index=part.index)
+        stop = event(wire.ContentBlockStop(index=part.index))
         if part.kind is not ReasoningPiece:
             return [stop]
-        delta = wire.BlockDelta(type="signature_delta", signature=_signature(self._told(part)))
-        return [_event("content_block_delta", index=part.index, delta=delta), stop]
+        signature = wire.SignatureDelta(signature=_signature(self._told(part)))
+        return [event(wire.ContentBlockDelta(index=part.index, delta=signature)), stop]
 
     def _end(self, choice: CompletionOutput) -> wire.MessageEnd:
         if choice.finish_reason is FinishReason.STOP and choice.stop_reason in self._stop_sequences:
@@ -117,10 +114,6 @@ class MessagesReply(ConversationReply):
                 return "max_tokens" if is_as_asked else "model_context_window_exceeded"
             case _:
                 return "pause_turn"
-
-
-def _event(kind: Any, **fields: Any) -> str:
-    return event(wire.MessageStreamEvent(type=kind, **fields))
 
 
 def _signature(thoughts: str) -> str:

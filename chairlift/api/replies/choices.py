@@ -108,7 +108,7 @@ class ChatReply(_ChoicesReply):
         self._progress = [ChoiceProgress(vocabulary, body.top_logprobs or 0) for _ in indices]
         self._answers = [Answer(new_reader()) for _ in indices]
 
-    def whole(self, outputs: list[RequestOutput]) -> wire.ChatCompletion:
+    def whole(self, outputs: list[RequestOutput]) -> BaseModel:
         (output,) = outputs
         return wire.ChatCompletion(
             **self._head,

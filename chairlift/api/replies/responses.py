@@ -31,9 +31,8 @@ _TEXTS: dict[type[Piece], str] = {  # what events call the text
     CallPiece: "function_call_arguments",
 }
 _SAMPLING = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
-_REPEATED = {  # of what was asked for
-    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "store"),
-    *("tool_choice", "top_logprobs", "user", "safety_identifier", "prompt_cache_key"),
+_REPEATED = {  # of what was asked for, as it was
+    *("instructions", "max_output_tokens", "previous_response_id", "user", "safety_identifier", "prompt_cache_key")
 }
 _NUMBER = '"sequence_number":0'  # no text stands before it
 
@@ -227,16 +226,22 @@ def _response_at_its_start(
         )
         for each in body.callable_functions
     ]
-    asked = body.model_dump(include=_REPEATED, exclude_none=True) | params.model_dump(include=_SAMPLING)
+    choice = body.tool_choice or "auto"
     return wire.ResponseObject(
         id=response_id,
         created_at=int(time.time()),
         status="in_progress",
         model=model,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.is_parallel,
         text=text,
+        store=bool(body.store),
+        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
         tools=tools,
+        top_logprobs=body.top_logprobs or 0,
         reasoning=wire.ReasoningUsed(effort=body.effort),
-        **asked,
+        **params.model_dump(include=_SAMPLING),
+        **body.model_dump(include=_REPEATED),
     )
 
 

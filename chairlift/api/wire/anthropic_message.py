@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel, Field, RootModel
 
 from chairlift.api.wire import ErrorDetail, LeftOutIfNone, NamedEvent, Usage
 
@@ -141,14 +141,54 @@ class AnthropicErrorBody(NamedEvent):
 # --- events
 
 
-class BlockDelta(BaseModel):
-    """What a block has more: text, thoughts, a call's arguments, or the signature of all thoughts."""
+class MessageStart(NamedEvent):
+    """The first event: the message as far as it is."""
 
-    type: Literal["text_delta", "thinking_delta", "input_json_delta", "signature_delta"]
-    text: Annotated[str | None, LeftOutIfNone] = None
-    thinking: Annotated[str | None, LeftOutIfNone] = None
-    partial_json: Annotated[str | None, LeftOutIfNone] = None
-    signature: Annotated[str | None, LeftOutIfNone] = None
+    type: Literal["message_start"] = "message_start"
+    message: AnthropicMessage
+
+
+class ContentBlockStart(NamedEvent):
+    """A block begins."""
+
+    type: Literal["content_block_start"] = "content_block_start"
+    index: int
+    content_block: Block
+
+
+class TextDelta(BaseModel):
+    type: Literal["text_delta"] = "text_delta"
+    text: str
+
+
+class InputJsonDelta(BaseModel):
+    type: Literal["input_json_delta"] = "input_json_delta"
+    partial_json: str
+
+
+class ThinkingDelta(BaseModel):
+    type: Literal["thinking_delta"] = "thinking_delta"
+    thinking: str
+
+
+class SignatureDelta(BaseModel):
+    type: Literal["signature_delta"] = "signature_delta"
+    signature: str
+
+
+class ContentBlockDelta(NamedEvent):
+    """What a block has more."""
+
+    type: Literal["content_block_delta"] = "content_block_delta"
+    index: int
+    delta: Annotated[TextDelta | InputJsonDelta | ThinkingDelta | SignatureDelta, Field(discriminator="type")]
+
+
+class ContentBlockStop(NamedEvent):
+    """A block ends."""
+
+    type: Literal["content_block_stop"] = "content_block_stop"
+    index: int
 
 
 class MessageEnd(BaseModel):
@@ -156,29 +196,37 @@ class MessageEnd(BaseModel):
     stop_sequence: str | None = None
 
 
-class MessageStreamEvent(NamedEvent):
-    """One event of a streamed reply. What it has depends on its type:
+class MessageDelta(NamedEvent):
+    """How the message ended."""
 
-    message_start: the `message` as far as it is. content_block_start: a `content_block` begins, number `index`;
-    content_block_delta: its `delta`; content_block_stop: it ends. message_delta: how the message ended, as `delta`, and
-    its `usage`. message_stop is the last; ping says that a silent stream goes on.
-    """
-
-    type: Literal[
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-        "ping",
-    ]
-    message: Annotated[AnthropicMessage | None, LeftOutIfNone] = None
-    index: Annotated[int | None, LeftOutIfNone] = None
-    content_block: Annotated[Block | None, LeftOutIfNone] = None
-    delta: Annotated[BlockDelta | MessageEnd | None, LeftOutIfNone] = None
-    usage: Annotated[MessageUsage | None, LeftOutIfNone] = None
+    type: Literal["message_delta"] = "message_delta"
+    delta: MessageEnd
+    usage: MessageUsage
 
 
-class MessagesEvent(RootModel[MessageStreamEvent | AnthropicErrorBody]):
+class MessageStop(NamedEvent):
+    """The last event."""
+
+    type: Literal["message_stop"] = "message_stop"
+
+
+class Ping(NamedEvent):
+    """Says that a silent stream goes on."""
+
+    type: Literal["ping"] = "ping"
+
+
+StreamEvent = (
+    MessageStart
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageDelta
+    | MessageStop
+    | Ping
+    | AnthropicErrorBody
+)
+
+
+class MessagesEvent(RootModel[StreamEvent]):
     """One event of a streamed reply."""

@@ -131,21 +131,21 @@ class ResponseObject(BaseModel):
     output: list[OutputItem] = []
     usage: ResponseUsage | None = None
 
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    metadata: dict[str, str] = {}
-    parallel_tool_calls: bool = True
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: str | dict[str, Any]
     tools: list[UsedTool]
-    top_logprobs: int = 0
+    top_logprobs: int
     top_p: float
     presence_penalty: float
     frequency_penalty: float
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
 
     background: Literal[False] = False
     previous_response_id: str | None = None

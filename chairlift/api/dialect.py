@@ -63,7 +63,7 @@ class Dialect:
                 " it with --tool-call-parser",
                 "tools",
             )
-        if body.is_call_forced:
+        if body.call_mode == "required":
             return _structure_of(forced_calls_grammar(family, functions, is_parallel, self._call_tokens()), functions)
         if wanted is not None and wanted.schema is None:
             raise InvalidRequest(
@@ -99,7 +99,7 @@ class Dialect:
             thoughts = Thoughts(self._marks.begin, self._marks.end, thinking.has_begun)
             shown = (*shown, self._marks.begin, self._marks.end)
         needs_schemas = form is not None and not form.has_types  # otherwise they are not kept: they may be large
-        schemas = {function.name: function.parameters for function in functions} if needs_schemas else {}
+        schemas = {function.name: function.schema for function in functions} if needs_schemas else {}
         new_reader = partial(AnswerReader, family, max_calls, schemas, thoughts)
         new_watcher = None if max_calls is None else lambda: CallCounter(new_reader())
         return AnswerReading(new_reader, TextOptions(new_watcher, shown, thinking))

@@ -53,7 +53,7 @@ class Draft:
     prompt_field: str
     text_options: TextOptions = DEFAULT_TEXT
     keeps_text: bool = False  # of the prompts, for the reply
-    field_names: Mapping[str, str] = field(default_factory=dict)  # see `ChatCompletionRequest`
+    field_names: Mapping[str, str] = field(default_factory=dict)  # see `TemplateInput`
     headers: Mapping[str, str] = field(default_factory=dict)  # of the reply
 
 
@@ -97,8 +97,7 @@ class JobMaker:
 
     def count_tokens(self, body: CountTokensRequest) -> TokenCount:
         """Counts the tokens of the prompt that the same body would have as a request for an answer."""
-        options = body.chat_options(shows_tools=bool(body.functions_to_call()))
-        return TokenCount(input_tokens=len(self._encode(body, options)))
+        return TokenCount(input_tokens=len(self._encode(body, body.chat_options())))
 
     async def prepare(self, draft: Draft, off_loop: OffLoop) -> list[Generation]:
         """One generation per prompt, checked and tokenized. Complaints name the fields that the client wrote."""
@@ -152,7 +151,7 @@ class JobMaker:
             structure = self._dialect.constrain_calls(functions, body, structure)
         self._dialect.check_effort(body)
         options = client.options_of(body)
-        chat_options = body.chat_options(shows_tools=bool(functions))
+        chat_options = body.chat_options()
         token_ids = self._encode(body, chat_options, params.truncates_prompt)
         if isinstance(body, MessagesRequest) and not params.truncates_prompt:
             # Clients of this API ask for more than there may be room for.

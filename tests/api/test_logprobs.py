@@ -52,17 +52,6 @@ async def test_a_chats_logprobs_are_those_of_the_model(server: Server) -> None:
         assert entry.top_logprobs[0].bytes == entry.bytes  # greedy
 
 
-async def test_a_chats_tokens_are_its_text_and_its_end(server: Server) -> None:
-    reply = check_chat(await post(server, CHAT, chat()))
-    scored = reply.choices[0].logprobs
-    assert scored is not None
-    assert "".join(entry.token for entry in scored.content or []) == f"{reply.choices[0].message.content}{END}"
-    assert all(entry.top_logprobs == [] for entry in scored.content or [])
-    assert scored.refusal is None
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == len(scored.content or [])
-
-
 async def test_the_bytes_of_characters_that_take_several_tokens_are_exact(server: Server) -> None:
     reply = check_chat(await post(server, CHAT, chat(guided_choice=[SPELLED])))
     scored = reply.choices[0].logprobs
@@ -113,14 +102,6 @@ async def test_a_piece_of_text_comes_with_the_logprobs_of_its_tokens(server: Ser
         assert b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]) == (
             choice["delta"]["content"].encode()
         )
-
-
-async def test_the_tokens_that_a_stop_string_cut_off_are_scored_with_the_others(server: Server) -> None:
-    reply = await post(server, CHAT, chat(guided_choice=["one stop two"], stop=[" stop"]))
-    (choice,) = reply["choices"]
-    assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "one stop"
-    assert reply["usage"]["completion_tokens"] == len("one stop")
-    assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
 
 
 async def test_without_logprobs_there_are_none_in_replies_or_chunks(server: Server) -> None:
@@ -260,26 +241,16 @@ def echo(**fields: Any) -> dict[str, Any]:
     return {"prompt": TEXT, "echo": True, "temperature": 0, "max_tokens": 4, "ignore_eos": True, **fields}
 
 
-async def test_a_prompt_comes_before_its_answer(server: Server) -> None:
-    plain = check_completion(await post(server, COMPLETIONS, echo(echo=False)))
-    echoed = check_completion(await post(server, COMPLETIONS, echo()))
-    assert echoed.choices[0].text == TEXT + plain.choices[0].text
-    assert counts(echoed.usage) == counts(plain.usage)
-
-
+@pytest.mark.parametrize("has_echo", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 0, 2])
-async def test_nothing_but_the_prompt_with_max_tokens_zero(server: Server, logprobs: int | None) -> None:
-    raw = await post(server, COMPLETIONS, echo(max_tokens=0, logprobs=logprobs))
-    reply = check_completion(raw)
-    assert reply.choices[0].text == TEXT
-    assert raw["choices"][0]["finish_reason"] == "length"
+async def test_nothing_but_the_prompt_with_max_tokens_zero(
+    server: Server, logprobs: int | None, has_echo: bool
+) -> None:
+    raw = await post(server, COMPLETIONS, echo(max_tokens=0, logprobs=logprobs, echo=has_echo))
+    (choice,) = check_completion(raw).choices
+    assert (choice.text, choice.finish_reason) == (TEXT if has_echo else "", "length")
     assert counts(raw["usage"]) == (len(TEXT.encode()), 0, len(TEXT.encode()))
     assert (raw["choices"][0]["logprobs"] is None) == (logprobs is None)
-
-
-async def test_without_echo_max_tokens_zero_is_an_empty_answer(server: Server) -> None:
-    (choice,) = (await post(server, COMPLETIONS, echo(echo=False, max_tokens=0)))["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("", "length")
 
 
 async def test_a_prompts_logprobs_are_those_of_the_model_and_its_first_token_has_none(server: Server) -> None:

@@ -28,11 +28,26 @@ def options_in(launches: Launches) -> set[RequestOptions]:
     return {request.options for launch in launches.all for request in launch.requests}
 
 
-@pytest.mark.parametrize("path", PROMPTS)
-async def test_a_bodys_options_reach_the_engine(server: Server, path: str) -> None:
+PARTS = [{"type": "text", "text": "Hi! "}, {"type": "text", "text": "Ho!"}]
+HINTS = {"safety_identifier": "ann", "prompt_cache_key": "bob", "metadata": {"user": "cid"}}
+EXPECTED: list[tuple[str, dict[str, Any], RequestOptions]] = [
+    *((path, {"user": "ann", **OURS}, AS_ASKED) for path in PROMPTS),
+    *((path, {"user": None, **HINTS}, RequestOptions()) for path in PROMPTS),
+    *((path, {"user": ""}, RequestOptions()) for path in PROMPTS),
+    *(
+        (CHAT, {"prediction": {"type": "content", "content": content}}, RequestOptions(prediction="Hi! Ho!"))
+        for content in ("Hi! Ho!", PARTS)
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "options"), EXPECTED)
+async def test_a_bodys_options_reach_the_engine_and_the_user_is_the_tenant(
+    server: Server, path: str, fields: dict[str, Any], options: RequestOptions
+) -> None:
     with recorded(server.llm) as launches:
-        await post(server, path, {**PROMPTS[path], "user": "ann", **OURS})
-    assert options_in(launches) == {AS_ASKED}
+        await post(server, path, {**PROMPTS[path], **fields})
+    assert options_in(launches) == {options}
 
 
 async def test_all_prompts_and_choices_of_a_completion_have_its_options(server: Server, client: AsyncOpenAI) -> None:
@@ -42,13 +57,6 @@ async def test_all_prompts_and_choices_of_a_completion_have_its_options(server: 
         )
     assert options_in(launches) == {AS_ASKED}
     assert len({request for launch in launches.all for request in launch.rows}) == 4
-
-
-@pytest.mark.parametrize("content", ["Hi! Ho!", [{"type": "text", "text": "Hi! "}, {"type": "text", "text": "Ho!"}]])
-async def test_a_prediction_reaches_the_engine(server: Server, content: object) -> None:
-    with recorded(server.llm) as launches:
-        await post(server, CHAT, {**PROMPTS[CHAT], "prediction": {"type": "content", "content": content}})
-    assert options_in(launches) == {RequestOptions(prediction="Hi! Ho!")}
 
 
 async def test_usage_and_metrics_tell_what_was_guessed() -> None:
@@ -70,13 +78,6 @@ async def test_usage_and_metrics_tell_what_was_guessed() -> None:
     assert num_accepted > 3
     assert f"chairlift_spec_accepted_tokens_total {num_accepted}.0" in metrics
     assert 'chairlift_spec_accepted_tokens_by_position_total{position="1"}' in metrics
-
-
-@pytest.mark.parametrize("path", PROMPTS)
-async def test_what_is_left_out_has_its_default(server: Server, path: str) -> None:
-    with recorded(server.llm) as launches:
-        await post(server, path, PROMPTS[path])
-    assert options_in(launches) == {RequestOptions()}
 
 
 @pytest.mark.parametrize("path", PROMPTS)
@@ -112,13 +113,6 @@ async def test_bad_options_are_refused_by_name(server: Server, path: str) -> Non
 
 
 # --- tenants
-
-
-@pytest.mark.parametrize(("name", "tenant"), [("ann", "ann"), ("", ""), (None, "")])
-async def test_without_keys_the_user_is_the_tenant(server: Server, name: str | None, tenant: str) -> None:
-    with recorded(server.llm) as launches:
-        await post(server, COMPLETIONS, {"prompt": "Hi!", "max_tokens": 1, "user": name})
-    assert options_in(launches) == {RequestOptions(tenant=tenant)}
 
 
 async def test_a_key_is_one_tenant_whatever_user_it_names() -> None:
@@ -183,10 +177,3 @@ async def test_a_key_has_a_range_of_priorities_and_a_share_of_the_queue(tmp_path
 async def test_who_is_the_only_one_with_a_key_may_fill_the_queue() -> None:
     async with serving(ServerConfig(api_key=["one"])) as server:
         assert (await options_of(server, "one")).queue_share == 1.0
-
-
-async def test_hints_of_other_servers_make_no_tenants(server: Server) -> None:
-    hints = {"safety_identifier": "ann", "prompt_cache_key": "bob", "metadata": {"user": "cid"}}
-    with recorded(server.llm) as launches:
-        await post(server, COMPLETIONS, {"prompt": "Hi!", "max_tokens": 1, **hints})
-    assert options_in(launches) == {RequestOptions()}

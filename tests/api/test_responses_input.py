@@ -190,7 +190,7 @@ def test_tools_are_shown_to_the_template_in_a_chats_shape() -> None:
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
     body = parse(tools=[{"type": "function", **function, "defer_loading": False}])
     assert body.chat_options().tools == [{"type": "function", "function": function}]
-    assert body.chat_options(shows_tools=False).tools == []
+    assert parse(tools=[TOOL], tool_choice="none").chat_options().tools == []
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_tools_are_shown_to_the_template_in_a_chats_shape() -> None:
 def test_tool_choice_says_what_may_and_must_be_called(tool_choice: Any, names: list[str], is_forced: bool) -> None:
     body = parse(tools=[TOOL, {"type": "function", "name": "g"}], tool_choice=tool_choice)
     assert [function.name for function in body.functions_to_call()] == names
-    assert body.is_call_forced is is_forced
+    assert (body.call_mode == "required") is is_forced
 
 
 # --- fields

@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -14,13 +15,19 @@ from openai import AsyncOpenAI
 from openai.types.completion_usage import PromptTokensDetails
 
 from chairlift.api import ServerConfig
-from chairlift.api.replies import BLANK, EventStream, TextEvent, anthropic, event, responses
-from chairlift.api.replies.answer import Call
+from chairlift.api.replies import BLANK, EventStream, TextEvent, event
+from chairlift.api.replies.answer import Part
+from chairlift.api.replies.anthropic import MessagesReply
+from chairlift.api.replies.responses import ResponsesReply
+from chairlift.api.tools import AnswerReader
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.wire import Usage
+from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.anthropic_message import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
 from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
-from chairlift.api.wire.response_object import Event, EventType, ResponseUsage
-from chairlift.params import CompletionOutput, RequestOutput
+from chairlift.api.wire.response_object import Event, ResponseUsage
+from chairlift.api.wire.responses import ResponsesRequest
+from chairlift.params import CompletionOutput, RequestOutput, SamplingParams
 from tests.api.conftest import Server, in_loop
 from tests.api.contract import (
     CHAT,
@@ -78,7 +85,7 @@ async def test_a_completion(server: Server) -> None:
     ]
 
 
-TEXTS = ['"', "\\", "\0", "\x1f\x7f", "é日😀\u2028", "</script>", "%s {} \\u0000", '"sequence_number":0', ""]
+TEXTS = ['"', "\\", "\0", "\x1f\x7f", "é日😀\u2028", "</script>", "%s {} \\u0000", '"sequence_number":0']
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -90,32 +97,31 @@ def test_any_text(text: str) -> None:
     assert TextEvent(chunk(BLANK)).of(text) == event(chunk(text))
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_what_a_block_of_a_message_has_more(text: str) -> None:
-    told: dict[anthropic._Kind, TextDelta | ThinkingDelta | InputJsonDelta] = {
-        "text": TextDelta(text=text),
-        "thinking": ThinkingDelta(thinking=text),
-        "tool_use": InputJsonDelta(partial_json=text),
-    }
-    for kind, delta in told.items():
-        block = anthropic._OpenBlock(3, kind, Call("add") if kind == "tool_use" else None)
-        block.add("before")
-        expected = event(ContentBlockDelta(index=3, delta=delta), "content_block_delta")
-        assert anthropic._send(block.add(text)) == [expected]
+KINDS: list[tuple[type[Piece], Any, str, dict[str, Any]]] = [  # what blocks and items call each kind of text
+    (ContentPiece, (TextDelta, "text"), "output_text", {"content_index": 0, "logprobs": []}),
+    (ReasoningPiece, (ThinkingDelta, "thinking"), "reasoning_text", {"content_index": 0}),
+    (CallPiece, (InputJsonDelta, "partial_json"), "function_call_arguments", {}),
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_what_an_item_of_a_response_has_more(text: str) -> None:
-    more: dict[responses._Kind, tuple[EventType, dict[str, Any]]] = {
-        "message": ("response.output_text.delta", {"content_index": 0, "logprobs": []}),
-        "reasoning": ("response.reasoning_text.delta", {"content_index": 0}),
-        "function_call": ("response.function_call_arguments.delta", {}),
-    }
-    for kind, (name, fields) in more.items():
-        item = responses._OpenItem(2, kind, Call("add") if kind == "function_call" else None)
-        item.add("before", [])
-        expected = Event(type=name, sequence_number=7, item_id=item.id, output_index=2, delta=text, **fields)
-        assert responses._numbered(item.add(text, []), 7) == event(expected, name)
+@pytest.mark.parametrize(("kind", "block", "item", "fields"), KINDS)
+def test_what_a_part_of_a_message_or_a_response_has_more(
+    server: Server, kind: type[Piece], block: Any, item: str, fields: dict[str, Any], text: str
+) -> None:
+    common: Any = (server.llm.inputs.vocabulary, partial(AnswerReader, None))
+    asked = MessagesRequest.model_validate({"max_tokens": 1, "messages": []})
+    message = MessagesReply(asked, "bundled", *common)
+    response = ResponsesReply(ResponsesRequest(input=""), SamplingParams(), "bundled", *common)
+    part = Part(kind, 2, "add", "call_1")
+    for reply in (message, response):
+        reply._begin(part)
+        reply._grow(part, "before")
+    delta = block[0](**{block[1]: text})
+    assert message._grow(part, text) == [event(ContentBlockDelta(index=2, delta=delta))]
+    name: Any = f"response.{item}.delta"
+    numbered = Event(type=name, sequence_number=0, item_id=response._item_id, output_index=2, delta=text, **fields)
+    assert response._numbered(response._grow(part, text)) == [event(numbered)]
 
 
 async def test_a_stream_leaves_nothing_to_the_garbage_collector(server: Server) -> None:

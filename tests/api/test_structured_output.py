@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from chairlift.engine.sampling import compiled_grammar
 from chairlift.engine.text import grammar
 from tests.api.conftest import Server
-from tests.api.contract import CHAT, COMPLETIONS, check_chat, error_of, post, user, whole_and_chunks
+from tests.api.contract import CHAT, COMPLETIONS, check_chat, error_of, post, user
 
 HELLO = user("Tell me a story about a fox.")
 CLOSED = {"additionalProperties": False}
@@ -193,12 +193,6 @@ async def test_a_guided_grammar_is_followed_in_larks_notation_and_in_gbnf(server
         assert re.fullmatch(r"[1-9][0-9]?( \+ [1-9][0-9]?){1,2} = [1-9][0-9]?", text)
 
 
-async def test_a_streamed_answer_is_the_same(server: Server) -> None:
-    body = {"messages": HELLO, "temperature": 0, "response_format": json_schema(SCHEMAS["const"])}
-    whole, _ = await whole_and_chunks(server, CHAT, body)
-    assert json.loads(whole["choices"][0]["message"]["content"]) == {"z": 1, "a": "é😀"}
-
-
 class Colour(Enum):
     RED = "red"
     GREEN = "green"
@@ -227,15 +221,6 @@ async def test_parse_with_a_pydantic_model(client: AsyncOpenAI) -> None:
         owner = reply.choices[0].message.parsed
         assert isinstance(owner, Owner)
         assert owner.name in ("Ada", "Bob")
-
-
-async def test_a_parsed_answer_can_be_sent_back(client: AsyncOpenAI) -> None:
-    """The client leaves the parsed object in the message that it sends."""
-    conversation: Any = user("Who?")
-    reply = await client.chat.completions.parse(model="bundled", messages=conversation, response_format=Owner, seed=1)
-    again = [*conversation, reply.choices[0].message.model_dump(warnings=False), *user("And you?")]
-    following = await client.chat.completions.create(model="bundled", messages=again, max_tokens=2)
-    assert following.choices[0].finish_reason in ("stop", "length")
 
 
 async def test_parse_of_an_answer_that_was_cut_is_the_clients_own_error(client: AsyncOpenAI) -> None:

@@ -1,6 +1,5 @@
 """`/tokenize` and its kin, in the shapes that vLLM made known, and what the official client sees of the server."""
 
-import asyncio
 from typing import Any
 
 import openai
@@ -9,7 +8,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from chairlift import LLM, SamplingParams
-from tests.api.conftest import MAX_SEQ_LEN, SLOTS, Server
+from tests.api.conftest import MAX_SEQ_LEN, Server
 from tests.api.contract import get, post
 
 
@@ -94,13 +93,6 @@ async def test_completions_end_after_16_tokens_unless_told_otherwise(client: Asy
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 16
     assert reply.choices[0].finish_reason == "length"
-
-
-async def test_more_requests_than_slots_are_all_answered(client: AsyncOpenAI) -> None:
-    replies = await asyncio.gather(
-        *(client.completions.create(model="bundled", prompt=f"{i} + 1 =", max_tokens=4) for i in range(SLOTS + 2))
-    )
-    assert all(reply.usage is not None and reply.usage.completion_tokens <= 4 for reply in replies)
 
 
 async def test_models_are_listed_and_found_by_name(client: AsyncOpenAI) -> None:

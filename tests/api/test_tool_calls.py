@@ -4,6 +4,7 @@ The server reads calls as Hermes writes them. Arguments are of kinds that end by
 """
 
 import json
+from collections.abc import Collection
 from typing import Any, Literal
 
 import jsonschema_rs
@@ -64,24 +65,17 @@ def assert_is_valid(call: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
-async def test_a_required_call_is_made_and_is_valid(hermes: AsyncOpenAI, temperature: float) -> None:
-    reply = await complete(
-        hermes, tool_choice="required", temperature=temperature, seed=1, n=3, parallel_tool_calls=False
-    )
-    for choice in reply.choices:
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        (call,) = choice.message.tool_calls
+@pytest.mark.parametrize(("choice", "names"), [("required", SCHEMAS.keys()), (NAMED, {"paint"})])
+async def test_a_forced_call_is_made_and_is_valid(
+    hermes: AsyncOpenAI, choice: Any, names: Collection[str], temperature: float
+) -> None:
+    reply = await complete(hermes, tool_choice=choice, temperature=temperature, seed=1, n=3, parallel_tool_calls=False)
+    for answer in reply.choices:
+        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+        (call,) = answer.message.tool_calls
+        assert call.function.name in names
         assert_is_valid(call)
-    assert len({choice.message.tool_calls[0].id for choice in reply.choices}) == 3
-
-
-async def test_the_tool_that_is_named_is_called(hermes: AsyncOpenAI) -> None:
-    for seed in range(3):
-        reply = await complete(hermes, tool_choice=NAMED, temperature=2.0, seed=seed, parallel_tool_calls=False)
-        (choice,) = reply.choices
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        assert [call.function.name for call in choice.message.tool_calls] == ["paint"]
-        assert_is_valid(choice.message.tool_calls[0])
+    assert len({answer.message.tool_calls[0].id for answer in reply.choices}) == 3
 
 
 async def test_none_means_that_the_model_does_not_even_hear_of_tools(hermes: AsyncOpenAI) -> None:
@@ -106,23 +100,6 @@ async def test_auto_leaves_it_to_the_model(hermes: AsyncOpenAI, choice: Literal[
     assert_is_valid(call)
     assert (answered.choices[0].finish_reason, answered.choices[0].message.content) == ("stop", '{"a": 1}')
     assert answered.choices[0].message.tool_calls is None
-
-
-async def test_a_strict_function_is_called_with_what_fits_also_under_auto(hermes: AsyncOpenAI) -> None:
-    strict = [tool("get_weather", strict=True)]
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
-    for seed in range(3):
-        reply = await complete(
-            hermes,
-            tools=strict,
-            response_format=form,
-            logit_bias=BEGIN_A_CALL,
-            temperature=2.0,
-            seed=seed,
-            parallel_tool_calls=False,
-        )
-        assert reply.choices[0].finish_reason == "tool_calls"
-        assert_is_valid(reply.choices[0].message.tool_calls[0])
 
 
 async def test_calls_may_be_several_unless_they_must_not(hermes: AsyncOpenAI) -> None:

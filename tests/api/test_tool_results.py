@@ -12,18 +12,6 @@ from tests.api.contract import counts
 from tests.api.test_tool_calls import QUESTION, body, complete
 
 
-async def test_a_call_and_its_result_can_be_sent_back_as_they_came(hermes: AsyncOpenAI) -> None:
-    message = (await complete(hermes, tool_choice="required", parallel_tool_calls=False)).choices[0].message
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny, 21 degrees."}
-    dumped = [*QUESTION, message.model_dump(), result]
-    reply = await complete(hermes, messages=dumped, tool_choice="none")
-    as_object = await complete(hermes, messages=[*QUESTION, message, result], tool_choice="none")
-    short = await complete(hermes, messages=QUESTION, tool_choice="none")
-    assert reply.choices[0].message.content
-    assert as_object.choices[0].message == reply.choices[0].message
-    assert reply.usage.prompt_tokens > short.usage.prompt_tokens + len("Sunny, 21 degrees.")
-
-
 async def test_what_a_tool_said_in_parts_is_the_same(hermes: AsyncOpenAI) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "paint", "arguments": '{"colours": ["red"]}'}}
     said = {"role": "tool", "tool_call_id": "a"}

@@ -2,53 +2,17 @@
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from aiohttp import web
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from chairlift.api.wire import ErrorDetail
+from chairlift.api.wire import ErrorDetail, NamedEvent
 from chairlift.params import RequestOutput
-
-
-class Reply(Protocol):
-    """One reply: its identity, its dress, and how much of it has gone out. Events are ready to be sent."""
-
-    @property
-    def id(self) -> str:
-        """What the client knows this reply by."""
-        ...
-
-    @property
-    def keep_alive(self) -> str:
-        """What tells the client of a silent stream that it goes on."""
-        ...
-
-    def whole(self, outputs: list[RequestOutput]) -> BaseModel:
-        """The reply to a request that does not stream."""
-        ...
-
-    def opening(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Events that come before any text; `prompts`: their tokens."""
-        ...
-
-    def news(self, index: int, output: RequestOutput) -> list[str]:
-        """What prompt number `index` has more than when this was last called for it."""
-        ...
-
-    def closing(self) -> list[str]:
-        """Events after everything else."""
-        ...
-
-    def failure(self, status: int, detail: ErrorDetail) -> list[str]:
-        """The last events of a stream that cannot go on; `status`: what the reply would have had."""
-        ...
-
-
-# --- server-sent events
 
 DONE = "data: [DONE]\n\n"
 BLANK = "\0"  # in no name or id
@@ -63,18 +27,48 @@ _HEADERS = {
 }
 
 
-def event(payload: BaseModel, name: str | None = None) -> str:
+class Reply(ABC):
+    """One reply: its identity, its dress, and how much of it has gone out. Events are ready to be sent."""
+
+    id: str  # what the client knows it by
+    keep_alive = KEEP_ALIVE  # tells the client of a silent stream that it goes on
+
+    @abstractmethod
+    def whole(self, outputs: list[RequestOutput]) -> BaseModel:
+        """The reply to a request that does not stream."""
+
+    @abstractmethod
+    def opening(self, prompts: Sequence[list[int]]) -> list[str]:
+        """Events that come before any text; `prompts`: their tokens."""
+
+    @abstractmethod
+    def news(self, index: int, output: RequestOutput) -> list[str]:
+        """What prompt number `index` has more than when this was last called for it."""
+
+    @abstractmethod
+    def closing(self) -> list[str]:
+        """Events after everything else."""
+
+    @abstractmethod
+    def failure(self, status: int, detail: ErrorDetail) -> list[str]:
+        """The last events of a stream that cannot go on; `status`: what the reply would have had."""
+
+
+# --- server-sent events
+
+
+def event(payload: BaseModel) -> str:
     """One event, as it goes over the wire."""
     data = f"data: {payload.model_dump_json()}\n\n"
-    return data if name is None else f"event: {name}\n{data}"
+    return f"event: {payload.type}\n{data}" if isinstance(payload, NamedEvent) else data
 
 
 class TextEvent:
     """An event that is sent again and again with another text in it: the rest of it is dumped once."""
 
-    def __init__(self, payload: BaseModel, name: str | None = None) -> None:
+    def __init__(self, payload: BaseModel) -> None:
         """`payload`: with `BLANK` in place of the text, once or more."""
-        self._parts = event(payload, name).split(_DUMPED_BLANK)
+        self._parts = event(payload).split(_DUMPED_BLANK)
 
     def of(self, text: str) -> str:
         """With this text, as it goes over the wire."""

@@ -1,13 +1,16 @@
 """What is new of a growing choice: its text as thoughts, content and calls, and its tokens with their scores."""
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from chairlift.api.replies import BLANK, Reply, TextEvent
 from chairlift.api.tools import AnswerReader
-from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
+from chairlift.api.tools.text import CallPiece, Piece
+from chairlift.api.wire import NamedEvent
 from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs, WireFinishReason
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
@@ -30,12 +33,14 @@ class CallCounter:
 
 
 @dataclass(slots=True)
-class Call:
-    """One call as far as it was read."""
+class Part:
+    """A stretch of an answer that is of one kind, as far as it was read; of a call: its arguments as text."""
 
-    name: str
-    arguments: str = ""
-    id: str = field(default_factory=lambda: f"call_{uuid4().hex[:24]}")
+    kind: type[Piece]
+    index: int  # among all parts
+    name: str = ""  # of the function that is called
+    call_id: str = ""
+    text: str = ""
 
 
 class Answer:
@@ -43,30 +48,82 @@ class Answer:
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
-        self.content = ""
-        self.reasoning = ""
-        self.calls: list[Call] = []
+        self.parts: list[Part] = []
 
-    def read(self, text: str, is_last: bool) -> list[Piece]:
-        """What the new text brings; it is added to `content`, `reasoning` and `calls` as well."""
-        pieces = self._reader.push(text, is_last)
-        for piece in pieces:
-            if isinstance(piece, CallPiece):
-                self._add_call(piece)
-            elif isinstance(piece, ContentPiece):
-                self.content += piece.text
-            else:
-                self.reasoning += piece.text
+    @property
+    def calls(self) -> list[Part]:
+        return [part for part in self.parts if part.kind is CallPiece]
+
+    def text_of(self, kind: type[Piece]) -> str:
+        """All text of this kind."""
+        return "".join(part.text for part in self.parts if part.kind is kind)
+
+    def read(self, text: str, is_last: bool) -> list[tuple[Part, Piece]]:
+        """What the new text brings, and the parts to which it was added."""
+        pieces = [(self._part_of(piece), piece) for piece in self._reader.push(text, is_last)]
+        for part, piece in pieces:
+            part.text += piece.text
         return pieces
+
+    def begin(self, kind: type[Piece], name: str = "") -> Part:
+        call_id = f"call_{uuid4().hex[:24]}" if kind is CallPiece else ""
+        self.parts.append(Part(kind, len(self.parts), name, call_id))
+        return self.parts[-1]
 
     def finish_reason(self, reason: FinishReason | None) -> WireFinishReason | None:
         """The reason, or "tool_calls" for an answer that called something and came to its end."""
         return "tool_calls" if reason is FinishReason.STOP and self.calls else reason
 
-    def _add_call(self, piece: CallPiece) -> None:
-        if piece.name is not None:
-            self.calls.append(Call(piece.name))
-        self.calls[piece.index].arguments += piece.arguments
+    def _part_of(self, piece: Piece) -> Part:
+        """Calls begin with their names, anything else where the text is of another kind than before."""
+        if isinstance(piece, CallPiece) and piece.name is not None:
+            return self.begin(CallPiece, piece.name)
+        is_more = self.parts and self.parts[-1].kind is type(piece)
+        return self.parts[-1] if is_more else self.begin(type(piece))
+
+
+class ConversationReply(Reply):
+    """A reply to one conversation whose parts begin, grow and end one after the other, each with events of its own."""
+
+    def __init__(self, vocabulary: Vocabulary, num_top: int, new_reader: NewReader) -> None:
+        self._progress = ChoiceProgress(vocabulary, num_top)
+        self._answer = Answer(new_reader())
+        self._latest: RequestOutput | None = None
+        self._open: Part | None = None
+        self._telling: TextEvent | None = None  # of more text of the open part
+
+    def _take(self, text: str, is_last: bool = False) -> list[str]:
+        """Events of the new text of the answer."""
+        events: list[str] = []
+        for part, piece in self._answer.read(text, is_last):
+            if part is not self._open:
+                events += self._begin(part)
+            events += self._grow(part, piece.text)
+        return events
+
+    def _begin(self, part: Part) -> list[str]:
+        events = self._close()
+        self._open, self._telling = part, None
+        return events + self._opening_of(part)
+
+    def _grow(self, part: Part, text: str) -> list[str]:
+        if not text:
+            return []
+        if self._telling is None:
+            self._telling = TextEvent(self._delta(part, BLANK))
+        return [self._telling.of(text)]
+
+    @abstractmethod
+    def _opening_of(self, part: Part) -> list[str]:
+        """Events of its beginning; none of its text is told in them, though more may be known already."""
+
+    @abstractmethod
+    def _delta(self, part: Part, text: str) -> NamedEvent:
+        """The event that tells more of its text."""
+
+    @abstractmethod
+    def _close(self) -> list[str]:
+        """The end of the open part, if there is one."""
 
 
 # --- tokens

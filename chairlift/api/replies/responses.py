@@ -6,169 +6,39 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal, cast
+from typing import Any, cast
 from uuid import uuid4
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
-from chairlift.api.replies import BLANK, KEEP_ALIVE, TextEvent, event
-from chairlift.api.replies.answer import Answer, Call, ChoiceProgress, NewReader, ScoredPosition
-from chairlift.api.tools.text import CallPiece, ReasoningPiece
+from chairlift.api.replies import event
+from chairlift.api.replies.answer import ConversationReply, NewReader, Part, ScoredPosition
+from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.wire import ErrorDetail, Usage
+from chairlift.api.wire import response_object as wire
 from chairlift.api.wire.completions import TokenLogprob
-from chairlift.api.wire.messages import FunctionTool
-from chairlift.api.wire.response_object import (
-    ErrorEvent,
-    Event,
-    EventType,
-    IncompleteDetails,
-    OutputCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    ReasoningText,
-    ReasoningUsed,
-    ResponseError,
-    ResponseObject,
-    ResponseUsage,
-    UsedTool,
-)
 from chairlift.api.wire.responses import InputItems, Item, ItemStatus, ResponsesRequest, template_messages
 from chairlift.engine.text.tokenizer import Message, Vocabulary
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
-_Kind = Literal["message", "reasoning", "function_call"]
-_PREFIXES: dict[_Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_DELTAS: dict[_Kind, EventType] = {
-    "message": "response.output_text.delta",
-    "reasoning": "response.reasoning_text.delta",
-    "function_call": "response.function_call_arguments.delta",
+_PREFIXES: dict[type[Piece], str] = {ContentPiece: "msg", ReasoningPiece: "rs", CallPiece: "fc"}  # of ids
+_TEXTS: dict[type[Piece], str] = {  # what events call the text
+    ContentPiece: "output_text",
+    ReasoningPiece: "reasoning_text",
+    CallPiece: "function_call_arguments",
+}
+_SAMPLING = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
+_REPEATED = {  # of what was asked for, as it was
+    *("instructions", "max_output_tokens", "previous_response_id", "user", "safety_identifier", "prompt_cache_key")
 }
 _NUMBER = '"sequence_number":0'  # no text stands before it
-_Events = list[Event | str]  # some as they go over the wire, but for their number: those that tell nothing but text
 
 
-@dataclass(slots=True)
-class _OpenItem:
-    """An item that is being written; `text` is what was told of its content, or of a call's arguments."""
-
-    index: int
-    kind: _Kind
-    call: Call | None
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    id: str = ""
-    _more: TextEvent | None = None
-
-    def __post_init__(self) -> None:
-        self.id = f"{_PREFIXES[self.kind]}_{uuid4().hex}"
-
-    def item(self, status: ItemStatus) -> OutputItem:
-        return self._item(status, [self._part()])
-
-    def opening(self) -> _Events:
-        added = self._item_event("response.output_item.added", self._item("in_progress", []))
-        return [added] if self.call is not None else [added, self._event("response.content_part.added", self._part())]
-
-    def add(self, text: str, logprobs: list[TokenLogprob]) -> Event | str:
-        self.text += text
-        self.logprobs += logprobs
-        if logprobs:
-            return self._delta(text, logprobs)
-        if self._more is None:
-            self._more = TextEvent(delta := self._delta(BLANK, logprobs), delta.type)
-        return self._more.of(text)
-
-    def closing(self, item: OutputItem) -> _Events:
-        done = self._item_event("response.output_item.done", item)
-        if self.call is not None:
-            kind: EventType = "response.function_call_arguments.done"
-            return [self._event(kind, name=self.call.name, arguments=self.text), done]
-        if self.kind == "reasoning":
-            text_done = self._event("response.reasoning_text.done", text=self.text)
-        else:
-            text_done = self._event("response.output_text.done", text=self.text, logprobs=self.logprobs)
-        return [text_done, self._event("response.content_part.done", self._part()), done]
-
-    def _item(self, status: ItemStatus, content: list[Any]) -> OutputItem:
-        if self.call is not None:
-            call = self.call
-            return OutputCall(id=self.id, status=status, call_id=call.id, name=call.name, arguments=self.text)
-        shape = OutputReasoning if self.kind == "reasoning" else OutputMessage
-        return shape(id=self.id, status=status, content=content)
-
-    def _part(self) -> OutputText | ReasoningText:
-        if self.kind == "reasoning":
-            return ReasoningText(text=self.text)
-        return OutputText(text=self.text, logprobs=self.logprobs)
-
-    def _delta(self, text: str, logprobs: list[TokenLogprob]) -> Event:
-        return self._event(_DELTAS[self.kind], delta=text, logprobs=logprobs if self.kind == "message" else None)
-
-    def _event(self, kind: EventType, part: OutputText | ReasoningText | None = None, **fields: Any) -> Event:
-        index = 0 if self.call is None else None
-        return Event(type=kind, item_id=self.id, output_index=self.index, content_index=index, part=part, **fields)
-
-    def _item_event(self, kind: EventType, item: OutputItem) -> Event:
-        return Event(type=kind, output_index=self.index, item=item)
-
-
-class _OutputItems:
-    """All items of one reply. At most one is open, the last; text after a call begins a new message."""
-
-    def __init__(self) -> None:
-        self._closed: list[OutputItem] = []
-        self._open: _OpenItem | None = None
-
-    @property
-    def ends_with_message(self) -> bool:
-        """Whether the open item is a message, or none is open and nothing was said."""
-        return not self._closed if self._open is None else self._open.kind == "message"
-
-    def so_far(self) -> list[OutputItem]:
-        """All items; one that is open counts as incomplete."""
-        return self._closed + ([] if self._open is None else [self._open.item("incomplete")])
-
-    def add_text(self, kind: Literal["message", "reasoning"], text: str, logprobs: list[TokenLogprob]) -> _Events:
-        """What a message, or reasoning, has more."""
-        events = self._begin(kind) if self._open is None or self._open.kind != kind else []
-        assert self._open is not None
-        return [*events, self._open.add(text, logprobs)]
-
-    def add_call(self, call: Call, is_new: bool, arguments: str) -> _Events:
-        """A new call, or what the open one has more."""
-        events = self._begin("function_call", call) if is_new else []
-        assert self._open is not None, "a call's pieces come in a row"
-        return [*events, self._open.add(arguments, [])] if arguments else events
-
-    def finish(self, status: ItemStatus) -> _Events:
-        """The end of the answer, `status` for its last item. An answer of nothing is an empty message."""
-        events = self._begin("message") if self._open is None and not self._closed else []
-        return events + self._close(status)
-
-    def _begin(self, kind: _Kind, call: Call | None = None) -> _Events:
-        events = self._close("completed")
-        self._open = _OpenItem(len(self._closed), kind, call)
-        return events + self._open.opening()
-
-    def _close(self, status: ItemStatus) -> _Events:
-        if self._open is None:
-            return []
-        item = self._open.item(status)
-        events = self._open.closing(item)
-        self._closed.append(item)
-        self._open = None
-        return events
-
-
-class ResponsesReply:
-    """One reply to one conversation. A whole one is put together by the same code as a streamed one."""
-
-    keep_alive = KEEP_ALIVE
+class ResponsesReply(ConversationReply):
+    """One response. A whole one is put together by the same code as a streamed one."""
 
     def __init__(
         self,
@@ -177,46 +47,44 @@ class ResponsesReply:
         model: str,
         vocabulary: Vocabulary,
         new_reader: NewReader,
-        keep: Callable[[ResponseObject], None] | None = None,
+        keep: Callable[[wire.ResponseObject], None] | None = None,
     ) -> None:
         """`params`: what the body asks for over the model's defaults; `keep` stores the whole reply at its end."""
+        super().__init__(vocabulary, body.top_logprobs or 0, new_reader)
         self.id = f"resp_{uuid4().hex}"
-        self._progress = ChoiceProgress(vocabulary, body.top_logprobs or 0)
-        self._answer = Answer(new_reader())
-        self._items = _OutputItems()
+        self._closed: list[wire.OutputItem] = []
+        self._item_id = ""  # the open one's
+        self._logprobs: list[TokenLogprob] = []
         self._num_read = 0  # characters
         self._unplaced: list[ScoredPosition] = []  # of text that is held back until it is known what it belongs to
-        self._latest: RequestOutput | None = None
         self._numbers = count()
         self._keep = keep
         self._start = _response_at_its_start(self.id, body, params, model)
 
-    def whole(self, outputs: list[RequestOutput]) -> BaseModel:
-        """See `Reply`."""
+    def whole(self, outputs: list[RequestOutput]) -> wire.ResponseObject:
         (output,) = outputs
         self._read(output)
         return self._final(output)
 
     def opening(self, prompts: Sequence[list[int]] = ()) -> list[str]:  # noqa: ARG002 - nothing is told of them yet
-        """See `Reply`."""
         return self._send(
-            Event(type="response.created", response=self._start),
-            Event(type="response.in_progress", response=self._start),
+            wire.Event(type="response.created", response=self._start),
+            wire.Event(type="response.in_progress", response=self._start),
         )
 
     def news(self, index: int, output: RequestOutput) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
-        """See `Reply`."""
-        return self._send(*self._read(output))
+        return self._numbered(self._read(output))
 
     def closing(self) -> list[str]:
-        """See `Reply`."""
         assert self._latest is not None, "a generation has at least one output"
         final = self._final(self._latest)
         is_complete = final.status == "completed"
-        return self._send(Event(type="response.completed" if is_complete else "response.incomplete", response=final))
+        return self._send(
+            wire.Event(type="response.completed" if is_complete else "response.incomplete", response=final)
+        )
 
     def failure(self, status: int, detail: ErrorDetail) -> list[str]:  # noqa: ARG002 - the body says enough
-        """See `Reply`: the failed response as the specification has it, then an error that makes clients raise.
+        """The failed response as the specification has it, then an error that makes clients raise.
 
         The `openai` client passes `response.failed` on like any other event, and so it does with the specification's
         flat `error` event; what it raises as an exception is an event with an object in `error`.
@@ -225,13 +93,23 @@ class ResponsesReply:
         if self._latest is None:  # the opening was to go out with the first news
             self._numbers = count()
             lead = self.opening()
-        failed = self._start.model_copy(
-            update={"status": "failed", "error": ResponseError(message=detail.message), "output": self._items.so_far()}
+        error = wire.ResponseError(message=detail.message)
+        failed = self._start.model_copy(update={"status": "failed", "error": error, "output": self._items_so_far()})
+        return lead + self._send(
+            wire.Event(type="response.failed", response=failed),
+            wire.ErrorEvent(message=detail.message, code=detail.code, param=detail.param, error=detail),
         )
-        error = ErrorEvent(message=detail.message, code=detail.code, param=detail.param, error=detail)
-        return lead + self._send(Event(type="response.failed", response=failed), error)
 
-    def _read(self, output: RequestOutput) -> _Events:
+    def _send(self, *events: wire.Event | wire.ErrorEvent) -> list[str]:
+        return self._numbered(map(event, events))
+
+    def _numbered(self, events: Iterable[str]) -> list[str]:
+        return [
+            each.replace(_NUMBER, f'"sequence_number":{number}', 1)
+            for each, number in zip(events, self._numbers, strict=False)
+        ]
+
+    def _read(self, output: RequestOutput) -> list[str]:
         """New text, cut where scored tokens begin: each must go where its text goes, and none into a call."""
         self._latest = output
         (choice,) = output.outputs
@@ -244,90 +122,126 @@ class ResponsesReply:
         for position, begin, end in zip(news.positions, bounds, bounds[1:], strict=False):
             self._unplaced.append(position)
             events += self._take(news.text[begin:end])
-        if news.finish_reason is not None:
-            events += self._take("", is_last=True)
-            if self._unplaced and self._items.ends_with_message:  # the end token, or what a stop string cut off
-                events += self._items.add_text("message", "", self._take_logprobs())
-            events += self._items.finish("completed" if news.finish_reason is FinishReason.STOP else "incomplete")
-        return events
+        return events + (self._end(news.finish_reason) if news.finish_reason is not None else [])
 
-    def _take(self, text: str, is_last: bool = False) -> _Events:
-        events: _Events = []
-        for piece in self._answer.read(text, is_last):
-            logprobs = self._take_logprobs()
-            if isinstance(piece, CallPiece):
-                call = self._answer.calls[piece.index]
-                events += self._items.add_call(call, piece.name is not None, piece.arguments)
-            elif isinstance(piece, ReasoningPiece):
-                events += self._items.add_text("reasoning", piece.text, [])
-            else:
-                events += self._items.add_text("message", piece.text, logprobs)
-        return events
+    def _end(self, reason: FinishReason) -> list[str]:
+        events = self._take("", is_last=True)
+        if self._open is None:  # an answer of nothing is an empty message
+            events += self._begin(self._answer.begin(ContentPiece))
+        assert self._open is not None
+        if self._open.kind is ContentPiece and self._unplaced:  # the end token, or what a stop string cut off
+            events += self._grow(self._open, "")
+        return events + self._close("completed" if reason is FinishReason.STOP else "incomplete")
 
-    def _take_logprobs(self) -> list[TokenLogprob]:
+    def _grow(self, part: Part, text: str) -> list[str]:
         positions, self._unplaced = self._unplaced, []
-        return [cast(TokenLogprob, each.as_fields()) for each in positions]
+        if not positions or part.kind is not ContentPiece:
+            return super()._grow(part, text)
+        logprobs = [cast(TokenLogprob, each.as_fields()) for each in positions]
+        self._logprobs += logprobs
+        return [event(self._event(part, "output_text.delta", delta=text, logprobs=logprobs))]
 
-    def _final(self, output: RequestOutput) -> ResponseObject:
+    def _delta(self, part: Part, text: str) -> wire.Event:
+        logprobs: list[TokenLogprob] | None = [] if part.kind is ContentPiece else None
+        return self._event(part, f"{_TEXTS[part.kind]}.delta", delta=text, logprobs=logprobs)
+
+    def _opening_of(self, part: Part) -> list[str]:
+        self._item_id, self._logprobs = f"{_PREFIXES[part.kind]}_{uuid4().hex}", []
+        item = self._item(part, "in_progress", is_begun=False)
+        events = [wire.Event(type="response.output_item.added", output_index=part.index, item=item)]
+        if part.kind is not CallPiece:
+            events.append(self._event(part, "content_part.added", part=self._content(part, "")))
+        return [event(each) for each in events]
+
+    def _close(self, status: ItemStatus = "completed") -> list[str]:
+        part, self._open = self._open, None
+        if part is None:
+            return []
+        item = self._item(part, status)
+        self._closed.append(item)
+        kind = f"{_TEXTS[part.kind]}.done"
+        if part.kind is CallPiece:
+            events = [self._event(part, kind, name=part.name, arguments=part.text)]
+        else:
+            logprobs = self._logprobs if part.kind is ContentPiece else None
+            events = [
+                self._event(part, kind, text=part.text, logprobs=logprobs),
+                self._event(part, "content_part.done", part=self._content(part, part.text)),
+            ]
+        events.append(wire.Event(type="response.output_item.done", output_index=part.index, item=item))
+        return [event(each) for each in events]
+
+    def _event(self, part: Part, kind: str, /, **fields: Any) -> wire.Event:
+        index = None if part.kind is CallPiece else 0
+        name = cast(wire.EventType, f"response.{kind}")
+        return wire.Event(type=name, item_id=self._item_id, output_index=part.index, content_index=index, **fields)
+
+    def _item(self, part: Part, status: ItemStatus, is_begun: bool = True) -> wire.OutputItem:
+        if part.kind is CallPiece:
+            arguments = part.text if is_begun else ""
+            return wire.OutputCall(
+                id=self._item_id, status=status, call_id=part.call_id, name=part.name, arguments=arguments
+            )
+        shape = wire.OutputReasoning if part.kind is ReasoningPiece else wire.OutputMessage
+        content: list[Any] = [self._content(part, part.text)] if is_begun else []
+        return shape(id=self._item_id, status=status, content=content)
+
+    def _content(self, part: Part, text: str) -> wire.OutputText | wire.ReasoningText:
+        if part.kind is ReasoningPiece:
+            return wire.ReasoningText(text=text)
+        return wire.OutputText(text=text, logprobs=self._logprobs)
+
+    def _items_so_far(self) -> list[wire.OutputItem]:
+        """All items; one that is open counts as incomplete."""
+        return self._closed + ([] if self._open is None else [self._item(self._open, "incomplete")])
+
+    def _final(self, output: RequestOutput) -> wire.ResponseObject:
         reason = output.outputs[0].finish_reason
         is_complete = reason is FinishReason.STOP
-        details = IncompleteDetails(reason="max_output_tokens" if reason is FinishReason.LENGTH else None)
+        details = wire.IncompleteDetails(reason="max_output_tokens" if reason is FinishReason.LENGTH else None)
         final = self._start.model_copy(
             update={
                 "status": "completed" if is_complete else "incomplete",
                 "completed_at": int(time.time()) if is_complete else None,
                 "incomplete_details": None if is_complete else details,
-                "output": self._items.so_far(),
-                "usage": ResponseUsage.of(Usage.of([output])),
+                "output": self._items_so_far(),
+                "usage": wire.ResponseUsage.of(Usage.of([output])),
             }
         )
         if self._keep is not None:
             self._keep(final)
         return final
 
-    def _send(self, *events: Event | ErrorEvent | str) -> list[str]:
-        return [_numbered(each, number) for each, number in zip(events, self._numbers, strict=False)]
-
-
-def _numbered(each: Event | ErrorEvent | str, number: int) -> str:
-    """As it goes over the wire."""
-    if isinstance(each, str):
-        return each.replace(_NUMBER, f'"sequence_number":{number}', 1)
-    each.sequence_number = number
-    return event(each, each.type)
-
 
 def _response_at_its_start(
     response_id: str, body: ResponsesRequest, params: SamplingParams, model: str
-) -> ResponseObject:
+) -> wire.ResponseObject:
     """With what was asked for, and what was left open filled in."""
     text: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
     if body.text is not None and body.text.format is not None:
         text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
+    tools = [
+        wire.UsedTool(
+            name=each.name, description=each.description, parameters=each.parameters, strict=bool(each.strict)
+        )
+        for each in body.callable_functions
+    ]
     choice = body.tool_choice or "auto"
-    texts = {"previous_response_id", "instructions", "user", "safety_identifier", "prompt_cache_key"}
-    return ResponseObject(
+    return wire.ResponseObject(
         id=response_id,
         created_at=int(time.time()),
         status="in_progress",
         model=model,
         metadata=body.metadata or {},
         parallel_tool_calls=body.is_parallel,
-        temperature=params.temperature,
         text=text,
         store=bool(body.store),
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-        tools=[
-            UsedTool(name=tool.name, description=tool.description, parameters=tool.parameters, strict=bool(tool.strict))
-            for tool in body.tools or []
-            if isinstance(tool, FunctionTool)
-        ],
+        tools=tools,
         top_logprobs=body.top_logprobs or 0,
-        top_p=params.top_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        reasoning=ReasoningUsed(effort=body.effort),
-        **body.model_dump(include={"max_output_tokens", *texts}),
+        reasoning=wire.ReasoningUsed(effort=body.effort),
+        **params.model_dump(include=_SAMPLING),
+        **body.model_dump(include=_REPEATED),
     )
 
 

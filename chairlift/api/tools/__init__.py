@@ -135,10 +135,6 @@ class AnswerReader:
             self._text.tap(self._text.take())
         return self._pieces.empty()
 
-    def finish(self) -> list[Piece]:
-        """What was held back because it might have become something else."""
-        return self.push("", is_last=True)
-
     def _read(self) -> Reading[None]:
         if self._thoughts is not None:
             yield from self._thoughts.read(self._text, self._pieces)

@@ -37,12 +37,22 @@ MarkTokens = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class FunctionSpec:
-    """A function that the model may call. `parameters` is a JSON schema of an object; {} lets any object pass."""
+    """A function that the model may call. `parameters` is a JSON schema of an object; None lets any object pass."""
 
     name: str
-    parameters: dict[str, Any]
-    strict: bool
+    parameters: dict[str, Any] | None
+    strict: bool | None
     description: str | None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return self.parameters or {}
+
+    def as_template_input(self) -> dict[str, Any]:
+        """What chat templates expect: the shape of chat completions."""
+        fields = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return {"type": "function", "function": {"name": self.name, **given}}
 
 
 def forced_calls_grammar(
@@ -244,17 +254,17 @@ def _json(schema: dict[str, Any], is_lenient: bool = False) -> str:
 def _check_size(functions: Sequence[FunctionSpec]) -> None:
     """Before anything is made of schemas that are too large to be enforced."""
     for function in functions:
-        excess = find_excess(function.parameters)
+        excess = find_excess(function.schema)
         if excess is not None:
             message = f"tools: the schema of the parameters of function {function.name!r} {excess}; simplify it"
             raise InvalidRequest(message, "tools")
-    if find_excess([function.parameters for function in functions]) is not None:
+    if find_excess([function.schema for function in functions]) is not None:
         raise InvalidRequest("tools: the schemas are too large together; leave out some tools", "tools")
 
 
 def _schema_of(function: FunctionSpec) -> dict[str, Any]:
-    kind = function.parameters.get("type", "object")
+    kind = function.schema.get("type", "object")
     if kind != "object":
         message = f"the parameters of function {function.name!r} must be a JSON schema of type object, not {kind!r}"
         raise InvalidRequest(message, "tools")
-    return {**function.parameters, "type": "object"}
+    return {**function.schema, "type": "object"}

@@ -42,7 +42,7 @@ class CallPiece:
 
     index: int
     name: str | None
-    arguments: str
+    text: str
 
 
 Piece = ContentPiece | ReasoningPiece | CallPiece

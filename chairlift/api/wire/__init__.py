@@ -255,6 +255,12 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class NamedEvent(BaseModel):
+    """An event of a stream that goes by its type."""
+
+    type: str
+
+
 class PromptTokensDetails(BaseModel):
     """How many tokens of the prompts had been computed for other requests."""
 

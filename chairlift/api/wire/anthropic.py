@@ -6,6 +6,7 @@ those of the other endpoints.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Annotated, Any, Literal, Self
@@ -23,14 +24,14 @@ from chairlift.api.wire.generation import (
     the_only_one,
 )
 from chairlift.api.wire.messages import (
-    Effort,
-    Function,
     LeftOutTool,
     ToolChoiceMode,
     ToolUse,
+    check_calls,
     effort_arguments,
     is_of_assistant,
     known_or_left_out,
+    template_message,
 )
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
@@ -61,11 +62,9 @@ class ToolResultBlock(Body):
 
     def as_template_input(self) -> Message:
         content = joined(self.content or [])
-        return {
-            "role": "tool",
-            "tool_call_id": self.tool_use_id,
-            "content": f"Error: {content}" if self.is_error else content,
-        }
+        return template_message(
+            "tool", f"Error: {content}" if self.is_error else content, tool_call_id=self.tool_use_id
+        )
 
 
 class ThinkingBlock(Written):
@@ -144,12 +143,8 @@ class ModelTurn(Written):
         thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
         calls = [block.as_template_input() for block in blocks if isinstance(block, ToolUseBlock)]
         content = self.content if isinstance(self.content, str) else joined(texts)
-        message: Message = {"role": "assistant", "content": content}
-        if thoughts:
-            message["reasoning_content"] = thoughts
-        if calls:
-            message["tool_calls"] = calls
-        return [message]
+        more = {"reasoning_content": thoughts or None, "tool_calls": calls or None}
+        return [template_message("assistant", content, **more)]
 
 
 Turn = Annotated[UserTurn | ModelTurn, OneOf(lambda turn: ModelTurn if is_of_assistant(turn) else UserTurn)]
@@ -170,25 +165,10 @@ def merged(messages: Iterable[Message]) -> list[Message]:
 
 
 def _as_one(role: str, turns: Sequence[Message]) -> Message:
-    message: Message = {"role": role, "content": "\n".join(turn["content"] for turn in turns if turn["content"])}
-    thoughts = [turn["reasoning_content"] for turn in turns if "reasoning_content" in turn]
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
+    content = "\n".join(turn["content"] for turn in turns if turn["content"])
+    thoughts = "\n".join(turn["reasoning_content"] for turn in turns if "reasoning_content" in turn)
     calls = [call for turn in turns for call in turn.get("tool_calls", ())]
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def check_calls(messages: Sequence[Message]) -> None:
-    """InvalidRequest if a result answers no earlier call."""
-    known: set[str] = set()
-    for message in messages:
-        known.update(call["id"] for call in message.get("tool_calls", ()))
-        if message["role"] == "tool" and message["tool_call_id"] not in known:
-            raise InvalidRequest(
-                f"messages: no tool_use with id {message['tool_call_id']!r} precedes its tool_result", "messages"
-            )
+    return template_message(role, content, reasoning_content=thoughts or None, tool_calls=calls or None)
 
 
 # --- tools
@@ -209,16 +189,13 @@ class CustomTool(Body):
     allowed_callers: Annotated[list[str] | None, only(["direct"], "calls are made by the model itself")] = None
 
     def spec(self) -> FunctionSpec:
-        return FunctionSpec(self.name, self.input_schema, bool(self.strict), self.description)
-
-    def as_template_input(self) -> dict[str, Any]:
-        function = Function.model_construct(
-            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
-        )
-        return {"type": "function", "function": function.model_dump(exclude_none=True)}
+        return FunctionSpec(self.name, self.input_schema, self.strict, self.description)
 
 
 AnyTool = Annotated[CustomTool | LeftOutTool, known_or_left_out(CustomTool, None, "custom")]
+
+
+_CALL_MODES: dict[str, ToolChoiceMode] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
 class ToolChoice(Body):
@@ -289,7 +266,6 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
     output_config: OutputConfig | None = Field(
         None, description="what the answer must look like, and how much to think"
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
     cache_control: CacheControl = None
     context_management: Annotated[
         dict[str, Any] | None, Ignored("nothing is cleared; a conversation that is too long is an error")
@@ -307,51 +283,31 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
 
     @property
     def call_mode(self) -> ToolChoiceMode:
-        kind = "auto" if self.tool_choice is None else self.tool_choice.type
-        return "required" if kind in ("any", "tool") else "none" if kind == "none" else "auto"
-
-    @property
-    def chosen_function(self) -> str | None:
-        return None if self.tool_choice is None else self.tool_choice.name
+        return "auto" if self.tool_choice is None else _CALL_MODES[self.tool_choice.type]
 
     @property
     def is_parallel(self) -> bool:
         return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
 
     @property
-    def effort(self) -> Effort | None:
-        """None, as nothing is refused for it: clients say how much to think with every request, whatever the model."""
-        return None
-
-    @property
-    def effort_field(self) -> str:
-        return "output_config"
-
-    @property
     def is_continued(self) -> bool:
         """Whether the answer goes on with the assistant's last turn."""
         return bool(self.messages) and isinstance(self.messages[-1], ModelTurn)
 
-    @property
-    def field_names(self) -> dict[str, str]:
-        """See `ChatCompletionRequest`, as for all that follows."""
-        return {}
-
     def template_messages(self) -> list[Message]:
         lead: list[Message] = [] if not self.system else [{"role": "system", "content": joined(self.system)}]
         messages = merged([*lead, *(message for turn in self.messages for message in turn.as_template_input())])
-        check_calls(messages)
+        check_calls(messages, "messages: no tool_use with id {!r} precedes its tool_result")
         return messages
 
-    def chat_options(self, shows_tools: bool = True) -> ChatOptions:
-        return ChatOptions(
-            tools=[tool.as_template_input() for tool in self.callable_tools] if shows_tools else [],
-            add_generation_prompt=not self.is_continued,
-            continue_final_message=self.is_continued,
-            template_arguments=self._thinking_arguments() | (self.chat_template_kwargs or {}),
+    def chat_options(self) -> ChatOptions:
+        is_continued = self.is_continued
+        return replace(
+            super().chat_options(), add_generation_prompt=not is_continued, continue_final_message=is_continued
         )
 
-    def _thinking_arguments(self) -> dict[str, Any]:
+    def thinking_arguments(self) -> dict[str, Any]:
+        """Nothing is refused for them: clients say how much to think with every request, whatever the model."""
         if self.thinking is not None and self.thinking.type == "disabled":
             return effort_arguments("none")
         effort = None if self.output_config is None else self.output_config.effort
@@ -379,11 +335,6 @@ class MessagesRequest(
     @property
     def sender(self) -> str:
         return (self.metadata.user_id if self.metadata is not None else None) or ""
-
-    @property
-    def shows_thoughts(self) -> bool:
-        """Whether the reply tells the text of thoughts."""
-        return self.thinking is None or self.thinking.display != "omitted"
 
     def wanted_structure(self) -> WantedStructure | None:
         form = None if self.output_config is None else self.output_config.format

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from chairlift.api.wire import ErrorDetail, LeftOutIfNone, Usage
+from chairlift.api.wire import ErrorDetail, LeftOutIfNone, NamedEvent, Usage
 
 
 class SaidText(BaseModel):
@@ -121,7 +121,7 @@ class AnthropicErrorDetail(BaseModel):
     details: Annotated[ErrorDetails | None, LeftOutIfNone] = None
 
 
-class AnthropicErrorBody(BaseModel):
+class AnthropicErrorBody(NamedEvent):
     """Every error's body, and the event that ends a stream that cannot go on."""
 
     type: Literal["error"] = "error"
@@ -141,14 +141,14 @@ class AnthropicErrorBody(BaseModel):
 # --- events
 
 
-class MessageStart(BaseModel):
+class MessageStart(NamedEvent):
     """The first event: the message as far as it is."""
 
     type: Literal["message_start"] = "message_start"
     message: AnthropicMessage
 
 
-class ContentBlockStart(BaseModel):
+class ContentBlockStart(NamedEvent):
     """A block begins."""
 
     type: Literal["content_block_start"] = "content_block_start"
@@ -176,7 +176,7 @@ class SignatureDelta(BaseModel):
     signature: str
 
 
-class ContentBlockDelta(BaseModel):
+class ContentBlockDelta(NamedEvent):
     """What a block has more."""
 
     type: Literal["content_block_delta"] = "content_block_delta"
@@ -184,7 +184,7 @@ class ContentBlockDelta(BaseModel):
     delta: Annotated[TextDelta | InputJsonDelta | ThinkingDelta | SignatureDelta, Field(discriminator="type")]
 
 
-class ContentBlockStop(BaseModel):
+class ContentBlockStop(NamedEvent):
     """A block ends."""
 
     type: Literal["content_block_stop"] = "content_block_stop"
@@ -196,7 +196,7 @@ class MessageEnd(BaseModel):
     stop_sequence: str | None = None
 
 
-class MessageDelta(BaseModel):
+class MessageDelta(NamedEvent):
     """How the message ended."""
 
     type: Literal["message_delta"] = "message_delta"
@@ -204,13 +204,13 @@ class MessageDelta(BaseModel):
     usage: MessageUsage
 
 
-class MessageStop(BaseModel):
+class MessageStop(NamedEvent):
     """The last event."""
 
     type: Literal["message_stop"] = "message_stop"
 
 
-class Ping(BaseModel):
+class Ping(NamedEvent):
     """Says that a silent stream goes on."""
 
     type: Literal["ping"] = "ping"

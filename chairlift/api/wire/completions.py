@@ -1,7 +1,6 @@
 """`/v1/completions` and `/v1/chat/completions`."""
 
-from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -24,11 +23,9 @@ from chairlift.api.wire.messages import (
     ParallelToolUse,
     Rendering,
     ToolChoiceMode,
-    effort_arguments,
 )
-from chairlift.engine.text.tokenizer import ChatOptions
 from chairlift.errors import InvalidRequest
-from chairlift.params import MAX_LOGPROBS, FinishReason, SamplingParams
+from chairlift.params import MAX_LOGPROBS, FinishReason, RequestOptions, SamplingParams
 
 
 class CompletionRequest(CompletionsRequest, refuses=("suffix",)):
@@ -148,10 +145,6 @@ class Prediction(Body):
     type: Literal["content"]
     content: str | list[PredictedPart] = Field(description="the text, or its pieces")
 
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
 
 class ChatCompletionRequest(
     Rendering,
@@ -187,28 +180,20 @@ class ChatCompletionRequest(
             raise InvalidRequest("max_tokens must be at least 1", "max_tokens")
         return self
 
+    effort_field = "reasoning_effort"
+
     @property
     def field_names(self) -> dict[str, str]:
-        """What checks that are shared call a field -> what the client called it, where that differs."""
         return {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
 
     @property
-    def predicted_text(self) -> str:
-        return "" if self.prediction is None else self.prediction.text
-
-    @property
     def effort(self) -> Effort | None:
-        """How much to think."""
         return self.reasoning_effort
 
-    @property
-    def effort_field(self) -> str:
-        return "reasoning_effort"
-
-    def chat_options(self, shows_tools: bool = True) -> ChatOptions:
-        options = super().chat_options(shows_tools)
-        arguments = effort_arguments(self.reasoning_effort) | options.template_arguments
-        return replace(options, template_arguments=arguments)
+    def request_options(self, key_tenant: str | None, **more: Any) -> RequestOptions:
+        content = "" if self.prediction is None else self.prediction.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return super().request_options(key_tenant, prediction=text, **more)
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """How to answer; what the answer must look like is not in it yet, since tools have a say in it."""

@@ -222,14 +222,9 @@ class GenerationRequest(Body):
     @property
     def sender(self) -> str:
         """Whose request it is, in the client's own words; empty if it says nothing."""
-        return ""
+        raise NotImplementedError
 
-    @property
-    def predicted_text(self) -> str:
-        """What the client believes that the answer is much the same as; empty if it does not say."""
-        return ""
-
-    def request_options(self, key_tenant: str | None) -> RequestOptions:
+    def request_options(self, key_tenant: str | None, **more: Any) -> RequestOptions:
         """How the request is served. `pydantic.ValidationError` if a field is out of range.
 
         `key_tenant`: who the API key says it is, None where there are no keys. A key has one share, whoever its
@@ -237,7 +232,7 @@ class GenerationRequest(Body):
         """
         given = self.model_dump(include={"priority", "cache_salt", "timeout", "speculation"}, exclude_none=True)
         tenant = self.sender if key_tenant is None else key_tenant
-        return RequestOptions(tenant=tenant, prediction=self.predicted_text, **given)
+        return RequestOptions(tenant=tenant, **given, **more)
 
     def sampling_params(self, defaults: SamplingParams, **given: Any) -> SamplingParams:
         """This request's settings, and those `given` that are not None, over the model's defaults.
@@ -262,6 +257,13 @@ class OpenAIRequest(GenerationRequest):
     prompt_cache_key: Annotated[Label | None, FOR_CACHING] = None
     prompt_cache_retention: Annotated[Label | None, FOR_CACHING] = None
     prompt_cache_options: Annotated[PromptCacheOptions | None, FOR_CACHING] = None
+    stream_options: ResponseStreamOptions | None = Field(None, description="only with stream")
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true", "stream_options")
+        return self
 
     @property
     def sender(self) -> str:
@@ -286,21 +288,10 @@ class CompletionsRequest(OpenAIRequest):
     guided_grammar: str | None = Field(None, description="older name of structured_outputs.grammar")
 
     @model_validator(mode="after")
-    def _check_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed with stream: true", "stream_options")
+    def _check_prompt_logprobs(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs is not available in streams; leave out stream", "prompt_logprobs")
         return self
-
-    @property
-    def has_usage_chunk(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def has_usage_so_far(self) -> bool:
-        """Whether every chunk holds the usage."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def wanted_structure(self) -> WantedStructure | None:
         """What the answer must look like, whichever field says so. InvalidRequest if several do."""

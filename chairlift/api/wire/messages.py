@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol, Self
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, StrictBool, model_validator
 
@@ -49,19 +50,6 @@ class ToolCall(Written):
     type: Literal["function"] | None = None
     function: CalledFunction
 
-    def as_template_input(self) -> dict[str, Any]:
-        """With the arguments as an object, which is what templates print. InvalidRequest if they are not."""
-        written = self.function.arguments or "{}"
-        try:
-            arguments = json.loads(written)
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(
-                f"messages: the arguments of tool call {self.id} are not a JSON object: {written[:80]!r}", "messages"
-            )
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
-
 
 class ChatMessage(Body):
     """What the system, the user or a tool says; a tool's message says which call it answers."""
@@ -79,13 +67,7 @@ class ChatMessage(Body):
         return self
 
     def as_template_input(self) -> Message:
-        """What chat templates expect: the content as one text, and `system` for its newer name `developer`."""
-        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": _text(self.content)}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
+        return template_message(self.role, _text(self.content), name=self.name, tool_call_id=self.tool_call_id)
 
 
 class AssistantTurn(Written, refuses=("audio", "function_call")):
@@ -100,22 +82,48 @@ class AssistantTurn(Written, refuses=("audio", "function_call")):
     images: Annotated[list[Any] | None, only([], "only text is understood here")] = None
 
     def as_template_input(self) -> Message:
-        """What chat templates expect: the content as one text, empty where there is none."""
-        message: Message = {"role": "assistant", "content": _text(self.content)}
-        reasoning = self.reasoning_content or self.reasoning
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if self.name is not None:
-            message["name"] = self.name
-        if self.tool_calls:
-            message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
-        return message
+        calls = [template_call(each.id, each.function.name, each.function.arguments) for each in self.tool_calls or []]
+        more = {
+            "reasoning_content": self.reasoning_content or self.reasoning or None,
+            "name": self.name,
+            "tool_calls": calls or None,
+        }
+        return template_message("assistant", _text(self.content), **more)
 
 
 def _text(content: str | Sequence[TextPart] | None) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.text or part.refusal or "" for part in content or [])
+
+
+def template_message(role: str, content: str, **more: Any) -> Message:
+    """What chat templates expect: `system` for its newer name `developer`, and nothing that is None."""
+    given = {name: value for name, value in more.items() if value is not None}
+    return {"role": "system" if role == "developer" else role, "content": content, **given}
+
+
+def template_call(call_id: str, name: str, written: str | None) -> dict[str, Any]:
+    """With the arguments as an object, which is what templates print. InvalidRequest if they are not."""
+    written = written or "{}"
+    try:
+        arguments = json.loads(written)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(
+            f"messages: the arguments of tool call {call_id} are not a JSON object: {written[:80]!r}", "messages"
+        )
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def check_calls(messages: Sequence[Message], complaint: str) -> None:
+    """InvalidRequest if a result answers no earlier call; `complaint` has a place for the call's id."""
+    known: set[str] = set()
+    for message in messages:
+        known.update(call["id"] for call in message.get("tool_calls", ()))
+        if message["role"] == "tool" and message["tool_call_id"] not in known:
+            raise InvalidRequest(complaint.format(message["tool_call_id"]), complaint.partition(":")[0])
 
 
 def is_of_assistant(message: Any) -> bool:
@@ -140,7 +148,7 @@ class Function(Body):
     strict: StrictBool | None = Field(None, description="true: calls are made to fit the schema, token by token")
 
     def spec(self) -> FunctionSpec:
-        return FunctionSpec(self.name, self.parameters or {}, bool(self.strict), self.description)
+        return FunctionSpec(self.name, self.parameters, self.strict, self.description)
 
 
 class Tool(Body):
@@ -152,9 +160,6 @@ class Tool(Body):
     def spec(self) -> FunctionSpec:
         return self.function.spec()
 
-    def as_template_input(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
-
 
 class FunctionTool(Function, refuses=("output_schema",)):
     """A function that the model may call, as `/v1/responses` has it."""
@@ -165,10 +170,6 @@ class FunctionTool(Function, refuses=("output_schema",)):
         None, alias="async"
     )
     defer_loading: Annotated[StrictBool | None, only(False, "the model sees all tools from the beginning")] = None
-
-    def as_template_input(self) -> dict[str, Any]:
-        function = self.model_dump(include=set(Function.model_fields), exclude_none=True)
-        return {"type": "function", "function": function}
 
 
 class LeftOutTool(Body):
@@ -214,6 +215,9 @@ ToolChoiceMode = Literal["none", "auto", "required"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
+# --- how both become a prompt
+
+
 def effort_arguments(effort: Effort | None) -> dict[str, Any]:
     """The variables of chat templates that say how much to think."""
     if effort is None:
@@ -221,33 +225,28 @@ def effort_arguments(effort: Effort | None) -> dict[str, Any]:
     return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
 
 
-class CallableTool(Protocol):
-    """A function that the model may call, in an endpoint's own shape."""
-
-    def spec(self) -> FunctionSpec: ...
-
-    def as_template_input(self) -> dict[str, Any]:
-        """As chat templates expect it: in the shape of chat completions."""
-        ...
-
-
-class ToolUse(Body):
-    """Which tools there are, and which must be called. Endpoints say so in shapes of their own."""
+class TemplateInput(Body):
+    """What chat templates get of a body. Endpoints have shapes of their own for it."""
 
     tools: Sequence[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
 
-    @model_validator(mode="after")
-    def _check_tool_choice(self) -> Self:
-        if self.is_call_forced and not self.callable_tools:
-            raise InvalidRequest("tool_choice is only allowed with tools", "tool_choice")
-        if self.chosen_function is not None and not self.functions_to_call():
-            raise InvalidRequest(f"tool_choice: there is no tool {self.chosen_function!r}", "tool_choice")
-        return self
+    effort_field: ClassVar[str] = ""  # in which `effort` comes
 
     @property
-    def callable_tools(self) -> Sequence[CallableTool]:
-        """The tools that can be served here: functions."""
-        return [tool for tool in self.tools or [] if not isinstance(tool, LeftOutTool)]
+    def effort(self) -> Effort | None:
+        """How much to think, where a wish that the model cannot fulfil is refused."""
+        return None
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """What checks that are shared call a field -> what the client called it, where that differs."""
+        return {}
+
+    @property
+    def callable_functions(self) -> list[FunctionSpec]:
+        """The tools that can be served here."""
+        return [tool.spec() for tool in self.tools or [] if not isinstance(tool, LeftOutTool)]
 
     @property
     def left_out(self) -> list[str]:
@@ -257,58 +256,76 @@ class ToolUse(Body):
     @property
     def call_mode(self) -> ToolChoiceMode:
         """Whether the answer may, must or must not call."""
+        return "auto"
+
+    def thinking_arguments(self) -> dict[str, Any]:
+        """The template's variables that say how much to think."""
+        return effort_arguments(self.effort)
+
+    def template_messages(self) -> list[Message]:
+        """The conversation. InvalidRequest if it is none."""
         raise NotImplementedError
+
+    def chat_options(self) -> ChatOptions:
+        """What the template is told besides the messages; not of tools that must not be called."""
+        shown = [] if self.call_mode == "none" else self.callable_functions
+        return ChatOptions(
+            tools=[function.as_template_input() for function in shown],
+            template_arguments=self.thinking_arguments() | (self.chat_template_kwargs or {}),
+        )
+
+
+class ToolUse(TemplateInput):
+    """Which tools must be called."""
+
+    tool_choice: Any = None
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> Self:
+        if self.call_mode == "required" and not self.callable_functions:
+            raise InvalidRequest("tool_choice is only allowed with tools", "tool_choice")
+        if self.chosen_function is not None and not self.functions_to_call():
+            raise InvalidRequest(f"tool_choice: there is no tool {self.chosen_function!r}", "tool_choice")
+        return self
+
+    @property
+    def call_mode(self) -> ToolChoiceMode:
+        return "required" if self.chosen_function is not None else self.tool_choice or "auto"
 
     @property
     def chosen_function(self) -> str | None:
         """The name of the one function that must be called, if there is one."""
-        raise NotImplementedError
+        name: str | None = getattr(self.tool_choice, "name", None)
+        return name
 
     @property
     def is_parallel(self) -> bool:
         """Whether an answer may hold several calls."""
         raise NotImplementedError
 
-    @property
-    def is_call_forced(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.call_mode == "required"
-
     def functions_to_call(self) -> list[FunctionSpec]:
         """Those that the model may call, as `tool_choice` has it; empty if it must not."""
         if self.call_mode == "none":
             return []
-        specs = [tool.spec() for tool in self.callable_tools]
         chosen = self.chosen_function
-        return specs if chosen is None else [spec for spec in specs if spec.name == chosen]
+        return [spec for spec in self.callable_functions if chosen in (None, spec.name)]
 
 
 class ParallelToolUse(ToolUse):
-    """The same as OpenAI's endpoints say it. They narrow the types to their own shapes."""
+    """The same as OpenAI's endpoints say it."""
 
-    tool_choice: ToolChoiceMode | NamedTool | ChosenFunction | None = None
     parallel_tool_calls: StrictBool | None = Field(None, description="false: at most one call")
-
-    @property
-    def call_mode(self) -> ToolChoiceMode:
-        return "required" if isinstance(self.tool_choice, NamedTool | ChosenFunction) else self.tool_choice or "auto"
-
-    @property
-    def chosen_function(self) -> str | None:
-        return self.tool_choice.name if isinstance(self.tool_choice, NamedTool | ChosenFunction) else None
 
     @property
     def is_parallel(self) -> bool:
         return self.parallel_tool_calls is not False
 
 
-# --- how both become a prompt
-
 PARSE_SPECIAL_TOKENS = Field(None, description="special tokens written in messages count as such, rather than as text")
 Tools = Annotated[list[Tool] | None, Field(max_length=128, description="functions that the model may call")]
 
 
-class Rendering(Body):
+class Rendering(TemplateInput):
     """How a conversation becomes a prompt."""
 
     messages: list[AnyMessage]
@@ -319,7 +336,6 @@ class Rendering(Body):
     continue_final_message: StrictBool | None = Field(
         None, description="leave the last message open, for the model to go on with it; not with add_generation_prompt"
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
     parse_special_tokens: StrictBool | None = PARSE_SPECIAL_TOKENS
 
     @model_validator(mode="after")
@@ -331,17 +347,14 @@ class Rendering(Body):
         return self
 
     def template_messages(self) -> list[Message]:
-        """What the chat template gets. InvalidRequest if they make no conversation."""
         return [message.as_template_input() for message in self.messages]
 
-    def chat_options(self, shows_tools: bool = True) -> ChatOptions:
-        """What the template is told besides the messages."""
+    def chat_options(self) -> ChatOptions:
         is_continued = bool(self.continue_final_message)
         begins_answer = not is_continued if self.add_generation_prompt is None else self.add_generation_prompt
-        return ChatOptions(
-            tools=[tool.as_template_input() for tool in self.tools or []] if shows_tools else [],
+        return replace(
+            super().chat_options(),
             add_generation_prompt=begins_answer,
             continue_final_message=is_continued,
-            template_arguments=self.chat_template_kwargs or {},
             parse_special_tokens=bool(self.parse_special_tokens),
         )

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, RootModel
 
-from chairlift.api.wire import ErrorDetail, LeftOutIfNone, Usage
+from chairlift.api.wire import ErrorDetail, LeftOutIfNone, NamedEvent, Usage
 from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.messages import Effort
 from chairlift.api.wire.responses import ItemStatus
@@ -183,7 +183,7 @@ EventType = Literal[
 ]
 
 
-class Event(BaseModel):
+class Event(NamedEvent):
     """One event of a streamed reply; they are numbered from 0. What it has depends on its type:
 
     created, in_progress, completed, incomplete, failed: `response`, the whole reply as far as it is.
@@ -208,7 +208,7 @@ class Event(BaseModel):
     arguments: Annotated[str | None, LeftOutIfNone] = None
 
 
-class ErrorEvent(BaseModel):
+class ErrorEvent(NamedEvent):
     """The end of a stream that cannot go on. `error` says the same once more: by it the `openai` client knows."""
 
     type: Literal["error"] = "error"

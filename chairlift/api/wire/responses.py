@@ -1,6 +1,7 @@
 """`/v1/responses`: the items of a conversation, the messages that they become, and the request."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, StrictBool, StrictInt, field_validator, model_validator
@@ -12,26 +13,23 @@ from chairlift.api.wire.generation import (
     FOR_CACHING,
     FOR_STATISTICS,
     OpenAIRequest,
-    ResponseStreamOptions,
     TextFormat,
     WantedStructure,
     the_only_one,
 )
 from chairlift.api.wire.messages import (
     PARSE_SPECIAL_TOKENS,
-    AssistantTurn,
-    CalledFunction,
-    ChatMessage,
     ChosenFunction,
     Effort,
     FunctionTool,
     LeftOutTool,
     ParallelToolUse,
-    ToolCall,
     ToolChoiceMode,
-    effort_arguments,
+    check_calls,
     is_of_assistant,
     known_or_left_out,
+    template_call,
+    template_message,
 )
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
@@ -85,7 +83,7 @@ class InputMessage(Body):
     status: Annotated[ItemStatus | None, _COMES_ALONG] = None
 
     def as_template_input(self) -> Message:
-        return ChatMessage(role=self.role, content=_joined(self.content)).as_template_input()
+        return template_message(self.role, _joined(self.content))
 
 
 class WrittenMessage(Written):
@@ -96,7 +94,7 @@ class WrittenMessage(Written):
     content: str | list[Part]
 
     def as_template_input(self) -> Message:
-        return AssistantTurn(role="assistant", content=_joined(self.content)).as_template_input()
+        return template_message("assistant", _joined(self.content))
 
 
 class ReasoningText(Written):
@@ -128,10 +126,8 @@ class InputCall(Written, refuses=("namespace",)):
         None, alias="async"
     )
 
-    def as_template_input(self) -> dict[str, Any]:
-        """See `ToolCall`."""
-        function = CalledFunction(name=self.name, arguments=self.arguments)
-        return ToolCall(id=self.call_id, function=function).as_template_input()
+    def as_template_input(self) -> Message:
+        return template_message("assistant", "", tool_calls=[template_call(self.call_id, self.name, self.arguments)])
 
 
 class InputCallOutput(Body, refuses=("namespace",)):
@@ -146,7 +142,7 @@ class InputCallOutput(Body, refuses=("namespace",)):
     caller: _Caller = None
 
     def as_template_input(self) -> Message:
-        return ChatMessage(role="tool", content=_joined(self.output), tool_call_id=self.call_id).as_template_input()
+        return template_message("tool", _joined(self.output), tool_call_id=self.call_id)
 
 
 Item = InputMessage | WrittenMessage | Reasoning | InputCall | InputCallOutput
@@ -178,27 +174,20 @@ def template_messages(items: Sequence[Item], earlier: Sequence[Message] = ()) ->
     `earlier`: messages of the same conversation, which come first. InvalidRequest if an output answers no earlier call.
     """
     messages = list(earlier)
-    known_calls = {call["id"] for message in earlier for call in message.get("tool_calls", ())}
     reasoning = ""
     for item in items:
-        match item:
-            case Reasoning():
-                reasoning = item.text
-                continue
-            case InputCall():
-                known_calls.add(item.call_id)
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(item.as_template_input())
-            case InputCallOutput() if item.call_id not in known_calls:
-                raise InvalidRequest(
-                    f"input: no function_call with call_id {item.call_id!r} precedes its output", "input"
-                )
-            case _:
-                messages.append(item.as_template_input())
+        if isinstance(item, Reasoning):
+            reasoning = item.text
+            continue
+        message = item.as_template_input()
+        if isinstance(item, InputCall) and messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
+        else:
+            messages.append(message)
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + reasoning
         reasoning = ""
+    check_calls(messages, "input: no function_call with call_id {!r} precedes its output")
     return messages
 
 
@@ -252,7 +241,6 @@ class ResponsesRequest(
         description="what the user says, or items: message, function_call, function_call_output"
     )
     instructions: str | None = Field(None, description="a system message before all others")
-    stream_options: ResponseStreamOptions | None = Field(None, description="only with stream")
     max_output_tokens: StrictInt | None = Field(
         None, ge=1, description="most new tokens; the room in the slot also bounds it"
     )
@@ -272,7 +260,6 @@ class ResponsesRequest(
         None, description="whether to call a tool, or which; required and named calls are enforced token by token"
     )
     reasoning: ReasoningOptions | None = Field(None, description="for models that think before they answer")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
     parse_special_tokens: StrictBool | None = PARSE_SPECIAL_TOKENS
     truncation: Annotated[
         Literal["auto", "disabled"] | None, only("disabled", "leave out of input what the model may forget")
@@ -299,13 +286,12 @@ class ResponsesRequest(
         return include
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed with stream: true", "stream_options")
+    def _check_top_logprobs(self) -> Self:
         if self.top_logprobs and not self.has_logprobs:
             raise InvalidRequest(f'top_logprobs is only allowed with include: ["{LOGPROBS}"]', "top_logprobs")
         return self
 
+    effort_field = "reasoning.effort"
     _earlier: list[Message] = PrivateAttr(default_factory=list)
 
     def going_on_with(self, earlier: list[Message]) -> Self:
@@ -316,7 +302,6 @@ class ResponsesRequest(
 
     @property
     def field_names(self) -> dict[str, str]:
-        """See `ChatCompletionRequest`, as for all that follows."""
         return {"messages": "input", "max_tokens": "max_output_tokens"}
 
     @property
@@ -337,20 +322,12 @@ class ResponsesRequest(
             return [*self._earlier, {"role": "user", "content": self.input}]
         return template_messages(self.input, self._earlier)
 
-    def chat_options(self, shows_tools: bool = True) -> ChatOptions:
-        return ChatOptions(
-            tools=[tool.as_template_input() for tool in self.callable_tools] if shows_tools else [],
-            template_arguments=effort_arguments(self.effort) | (self.chat_template_kwargs or {}),
-            parse_special_tokens=bool(self.parse_special_tokens),
-        )
+    def chat_options(self) -> ChatOptions:
+        return replace(super().chat_options(), parse_special_tokens=bool(self.parse_special_tokens))
 
     @property
     def effort(self) -> Effort | None:
         return None if self.reasoning is None else self.reasoning.effort
-
-    @property
-    def effort_field(self) -> str:
-        return "reasoning.effort"
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         return self.sampling_params(

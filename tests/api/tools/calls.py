@@ -1,7 +1,7 @@
 """What tests of calls share: functions and the text of their calls, reading such a text, and driving a grammar."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 import chairlift
 from chairlift.api.tools import AnswerReader, ToolFamily
+from chairlift.api.tools.formats import Schemas
 from chairlift.api.tools.grammars import FunctionSpec
 from chairlift.api.tools.text import CallPiece, ContentPiece, Piece
 
@@ -24,35 +25,10 @@ _BUNDLED = Path(chairlift.__file__).parent / "models/bundled/tokenizer.json"
 
 # Tokens of real vocabularies that reach over the seams between a grammar's parts.
 _LONG_TOKENS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<tool",
-        "_call",
-        ">\\n",
-        '{"',
-        '"name',
-        '":',
-        '": "',
-        '": {"',
-        '", "',
-        '"}',
-        "}}",
-    ),
-    *(
-        "}}\\n",
-        "}\\n</",
-        "}}\\n</tool_call>",
-        "}; ",
-        '}}; {"',
-        '{"name": "',
-        "arguments",
-        "parameters",
-        "weather",
-        ", ",
-    ),
-    *("</parameter>\\n", "<parameter=", "</function>", "[TOOL_CALLS]", "[ARGS]", "city=", "="),
-    *("text ", " <", '"city": "', " [", "]}", "null", "12", "true", " {}"),
+    *("<tool_call>", "</tool_call>", "<tool", "_call>", ">\\n", '{"', '"name', '":', '": "', '": {"', '", "', '"}'),
+    *("}}", "}}\\n", "}\\n</", "}}\\n</tool_call>", "}; ", '}}; {"', '{"name": "', "arguments", "parameters", ", "),
+    *("weather", "</parameter>\\n", "<parameter=", "</function>", "[TOOL_CALLS]", "[ARGS]", "city=", "=", "text "),
+    *(" <", '"city": "', " [", "]}", "null", "12", "true", " {}"),
 ]
 
 _END = "</parameter>"  # what ends a free text by itself
@@ -229,11 +205,16 @@ class Call:
     arguments: str
 
 
+NO_SCHEMAS: Schemas = {}
+Table = Mapping[str, Sequence[str | Call]]
+"""By text: what is read out of it, content and calls in order."""
+
+
 def read(family: ToolFamily, texts: Iterable[str], max_calls: int | None = None) -> list[Piece]:
     """All pieces, as they came."""
     parser = AnswerReader(family, max_calls)
     pieces = [piece for text in texts for piece in parser.push(text)]
-    return pieces + parser.finish()
+    return pieces + parser.push("", is_last=True)
 
 
 def assert_streams(reader: AnswerReader, *steps: tuple[str, list[Piece]]) -> None:
@@ -262,6 +243,20 @@ def joined(pieces: Sequence[Piece]) -> list[str | Call]:
                 num_calls += 1
                 items.append(Call(name, arguments))
     return items
+
+
+def every_split(
+    family: ToolFamily, text: str, max_calls: int | None = None, schemas: Schemas = NO_SCHEMAS
+) -> list[str | Call]:
+    """What is read, whole or cut in two anywhere or in single characters: always the same."""
+    ways = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
+    results = []
+    for texts in ways:
+        reader = AnswerReader(family, max_calls, schemas)
+        pieces = [piece for each in texts for piece in reader.push(each)]
+        results.append(joined(pieces + reader.push("", is_last=True)))
+    assert all(each == results[0] for each in results)
+    return results[0]
 
 
 def read_whole(family: ToolFamily, text: str, max_calls: int | None = None) -> list[str | Call]:

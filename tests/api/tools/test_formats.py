@@ -1,4 +1,4 @@
-"""Formats by name and by chat template, thoughts before an answer, and calls that are not JSON."""
+"""Formats by name and by chat template, thoughts before an answer, and calls that are code."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ from chairlift.api.tools import (
 )
 from chairlift.api.tools.grammars import FunctionSpec, forced_calls_grammar
 from chairlift.api.tools.text import CallPiece, ContentPiece, ReasoningPiece
-from tests.api.tools.calls import Call, assert_streams, joined, read_whole
+from tests.api.tools.calls import Call, Table, assert_streams, every_split, joined
 
 QWEN = r"""{{- "\n\nFor each function call, return a json object with function name and arguments within
 <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n
@@ -85,7 +85,7 @@ MAY_BEGIN, HAS_BEGUN = Thoughts("<think>", "</think>", False), Thoughts("<think>
 def told(thoughts: Thoughts, texts: list[str], family: ToolFamily | None = None) -> tuple[str, str, list[str]]:
     """Reasoning, content, and the names of calls. Reasoning comes before all else."""
     reader = AnswerReader(family, thoughts=thoughts)
-    pieces = [piece for text in texts for piece in reader.push(text)] + reader.finish()
+    pieces = [piece for text in texts for piece in reader.push(text)] + reader.push("", is_last=True)
     kinds = [isinstance(piece, ReasoningPiece) for piece in pieces]
     assert kinds == sorted(kinds, reverse=True)
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
@@ -141,10 +141,10 @@ def test_thoughts_stream_at_once() -> None:
     )
 
 
-# --- Mistral, Qwen3-Coder, Python
+# --- Qwen3-Coder, Python
 
 
-MISTRAL_CALLS, CODER, PYTHONIC = ToolFamily.MISTRAL, ToolFamily.QWEN3_CODER, ToolFamily.PYTHONIC
+CODER, PYTHONIC = ToolFamily.QWEN3_CODER, ToolFamily.PYTHONIC
 
 SCHEMAS = {
     "f": {
@@ -159,54 +159,7 @@ SCHEMAS = {
     }
 }
 
-F = Call("f", '{"a": 1}')
-
-
-def every_split(family: ToolFamily, text: str, max_calls: int | None = None) -> list[str | Call]:
-    """What is read, whole or cut in two anywhere or in single characters: always the same."""
-    ways = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
-    results = []
-    for pieces in ways:
-        reader = AnswerReader(family, max_calls, SCHEMAS)
-        results.append(joined([piece for each in pieces for piece in reader.push(each)] + reader.finish()))
-    assert all(each == results[0] for each in results)
-    return results[0]
-
-
-# --- Mistral
-
-
-@pytest.mark.parametrize(
-    ("text", "items"),
-    [
-        ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', [F]),
-        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "x"}, {"name": "g", "arguments": {}}]', ["F", "G"]),
-        ('[TOOL_CALLS][{"arguments": {"a": 1}, "name": "f"}]', [F]),
-        ('[TOOL_CALLS]f[ARGS]{"a": 1}', [F]),
-        ('[TOOL_CALLS]f[CALL_ID]x1y2[ARGS]{"a": 1}', [F]),
-        ('[TOOL_CALLS]f{"a": 1}', [F]),
-        ('Well.\n[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', ["Well.", "F", "G"]),
-        ('[TOOL_CALLS]f[ARGS]{"a": 1} and more', [F, " and more"]),
-        ('[TOOL_CALLS]f[ARGS]{"a": ?}[TOOL_CALLS]g[ARGS]{}', [Call("f", '{"a": ?}'), "G"]),
-        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, oops]', [F, ", oops]"]),
-        ("[TOOL_CALLS]", ["[TOOL_CALLS]"]),
-        ("[TOOL_CALLS] I see", ["[TOOL_CALLS] I see"]),
-        ("[TOOL_CALLS][1, 2]", ["[TOOL_CALLS][1, 2]"]),
-        ('[TOOL_CALLS][{"name": "f", "argum', ['[TOOL_CALLS][{"name": "f", "argum']),
-        ('[TOOL_CALLS]f[ARGS]{"a": "b', [Call("f", '{"a": "b')]),
-    ],
-)
-def test_mistral_writes_a_list_or_names_with_arguments(text: str, items: list[str | Call]) -> None:
-    calls = {"F": F, "G": Call("g", "{}")}
-    assert every_split(MISTRAL_CALLS, text) == [calls.get(str(item), item) for item in items]
-
-
-def test_a_list_ends_with_the_last_wanted_call() -> None:
-    text = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}] more'
-    assert every_split(MISTRAL_CALLS, text, max_calls=1) == [F]
-
-
-# --- Qwen3-Coder
+F, G = Call("f", '{"a": 1}'), Call("g", "{}")
 
 
 def element(key: str, value: str) -> str:
@@ -217,10 +170,12 @@ def coder_call(*elements: str, name: str = "f") -> str:
     return f"<tool_call>\n<function={name}>\n{''.join(elements)}</function>\n</tool_call>"
 
 
+CODER_F = coder_call(element("a", "1"))
+
+
 @pytest.mark.parametrize(
     ("key", "written", "value"),
     [
-        ("text", "hello", "hello"),
         ("text", "5", "5"),
         ("text", '"quoted"\n  <b>\\ é', '"quoted"\n  <b>\\ é'),
         ("text", "\n  indented\n", "\n  indented\n"),
@@ -240,74 +195,14 @@ def coder_call(*elements: str, name: str = "f") -> str:
     ],
 )
 def test_values_of_elements_are_of_the_types_of_the_schema(key: str, written: str, value: object) -> None:
-    (call,) = every_split(CODER, coder_call(element(key, written)))
+    (call,) = every_split(CODER, coder_call(element(key, written)), schemas=SCHEMAS)
     assert isinstance(call, Call)
     assert json.loads(call.arguments) == {key: value}
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [
-        {"properties": 5},
-        {"properties": {"a": 5}},
-        {"properties": {"a": {"type": 5, "enum": 5, "anyOf": 5, "oneOf": [5, None]}}, "required": 5},
-        {"properties": {"a": {"type": [{}], "anyOf": [{"type": "integer"}]}}},
-    ],
-)
-def test_a_schema_that_is_none_does_no_harm(parameters: dict[str, Any]) -> None:
-    reader = AnswerReader(CODER, None, {"f": parameters})
-    assert joined(reader.push(coder_call(element("a", "1")), is_last=True)) == [F]
-    for family in (CODER, PYTHONIC):
-        assert forced_calls_grammar(family, [FunctionSpec("f", parameters, True, None)], True, {})
-
-
-@pytest.mark.parametrize(
-    ("text", "items"),
-    [
-        (coder_call(element("a", "1")), [F]),
-        (coder_call(), [Call("f", "{}")]),
-        ("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", [F]),
-        (f"Well.\n{coder_call(element('a', '1'))}\n{coder_call(name='g')}", ["Well.", F, Call("g", "{}")]),
-        ("Well. <function=f><parameter=a>1</parameter></function>", ["Well.", F]),
-        (
-            coder_call(element("a", "1"), element("text", "x")),
-            [Call("f", '{"a": 1, "text": "x"}')],
-        ),
-        ("<tool_call>\n<function=f>\n<parameter=text>\nhel", [Call("f", '{"text": "hel')]),
-        ("<tool_call>\n<function=f>\n<parameter=a>\n[1, ", [Call("f", '{"a": [1,')]),
-        (f"<tool_call><function=f>{element('a', '1')}oops", [F, "\noops"]),
-        ("<tool_call>oops</tool_call>", ["<tool_call>oops</tool_call>"]),
-        ("<tool_call><function=f>oops", ["<tool_call><function=f>oops"]),
-        ("<tool_call>\n<functio", ["<tool_call>\n<functio"]),
-    ],
-)
-def test_elements_are_calls(text: str, items: list[str | Call]) -> None:
-    assert every_split(CODER, text) == items
-
-
-def test_text_of_an_element_streams_while_it_is_written() -> None:
-    assert_streams(
-        AnswerReader(CODER, None, SCHEMAS),
-        ("Well. \n<tool", [ContentPiece("Well.")]),
-        ("_call>\n<function=f>\n", []),
-        ("<parameter=text>", [CallPiece(0, "f", ""), CallPiece(0, None, '{"text": ')]),
-        ('\nsay "a', [CallPiece(0, None, '"'), CallPiece(0, None, 'say \\"a')]),
-        ("b\n</par", [CallPiece(0, None, "b")]),
-        ("agraph>\n", [CallPiece(0, None, "\\n</paragraph>")]),
-        ("</parameter>\n", [CallPiece(0, None, '"')]),
-        ("<parameter=n>\n1", [CallPiece(0, None, ', "n": ')]),
-        ("2\n</parameter>", [CallPiece(0, None, "12")]),
-        ("</function></tool_call>", [CallPiece(0, None, "}")]),
-    )
-
-
-# --- Python
-
-
-@pytest.mark.parametrize(
     ("written", "value"),
     [
-        ("1", 1),
         ("-1.5e3", -1500.0),
         ("True", True),
         ("true", True),
@@ -332,31 +227,71 @@ def test_python_literals_become_json_and_anything_else_text(written: str, value:
 
 
 @pytest.mark.parametrize(
-    ("text", "items"),
+    "parameters",
     [
-        ("[f(a=1)]", [F]),
-        (" [ f ( a = 1 , ) ]\n", [F]),
-        ('[f(a=1, b="x"), g()]', [Call("f", '{"a": 1, "b": "x"}'), Call("g", "{}")]),
-        ("<|python_start|>[f(a=1)]<|python_end|>", [F]),
-        ("Well. <|python_start|>[f(a=1)]<|python_end|>", ["Well. ", F]),
-        ("[f(a=1)] and more", [F, " and more"]),
-        ("[f(a=1), oops]", [F, ", oops]"]),
-        ("[f(a=1", [Call("f", '{"a": 1')]),
-        ('[f(a="Ro', [Call("f", '{"a": "Ro')]),
-        ("[f(a=1]", [F]),
-        ("Well: [f(a=1)]", ["Well: [f(a=1)]"]),
-        ("[1, 2]", ["[1, 2]"]),
-        ("[a link](http://x)", ["[a link](http://x)"]),
-        ("[f(1)]", ["[f(1)]"]),
-        ("[f(", ["[f("]),
-        ("[", ["["]),
+        {"properties": 5},
+        {"properties": {"a": 5}},
+        {"properties": {"a": {"type": 5, "enum": 5, "anyOf": 5, "oneOf": [5, None]}}, "required": 5},
+        {"properties": {"a": {"type": [{}], "anyOf": [{"type": "integer"}]}}},
     ],
 )
-def test_a_list_of_python_calls_is_calls(text: str, items: list[str | Call]) -> None:
-    assert every_split(PYTHONIC, text) == items
+def test_a_schema_that_is_none_does_no_harm(parameters: dict[str, Any]) -> None:
+    reader = AnswerReader(CODER, None, {"f": parameters})
+    assert joined(reader.push(CODER_F, is_last=True)) == [F]
+    for family in (CODER, PYTHONIC):
+        assert forced_calls_grammar(family, [FunctionSpec("f", parameters, True, None)], True, {})
 
 
-def test_arguments_of_a_python_call_stream_one_by_one() -> None:
+ANSWERS: dict[ToolFamily, Table] = {
+    CODER: {
+        coder_call(): [Call("f", "{}")],
+        "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>": [F],
+        f"Well.\n{CODER_F}\n{coder_call(name='g')}": ["Well.", F, G],
+        "Well. <function=f><parameter=a>1</parameter></function>": ["Well.", F],
+        coder_call(element("a", "1"), element("text", "x")): [Call("f", '{"a": 1, "text": "x"}')],
+        "<tool_call>\n<function=f>\n<parameter=text>\nhel": [Call("f", '{"text": "hel')],
+        "<tool_call>\n<function=f>\n<parameter=a>\n[1, ": [Call("f", '{"a": [1,')],
+        f"<tool_call><function=f>{element('a', '1')}oops": [F, "\noops"],
+        "<tool_call>oops</tool_call>": ["<tool_call>oops</tool_call>"],
+        "<tool_call><function=f>oops": ["<tool_call><function=f>oops"],
+        "<tool_call>\n<functio": ["<tool_call>\n<functio"],
+    },
+    PYTHONIC: {
+        " [ f ( a = 1 , ) ]\n": [F],
+        '[f(a=1, b="x"), g()]': [Call("f", '{"a": 1, "b": "x"}'), G],
+        "<|python_start|>[f(a=1)]<|python_end|>": [F],
+        "Well. <|python_start|>[f(a=1)]<|python_end|>": ["Well. ", F],
+        "[f(a=1)] and more": [F, " and more"],
+        "[f(a=1), oops]": [F, ", oops]"],
+        "[f(a=1": [Call("f", '{"a": 1')],
+        '[f(a="Ro': [Call("f", '{"a": "Ro')],
+        "[f(a=1]": [F],
+        **{text: [text] for text in ("Well: [f(a=1)]", "[1, 2]", "[a link](http://x)", "[f(1)]", "[f(", "[")},
+    },
+}
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_calls_are_elements_or_a_list_of_python_calls(family: ToolFamily) -> None:
+    assert {text: every_split(family, text, schemas=SCHEMAS) for text in ANSWERS[family]} == ANSWERS[family]
+    text = {CODER: CODER_F * 2, PYTHONIC: "[f(a=1), f(a=1)] more"}[family]
+    assert every_split(family, text, max_calls=1) == [F]
+
+
+def test_text_of_an_element_streams_while_it_is_written_and_arguments_of_a_python_call_one_by_one() -> None:
+    assert_streams(
+        AnswerReader(CODER, None, SCHEMAS),
+        ("Well. \n<tool", [ContentPiece("Well.")]),
+        ("_call>\n<function=f>\n", []),
+        ("<parameter=text>", [CallPiece(0, "f", ""), CallPiece(0, None, '{"text": ')]),
+        ('\nsay "a', [CallPiece(0, None, '"'), CallPiece(0, None, 'say \\"a')]),
+        ("b\n</par", [CallPiece(0, None, "b")]),
+        ("agraph>\n", [CallPiece(0, None, "\\n</paragraph>")]),
+        ("</parameter>\n", [CallPiece(0, None, '"')]),
+        ("<parameter=n>\n1", [CallPiece(0, None, ', "n": ')]),
+        ("2\n</parameter>", [CallPiece(0, None, "12")]),
+        ("</function></tool_call>", [CallPiece(0, None, "}")]),
+    )
     assert_streams(
         AnswerReader(PYTHONIC),
         ("[weather(city", []),
@@ -366,8 +301,3 @@ def test_arguments_of_a_python_call_stream_one_by_one() -> None:
         ("ys=3", [CallPiece(0, None, ', "days": ')]),
         (")]", [CallPiece(0, None, "3"), CallPiece(0, None, "}")]),
     )
-
-
-def test_calls_beyond_the_last_wanted_one_are_dropped() -> None:
-    assert read_whole(PYTHONIC, "[f(a=1), f(a=1)] more", max_calls=1) == [F]
-    assert read_whole(CODER, coder_call(element("a", "1")) * 2, max_calls=1) == [F]

@@ -16,28 +16,11 @@ FAMILIES = pytest.mark.parametrize("family", list(ToolFamily))
 # Everything that some state of a parser looks out for, whole and in halves, and calls of every kind.
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<tool", "_call>", "</tool_c", "<", "</", "<|python_tag|>", "<|py", "thon_tag|>"),
-    *(
-        '{"name": "f", "arguments": ',
-        '{"name": "g", "parameters":',
-        '{"name": "h"',
-        ', "arguments": ',
-        '{"arguments": {}',
-    ),
-    *('{"a": "b\\"}', "{}", "}", "{", '"', "\\", '\\"', ":", ",", ";", "; ", "[1, 2", "]", "null", "12", "x", "é"),
-    *(" ", "\n", " \n ", "\u00a0", "text", "?", "'"),
-    *(
-        "[TOOL_CALLS]",
-        "[TOOL",
-        "[ARGS]",
-        "[",
-        "f[ARGS]{",
-        "[{",
-        "<function=f>",
-        "<parameter=a>",
-        "</parameter>",
-        "</function>",
-    ),
-    *("[f(", "a=", "b='x\\'", "g(", "(", ")", ")]", "<|python_start|>", "<|python_end|>", "<parameter", "</func"),
+    *('{"name": "f", "arguments": ', '{"name": "g", "parameters":', '{"name": "h"', ', "arguments": '),
+    *('{"arguments": {}', '{"a": "b\\"}', "{}", "}", "{", '"', "\\", '\\"', ":", ",", ";", "; ", "[1, 2", "]", "null"),
+    *("12", "x", "é", " ", "\n", " \n ", "\u00a0", "text", "?", "'", "[TOOL_CALLS]", "[TOOL", "[ARGS]", "[", "[{"),
+    *("f[ARGS]{", "<function=f>", "<parameter=a>", "</parameter>", "</function>", "<parameter", "</func"),
+    *("[f(", "a=", "b='x\\'", "g(", "(", ")", ")]", "<|python_start|>", "<|python_end|>"),
     *('"name": "k"', '{"name": "s", "arguments": "{\\"a\\": 1}"}', '{"arguments": {"b": [2]}, "name": "r"}'),
     *('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', '{"name": "f", "parameters": {"a": {}}}; '),
 ]

@@ -1,6 +1,6 @@
 """The seams between processes: an engine here, and its readers, API workers, at the other ends of sockets.
 
-    worker: AsyncLLM -> Link  === Unix socket ===  Line -> Port -> EngineThread: the engine's process
+    worker: AsyncLLM -> Link  === Unix socket ===  Line -> Port -> LocalEngine: the engine's process
 
 `Link` is an `Engine` to the worker, and `Line` a reader to the engine; `wire.py` says how they talk. One update at a
 time is under way to a worker, the next when it has taken that; what comes meanwhile gathers in the port.
@@ -13,18 +13,17 @@ import asyncio
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NoReturn
 
 from chairlift.config import ResolvedConfig
-from chairlift.engine.async_llm import AsyncLLM
+from chairlift.engine.async_llm import AsyncLLM, call_if_open
 from chairlift.engine.journal import EngineStats
 from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.thread import Abort, Add, Call, Command, Leave, LocalEngine, Taken, Update, describe_death
 from chairlift.engine.wire import PackedUpdate, Peer, Service
-from chairlift.errors import EngineClosed, EngineDead
+from chairlift.errors import EngineDead
 from chairlift.params import StructuredOutputs
 from chairlift.scheduler import Grammar, Request
 
@@ -74,7 +73,6 @@ class Link(Peer):
         self._is_told = False
         self._serials = count(1)
         self._names: dict[int, str] = {}  # of sequences, by number
-        self._numbers_of: dict[str, int] = {}  # and the other way
 
     @property
     def is_alive(self) -> bool:
@@ -87,7 +85,6 @@ class Link(Peer):
         match command:
             case Add():
                 numbers = {request.request_id: next(self._serials) for request in command.requests}
-                self._numbers_of |= numbers
                 self._names |= {number: name for name, number in numbers.items()}
                 self.post(_NumberedAdd(command.requests, numbers))
             case Abort():
@@ -104,10 +101,7 @@ class Link(Peer):
         if packed is None:
             return Update()
         self.post(Taken())
-        update = packed.unpack(self._names)
-        for name in packed.ended:
-            del self._names[self._numbers_of.pop(name)]
-        return update
+        return packed.unpack(self._names)
 
     def read_stats(self) -> EngineStats:
         return self.stats
@@ -143,31 +137,19 @@ class _Grammars:
 
     def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[EnginesGrammar]":
         """On the event loop. The engine keeps it for as long as the result is there."""
-        compiled: Future[EnginesGrammar] = Future()
-        loop = asyncio.get_running_loop()
+        return asyncio.run_coroutine_threadsafe(self._compile(outputs, thinking), asyncio.get_running_loop())
 
-        def keep(done: "asyncio.Future[int]") -> None:
-            if done.cancelled() or (problem := done.exception()) is not None:
-                compiled.set_exception(EngineClosed("cancelled") if done.cancelled() else problem)
-                return
-            grammar = EnginesGrammar(done.result())
-            weakref.finalize(grammar, _call_in, loop, self._link.post, _Release(grammar.number)).atexit = False
-            compiled.set_result(grammar)
-
-        self._link.ask("compile", outputs, thinking).add_done_callback(keep)
-        return compiled
+    async def _compile(self, outputs: StructuredOutputs, thinking: Thinking | None) -> EnginesGrammar:
+        grammar = EnginesGrammar(await self._link.ask("compile", outputs, thinking))
+        release = call_if_open, asyncio.get_running_loop(), self._link.post, _Release(grammar.number)
+        weakref.finalize(grammar, *release).atexit = False
+        return grammar
 
     def starter(self, compiled: EnginesGrammar) -> EnginesGrammar:
         return compiled
 
     def close(self) -> None:
         """Nothing: it is the engine's."""
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
-    """From any thread."""
-    with suppress(RuntimeError):  # the loop was closed meanwhile
-        loop.call_soon_threadsafe(function, *args)
 
 
 # --- the engine's end
@@ -188,7 +170,7 @@ class Line(Peer):
         self._is_full = False  # an update is under way
         engine = llm.usable_engine()
         assert isinstance(engine, LocalEngine), "the other way is a link"
-        self._port = engine.connect(lambda: _call_in(loop, self._flush))
+        self._port = engine.connect(lambda: call_if_open(loop, self._flush))
 
     def tell_death(self, death: BaseException) -> None:
         """Of which a thread that hangs says nothing."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, cast
 
-from chairlift.engine.thread import Rejection, Update, describe_death
+from chairlift.engine.thread import Update, describe_death
 from chairlift.errors import ChairliftError, EngineClosed, EngineDead, RequestFailed
 from chairlift.scheduler import TokenEvent
 
@@ -54,37 +54,29 @@ class PackedUpdate:
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
     tokens: "array[int]" = field(default_factory=lambda: array("I"))  # of all events, one after the other
     others: list[TokenEvent] = field(default_factory=list)
-    rejections: list[Rejection] = field(default_factory=list)
     death: EngineDead | None = None
 
     @classmethod
     def of(cls, update: Update, numbers: dict[str, int]) -> "PackedUpdate":
-        """`numbers`: of sequences; those that end are removed."""
-        packed = cls(rejections=update.rejections)
+        """`numbers`: of sequences; one that ends is removed."""
+        packed = cls()
         if update.death is not None:
             packed.death = EngineDead(describe_death(update.death))
         for event in update.events:
+            packed.numbers.append(numbers[event.request_id])
             if _is_plain(event):
-                packed.numbers.append(numbers[event.request_id])
                 packed.counts.append(len(event.new_token_ids))
                 packed.seconds.append(event.token_seconds or 0.0)
                 packed.tokens.extend(event.new_token_ids)
             else:
-                packed.numbers.append(0)
                 packed.counts.append(0)
                 packed.others.append(event)
-        for name in packed.ended:
-            del numbers[name]
+                if event.finish_reason is not None:
+                    del numbers[event.request_id]
         return packed
 
-    @property
-    def ended(self) -> list[str]:
-        """Sequences of which there will be no more news."""
-        rejected = [name for rejection in self.rejections for name in rejection.request_ids]
-        return rejected + [event.request_id for event in self.others if event.finish_reason is not None]
-
     def unpack(self, names: dict[int, str]) -> Update:
-        """`names`: of sequences by their numbers; see `of`."""
+        """`names`: of sequences by their numbers; as for `of`."""
         events, others, tokens, end = list[TokenEvent](), iter(self.others), self.tokens.tolist(), 0
         seconds = iter(self.seconds)
         for number, num_tokens in zip(self.numbers, self.counts, strict=True):
@@ -93,7 +85,9 @@ class PackedUpdate:
                 events.append(TokenEvent(names[number], tokens[begin:end], None, token_seconds=next(seconds)))
             else:
                 events.append(next(others))
-        return Update(events, self.rejections, self.death)
+                if events[-1].finish_reason is not None:
+                    del names[number]
+        return Update(events, self.death)
 
 
 def _is_plain(event: TokenEvent) -> bool:
@@ -196,10 +190,7 @@ def read_message(connection: socket.socket) -> object:
 
 
 def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        piece = connection.recv(num_bytes - len(data))
-        if not piece:
-            raise EngineClosed(_GONE)
-        data += piece
+    data = connection.recv(num_bytes, socket.MSG_WAITALL)
+    if len(data) < num_bytes:
+        raise EngineClosed(_GONE)
     return data

@@ -64,7 +64,12 @@ ESTABLISHED = "01"
 def worker_of(response: httpx.Response) -> int:
     """The process that has the other end of its connection."""
     stream = response.extensions["network_stream"]
-    ends = [f"{stream.get_extra_info(name)[1]:04X}" for name in ("server_addr", "client_addr")]
+    return process_at(*(stream.get_extra_info(name)[1] for name in ("server_addr", "client_addr")))
+
+
+def process_at(port: int, of_client: int) -> int:
+    """The one that has the connection between these ports and accepted it."""
+    ends = [f"{port:04X}", f"{of_client:04X}"]
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     (inode,) = [line[9] for line in lines if [line[1][-4:], line[2][-4:], line[3]] == [*ends, ESTABLISHED]]
     for path in Path("/proc").glob("[0-9]*/fd/*"):

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 import chairlift
 from chairlift.api.telemetry import Observation, Outcome
 from chairlift.engine.async_llm import AsyncLLM
-from chairlift.engine.journal import TOKEN_COUNTS, WAIT_SECONDS, Distribution, EngineStats, Histogram, SlotState, Totals
+from chairlift.engine.journal import TOKEN_COUNTS, WAIT_SECONDS, EngineStats, Histogram, SlotState, Totals
 
 _CONFIG_FIELDS = (
     *("device", "dtype", "quantization", "attention_backend", "max_batch_size", "max_seq_len"),
@@ -79,7 +79,7 @@ _VLLM_COUNTERS: tuple[tuple[str, str, Callable[[Totals], int]], ...] = (
 )
 _VLLM_BLOCK = 16  # tokens. Our cache has no blocks; routers multiply by their number, and hash prompts in such pieces
 
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineStats], Distribution]], ...] = (
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineStats], Histogram]], ...] = (
     (
         "chairlift_step_duration_seconds",
         "Time of a step of the engine; a launch of several steps counts as several with equal shares.",
@@ -207,14 +207,12 @@ class Metrics(Collector):
         yield _histogram(
             "chairlift_request_duration_seconds",
             "Time from the headers of an HTTP request for tokens to the end of its reply, where all was generated.",
-            counts.request_seconds.read(),
+            counts.request_seconds,
         )
         yield _histogram(
-            "chairlift_request_prompt_tokens", "Length of a prompt that was continued.", counts.prompt_lengths.read()
+            "chairlift_request_prompt_tokens", "Length of a prompt that was continued.", counts.prompt_lengths
         )
-        yield _histogram(
-            "chairlift_request_generated_tokens", "Length of what was generated.", counts.output_lengths.read()
-        )
+        yield _histogram("chairlift_request_generated_tokens", "Length of what was generated.", counts.output_lengths)
         if self._has_vllm_names:
             yield from self._vllm_families(stats)
 
@@ -260,7 +258,7 @@ def _labelled(
     return family
 
 
-def _histogram(name: str, description: str, distribution: Distribution) -> Metric:
+def _histogram(name: str, description: str, distribution: Histogram) -> Metric:
     bounds = [str(float(bound)) for bound in distribution.bounds] + ["+Inf"]
     buckets = list(zip(bounds, distribution.cumulative, strict=True))
     return HistogramMetricFamily(name, description, buckets, distribution.sum)

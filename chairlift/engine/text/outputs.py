@@ -12,7 +12,7 @@ from chairlift.engine.sampling.token_rules import START
 from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.text.inputs import Generation, StopStrings
 from chairlift.engine.text.tokenizer import Tokenizer
-from chairlift.errors import RequestFailed, Unserved
+from chairlift.errors import RequestFailed
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from chairlift.scheduler import TokenEvent
 
@@ -96,14 +96,6 @@ def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]
 # --- stop strings
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """Text that may go out, and the stop string that was found right after it, if one was."""
-
-    text: str
-    stop: str | None
-
-
 class StopMatcher:
     """Finds stop strings across the pieces of a text, and holds back what might turn into one."""
 
@@ -113,13 +105,14 @@ class StopMatcher:
         self._state = START
         self._held = ""  # what the state stands for
 
-    def push(self, piece: str) -> StopMatch:
-        """The earliest stop string in the text so far ends it; otherwise all that cannot begin one goes out.
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Text that may go out, and the stop string that was found right after it, if one was.
 
-        Where several begin at the same place and are complete, the one that was named first counts.
+        The earliest stop string in the text so far ends it; otherwise all that cannot begin one goes out. Where several
+        begin at the same place and are complete, the one that was named first counts.
         """
         if not self._stops:
-            return StopMatch(piece, None)
+            return piece, None
         text = self._held + piece
         match = self._find(text)
         if match is not None:
@@ -127,14 +120,14 @@ class StopMatcher:
             return match
         num_out = len(text) - self._automaton.depth(self._state)
         self._held = text[num_out:]
-        return StopMatch(text[:num_out], None)
+        return text[:num_out], None
 
     def finish(self) -> str:
         """What was held back: it did not turn into a stop string."""
         held, self._state, self._held = self._held, START, ""
         return held
 
-    def _find(self, text: str) -> StopMatch | None:
+    def _find(self, text: str) -> tuple[str, str] | None:
         """Takes the text behind what is held."""
         automaton, state = self._automaton, self._state
         best: tuple[int, int] | None = None  # where it begins, and its place in the list
@@ -147,7 +140,7 @@ class StopMatcher:
             if best is not None and end - automaton.depth(state) > best[0]:
                 break  # what is still to come begins later
         self._state = state
-        return None if best is None else StopMatch(text[: best[0]], self._stops[best[1]])
+        return None if best is None else (text[: best[0]], self._stops[best[1]])
 
 
 # --- outputs
@@ -213,12 +206,12 @@ class _Choice:
             return False
         self._num_decoded += len(piece)
         may_end = len(self.output.token_ids) > self._params.min_tokens
-        match = self._matcher.push(piece) if may_end else StopMatch(piece, None)
-        self.output.text += match.text
-        is_over = self._watcher is not None and self._watcher.push(match.text)
-        if not may_end or (match.stop is None and not is_over):
+        text, stop = self._matcher.push(piece) if may_end else (piece, None)
+        self.output.text += text
+        is_over = self._watcher is not None and self._watcher.push(text)
+        if not may_end or (stop is None and not is_over):
             return False
-        self.output.stop_reason = match.stop
+        self.output.stop_reason = stop
         self.output.finish_reason = FinishReason.STOP
         return True
 
@@ -275,9 +268,9 @@ class GenerationState:
 class Delivery:
     """What a batch of events did."""
 
-    changed: list[GenerationState]
-    to_abort: list[str]  # sequences that the engine should stop computing
-    failed: dict[GenerationState, RequestFailed | Unserved] = field(default_factory=dict)  # how generations end
+    changed: dict[GenerationState, None] = field(default_factory=dict)  # in order, each once
+    to_abort: list[str] = field(default_factory=list)  # sequences that the engine should stop computing
+    failed: dict[GenerationState, Exception] = field(default_factory=dict)  # how generations end
 
 
 class OutputProcessor:
@@ -294,11 +287,6 @@ class OutputProcessor:
             self._routes[request.request_id] = (state, index)
         return state
 
-    def state_of(self, request_id: str) -> GenerationState | None:
-        """The generation that a sequence belongs to; None if it is no longer followed."""
-        state, _ = self._routes.get(request_id, (None, 0))
-        return state
-
     def close(self, state: GenerationState) -> None:
         """Stops following it; events that still come are dropped."""
         for request in state.generation.requests:
@@ -306,13 +294,12 @@ class OutputProcessor:
 
     def process(self, events: Iterable[TokenEvent]) -> Delivery:
         """Routes one step's events."""
-        changed: dict[GenerationState, None] = {}
-        delivery = Delivery([], [])
+        delivery = Delivery()
         for event in events:
             if event.request_id not in self._routes:
                 continue
             state, index = self._routes[event.request_id]
-            changed[state] = None
+            delivery.changed[state] = None
             try:
                 if state.take(index, event):
                     delivery.to_abort.append(event.request_id)
@@ -322,5 +309,4 @@ class OutputProcessor:
                 delivery.to_abort.extend(state.unfinished_ids)
             if event.rejection is not None:
                 delivery.failed[state] = event.rejection
-        delivery.changed.extend(changed)
         return delivery

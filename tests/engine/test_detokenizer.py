@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chairlift import SamplingParams
+from chairlift.engine.text.detokenizer import Detokenizer
 from chairlift.engine.text.inputs import InputProcessor
-from chairlift.engine.text.outputs import Detokenizer
 from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
 from chairlift.models.checkpoint import find_model
 from tests.engine.support import END_TOKEN, VOCAB_SIZE, make_tiny_checkpoint, resolved_config

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from chairlift import SamplingParams
-from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, StopStrings, TextOptions
+from chairlift.engine.text.detokenizer import StopStrings
+from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, TextOptions
 from chairlift.engine.text.outputs import Delivery, GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.params import CompletionOutput, FinishReason, Logprob

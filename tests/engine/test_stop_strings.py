@@ -13,8 +13,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from chairlift import SamplingParams
-from chairlift.engine.text.inputs import Generation, StopStrings
-from chairlift.engine.text.outputs import Detokenizer, OutputProcessor, StopMatcher
+from chairlift.engine.text.detokenizer import Detokenizer, StopMatcher, StopStrings
+from chairlift.engine.text.inputs import Generation
+from chairlift.engine.text.outputs import OutputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.params import CompletionOutput, FinishReason
 from chairlift.scheduler import Request, TokenEvent

@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
+from chairlift.engine.process import PackedUpdate
 from chairlift.engine.thread import Update
-from chairlift.engine.wire import PackedUpdate
 from chairlift.errors import (
     CacheFull,
     ChairliftError,

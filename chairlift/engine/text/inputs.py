@@ -13,7 +13,8 @@ from itertools import count
 from typing import Any, Protocol
 
 from chairlift.config import GenerationDefaults, ResolvedConfig
-from chairlift.engine.sampling.token_rules import Automaton, PatternWatch, RuleFilter, TokenRules, compile_rules
+from chairlift.engine.sampling.token_rules import PatternWatch, RuleFilter, TokenRules, compile_rules
+from chairlift.engine.text.detokenizer import StopStrings
 from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.tokenizer import (
     ChatOptions,
@@ -39,14 +40,6 @@ MAX_TOKENIZED = 2**19
 _TOOLS_PER_MESSAGES = 4  # templates may show little of a tool, so tools may be so many times as long as messages
 _MIN_TOOL_CHARACTERS = 2**18
 _NUM_PREPARED = 4
-
-
-class StopStrings:
-    """The stop strings of a request: prepared once, off the event loop, for all of its choices."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
-        self.automaton = Automaton([list(map(ord, stop)) for stop in stops])
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,8 +323,8 @@ class _Grammars:
 
     async def _compile(self, outputs: StructuredOutputs, thinking: Thinking | None) -> EnginesGrammar:
         grammar = EnginesGrammar(await self._link.ask("compile", outputs, thinking))
-        release = call_if_open, asyncio.get_running_loop(), self._link.post, _Release(grammar.number)
-        weakref.finalize(grammar, *release).atexit = False
+        loop, release = asyncio.get_running_loop(), _Release(grammar.number)
+        weakref.finalize(grammar, call_if_open, loop, self._link.post, release).atexit = False
         return grammar
 
     def starter(self, compiled: EnginesGrammar) -> EnginesGrammar:

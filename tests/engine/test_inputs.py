@@ -263,7 +263,7 @@ def test_the_generation_config_says_how_long_an_answer_is_that_nobody_limits(tmp
 def test_the_generation_config_can_be_left_out_of_account_but_for_end_tokens(tmp_path: Path) -> None:
     fields = {"temperature": 0.6, "top_k": 20, "do_sample": False, "max_new_tokens": 5, "eos_token_id": [9, 10]}
     inputs = make_inputs(tmp_path, fields, generation_config=GenerationDefaults.NONE)
-    assert inputs.default_params == make_inputs(tmp_path).default_params == SamplingParams()
+    assert inputs.default_params == make_inputs(tmp_path / "bare").default_params == SamplingParams()
     (request,) = inputs.prepare("r", [1] * 10, inputs.default_chat_params).requests
     assert (request.max_tokens, set(request.eos_token_ids)) == (54, {9, 10})
 

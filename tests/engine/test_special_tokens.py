@@ -185,22 +185,6 @@ def test_half_a_surrogate_pair_beside_a_special_token_is_refused(byte_tokenizer:
 
 
 FRAGMENTS = [*"<|> \naé\ue000\ue001\U000f0000", "<|", "im_", "end", "|>", "<|im_end|>", "<|im_start|>"]
-    "<",
-    "|",
-    "<|",
-    "im_",
-    "end",
-    "|>",
-    ">",
-    "<|im_end|>",
-    "<|im_start|>",
-    " ",
-    "\n",
-    "a",
-    "é",
-    "\ue000",
-    "\ue001\U000f0000",
-]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS)).map("".join)
 
 

@@ -36,19 +36,25 @@ class Load:
 
     http: aiohttp.ClientSession
     killed: set[int] = field(default_factory=set)
+    num_settled: int = 0  # of those killed: others have taken their place, so that nobody finds their sockets any more
     serving: dict[int, int] = field(default_factory=dict)  # streams that have begun and not ended -> their workers
     whole: list[tuple[str, str]] = field(default_factory=list)  # prompts and answers
     cut: list[int | None] = field(default_factory=list)  # workers of broken streams; None: nothing of it had come
     health: set[int] = field(default_factory=set)
     is_over: bool = False
 
+    @property
+    def busy(self) -> set[int]:
+        """Workers that serve streams."""
+        return set(self.serving.values())
+
     async def keep_streaming(self, client: int) -> None:
         while not self.is_over:
-            prompt, num_killed = PROMPTS[(client + len(self.whole)) % len(PROMPTS)], len(self.killed)
+            prompt, num_settled = PROMPTS[(client + len(self.whole)) % len(PROMPTS)], self.num_settled
             try:
                 self.whole.append((prompt, await self.stream(client, prompt)))
             except aiohttp.ClientConnectionError:
-                assert len(self.killed) > num_killed, "a stream broke though nobody was killed"
+                assert len(self.killed) > num_settled, "a stream broke though nobody was killed"
                 self.cut.append(self.serving.get(client))
             self.serving.pop(client, None)
 
@@ -65,12 +71,12 @@ class Load:
 
     async def keep_asking(self) -> None:
         while not self.is_over:
-            num_killed = len(self.killed)
+            num_settled = self.num_settled
             try:
                 async with self.http.get("/health") as reply:
                     self.health.add(reply.status)
             except aiohttp.ClientConnectionError:
-                assert len(self.killed) > num_killed, "a question was lost though nobody was killed"
+                assert len(self.killed) > num_settled, "a question was lost though nobody was killed"
             await asyncio.sleep(0.01)
 
     async def kill_workers(self, process: Process) -> None:
@@ -78,10 +84,11 @@ class Load:
         rng = Random(1)
         for _ in range(NUM_KILLS):
             num_whole = len(self.whole)
-            while len(self.whole) < num_whole + NUM_BETWEEN or not self.killed.isdisjoint(self.serving.values()):
+            while len(self.whole) < num_whole + NUM_BETWEEN or self.killed & self.busy:
                 await asyncio.sleep(0.02)
-            while len(workers := workers_of(process)) < NUM_WORKERS or not workers <= set(self.serving.values()):
+            while len(workers := workers_of(process) - self.killed) < NUM_WORKERS or not workers <= self.busy:
                 await asyncio.sleep(0.05)
+            self.num_settled = len(self.killed)
             victim = rng.choice(sorted(workers))
             self.killed.add(victim)
             os.kill(victim, signal.SIGKILL)
@@ -113,7 +120,7 @@ async def test_workers_that_are_killed_under_load_lose_their_own_clients_and_lea
             assert books["chairlift_requests_waiting"] == 0
             slots = {name: books[f'chairlift_slots{{state="{name}"}}'] for name in ("prefilling", "decoding")}
             assert slots == {"prefilling": 0, "decoding": 0}
-            assert len(workers_of(process)) == NUM_WORKERS
+            assert len(workers_of(process) - load.killed) == NUM_WORKERS
         process.popen.send_signal(signal.SIGTERM)
         assert process.exit_code() == 0
     errors = [re.sub(".* ERROR +", "", line) for line in process.log if " ERROR " in line]

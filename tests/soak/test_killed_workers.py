@@ -65,8 +65,9 @@ class Load:
         async with self.http.post("/v1/completions", json=body) as reply:
             assert reply.status == 200, await reply.text()
             if reply.connection is not None and reply.connection.transport is not None:  # it has not all come at once
-                names = map(reply.connection.transport.get_extra_info, ("peername", "sockname"))
-                if (worker := process_at(*(port for _, port in names), self.workers)) is not None:
+                transport = reply.connection.transport
+                port, own_port = (transport.get_extra_info(name)[1] for name in ("peername", "sockname"))
+                if (worker := process_at(port, own_port, self.workers)) is not None:
                     self.serving[client] = worker
             lines = [line.decode().strip().removeprefix("data: ") async for line in reply.content if line.strip()]
         assert lines[-1] == "[DONE]"

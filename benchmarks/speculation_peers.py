@@ -27,6 +27,7 @@ from speculation import PROMPTS
 
 _KINDS = ("copy", "json", "code", "free")
 _SLOT_TOKENS = 1024
+_TIMEOUT_S = 120.0  # a server that crashes with other requests under way may leave connections open
 
 
 class Server:
@@ -57,7 +58,7 @@ class Server:
         """One request, as benchmarks/speculation.py makes it."""
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": num_tokens, "ignore_eos": True}
         body |= {"temperature": 0.3, "seed": row} if row else {"temperature": 0.0}
-        connection = http.client.HTTPConnection("127.0.0.1", self._port)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_TIMEOUT_S)
         try:
             connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()

@@ -27,7 +27,7 @@ constexpr int32_t ZERO = 128;  // the byte that stands for 0
 
 // What sums of a group begin with: the bits of 1.5 * 2^23, to which an integer up to 2^22 adds as many, so that the
 // sum's bits are a float already. Where bytes have a sign, sums begin with 0.
-#if defined(__AVX512F__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr float START_AS_FLOAT = 12582912.0f;
 constexpr int32_t START = 0x4b400000;
 INLINE f32x16 scaled(i32x16 dot, f32x16 scale) {
@@ -94,7 +94,7 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
 
 // ---- a group's products with the columns of some panels, by level ----
 
-#if defined(__aarch64__) || (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__))
+#if defined(__aarch64__) || (defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__))
 
 // Bytes with a sign, which 4 bits have if they are multiplied as they are.
 constexpr int HALVES_UP = 0;  // how far 4 bits are moved up: not at all
@@ -109,23 +109,39 @@ constexpr int GROUPS_AT_ONCE = 1;
 
 // Products of bytes with a sign and without are added in pairs, as 16 bits, which only hold the sum if one of them is
 // small. So of 8 bits the magnitude is multiplied, by values that take its sign.
-INLINE __m256i sums_of_pairs(__m256i words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
+#if defined(__AVX512BW__)
+typedef __m512i Bytes;
+INLINE Bytes broadcast(int32_t word) { return _mm512_set1_epi32(word); }
+INLINE Bytes pairs_of(Bytes weights, Bytes values) { return _mm512_maddubs_epi16(weights, values); }
+INLINE Bytes sums_of_pairs(Bytes words) { return _mm512_madd_epi16(words, _mm512_set1_epi16(1)); }
+INLINE Bytes magnitudes(Bytes weights) { return _mm512_abs_epi8(weights); }
+INLINE Bytes with_sign_of(Bytes values, Bytes weights) {
+    return _mm512_mask_sub_epi8(values, _mm512_movepi8_mask(weights), Bytes{}, values);
+}
+#else
+typedef __m256i Bytes;
+INLINE Bytes broadcast(int32_t word) { return _mm256_set1_epi32(word); }
+INLINE Bytes pairs_of(Bytes weights, Bytes values) { return _mm256_maddubs_epi16(weights, values); }
+INLINE Bytes sums_of_pairs(Bytes words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
+INLINE Bytes magnitudes(Bytes weights) { return _mm256_abs_epi8(weights); }
+INLINE Bytes with_sign_of(Bytes values, Bytes weights) { return _mm256_sign_epi8(values, weights); }
+#endif
+typedef int16_t Words16 __attribute__((vector_size(sizeof(Bytes))));
 
 template <int BITS>
 INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_WORDS], i32_register (&dots)[1]) {
-    __m256i sum = _mm256_setzero_si256();
+    i32_register sum{};
+    Words16 pairs{};
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w++) {
-        const __m256i values = _mm256_set1_epi32(load<int32_t>(group->values + 4 * w));
-        const __m256i weights = bit_cast<__m256i>(b[w]);
-        if (BITS == 4) {
-            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, values));
-        } else {
-            const __m256i own_signs = _mm256_sign_epi8(values, weights);
-            sum = _mm256_add_epi32(sum, sums_of_pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(weights), own_signs)));
-        }
+        const Bytes values = broadcast(load<int32_t>(group->values + 4 * w)), weights = bit_cast<Bytes>(b[w]);
+        if (BITS == 4)
+            pairs += bit_cast<Words16>(pairs_of(weights, values));
+        else
+            sum += bit_cast<i32_register>(
+                sums_of_pairs(pairs_of(magnitudes(weights), with_sign_of(values, weights))));
     }
-    dots[0] = bit_cast<i32_register>(BITS == 4 ? _mm256_slli_epi32(sums_of_pairs(sum), 4) : sum);
+    dots[0] = BITS == 4 ? bit_cast<i32_register>(sums_of_pairs(bit_cast<Bytes>(pairs))) << 4 : sum;
 }
 
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
@@ -219,7 +235,7 @@ INLINE u32x16 as_factor(u32x16 bytes) { return bytes ^ 0x80808080u; }
 #else
 
 constexpr int HALVES_UP = 4;
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
 constexpr int PANELS_AT_ONCE = 2, GROUPS_AT_ONCE = 4;
 #else
 constexpr int PANELS_AT_ONCE = 1, GROUPS_AT_ONCE = 1;

@@ -10,7 +10,7 @@ clients that leave are what they are without Ray. What a replica counts, Ray's m
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,16 +202,10 @@ class Ingress:
                 continue
             except (BackPressureError, DeploymentUnavailableError) as error:
                 return _unavailable(str(error))
-            answer = StreamingResponse(_following(chunks), head.status)
+            answer = StreamingResponse(chunks, head.status)  # if the replica dies, the client's connection is cut
             answer.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.headers]
             return answer
         return _unavailable("the replicas that this request was sent to died; try again")
-
-
-async def _following(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    """What is left of an answer. If its replica dies the error goes on, and the client's connection is cut."""
-    async for chunk in chunks:
-        yield chunk
 
 
 def _unavailable(message: str) -> Response:
@@ -287,17 +281,12 @@ def build_app(settings: dict[str, Any]) -> serve.Application:
 
     `ConfigurationError` for a setting that there is not.
     """
-    models = EngineConfig, ServerConfig, ReplicaConfig
+    models: tuple[type[Any], ...] = EngineConfig, ServerConfig, ReplicaConfig
     unknown = settings.keys() - {name for model in models for name in model.model_fields}
     if unknown:
         raise ConfigurationError(
             f"there is no setting {min(unknown)!r}: see chairlift serve --help and docs/scaling.md"
         )
-    engine, server, replicas = (
-        model.model_validate({name: value for name, value in settings.items() if name in model.model_fields})
-        for model in models
+    return deployment(
+        *(model(**{name: settings[name] for name in settings.keys() & model.model_fields}) for model in models)
     )
-    assert isinstance(engine, EngineConfig)
-    assert isinstance(server, ServerConfig)
-    assert isinstance(replicas, ReplicaConfig)
-    return deployment(engine, server, replicas)

@@ -47,8 +47,7 @@ from chairlift.config import ResolvedConfig
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.journal import EngineStats
 from chairlift.engine.parallel import start_interpreter
-from chairlift.engine.process import Line, Link
-from chairlift.engine.wire import read_message
+from chairlift.engine.process import Line, Link, read_message
 from chairlift.errors import ConfigurationError, EngineClosed
 
 logger = logging.getLogger(__name__)

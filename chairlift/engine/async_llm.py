@@ -138,7 +138,7 @@ class AsyncLLM:
         chosen_id, compiled = request_id or uuid4().hex, None
         if params is not None and params.structured_outputs is not None:
             shared = asyncio.wrap_future(self.inputs.grammars.compile(params.structured_outputs, text_options.thinking))
-            shared.add_done_callback(_retrieve)  # a client who leaves awaits it no longer
+            shared.add_done_callback(lambda done: done.cancelled() or done.exception())  # its client may have left
             compiled = await asyncio.shield(shared)
         return await off_loop(self.inputs.prepare, chosen_id, prompt, params, param, options, text_options, compiled)
 
@@ -243,7 +243,7 @@ class AsyncLLM:
             await asyncio.gather(self._watch, return_exceptions=True)
         self._watch = None
         await self._engine.close(waits=not isinstance(self.death, EngineHung))
-        await asyncio.to_thread(self.inputs.close)
+        await asyncio.to_thread(self.inputs.grammars.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -258,7 +258,7 @@ class AsyncLLM:
         answer: asyncio.Future[_Result] = loop.create_future()
         self._answers.add(answer)
         try:
-            engine.send(Call(function, lambda result: _call_if_open(loop, _resolve, answer, result)))
+            engine.send(Call(function, lambda result: call_if_open(loop, _resolve, answer, result)))
             return await answer
         finally:
             self._answers.discard(answer)
@@ -271,7 +271,7 @@ class AsyncLLM:
             raise EngineClosed("the engine was closed")
         if self._watch is None:
             loop = asyncio.get_running_loop()
-            self._engine.start(lambda: _call_if_open(loop, self._take))
+            self._engine.start(lambda: call_if_open(loop, self._take))
             self._watch = loop.create_task(self._watch_over(), name="chairlift-watchdog")
         return self._engine
 
@@ -304,10 +304,6 @@ class AsyncLLM:
             self._mailboxes[state.generation.request_id].fail(error)
         if delivery.to_abort:
             self._engine.send(Abort(delivery.to_abort))
-        for rejection in update.rejections:
-            rejected = self._outputs.state_of(rejection.request_ids[0])
-            if rejected is not None:
-                self._mailboxes[rejected.generation.request_id].fail(rejection.error)
         if update.death is not None:
             self._die(update.death)
 
@@ -328,17 +324,12 @@ class AsyncLLM:
                 answer.set_exception(error)
 
 
-def _retrieve(future: asyncio.Future[_Result]) -> None:
-    """Whoever awaits it gets its exception; asyncio need not log that nobody did."""
-    if not future.cancelled():
-        future.exception()
-
-
 def _resolve(answer: asyncio.Future[_Result], result: _Result) -> None:
     if not answer.done():  # the caller may have left
         answer.set_result(result)
 
 
-def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Any, *args: Any) -> None:
+def call_if_open(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *args: Any) -> None:
+    """Has the loop call it soon. From any thread."""
     with contextlib.suppress(RuntimeError):  # the loop was closed while a step was running
         loop.call_soon_threadsafe(callback, *args)

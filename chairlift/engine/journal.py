@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, islice
@@ -139,13 +140,16 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOKEN_COUNTS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
+@dataclass(slots=True)
+class Histogram:
     """How many values fell into each range. Range i ends with `bounds[i]`, which is in it; the last has no end."""
 
     bounds: tuple[float, ...]
-    counts: tuple[int, ...]  # one more than bounds
-    sum: float  # of all values
+    counts: list[int] = field(default_factory=list)  # one more than bounds
+    sum: float = 0.0  # of all values
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     @property
     def count(self) -> int:
@@ -156,55 +160,44 @@ class Distribution:
         """Values up to each bound, and last all of them: what Prometheus calls buckets."""
         return list(accumulate(self.counts))
 
-
-class Histogram:
-    """A `Distribution` while it grows. Adding to it costs a fraction of a microsecond."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
     def add(self, value: float, times: int = 1) -> None:
-        """That value, so many times."""
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
+        """That value, so many times. Costs a fraction of a microsecond."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
 
     def __iadd__(self, other: "Histogram") -> Self:
         """Adds the values of another one with the same bounds."""
-        self._counts = [own + others for own, others in zip(self._counts, other._counts, strict=True)]
-        self._sum += other._sum
+        self.counts = [own + others for own, others in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
         return self
 
-    def read(self) -> Distribution:
-        """As it is now."""
-        return Distribution(self._bounds, tuple(self._counts), self._sum)
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
-    """An engine's counts after its newest launch or, if that was later, request that came or left."""
+    """An engine's counts after its newest launch or, if that was later, request that came or left.
 
-    time: float  # seconds since the engine was made
-    totals: Totals
-    num_waiting: int
-    num_prefilling: int  # requests that have a slot, and whose prompt is not computed yet
-    num_decoding: int  # all others that have a slot
-    num_warm: int  # slots of no request, with tokens that can be reused
-    step_seconds: Distribution  # a launch of several steps counts as that many, each with its share of the time
-    step_rows: Distribution
-    step_tokens: Distribution  # whose keys and values a step computed
-    queue_seconds: Distribution  # from a request's coming to its first slot; of requests whose prompt was computed
-    first_token_seconds: Distribution  # from a request's coming to its first token
-    inter_token_seconds: Distribution  # from one token of a request to the next; tokens of a launch share its time
+    What belongs to one launch shares its time equally: its steps, and the tokens of a row. Requests wait from their
+    coming on; queue times are of those whose prompt was computed.
+    """
+
+    time: float = 0.0  # seconds since the engine was made
+    totals: Totals = field(default_factory=Totals)
+    num_waiting: int = 0
+    num_running: int = 0  # requests that have a slot
+    num_prefilling: int = 0  # those of them whose prompt is not computed yet
+    num_warm: int = 0  # slots of no request, with tokens that can be reused
+    step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
+    step_rows: Histogram = field(default_factory=lambda: Histogram(ROW_COUNTS))
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNTS))  # computed in it
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(WAIT_SECONDS))  # to the first slot
+    first_token_seconds: Histogram = field(default_factory=lambda: Histogram(WAIT_SECONDS))
+    inter_token_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
     cache: CacheUse = NO_MEMORY
     accepted_at: tuple[int, ...] = ()  # accepted tokens by their place in a guess
 
     @property
-    def num_running(self) -> int:
-        return self.num_prefilling + self.num_decoding
+    def num_decoding(self) -> int:
+        return self.num_running - self.num_prefilling
 
 
 class Journal:
@@ -219,17 +212,8 @@ class Journal:
         self._last_end = self._start  # of a launch
         self._launches: deque[LaunchRecord] = deque(maxlen=MAX_LAUNCHES_SHOWN)
         self._num_launches = 0
-        self._totals = Totals()
-        self._num_waiting = self._num_running = self._num_prefilling = self._num_warm = 0
-        self._cache = scheduler.placement.cache_use
-        self._accepted_at: tuple[int, ...] = ()
+        self._stats = EngineStats(cache=scheduler.placement.cache_use)
         self._has_moved = False  # a prompt may have been begun or completed, or a request have ended, since then
-        self._step_seconds = Histogram(STEP_SECONDS)
-        self._step_rows = Histogram(ROW_COUNTS)
-        self._step_tokens = Histogram(TOKEN_COUNTS)
-        self._queue_seconds = Histogram(WAIT_SECONDS)
-        self._first_token_seconds = Histogram(WAIT_SECONDS)
-        self._inter_token_seconds = Histogram(STEP_SECONDS)
 
     def look_around(self) -> None:
         """Counts requests by where they are: to be called when some have come, or left without an event."""
@@ -251,9 +235,9 @@ class Journal:
         with self._lock:
             self._launches.append(LaunchRecord(num_prefill_tokens, num_decode_rows, plan.num_steps, round(seconds, 6)))
             self._num_launches += 1
-            self._step_seconds.add(seconds / plan.num_steps, plan.num_steps)
-            self._step_rows.add(len(plan.rows), plan.num_steps)
-            self._step_tokens.add(plan.num_decode_rows + num_new_tokens, plan.num_steps)
+            self._stats.step_seconds.add(seconds / plan.num_steps, plan.num_steps)
+            self._stats.step_rows.add(len(plan.rows), plan.num_steps)
+            self._stats.step_tokens.add(plan.num_decode_rows + num_new_tokens, plan.num_steps)
             self._has_moved |= bool(num_prefill_tokens)
         self._last_end = now
         return seconds
@@ -266,31 +250,17 @@ class Journal:
                 by_seconds[event.token_seconds] += len(event.new_token_ids)
                 if event.times is not None:
                     self._note_request(event, event.times)
-            self._totals.num_generated_tokens += sum(by_seconds.values())
+            self._stats.totals.num_generated_tokens += sum(by_seconds.values())
             for seconds, num_tokens in by_seconds.items():
                 if seconds is not None:
-                    self._inter_token_seconds.add(seconds, num_tokens)
+                    self._stats.inter_token_seconds.add(seconds, num_tokens)
             self._look_around()
 
     def read_stats(self) -> EngineStats:
         """The counts so far. From any thread, at any time."""
         with self._lock:
-            return EngineStats(
-                time=self._clock() - self._start,
-                totals=replace(self._totals),
-                num_waiting=self._num_waiting,
-                num_prefilling=self._num_prefilling,
-                num_decoding=self._num_running - self._num_prefilling,
-                num_warm=self._num_warm,
-                step_seconds=self._step_seconds.read(),
-                step_rows=self._step_rows.read(),
-                step_tokens=self._step_tokens.read(),
-                queue_seconds=self._queue_seconds.read(),
-                first_token_seconds=self._first_token_seconds.read(),
-                inter_token_seconds=self._inter_token_seconds.read(),
-                cache=self._cache,
-                accepted_at=self._accepted_at,
-            )
+            self._stats.time = self._clock() - self._start
+            return deepcopy(self._stats)
 
     def take_snapshot(self, num_slots: int, slot_len: int) -> Snapshot:
         """Between two launches."""
@@ -309,44 +279,45 @@ class Journal:
             waiting=tuple(_waiting(request, now) for request in islice(self._scheduler.waiting, MAX_WAITING_SHOWN)),
             num_launches=self._num_launches,
             launches=tuple(self._launches),
-            totals=replace(self._totals),
+            totals=replace(self._stats.totals),
             cache=self._scheduler.placement.cache_use,
         )
 
     def _look_around(self) -> None:
         """Counts requests by where they are; while rows only decode, without looking at each of them."""
-        if self._has_moved or self._num_running != self._scheduler.num_running:
-            running = self._scheduler.running
-            self._num_prefilling = len([each for each in running if each.num_computed < each.num_prompt_tokens])
+        stats, scheduler = self._stats, self._scheduler
+        if self._has_moved or stats.num_running != scheduler.num_running:
+            running = scheduler.running
+            stats.num_prefilling = len([each for each in running if each.num_computed < each.num_prompt_tokens])
             self._has_moved = False
-        self._num_running = self._scheduler.num_running
-        self._num_waiting = self._scheduler.num_waiting
-        self._totals.num_preemptions = self._scheduler.waiting.num_preemptions
-        self._num_warm = len(self._scheduler.warm)
-        speculation = self._scheduler.speculation
-        if speculation is not None:
-            self._totals.num_drafted_tokens = speculation.num_drafted
-            self._totals.num_accepted_tokens = speculation.num_accepted
-            self._accepted_at = tuple(speculation.accepted_at)
-        self._cache = self._scheduler.placement.cache_use
+        stats.num_running = scheduler.num_running
+        stats.num_waiting = scheduler.num_waiting
+        stats.num_warm = len(scheduler.warm)
+        stats.totals.num_preemptions = scheduler.waiting.num_preemptions
+        if scheduler.speculation is not None:
+            stats.totals.num_drafted_tokens = scheduler.speculation.num_drafted
+            stats.totals.num_accepted_tokens = scheduler.speculation.num_accepted
+            stats.accepted_at = tuple(scheduler.speculation.accepted_at)
+        stats.cache = scheduler.placement.cache_use
 
     def _note_request(self, event: TokenEvent, times: RequestTimes) -> None:
         """Counts a request's prompt, with the first token or, if only the prompt was wanted, the end; and its end."""
+        stats, totals = self._stats, self._stats.totals
         self._has_moved = True
-        self._totals.num_finished += event.finish_reason is not None
+        totals.num_finished += event.finish_reason is not None
         has_first_token = bool(event.new_token_ids) and event.token_seconds is None
         is_only_prompt = times.first_token is None and event.finish_reason is FinishReason.LENGTH
         if not (has_first_token or is_only_prompt):
             return
-        self._totals.num_prompt_tokens += event.num_prompt_tokens
-        self._totals.num_cached_tokens += event.num_cached_tokens
+        totals.num_prompt_tokens += event.num_prompt_tokens
+        totals.num_cached_tokens += event.num_cached_tokens
         assert times.admission is not None, "it got a slot"
-        self._queue_seconds.add(times.admission - times.arrival)
+        stats.queue_seconds.add(times.admission - times.arrival)
         if times.first_token is not None:
             seconds = times.first_token - times.arrival
-            self._first_token_seconds.add(seconds)
-            self._totals.num_first_tokens += 1
-            self._totals.seconds_to_first_token += seconds
+            stats.first_token_seconds.add(seconds)
+            totals.num_first_tokens += 1
+            totals.seconds_to_first_token += seconds
 
 
 def _slot(request: RequestState) -> SlotSnapshot:

@@ -98,7 +98,7 @@ class LLM:
             if self._core is not None:
                 self._core.ranks.close()
             self._core = None
-            self.inputs.close()
+            self.inputs.grammars.close()
 
     def __enter__(self) -> Self:
         return self

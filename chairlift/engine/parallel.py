@@ -153,12 +153,10 @@ class Follower(_Divided):
         self._link = link
 
     def least(self, own: int) -> int:
-        """See `Ranks`."""
         self._link.send(own)
         return self.agree(own)
 
     def agree(self, own: _T) -> _T:  # noqa: ARG002
-        """See `Ranks`."""
         agreed: _T = self.receive()
         return agreed
 
@@ -182,21 +180,17 @@ class Leader(_Divided):
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
-        """See `Ranks`."""
         return self._others.failure
 
     def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
-        """See `Ranks`."""
         part, machine = super().split(checkpoint, machine)
         self._others.group = part.group
         return part, machine
 
     def least(self, own: int) -> int:
-        """See `Ranks`."""
         return self.agree(min(own, *self._others.answers()))
 
     def agree(self, own: _T) -> _T:
-        """See `Ranks`."""
         self._now = time.perf_counter()
         self._others.tell((self._now, own))
         return own

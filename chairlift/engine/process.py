@@ -1,32 +1,62 @@
 """The seams between processes: an engine here, and its readers, API workers, at the other ends of sockets.
 
-    worker: AsyncLLM -> Link  === Unix socket ===  Line -> Port -> EngineThread: the engine's process
+    worker: AsyncLLM -> Link  === Unix socket ===  Line -> Port -> LocalEngine: the engine's process
 
-`Link` is an `Engine` to the worker, and `Line` a reader to the engine; `wire.py` says how they talk. One update at a
-time is under way to a worker, the next when it has taken that; what comes meanwhile gathers in the port.
+`Link` is an `Engine` to the worker, and `Line` a reader to the engine. A message is its length in four bytes, then a
+pickle; each end offers the other services, by name. Tokens travel in columns: a step of a thousand of them takes 18 kB.
+One update at a time is under way to a worker, the next when it has taken that; meanwhile news gather in the port.
 
 Grammars stay with the engine, which compiles them: a worker has a number instead, and as long as it has that the
 engine keeps the grammar. A worker that dies closes its socket, and all that it ran ends.
 """
 
 import asyncio
+import inspect
+import logging
+import pickle
+import socket
+import struct
 import weakref
+from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from chairlift.config import ResolvedConfig
-from chairlift.engine.async_llm import AsyncLLM
+from chairlift.engine.async_llm import AsyncLLM, call_if_open
 from chairlift.engine.journal import EngineStats
 from chairlift.engine.text.grammar import Thinking
 from chairlift.engine.thread import Abort, Add, Call, Command, Leave, LocalEngine, Taken, Update, describe_death
-from chairlift.engine.wire import PackedUpdate, Peer, Service
-from chairlift.errors import EngineClosed, EngineDead
+from chairlift.errors import ChairliftError, EngineClosed, EngineDead, RequestFailed
 from chairlift.params import StructuredOutputs
-from chairlift.scheduler import Grammar, Request
+from chairlift.scheduler import Grammar, Request, TokenEvent
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+_GONE = "the process at the other end is gone"
+
+Service = Callable[..., Any]
+"""What one end offers the other: a function, whose result, an awaitable's if it is one, travels back."""
+
+
+# --- messages
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    number: int
+    name: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    number: int
+    answer: Any
+    error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +84,157 @@ class EnginesGrammar:
         raise AssertionError("only the engine's process can start it")
 
 
+@dataclass(slots=True)
+class PackedUpdate:
+    """An `Update` in columns, a row for each event. One that is not plain has no count and stands in `others`."""
+
+    numbers: "array[int]" = field(default_factory=lambda: array("I"))
+    counts: "array[int]" = field(default_factory=lambda: array("H"))  # of tokens
+    seconds: "array[float]" = field(default_factory=lambda: array("d"))
+    tokens: "array[int]" = field(default_factory=lambda: array("I"))  # of all events, one after the other
+    others: list[TokenEvent] = field(default_factory=list)
+    death: EngineDead | None = None
+
+    @classmethod
+    def of(cls, update: Update, numbers: dict[str, int]) -> "PackedUpdate":
+        """`numbers`: of sequences; one that ends is removed."""
+        packed = cls()
+        if update.death is not None:
+            packed.death = EngineDead(describe_death(update.death))
+        for event in update.events:
+            packed.numbers.append(numbers[event.request_id])
+            if _is_plain(event):
+                packed.counts.append(len(event.new_token_ids))
+                packed.seconds.append(event.token_seconds or 0.0)
+                packed.tokens.extend(event.new_token_ids)
+            else:
+                packed.counts.append(0)
+                packed.others.append(event)
+                if event.finish_reason is not None:
+                    del numbers[event.request_id]
+        return packed
+
+    def unpack(self, names: dict[int, str]) -> Update:
+        """`names`: of sequences by their numbers; as for `of`."""
+        events, others, tokens, end = list[TokenEvent](), iter(self.others), self.tokens.tolist(), 0
+        seconds = iter(self.seconds)
+        for number, num_tokens in zip(self.numbers, self.counts, strict=True):
+            if num_tokens:
+                begin, end = end, end + num_tokens
+                events.append(TokenEvent(names[number], tokens[begin:end], None, token_seconds=next(seconds)))
+            else:
+                events.append(next(others))
+                if events[-1].finish_reason is not None:
+                    del names[number]
+        return Update(events, self.death)
+
+
+def _is_plain(event: TokenEvent) -> bool:
+    """Whether it says no more than tokens: neither a sequence's beginning nor its end."""
+    if event.times is not None or event.finish_reason is not None or not event.new_token_ids:
+        return False
+    return event.token_seconds is not None and not (event.logprobs or event.prompt_logprobs or event.num_drafted)
+
+
+# --- both ends
+
+
+class Peer(asyncio.Protocol):
+    """One end of a socket between processes. For one event loop."""
+
+    def __init__(self, services: Mapping[str, Service]) -> None:
+        self._services = dict(services)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = count()
+        self._replies: set[asyncio.Task[None]] = set()
+        self._received = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+        self.lost = asyncio.Event()
+
+    def offer(self, name: str, service: Service) -> None:
+        """One more."""
+        self._services[name] = service
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.WriteTransport", transport)  # which uvloop's is, without saying so
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            message = pickle.loads(bytes(self._received[_LENGTH.size : end]))
+            del self._received[:end]
+            self._receive(message)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.lost.set()
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(EngineClosed(_GONE))
+
+    def post(self, message: object) -> None:
+        """Sends it, unless the other end is gone, which `lost` tells."""
+        if self._transport is not None and not self.lost.is_set():
+            data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+            self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def ask(self, name: str, *args: Any) -> "asyncio.Future[Any]":
+        """What the other end's service says, or raises. `EngineClosed` if the other end is gone."""
+        answer = asyncio.get_running_loop().create_future()
+        if self.lost.is_set():
+            answer.set_exception(EngineClosed(_GONE))
+            answer.exception()  # who asked may not want to know
+            return answer
+        number = next(self._numbers)
+        self._asked[number] = answer
+        answer.add_done_callback(lambda done: self._forget(number, done))
+        self.post(_Ask(number, name, args))
+        return answer
+
+    def _forget(self, number: int, answer: "asyncio.Future[Any]") -> None:
+        self._asked.pop(number)
+        if not answer.cancelled():
+            answer.exception()  # who asked may have left
+
+    def _receive(self, message: object) -> None:
+        match message:
+            case _Ask():
+                reply = asyncio.get_running_loop().create_task(self._reply(message))
+                self._replies.add(reply)
+                reply.add_done_callback(self._replies.discard)
+            case _Told() if (asked := self._asked.get(message.number)) is not None and not asked.done():
+                if message.error is None:
+                    asked.set_result(message.answer)
+                else:
+                    asked.set_exception(message.error)
+
+    async def _reply(self, ask: _Ask) -> None:
+        try:
+            answer = self._services[ask.name](*ask.args)
+            self.post(_Told(ask.number, await answer if inspect.isawaitable(answer) else answer, None))
+        except ChairliftError as error:
+            self.post(_Told(ask.number, None, error))
+        except Exception as error:
+            logger.error("answering %s failed", ask.name, exc_info=error)
+            problem = RequestFailed(f"{ask.name} failed: {type(error).__name__}: {error}")
+            self.post(_Told(ask.number, None, problem))
+
+
+def read_message(connection: socket.socket) -> object:
+    """The first message, from a socket that has no `Peer` yet; `EngineClosed` if there will be none."""
+    (length,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
+    return pickle.loads(_read_exactly(connection, length))
+
+
+def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    data = connection.recv(num_bytes, socket.MSG_WAITALL)
+    if len(data) < num_bytes:
+        raise EngineClosed(_GONE)
+    return data
+
+
 # --- the worker's end
 
 
@@ -74,7 +255,6 @@ class Link(Peer):
         self._is_told = False
         self._serials = count(1)
         self._names: dict[int, str] = {}  # of sequences, by number
-        self._numbers_of: dict[str, int] = {}  # and the other way
 
     @property
     def is_alive(self) -> bool:
@@ -87,7 +267,6 @@ class Link(Peer):
         match command:
             case Add():
                 numbers = {request.request_id: next(self._serials) for request in command.requests}
-                self._numbers_of |= numbers
                 self._names |= {number: name for name, number in numbers.items()}
                 self.post(_NumberedAdd(command.requests, numbers))
             case Abort():
@@ -104,10 +283,7 @@ class Link(Peer):
         if packed is None:
             return Update()
         self.post(Taken())
-        update = packed.unpack(self._names)
-        for name in packed.ended:
-            del self._names[self._numbers_of.pop(name)]
-        return update
+        return packed.unpack(self._names)
 
     def read_stats(self) -> EngineStats:
         return self.stats
@@ -143,31 +319,19 @@ class _Grammars:
 
     def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[EnginesGrammar]":
         """On the event loop. The engine keeps it for as long as the result is there."""
-        compiled: Future[EnginesGrammar] = Future()
-        loop = asyncio.get_running_loop()
+        return asyncio.run_coroutine_threadsafe(self._compile(outputs, thinking), asyncio.get_running_loop())
 
-        def keep(done: "asyncio.Future[int]") -> None:
-            if done.cancelled() or (problem := done.exception()) is not None:
-                compiled.set_exception(EngineClosed("cancelled") if done.cancelled() else problem)
-                return
-            grammar = EnginesGrammar(done.result())
-            weakref.finalize(grammar, _call_in, loop, self._link.post, _Release(grammar.number)).atexit = False
-            compiled.set_result(grammar)
-
-        self._link.ask("compile", outputs, thinking).add_done_callback(keep)
-        return compiled
+    async def _compile(self, outputs: StructuredOutputs, thinking: Thinking | None) -> EnginesGrammar:
+        grammar = EnginesGrammar(await self._link.ask("compile", outputs, thinking))
+        loop, release = asyncio.get_running_loop(), _Release(grammar.number)
+        weakref.finalize(grammar, call_if_open, loop, self._link.post, release).atexit = False
+        return grammar
 
     def starter(self, compiled: EnginesGrammar) -> EnginesGrammar:
         return compiled
 
     def close(self) -> None:
         """Nothing: it is the engine's."""
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *args: Any) -> None:
-    """From any thread."""
-    with suppress(RuntimeError):  # the loop was closed meanwhile
-        loop.call_soon_threadsafe(function, *args)
 
 
 # --- the engine's end
@@ -188,7 +352,7 @@ class Line(Peer):
         self._is_full = False  # an update is under way
         engine = llm.usable_engine()
         assert isinstance(engine, LocalEngine), "the other way is a link"
-        self._port = engine.connect(lambda: _call_in(loop, self._flush))
+        self._port = engine.connect(lambda: call_if_open(loop, self._flush))
 
     def tell_death(self, death: BaseException) -> None:
         """Of which a thread that hangs says nothing."""

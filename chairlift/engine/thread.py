@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from chairlift.config import ResolvedConfig
 from chairlift.engine.core import REST_AFTER_S, EngineCore
 from chairlift.engine.journal import EngineStats
 from chairlift.errors import EngineDead, EngineHung, QueueFull
+from chairlift.params import FinishReason
 from chairlift.scheduler import Request, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -68,32 +69,22 @@ class Call:
 Command = Add | Abort | Call | Leave | Stop | Taken
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Sequences that the scheduler did not take, and why."""
-
-    request_ids: list[str]
-    error: QueueFull | ValueError
-
-
 @dataclass(slots=True)
 class Update:
-    """News for one reader: events and rejections in order, or the engine's death."""
+    """News for one reader: events in order, or the engine's death."""
 
     events: list[TokenEvent] = field(default_factory=list)
-    rejections: list[Rejection] = field(default_factory=list)
     death: BaseException | None = None
     num_parts: int = 0  # that were added
 
     def add(self, part: "Update") -> None:
         """What is new comes last."""
         self.events += part.events
-        self.rejections += part.rejections
         self.death = self.death or part.death
         self.num_parts += 1
 
     def __bool__(self) -> bool:
-        return bool(self.events or self.rejections or self.death)
+        return bool(self.events or self.death)
 
 
 class Engine(Protocol):
@@ -163,8 +154,6 @@ class Port:
 
     def tell(self, update: Update) -> None:
         """On the engine's thread: adds news."""
-        if not update:
-            return
         with self._lock:
             self._untaken.add(update)
             is_told, self._is_told = self._is_told, True
@@ -172,28 +161,33 @@ class Port:
             self._wake()
 
 
-class EngineThread:
-    """Runs an `EngineCore` in a thread of its own, and obeys commands between two steps."""
+class LocalEngine:
+    """An engine in a thread of this process, with one reader or more; see `Engine`."""
 
     def __init__(self, core: EngineCore) -> None:
+        self.config, self.vocab_size = core.config, core.vocab_size
         self._core = core
         self._inbox: SimpleQueue[tuple[Port, Command]] = SimpleQueue()
         self._ports: list[Port] = []
         self._ports_of: dict[str, Port] = {}  # by sequence that has not ended
-        self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
+        self._updates = defaultdict[Port, Update](Update)  # that are not told yet
+        self._thread: threading.Thread | None = None
         self._num_turns = 0
         self._is_waiting = True
+        self.port: Port | None = None  # of the reader that has started it
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is None or self._thread.is_alive()
 
     @property
     def progress(self) -> int | None:
         """Grows with every step; None while the thread waits for work, or for its readers."""
         return None if self._is_waiting else self._num_turns
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def start(self) -> None:
+    def start(self, wake: Callable[[], None]) -> None:
+        self.port = self.connect(wake)
+        self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
         self._thread.start()
 
     def connect(self, wake: Callable[[], None]) -> Port:
@@ -202,13 +196,19 @@ class EngineThread:
         self._ports.append(port)
         return port
 
-    def join(self, timeout: float | None = None) -> bool:
-        """Waits for the thread to end; True if it has."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+    def send(self, command: Command) -> None:
+        if self.port is not None:
+            self.port.send(command)
 
-    async def until_hung(self, limit: float) -> EngineDead:
-        """Returns when a step did not come back within `limit` seconds, or the thread or another rank is gone."""
+    def take(self) -> Update:
+        return Update() if self.port is None else self.port.take()
+
+    def read_stats(self) -> EngineStats:
+        return self._core.read_stats()
+
+    async def until_dead(self) -> EngineDead:
+        """When a step did not come back in time, or the thread or another rank is gone."""
+        limit = self.config.step_timeout
         interval = min(1.0, limit / 4)
         seen, num_looks = None, 0
         while num_looks * interval < limit:
@@ -222,6 +222,17 @@ class EngineThread:
             num_looks = num_looks + 1 if progress is not None and progress == seen else 0
             seen = progress
         return EngineHung(f"a step did not come back within {limit:g} s")
+
+    async def close(self, *, waits: bool = True) -> None:
+        if self._thread is not None:
+            self.send(Stop())
+            await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_S if waits else 0.0)
+            if self._thread.is_alive():
+                logger.error("the engine thread did not stop; it is left behind")
+            else:
+                self._thread = self.port = None
+                self._ports.clear()  # and with them the way to the readers: the memory is free at once
+        await asyncio.to_thread(self._core.ranks.close)
 
     def _run(self) -> None:
         try:
@@ -239,61 +250,54 @@ class EngineThread:
 
     def _turn(self) -> bool:
         """Obeys what has come in, then takes one step. False after `Stop`."""
-        updates = defaultdict[Port, Update](Update)
         self._num_turns += 1
         for port, command in self._commands():
             if isinstance(command, Stop):
                 return False
-            self._obey(port, command, updates)
-        self._tell(updates)  # a refusal need not wait for the step
+            self._obey(port, command)
+        self._tell()  # a refusal need not wait for the step
         if self._can_step:
-            updates = defaultdict[Port, Update](Update)
-            self._sort(self._core.step(), updates)
-            self._tell(updates)
+            self._sort(self._core.step())
+            self._tell()
         return True
 
-    def _sort(self, events: Sequence[TokenEvent], updates: defaultdict[Port, Update]) -> None:
+    def _sort(self, events: Iterable[TokenEvent]) -> None:
         """Adds each event to the news of the sequence's reader."""
         for event in events:
-            updates[self._ports_of[event.request_id]].events.append(event)
+            self._updates[self._ports_of[event.request_id]].events.append(event)
             if event.finish_reason is not None:
                 port = self._ports_of.pop(event.request_id)
                 port.num_open -= 1
                 port.held.discard(event.request_id)
 
-    def _tell(self, updates: defaultdict[Port, Update]) -> None:
+    def _tell(self) -> None:
+        updates, self._updates = self._updates, defaultdict(Update)
         for port, update in updates.items():
             port.tell(update)
-            if port.is_behind and len(self._ports) > 1:
-                self._hold(port, [event.request_id for event in update.events if event.finish_reason is None])
-
-    def _hold(self, port: Port, request_ids: list[str]) -> None:
-        """So that the others need not wait for a reader that is slow."""
-        port.held.update(request_ids)
-        self._core.hold(request_ids, True)
+            if port.is_behind and len(self._ports) > 1:  # its rows rest, so that the others need not wait for it
+                resting = [event.request_id for event in update.events if event.finish_reason is None]
+                port.held.update(resting)
+                self._core.hold(resting, True)
 
     def _commands(self) -> list[tuple[Port, Command]]:
         """All commands that have come in; waits for one if no step can be taken."""
-        commands = []
-        if not self._can_step:
-            self._is_waiting = True
-            commands.append(self._wait())
-            self._is_waiting = False
+        commands = [] if self._can_step else [self._wait()]
         while not self._inbox.empty():
             commands.append(self._inbox.get())
         return commands
 
     def _wait(self) -> tuple[Port, Command]:
+        self._is_waiting = True
         try:
             return self._inbox.get(timeout=REST_AFTER_S)
         except Empty:
             while self._core.rest() and self._inbox.empty():
                 pass
             return self._inbox.get()
+        finally:
+            self._is_waiting = False
 
-    def _obey(
-        self, port: Port, command: Add | Abort | Call | Leave | Taken, updates: defaultdict[Port, Update]
-    ) -> None:
+    def _obey(self, port: Port, command: Command) -> None:
         match command:
             case Taken():  # it has ended the wait
                 if port.held:
@@ -302,70 +306,20 @@ class EngineThread:
             case Call():
                 command.deliver(command.function(self._core))
             case Abort():
-                self._abort(command.request_ids, updates)
+                self._sort(filter(None, map(self._core.abort, command.request_ids)))
             case Add():
                 names = [request.request_id for request in command.requests]
                 try:
-                    self._sort(self._core.add(*command.requests), updates)
+                    self._sort(self._core.add(*command.requests))
                     self._ports_of.update(dict.fromkeys(names, port))
                     port.num_open += len(names)
                 except (QueueFull, ValueError) as error:
-                    updates[port].rejections.append(Rejection(names, error))
+                    self._updates[port].events += [
+                        TokenEvent(name, [], FinishReason.ABORT, error=str(error), rejection=error) for name in names
+                    ]
             case Leave():
-                self._abort([name for name, owner in self._ports_of.items() if owner is port], updates)
+                self._obey(port, Abort([name for name, owner in self._ports_of.items() if owner is port]))
                 self._ports.remove(port)
-
-    def _abort(self, request_ids: list[str], updates: defaultdict[Port, Update]) -> None:
-        ended = [self._core.abort(request_id) for request_id in request_ids]
-        self._sort([event for event in ended if event is not None], updates)
-
-
-class LocalEngine:
-    """An engine in a thread of this process, with one reader; see `Engine`."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.config = core.config
-        self.vocab_size = core.vocab_size
-        self._core = core
-        self.thread: EngineThread | None = None
-        self.port: Port | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        return self.thread is None or self.thread.is_alive
-
-    def start(self, wake: Callable[[], None]) -> None:
-        self.thread = EngineThread(self._core)
-        self.port = self.thread.connect(wake)
-        self.thread.start()
-
-    def connect(self, wake: Callable[[], None]) -> Port:
-        """For one more reader; see `EngineThread.connect`."""
-        assert self.thread is not None, "it was started"
-        return self.thread.connect(wake)
-
-    def send(self, command: Command) -> None:
-        if self.port is not None:
-            self.port.send(command)
-
-    def take(self) -> Update:
-        return Update() if self.port is None else self.port.take()
-
-    def read_stats(self) -> EngineStats:
-        return self._core.read_stats()
-
-    async def until_dead(self) -> EngineDead:
-        assert self.thread is not None, "it was started"
-        return await self.thread.until_hung(self.config.step_timeout)
-
-    async def close(self, *, waits: bool = True) -> None:
-        if self.thread is not None:
-            self.send(Stop())
-            if await asyncio.to_thread(self.thread.join, _JOIN_TIMEOUT_S if waits else 0.0):
-                self.thread = self.port = None  # and with them the way to the reader: the memory is free at once
-            else:
-                logger.error("the engine thread did not stop; it is left behind")
-        await asyncio.to_thread(self._core.ranks.close)
 
 
 def describe_death(error: BaseException) -> str:

@@ -149,7 +149,7 @@ class TokenEvent:
     has_end_token: bool = False  # the last of the new tokens ended the sequence and is no part of its text
     logprobs: Sequence[TokenLogprobs] = ()  # one per new token, if asked for
     prompt_logprobs: Sequence[TokenLogprobs] = ()
-    rejection: QueueTimeout | QueueFull | None = None  # why it leaves the queue without ever having had a slot
+    rejection: QueueTimeout | QueueFull | ValueError | None = None  # why it never gets a slot
     # each of the tokens, since the one before it; those of a launch share its time. None: they are the first
     token_seconds: float | None = field(default=None, compare=False)
     # with the first tokens, and with the end

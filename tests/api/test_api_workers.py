@@ -5,8 +5,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,21 @@ ESTABLISHED = "01"
 def worker_of(response: httpx.Response) -> int:
     """The process that has the other end of its connection."""
     stream = response.extensions["network_stream"]
-    ends = [f"{stream.get_extra_info(name)[1]:04X}" for name in ("server_addr", "client_addr")]
+    worker = process_at(*(stream.get_extra_info(name)[1] for name in ("server_addr", "client_addr")))
+    assert worker is not None, "nobody has that connection"
+    return worker
+
+
+def process_at(port: int, of_client: int, processes: Iterable[int | str] = ("[0-9]*",)) -> int | None:
+    """The one of these that accepted the connection between these ports; None if none has it."""
+    ends = [f"{port:04X}", f"{of_client:04X}", ESTABLISHED]
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (inode,) = [line[9] for line in lines if [line[1][-4:], line[2][-4:], line[3]] == [*ends, ESTABLISHED]]
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if path.readlink().name == f"socket:[{inode}]":
+    sockets = {f"socket:[{line[9]}]" for line in lines if [line[1][-4:], line[2][-4:], line[3]] == ends}
+    for path in chain.from_iterable(Path("/proc").glob(f"{each}/fd/*") for each in processes):
+        with suppress(OSError):
+            if path.readlink().name in sockets:
                 return int(path.parts[2])
-        except OSError:
-            continue
-    raise AssertionError("nobody has that connection")
+    return None
 
 
 @contextmanager

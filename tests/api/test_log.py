@@ -28,7 +28,7 @@ from chairlift.api.telemetry.log import (
     log_activity,
     with_fields,
 )
-from chairlift.engine.journal import Distribution, EngineStats, Totals
+from chairlift.engine.journal import EngineStats, Histogram, Totals
 from tests.api.conftest import Server
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import forward_of, held, serving, until_idle
@@ -36,7 +36,6 @@ from tests.engine.async_support import wait_until
 from tests.support.server_process import SERVE, long_stream, running
 
 SECRET = "Zanzibar"
-NOTHING = Distribution((1.0,), (0, 0), 0.0)
 SIX = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "ignore_eos": True, "temperature": 0}
 
 
@@ -144,10 +143,8 @@ def stats(
     seconds: float, num_steps: int, num_rows: int, running: int = 0, waiting: int = 0, **totals: int
 ) -> EngineStats:
     """An engine after so many steps, of so many rows in all."""
-    rows = Distribution((1.0,), (0, num_steps), float(num_rows))
-    return EngineStats(
-        seconds, Totals(**totals), waiting, 0, running, 2, NOTHING, rows, NOTHING, NOTHING, NOTHING, NOTHING
-    )
+    rows = Histogram((1.0,), [0, num_steps], float(num_rows))
+    return EngineStats(seconds, Totals(**totals), waiting, running, num_warm=2, step_rows=rows)
 
 
 def test_a_line_about_the_batch_tells_what_was_done_since_the_one_before() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from chairlift import AsyncLLM, SamplingParams
-from chairlift.engine.thread import EngineThread, LocalEngine, Port
+from chairlift.engine.thread import LocalEngine, Port
 from chairlift.params import RequestOutput
 from tests.engine.support import ENGINE
 
@@ -75,16 +75,14 @@ def held(owner: object, name: str) -> Iterator[Gate]:
 
 def port_of(engine: AsyncLLM) -> Port:
     """Of an engine that runs."""
-    assert isinstance(engine._engine, LocalEngine)
-    assert engine._engine.port is not None
-    return engine._engine.port
+    port = thread_of(engine).port
+    assert port is not None
+    return port
 
 
-def thread_of(engine: AsyncLLM) -> EngineThread:
-    """As `port_of`."""
+def thread_of(engine: AsyncLLM) -> LocalEngine:
     assert isinstance(engine._engine, LocalEngine)
-    assert engine._engine.thread is not None
-    return engine._engine.thread
+    return engine._engine
 
 
 def hold_back(engine: AsyncLLM) -> AbstractContextManager[Gate]:

@@ -7,7 +7,9 @@ from typing import Any
 from chairlift import LLM, SamplingParams
 from chairlift.config import AttentionBackend, DType, ResolvedConfig
 from chairlift.engine.core import EngineCore
-from chairlift.params import FinishReason, RequestOutput
+from chairlift.engine.sampling.masks import TokenGrammar
+from chairlift.engine.text.grammar import GrammarCompiler
+from chairlift.params import FinishReason, RequestOutput, StructuredOutputs
 from chairlift.scheduler import Request, RequestState, TokenEvent
 from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.checkpoints import make_checkpoint, random_prompts
@@ -84,6 +86,13 @@ def state_of(core: EngineCore, request: Request) -> RequestState:
     state = core._scheduler.find(request.request_id)
     assert state is not None, f"{request.request_id} is not here"
     return state
+
+
+def new_grammar(compiler: GrammarCompiler, outputs: StructuredOutputs) -> TokenGrammar:
+    """Compiles it and waits."""
+    grammar = compiler.starter(compiler.compile(outputs).result())()
+    assert isinstance(grammar, TokenGrammar)
+    return grammar
 
 
 def event(

@@ -106,22 +106,6 @@ async def assert_dead(engine: AsyncLLM) -> None:
         await last(engine.generate("hi", GREEDY))
 
 
-async def test_when_a_step_fails_all_that_run_and_wait_end_with_it_and_nothing_new_is_taken(tiny: str) -> None:
-    async with make_async_llm(tiny) as engine:
-        with hold_back(engine) as gate:
-            tasks = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(5)]
-            await wait_until(lambda: engine.num_unfinished == 5, "all have come in")
-            gate.allow(1)
-            await wait_until(lambda: engine._core.cache.slots_remaining < 2, "one runs at least")
-            assert engine.is_healthy
-            gate.fail(RuntimeError("no luck"))
-            results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
-            assert [type(result) for result in results] == [EngineDead] * 5
-            assert {str(result) for result in results} == {"a step failed: RuntimeError: no luck"}
-            await assert_dead(engine)
-            assert engine.num_unfinished == 0
-
-
 async def test_a_reader_who_was_busy_when_the_engine_died_learns_of_it(tiny: str) -> None:
     async with make_async_llm(tiny) as engine:
         with hold_back(engine) as gate:

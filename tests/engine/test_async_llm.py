@@ -20,27 +20,22 @@ from tests.engine.async_support import (
 from tests.engine.support import GREEDY, PROMPTS, make_llm, tokens_of
 
 
-async def test_outputs_are_cumulative_and_the_last_one_is_finished(tiny: str) -> None:
+async def test_a_reader_who_keeps_up_sees_every_step_and_outputs_are_cumulative(tiny: str) -> None:
+    outputs = []
     async with make_async_llm(tiny) as engine:
-        outputs = [output async for output in engine.generate("hi", GREEDY, "mine")]
+        with hold_back(engine) as gate:
+            gate.allow(1)
+            async for output in engine.generate("hi", GREEDY, "mine"):
+                outputs.append(output)
+                gate.allow(1)
     choices = [output.outputs[0] for output in outputs]
+    assert [len(choice.token_ids) for choice in choices] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert {(output.request_id, output.prompt) for output in outputs} == {("mine", "hi")}
     for before, after in pairwise(choices):
         assert after.token_ids[: len(before.token_ids)] == before.token_ids
         assert after.text.startswith(before.text)
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-    assert (choices[-1].finish_reason, len(choices[-1].token_ids)) == ("length", 12)
-
-
-async def test_every_step_is_seen_by_a_reader_who_keeps_up(tiny: str) -> None:
-    async with make_async_llm(tiny) as engine:
-        with hold_back(engine) as gate:
-            lengths = []
-            gate.allow(1)
-            async for output in engine.generate("hi", GREEDY):
-                lengths.append(len(output.outputs[0].token_ids))
-                gate.allow(1)
-    assert lengths == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert choices[-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=4, n=2, max_tokens=12, top_p=0.9, stop=["a", "zz"])])
@@ -193,19 +188,16 @@ async def test_an_id_whose_generation_was_left_can_be_used_again_at_once(tiny: s
 
 
 async def test_after_closing_no_thread_is_left_and_everything_is_refused(tiny: str) -> None:
+    async with make_async_llm(tiny) as idle:
+        assert engine_threads() == set()  # before it has run
     engine = make_async_llm(tiny)
     await last(engine.generate("hi", GREEDY))
     await engine.close()
     await engine.close()
-    assert [thread.name for thread in engine_threads()] == []
+    assert engine_threads() == set()
     assert not engine.is_healthy
+    assert not idle.is_healthy
     with pytest.raises(EngineClosed):
         await last(engine.generate("hi", GREEDY))
     with pytest.raises(EngineClosed):
         await last(engine.chat([{"role": "user", "content": "hi"}], GREEDY))
-
-
-async def test_an_engine_that_never_ran_starts_no_thread_and_can_be_closed(tiny: str) -> None:
-    async with make_async_llm(tiny) as engine:
-        assert [thread.name for thread in engine_threads()] == []
-    assert not engine.is_healthy

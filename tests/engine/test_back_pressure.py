@@ -11,6 +11,7 @@ from chairlift.scheduler import TokenEvent
 from tests.engine.async_support import (
     DEADLINE_S,
     LONG,
+    engine_threads,
     last,
     make_async_llm,
     port_of,
@@ -71,7 +72,7 @@ async def test_an_engine_that_waits_for_its_loop_can_be_stopped(tiny: str) -> No
         await wait_until(lambda: engine.read_stats().step_seconds.count > 0, "it runs")
         block_until_behind(engine)
         port_of(engine).send(Stop())
-        assert thread_of(engine).join(DEADLINE_S)
+        block_until(lambda: not thread_of(engine).is_alive, "it has stopped")
         task.cancel()
 
 
@@ -154,8 +155,7 @@ def test_an_engine_whose_loop_was_closed_rests_and_can_be_closed_from_another(ti
         return engine, task
 
     engine, task = asyncio.run(leave_it_running())
-    thread = thread_of(engine)
-    block_until(lambda: thread.progress is None, "nobody is left to compute for")
+    block_until(lambda: thread_of(engine).progress is None, "nobody is left to compute for")
     assert task.cancelled()
     asyncio.run(engine.close())
-    assert not thread.is_alive
+    assert engine_threads() == set()

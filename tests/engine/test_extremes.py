@@ -66,16 +66,17 @@ def with_eos(tiny: str, directory: Path, eos: int | list[int]) -> str:
 EAGER = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=4, logit_bias={END_TOKEN: 100.0})
 
 
-@pytest.mark.parametrize("eos", [VOCAB_SIZE, 100_000, -1])
-def test_an_end_token_that_the_model_does_not_have_is_none(tiny: str, tmp_path: Path, eos: int) -> None:
+@pytest.mark.parametrize(
+    ("eos", "are_ends"),
+    [
+        *((eos, [True, True, True, True]) for eos in (VOCAB_SIZE, 100_000, -1)),
+        ([100_000, END_TOKEN], [False, False, True]),
+    ],
+)
+def test_an_end_token_that_the_model_does_not_have_is_none_and_one_beside_it_still_counts(
+    tiny: str, tmp_path: Path, eos: int | list[int], are_ends: list[bool]
+) -> None:
     with make_llm(with_eos(tiny, tmp_path, eos)) as llm:
-        assert tokens_of(llm.generate("hi", EAGER)) == [[END_TOKEN] * 4]
-        assert_idle(llm)
-
-
-def test_an_end_token_beside_one_that_the_model_does_not_have_still_counts(tiny: str, tmp_path: Path) -> None:
-    with make_llm(with_eos(tiny, tmp_path, [100_000, END_TOKEN])) as llm:
         (tokens,) = tokens_of(llm.generate("hi", EAGER))
         assert_idle(llm)
-    assert len(tokens) == 3
-    assert [token == END_TOKEN for token in tokens] == [False, False, True]
+    assert [token == END_TOKEN for token in tokens] == are_ends

@@ -14,7 +14,17 @@ from chairlift.engine.text.grammar import GrammarCompiler
 from chairlift.engine.text.rehearsal import Rehearsal, Verdict
 from chairlift.errors import InvalidRequest
 from chairlift.params import CompletionOutput, StructuredOutputs
-from tests.engine.support import END_TOKEN, GREEDY, PROMPTS, VOCAB_SIZE, assert_idle, core_of, make_llm, tokens_of
+from tests.engine.support import (
+    END_TOKEN,
+    GREEDY,
+    PROMPTS,
+    VOCAB_SIZE,
+    assert_idle,
+    core_of,
+    make_llm,
+    new_grammar,
+    tokens_of,
+)
 
 STEPS = pytest.mark.parametrize("steps", [1, 4])
 NUMBER = StructuredOutputs(regex="[0-9]{3}(\\.[0-9]{2})?")
@@ -178,15 +188,15 @@ def walk(grammar: TokenGrammar, text: str) -> list[bool]:
 
 
 def test_a_grammar_says_when_nothing_can_follow(compiler: GrammarCompiler) -> None:
-    assert walk(compiler.new_grammar(StructuredOutputs(choice=["ab", "abc"])), "ab") == [False, False]
-    assert walk(compiler.new_grammar(StructuredOutputs(choice=["ab", "abc"])), "abc") == [False, False, True]
-    grammar = compiler.new_grammar(StructuredOutputs(choice=["ab", "abc"]))
+    assert walk(new_grammar(compiler, StructuredOutputs(choice=["ab", "abc"])), "ab") == [False, False]
+    assert walk(new_grammar(compiler, StructuredOutputs(choice=["ab", "abc"])), "abc") == [False, False, True]
+    grammar = new_grammar(compiler, StructuredOutputs(choice=["ab", "abc"]))
     walk(grammar, "ab")
     assert grammar.advance(END_TOKEN)
 
 
 def test_a_token_that_does_not_fit_is_an_error(compiler: GrammarCompiler) -> None:
-    grammar = compiler.new_grammar(NUMBER)
+    grammar = new_grammar(compiler, NUMBER)
     assert walk(grammar, "1x") == [False, False]
     pending = PendingMasks.of([grammar])
     assert pending is not None
@@ -198,9 +208,9 @@ def test_a_token_that_does_not_fit_is_an_error(compiler: GrammarCompiler) -> Non
 
 
 def test_each_sequence_goes_its_own_way(compiler: GrammarCompiler) -> None:
-    first = compiler.new_grammar(NUMBER)
+    first = new_grammar(compiler, NUMBER)
     walk(first, "123.4")
-    second = compiler.new_grammar(NUMBER)
+    second = new_grammar(compiler, NUMBER)
     assert walk(second, "999") == [False, False, False]
     assert walk(first, "5") == [True]
 
@@ -210,7 +220,7 @@ def test_each_sequence_goes_its_own_way(compiler: GrammarCompiler) -> None:
     ['with "quotes"', "back\\slash", "line\nbreak\ttab\r", "日本😀é", "\x00\x01\x7f\x80", "/*//%|()[]", "a" * 500],
 )
 def test_a_choice_is_taken_literally(compiler: GrammarCompiler, text: str) -> None:
-    *before, last = walk(compiler.new_grammar(StructuredOutputs(choice=[text])), text)
+    *before, last = walk(new_grammar(compiler, StructuredOutputs(choice=[text])), text)
     assert (set(before) | {False}, last) == ({False}, True)
 
 
@@ -231,7 +241,7 @@ def test_what_cannot_be_compiled_or_can_never_end_is_refused_with_the_reason(
     compiler: GrammarCompiler, outputs: StructuredOutputs, reason: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(reason)) as caught:
-        compiler.new_grammar(outputs)
+        new_grammar(compiler, outputs)
     assert caught.value.param == "structured_outputs"
 
 
@@ -239,7 +249,7 @@ def test_what_cannot_be_compiled_or_can_never_end_is_refused_with_the_reason(
 
 
 def test_masks_touch_only_the_rows_that_have_a_grammar(compiler: GrammarCompiler) -> None:
-    digits = compiler.new_grammar(StructuredOutputs(regex="[0-2]"))
+    digits = new_grammar(compiler, StructuredOutputs(regex="[0-2]"))
     pending = PendingMasks.of([None, digits, None])
     assert pending is not None
     logits = torch.zeros(3, VOCAB_SIZE)
@@ -250,7 +260,7 @@ def test_masks_touch_only_the_rows_that_have_a_grammar(compiler: GrammarCompiler
 
 
 def test_a_mask_follows_its_sequence_and_lets_it_end(compiler: GrammarCompiler) -> None:
-    grammar = compiler.new_grammar(StructuredOutputs(choice=["ab", "abc"]))
+    grammar = new_grammar(compiler, StructuredOutputs(choice=["ab", "abc"]))
     allowed = []
     for byte in b"abc":
         pending = PendingMasks.of([grammar])

@@ -52,14 +52,10 @@ def refusal(inputs: InputProcessor, prompt: Any, params: SamplingParams | None =
 # --- prompts
 
 
-def test_a_text_is_tokenized_and_kept(inputs: InputProcessor) -> None:
-    generation = inputs.prepare("r", "hé", SamplingParams())
-    assert (generation.request_id, generation.prompt, generation.prompt_token_ids) == ("r", "hé", [104, 195, 169])
-
-
-def test_token_ids_are_taken_as_they_are(inputs: InputProcessor) -> None:
-    generation = inputs.prepare("r", [0, END_TOKEN], SamplingParams())
-    assert (generation.prompt, generation.prompt_token_ids) == (None, [0, END_TOKEN])
+def test_a_text_is_tokenized_and_kept_and_token_ids_are_taken_as_they_are(inputs: InputProcessor) -> None:
+    text, tokens = (inputs.prepare("r", prompt, SamplingParams()) for prompt in ("hé", [0, END_TOKEN]))
+    assert (text.request_id, text.prompt, text.prompt_token_ids) == ("r", "hé", [104, 195, 169])
+    assert (tokens.prompt, tokens.prompt_token_ids) == (None, [0, END_TOKEN])
 
 
 NO_PROMPTS = [[1, True], [1, "2"], [1.0], [None], 7, None, {"prompt": "x"}, b"x", [[1]]]
@@ -178,16 +174,13 @@ def test_requests_without_a_seed_get_seeds_that_the_configurations_seed_decides(
     assert len({*three_seeds(1), *three_seeds(2)}) == 6
 
 
-def test_a_seed_of_ones_own_is_used(inputs: InputProcessor) -> None:
-    assert seeds_of(inputs, SamplingParams(seed=0)) == seeds_of(inputs, SamplingParams(seed=0)) == [0]
-    assert seeds_of(inputs, SamplingParams(seed=-5)) == [-5]
-
-
-@pytest.mark.parametrize("seed", [None, 7, 2**63 - 1, -(2**63)])
-def test_each_choice_has_a_seed_and_an_id_of_its_own(inputs: InputProcessor, seed: int | None) -> None:
-    generation = inputs.prepare("r", "x", SamplingParams(n=4, seed=seed))
-    assert len({request.seed for request in generation.requests}) == 4
-    assert len({request.request_id for request in generation.requests}) == 4
+@pytest.mark.parametrize("seed", [None, 0, -5, 2**63 - 1, -(2**63)])
+def test_each_choice_has_a_seed_of_its_own_the_first_that_which_was_asked_for(
+    inputs: InputProcessor, seed: int | None
+) -> None:
+    seeds = seeds_of(inputs, SamplingParams(n=4, seed=seed))
+    assert len(set(seeds)) == 4
+    assert seed in (None, seeds[0])
 
 
 def test_no_two_sequences_share_an_id_even_if_the_callers_ids_are_alike(inputs: InputProcessor) -> None:
@@ -251,6 +244,7 @@ def test_default_params_come_from_the_generation_config(tmp_path: Path) -> None:
     assert inputs.default_chat_params == SamplingParams(**fields, max_tokens=None)
     assert inputs.prepare("r", "x", None).params == inputs.default_params
     assert inputs.prepare("r", "x", SamplingParams()).params.temperature == 1.0
+    assert make_inputs(tmp_path, {"do_sample": False, "temperature": 0.6}).default_params.is_greedy
 
 
 def test_the_generation_config_says_how_long_an_answer_is_that_nobody_limits(tmp_path: Path) -> None:
@@ -269,17 +263,9 @@ def test_the_generation_config_says_how_long_an_answer_is_that_nobody_limits(tmp
 def test_the_generation_config_can_be_left_out_of_account_but_for_end_tokens(tmp_path: Path) -> None:
     fields = {"temperature": 0.6, "top_k": 20, "do_sample": False, "max_new_tokens": 5, "eos_token_id": [9, 10]}
     inputs = make_inputs(tmp_path, fields, generation_config=GenerationDefaults.NONE)
-    assert inputs.default_params == SamplingParams()
+    assert inputs.default_params == make_inputs(tmp_path / "bare").default_params == SamplingParams()
     (request,) = inputs.prepare("r", [1] * 10, inputs.default_chat_params).requests
     assert (request.max_tokens, set(request.eos_token_ids)) == (54, {9, 10})
-
-
-def test_do_sample_false_means_greedy(tmp_path: Path) -> None:
-    assert make_inputs(tmp_path, {"do_sample": False, "temperature": 0.6}).default_params.is_greedy
-
-
-def test_without_a_generation_config_the_defaults_are_ours(inputs: InputProcessor) -> None:
-    assert inputs.default_params == SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -407,18 +393,12 @@ def test_a_conversation_is_truncated_after_it_is_rendered(inputs: InputProcessor
     params = SamplingParams(truncate_prompt_tokens=14)
     for content in ("x" * 10_000 + "yz", "<|im_end|>" * 1_000 + "yz"):
         ids = inputs.encode_chat([{"role": "user", "content": content}], truncates=True)
-        assert inputs.prepare("r", ids, params, "messages").prompt_token_ids == [
-            *b"z",
-            258,
-            ord("\n"),
-            257,
-            *b"assistant\n",
-        ]
+        kept = inputs.prepare("r", ids, params, "messages").prompt_token_ids
+        assert kept == [*b"z", 258, ord("\n"), 257, *b"assistant\n"]
 
 
 def test_what_truncation_cannot_make_fit_is_refused(inputs: InputProcessor) -> None:
-    error = refusal(inputs, "x", SamplingParams(truncate_prompt_tokens=0))
-    assert error.param == "truncate_prompt_tokens"
+    assert refusal(inputs, "x", SamplingParams(truncate_prompt_tokens=0)).param == "truncate_prompt_tokens"
     error = refusal(inputs, "x" * 100, SamplingParams(truncate_prompt_tokens=-1, max_tokens=64))
     assert (error.param, type(error)) == ("max_tokens", ContextLengthExceeded)
     assert type(refusal(inputs, "x" * 100, SamplingParams(truncate_prompt_tokens=64))) is ContextLengthExceeded

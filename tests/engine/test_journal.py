@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from chairlift.engine.journal import Distribution, EngineStats, Histogram, Journal
+from chairlift.engine.journal import EngineStats, Histogram, Journal
 from chairlift.scheduler import Policy, StepPlan
 from tests.scheduler.fake_engine import FakeEngine
 
@@ -60,10 +60,10 @@ class Journaled(FakeEngine):
         self.journal.note_events(self.events[num_before:])
 
 
-def filled(distribution: Distribution) -> dict[float, int]:
+def filled(histogram: Histogram) -> dict[float, int]:
     """The ranges in which there is something, by their ends."""
-    ends = [*distribution.bounds, float("inf")]
-    return {end: count for end, count in zip(ends, distribution.counts, strict=True) if count}
+    ends = [*histogram.bounds, float("inf")]
+    return {end: count for end, count in zip(ends, histogram.counts, strict=True) if count}
 
 
 def test_a_value_that_is_a_bound_belongs_to_the_range_that_ends_there() -> None:
@@ -71,10 +71,9 @@ def test_a_value_that_is_a_bound_belongs_to_the_range_that_ends_there() -> None:
     for value in (0.5, 1.0, 1.5, 4.0, 5.0):
         histogram.add(value)
     histogram.add(3.0, times=2)
-    distribution = histogram.read()
-    assert distribution == Distribution((1.0, 2.0, 4.0), (2, 1, 3, 1), 18.0)
-    assert distribution.cumulative == [2, 3, 6, 7]
-    assert distribution.count == 7
+    assert histogram == Histogram((1.0, 2.0, 4.0), [2, 1, 3, 1], 18.0)
+    assert histogram.cumulative == [2, 3, 6, 7]
+    assert histogram.count == 7
 
 
 def test_what_was_read_stays_as_it_was() -> None:

@@ -4,6 +4,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,16 +30,12 @@ def test_a_text_texts_and_token_ids_are_prompts(tiny: str) -> None:
         (single,) = llm.generate("hi", GREEDY)
         several = llm.generate(["hi", "ho"], GREEDY)
         ids = llm.generate([[104, 105], [104, 111]], GREEDY)
+        assert llm.generate([], GREEDY) == []
     assert (single.prompt, single.prompt_token_ids) == ("hi", [104, 105])
     assert [output.prompt for output in several] == ["hi", "ho"]
     assert [output.prompt for output in ids] == [None, None]
     assert tokens_of([single]) == tokens_of(several)[:1]
     assert tokens_of(ids) == tokens_of(several)
-
-
-def test_no_prompts_give_no_outputs(tiny: str) -> None:
-    with make_llm(tiny) as llm:
-        assert llm.generate([], GREEDY) == []
 
 
 def test_outputs_stand_in_prompt_order_whoever_ends_first(tiny: str) -> None:
@@ -193,7 +190,7 @@ def stepping(core: EngineCore, error: BaseException, after: int) -> Callable[[],
     return step_or_raise
 
 
-def fail_forward(patch: pytest.MonkeyPatch, error: BaseException, after: int) -> None:
+def fail_forward(patch: pytest.MonkeyPatch, _: EngineCore, error: BaseException, after: int) -> None:
     """The model raises in the middle of a step, once, after that many forward passes."""
     forward, num_left = Decoder.forward, after
 
@@ -251,61 +248,48 @@ def test_prompts_of_a_tenant_that_has_a_share_of_the_queue_wait_for_it_and_displ
         assert_idle(llm)
 
 
-def test_an_interrupt_between_steps_leaves_everything_free(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_step(patch: pytest.MonkeyPatch, core: EngineCore, error: BaseException) -> None:
+    """Between two steps."""
+    patch.setattr(core, "step", stepping(core, error, after=2))
+
+
+def fail_update(patch: pytest.MonkeyPatch, _: EngineCore, error: BaseException) -> None:
+    """Before the tokens of a step are noted."""
+
+    def raise_it(*_: object) -> list[TokenEvent]:
+        raise error
+
+    patch.setattr(Scheduler, "update", raise_it)
+
+
+PLACES = pytest.mark.parametrize(
+    "fail",
+    [fail_step, fail_update, *(partial(fail_forward, after=after) for after in (0, 2, 5))],
+    ids=["between steps", "before tokens are noted", "in the first forward pass", "in the third", "in the sixth"],
+)
+Fail = Callable[[pytest.MonkeyPatch, EngineCore, BaseException], None]
+
+
+@PLACES
+def test_an_interrupt_leaves_everything_free(tiny: str, monkeypatch: pytest.MonkeyPatch, fail: Fail) -> None:
     with make_llm(tiny) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(core_of(llm), "step", stepping(core_of(llm), KeyboardInterrupt(), after=2))
+            fail(patch, core_of(llm), KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS, GREEDY)
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("after", [0, 2, 5])
-def test_an_interrupt_in_the_middle_of_a_step_leaves_everything_free(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, after: int
+@PLACES
+def test_after_a_failed_step_the_engine_is_dead_now_and_later(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, fail: Fail
 ) -> None:
     with make_llm(tiny) as llm:
         with monkeypatch.context() as patch:
-            fail_forward(patch, KeyboardInterrupt(), after)
-            with pytest.raises(KeyboardInterrupt):
+            fail(patch, core_of(llm), RuntimeError("no luck"))
+            with pytest.raises(EngineDead, match="RuntimeError: no luck") as caught:
                 llm.generate(PROMPTS, GREEDY)
-        assert_idle(llm)
-
-
-def test_an_interrupt_before_the_tokens_of_a_step_are_noted_leaves_everything_free(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object) -> list[TokenEvent]:
-        raise KeyboardInterrupt
-
-    with make_llm(tiny) as llm:
-        with monkeypatch.context() as patch:
-            patch.setattr(Scheduler, "update", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate(PROMPTS, GREEDY)
-        assert_idle(llm)
-
-
-def test_after_a_failed_step_the_engine_is_dead_now_and_later(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_llm(tiny) as llm:
-        patched = stepping(core_of(llm), RuntimeError("no luck"), after=2)
-        monkeypatch.setattr(core_of(llm), "step", patched)
-        with pytest.raises(EngineDead, match="RuntimeError: no luck") as caught:
-            llm.generate(PROMPTS, GREEDY)
         assert isinstance(caught.value.__cause__, RuntimeError)
-        monkeypatch.undo()
-        with pytest.raises(EngineDead, match="no luck"):
-            llm.generate("hi", GREEDY)
-
-
-@pytest.mark.parametrize("after", [0, 2, 5])
-def test_a_failure_in_the_middle_of_a_step_is_reported_as_the_engines_death(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
-    with make_llm(tiny) as llm:
-        fail_forward(monkeypatch, RuntimeError("no luck"), after)
-        with pytest.raises(EngineDead, match="RuntimeError: no luck"):
-            llm.generate(PROMPTS, GREEDY)
         with pytest.raises(EngineDead, match="no luck"):
             llm.generate("hi", GREEDY)
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from chairlift import SamplingParams
-from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, StopStrings, TextOptions
+from chairlift.engine.text.detokenizer import StopStrings
+from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, TextOptions
 from chairlift.engine.text.outputs import Delivery, GenerationState, OutputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.params import CompletionOutput, FinishReason, Logprob
@@ -44,7 +45,7 @@ class Follower:
 def test_text_and_tokens_accumulate(byte_tokenizer: Tokenizer) -> None:
     follower = Follower(byte_tokenizer, SamplingParams())
     delivery = follower.text("ab")
-    assert delivery == Delivery([follower.state], [])
+    assert delivery == Delivery({follower.state: None})
     assert follower.outputs == [CompletionOutput(0, "ab", [97, 98], None, None)]
     follower.text("c", FinishReason.LENGTH)
     assert follower.outputs == [CompletionOutput(0, "abc", [97, 98, 99], FinishReason.LENGTH, None)]
@@ -154,7 +155,7 @@ def test_choices_grow_and_end_each_on_their_own(byte_tokenizer: Tokenizer) -> No
     processor = OutputProcessor(byte_tokenizer)
     state = processor.open(generation_of(SamplingParams(n=3, stop=["!"])))
     delivery = processor.process([event("g-2", [97, 33]), event("g-0", [98]), event("g-1", [99], FinishReason.LENGTH)])
-    assert delivery == Delivery([state], ["g-2"])
+    assert delivery == Delivery({state: None}, ["g-2"])
     assert state.unfinished_ids == ["g-0"]
     assert [(output.index, output.text, output.finish_reason) for output in state.output.copy().outputs] == [
         (0, "b", None),
@@ -167,7 +168,7 @@ def test_events_find_their_generation_among_several(byte_tokenizer: Tokenizer) -
     processor = OutputProcessor(byte_tokenizer)
     first, second, third = (processor.open(generation_of(SamplingParams(), name)) for name in ("x", "x-0", "y"))
     delivery = processor.process([event("x-0-0", [97]), event("x-0", [98])])
-    assert delivery.changed == [second, first]
+    assert list(delivery.changed) == [second, first]
     assert texts_of(first, second, third) == ["b", "a", ""]
 
 
@@ -179,13 +180,13 @@ def test_after_closing_events_are_dropped(byte_tokenizer: Tokenizer) -> None:
     follower = Follower(byte_tokenizer, SamplingParams())
     follower.text("a")
     follower.processor.close(follower.state)
-    assert follower.text("b") == Delivery([], [])
+    assert follower.text("b") == Delivery()
     assert follower.outputs[0].text == "a"
     follower.processor.close(follower.state)
 
 
 def test_events_of_nobody_are_dropped(byte_tokenizer: Tokenizer) -> None:
-    assert OutputProcessor(byte_tokenizer).process([event("who-0", [97])]) == Delivery([], [])
+    assert OutputProcessor(byte_tokenizer).process([event("who-0", [97])]) == Delivery()
 
 
 def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(

@@ -6,7 +6,6 @@ are taken one launch later all the same.
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from chairlift.engine.sampling.drawing import cutoff_by_bisection
 from chairlift.errors import EngineDead
 from chairlift.params import RepetitionDetection, RequestOutput, StructuredOutputs
 from chairlift.scheduler import StepPlan
-from tests.engine.async_support import DEADLINE_S, LONG, last, make_async_llm, wait_until_idle
+from tests.engine.async_support import last, make_async_llm, wait_until_idle
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
 from tests.engine.test_poison import POISON, SAID, assert_all_finite, poisoned
 from tests.engine.test_runner import HostCopies
@@ -313,28 +312,6 @@ async def test_streams_say_what_a_call_says(tiny: str) -> None:
         outputs = await asyncio.gather(*(last(engine.generate(prompt, GREEDY)) for prompt in PROMPTS))
         assert tokens_of(outputs) == expected
         await wait_until_idle(engine)
-
-
-@pytest.mark.usefixtures("one_ahead")
-async def test_who_leaves_in_the_middle_gives_the_slot_back(tiny: str) -> None:
-    async with make_async_llm(tiny) as engine:
-        for _ in range(5):
-            async with aclosing(engine.generate("hi", LONG)) as outputs:
-                await anext(outputs)
-        await wait_until_idle(engine)
-        assert (await last(engine.generate("hi", GREEDY))).finished
-
-
-@pytest.mark.usefixtures("one_ahead")
-async def test_a_launch_that_fails_is_told_to_everybody(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., None]
-) -> None:
-    async with make_async_llm(tiny) as engine:
-        fail(monkeypatch, engine._core, RuntimeError("no luck"), 6)
-        tasks = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(4)]
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
-        assert {str(result) for result in results} == {"a step failed: RuntimeError: no luck"}
-        assert [type(result) for result in results] == [EngineDead] * 4
 
 
 def test_a_device_that_works_beside_the_host_is_kept_one_launch_ahead_of() -> None:

@@ -21,7 +21,7 @@ from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar
 from chairlift.params import MAX_GRAMMAR_CHARACTERS, StructuredOutputs
 from tests.engine.async_support import DEADLINE_S
-from tests.engine.support import END_TOKEN, VOCAB_SIZE
+from tests.engine.support import END_TOKEN, VOCAB_SIZE, new_grammar
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="this system has no fork")
 
@@ -104,7 +104,7 @@ def test_what_would_overflow_a_stack_or_never_end_is_refused(
 ) -> None:
     before = psutil.Process().memory_info().rss
     with pytest.raises(InvalidGrammar) as caught:
-        shared_compiler.new_grammar(outputs)
+        new_grammar(shared_compiler, outputs)
     assert str(caught.value) == f"the grammar or schema cannot be compiled: {reason}"
     assert psutil.Process().memory_info().rss - before < 100e6
     assert not shared_compiler._cache.keys() & {grammar_module._as_json(outputs)}
@@ -112,7 +112,7 @@ def test_what_would_overflow_a_stack_or_never_end_is_refused(
 
 @pytest.mark.parametrize("outputs", HONEST.values(), ids=HONEST.keys())
 def test_what_is_only_large_is_compiled(shared_compiler: GrammarCompiler, outputs: StructuredOutputs) -> None:
-    assert shared_compiler.new_grammar(outputs).is_ready
+    assert new_grammar(shared_compiler, outputs).is_ready
 
 
 def test_a_schema_may_be_nested_only_so_deep() -> None:
@@ -144,9 +144,9 @@ def test_without_forks_llguidances_own_limits_have_to_do(
     monkeypatch.setattr(grammar_module, "IS_POSSIBLE", False)
     with closing(GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))) as compiler:
         assert "grammars are compiled without a process of their own" in caplog.text
-        assert compiler.new_grammar(StructuredOutputs(regex="[a-z]+")).is_ready
+        assert new_grammar(compiler, StructuredOutputs(regex="[a-z]+")).is_ready
         with pytest.raises(InvalidGrammar, match=TOO_COMPLEX):
-            compiler.new_grammar(StructuredOutputs(regex="(a{1000}){1000}"))
+            new_grammar(compiler, StructuredOutputs(regex="(a{1000}){1000}"))
         assert compiler._rehearsal._helper is None
 
 
@@ -158,27 +158,27 @@ def test_who_wants_the_same_grammar_waits_for_the_same_one(compiler: GrammarComp
 
 
 def test_the_helper_is_started_again_when_it_dies(compiler: GrammarCompiler) -> None:
-    compiler.new_grammar(StructuredOutputs(regex="a"))
+    new_grammar(compiler, StructuredOutputs(regex="a"))
     first = helper_of(compiler)
     first.kill()
     psutil.wait_procs([first], DEADLINE_S)
-    compiler.new_grammar(StructuredOutputs(regex="b"))
+    new_grammar(compiler, StructuredOutputs(regex="b"))
     assert helper_of(compiler).pid != first.pid
 
 
 def test_who_waits_when_the_helper_dies_is_served_by_the_next_one(compiler: GrammarCompiler) -> None:
-    compiler.new_grammar(StructuredOutputs(regex="a"))
+    new_grammar(compiler, StructuredOutputs(regex="a"))
     first = helper_of(compiler)
     first.suspend()
     future = compiler.compile(StructuredOutputs(regex="b"))
     first.kill()
-    assert compiler.start(future.result(DEADLINE_S)).is_ready
+    assert compiler.starter(future.result(DEADLINE_S))().is_ready
 
 
 def test_process_and_threads_end_with_their_compiler(byte_tokenizer: Tokenizer) -> None:
     before = set(threading.enumerate())
     compiler = GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))
-    compiler.new_grammar(StructuredOutputs(regex="a"))
+    new_grammar(compiler, StructuredOutputs(regex="a"))
     helper = helper_of(compiler)
     threads = set(threading.enumerate()) - before
     assert len(threads) > 4
@@ -188,7 +188,7 @@ def test_process_and_threads_end_with_their_compiler(byte_tokenizer: Tokenizer) 
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
     with pytest.raises(GrammarsBusy):
-        compiler.new_grammar(StructuredOutputs(regex="b"))
+        new_grammar(compiler, StructuredOutputs(regex="b"))
 
 
 STARTS_ONE = """
@@ -214,14 +214,14 @@ def test_the_helper_ends_when_the_process_that_started_it_is_killed(byte_tokeniz
 
 
 def test_the_helper_knows_nothing_of_torch_or_of_this_package(compiler: GrammarCompiler) -> None:
-    compiler.new_grammar(StructuredOutputs(regex="a"))
+    new_grammar(compiler, StructuredOutputs(regex="a"))
     mapped = {os.path.basename(each.path) for each in helper_of(compiler).memory_maps()}
     assert any("llguidance" in path.path for path in helper_of(compiler).memory_maps())
     assert not any("torch" in name for name in mapped)
 
 
 def test_slow_grammars_hold_up_nobody_while_a_thread_is_left(compiler: GrammarCompiler) -> None:
-    compiler.new_grammar(StructuredOutputs(regex="a"))
+    new_grammar(compiler, StructuredOutputs(regex="a"))
     slow = [compiler.compile(StructuredOutputs(regex="a?" * 20_000 + "b" * index)) for index in range(_NUM_THREADS - 1)]
     compiler.compile(StructuredOutputs(regex="[a-z]+")).result(DEADLINE_S)
     assert not all(future.done() for future in slow)
@@ -249,8 +249,8 @@ def test_without_a_thread_to_be_had_a_grammar_can_be_had_later(compiler: Grammar
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(GrammarsBusy, match="can't start new thread; try again later"):
-            compiler.new_grammar(StructuredOutputs(regex="a"))
-    assert compiler.new_grammar(StructuredOutputs(regex="a")).is_ready
+            new_grammar(compiler, StructuredOutputs(regex="a"))
+    assert new_grammar(compiler, StructuredOutputs(regex="a")).is_ready
 
 
 def test_without_a_process_to_be_had_too(compiler: GrammarCompiler) -> None:
@@ -260,8 +260,8 @@ def test_without_a_process_to_be_had_too(compiler: GrammarCompiler) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chairlift.engine.text.rehearsal.subprocess.Popen", refuse)
         with pytest.raises(GrammarsBusy, match="Resource temporarily unavailable; try again later"):
-            compiler.new_grammar(StructuredOutputs(regex="a"))
-    assert compiler.new_grammar(StructuredOutputs(regex="a")).is_ready
+            new_grammar(compiler, StructuredOutputs(regex="a"))
+    assert new_grammar(compiler, StructuredOutputs(regex="a")).is_ready
 
 
 def test_the_cache_is_bounded_by_what_is_in_it(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_the_line_of_an_error_is_told_where_the_client_wrote_lines(compiler: Gra
         StructuredOutputs(grammar='start: "a"\n  | "b" (\n'),
     ):
         with pytest.raises(InvalidGrammar) as caught:
-            compiler.new_grammar(outputs)
+            new_grammar(compiler, outputs)
         said.append(str(caught.value).removeprefix("the grammar or schema cannot be compiled: "))
     assert said == [
         'line 2: unknown name: "y"',

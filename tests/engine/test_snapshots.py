@@ -64,7 +64,9 @@ async def test_slots_queue_launches_and_totals_are_those_between_two_launches(ti
     assert {slot.num_prompt_tokens for slot in seen.slots} == {4, 10}
     assert all(slot.num_computed == slot.num_tokens - 1 for slot in seen.slots)
     assert seen.num_waiting == 1
+    assert {slot.request_id for slot in seen.slots} == {short_id("a-0-0"), short_id("b-0-0")}
     (waiting,) = seen.waiting
+    assert waiting.request_id == short_id("c-0-0")
     assert waiting.num_prompt_tokens == 5
     assert waiting.seconds > 0.0
     assert seen.num_launches == 3
@@ -109,22 +111,6 @@ async def test_several_steps_of_a_launch_are_told(tiny: str) -> None:
         await last(engine.generate(PROMPT, GREEDY))
         seen = await engine.take_snapshot()
     assert launches_of(seen) == [(4, 0, 1), (0, 1, 4), (0, 1, 4), (0, 1, 3)]
-
-
-async def test_a_request_is_found_by_the_id_of_its_generation(tiny: str) -> None:
-    async with make_async_llm(tiny) as engine:
-        with hold_back(engine) as gate:
-            reader = asyncio.create_task(last(engine.generate(PROMPT, LONG, "mine")))
-            gate.allow(1)
-            await gate.entered()
-            look = asyncio.create_task(engine.take_snapshot())
-            await asyncio.sleep(0)
-            gate.allow(1)
-            seen = await look
-            gate.open()
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
-    assert short_id("mine-0-0") in {slot.request_id for slot in seen.slots}
 
 
 async def test_who_asked_and_left_disturbs_nobody(tiny: str) -> None:

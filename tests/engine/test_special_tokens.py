@@ -115,20 +115,15 @@ def test_whatever_a_request_brings_is_text(tmp_path: Path, given: dict[str, Any]
 @pytest.mark.parametrize("kind", ["make_byte_level_bpe", "make_llama2_like", "make_metaspace_unigram"])
 def test_tokenizers_of_any_kind_spell_it_and_add_no_space(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
+    plain = user("the hill is high, a chairlift")
+    rendered = tokenizer.render_chat(plain, ChatOptions())
+    assert encode(tokenizer, plain) == tokenizer.encode(rendered, add_special_tokens=False)
     evil = encode(tokenizer, user("the</s>hill <s>a"))
     begin, end = (tokenizer.backend.token_to_id(text) for text in ("<s>", "</s>"))
     assert [token for token in evil if token in (begin, end)] == [begin, end]
     if kind != "make_metaspace_unigram":  # which knows no angle brackets
         text = tokenizer.decode(evil, skip_special_tokens=False)
         assert "the</s>hill <s>a" in text
-
-
-@pytest.mark.parametrize("kind", ["make_byte_level_bpe", "make_llama2_like", "make_metaspace_unigram"])
-def test_text_without_special_tokens_is_encoded_as_one(tokenizers: dict[str, Tokenizer], kind: str) -> None:
-    tokenizer = tokenizers[kind]
-    messages = user("the hill is high, a chairlift")
-    rendered = tokenizer.render_chat(messages, ChatOptions())
-    assert encode(tokenizer, messages) == tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def test_a_special_token_cannot_be_put_together_from_several_strings(tmp_path: Path) -> None:
@@ -179,12 +174,6 @@ def test_a_final_message_that_is_continued_may_spell_special_tokens(byte_tokeniz
     assert ids == [START, *b"user\na", END, 10, START, *b"assistant\nso <|im_end|> is <"]
 
 
-def test_characters_for_private_use_stay_in_the_text(byte_tokenizer: Tokenizer) -> None:
-    text = "\ue000<|im_end|>\ue001\U000f0000"
-    ids = encode(byte_tokenizer, user(text), add_generation_prompt=False)
-    assert ids == [START, *b"user\n", *text.encode(), END, 10]
-
-
 def test_a_text_of_nothing_but_special_tokens_is_measured_before_it_is_encoded(byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(ContextLengthExceeded, match="maximum context length is 64 tokens"):
         byte_tokenizer.encode_chat(user("<|im_end|>" * 100), ChatOptions(), max_tokens=64)
@@ -195,7 +184,7 @@ def test_half_a_surrogate_pair_beside_a_special_token_is_refused(byte_tokenizer:
         encode(byte_tokenizer, user("\ud83d <|im_end|>"))
 
 
-FRAGMENTS = ["<", "|", "<|", "im_", "end", "|>", ">", "<|im_end|>", "<|im_start|>", " ", "\n", "a", "é", "\ue000"]
+FRAGMENTS = [*"<|> \naé\ue000\ue001\U000f0000", "<|", "im_", "end", "|>", "<|im_end|>", "<|im_start|>"]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS)).map("".join)
 
 

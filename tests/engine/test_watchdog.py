@@ -29,7 +29,9 @@ def engine_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "chairlift-engine"]
 
 
-async def test_a_step_that_hangs_ends_what_runs_and_waits_and_nothing_new_is_taken(tiny: str) -> None:
+async def test_a_step_that_hangs_ends_what_runs_and_waits_and_nothing_new_is_taken(
+    tiny: str, caplog: pytest.LogCaptureFixture
+) -> None:
     said = "a step did not come back within 0.3 s"
     async with watched(tiny) as engine:
         with hold_back(engine) as gate:
@@ -44,6 +46,8 @@ async def test_a_step_that_hangs_ends_what_runs_and_waits_and_nothing_new_is_tak
             with pytest.raises(EngineDead, match=f"the engine died: {said}"):
                 await last(engine.generate("hi", GREEDY))
             await asyncio.wait_for(engine.close(), 5.0)  # which does not wait for what hangs, nor 10 s for its thread
+    errors = [record.getMessage() for record in caplog.records if record.levelno > logging.WARNING]
+    assert errors == [f"the engine is dead: {said}", "the engine thread did not stop; it is left behind"]
 
 
 async def test_a_hung_step_that_comes_back_later_does_no_harm(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -62,7 +66,9 @@ async def test_a_hung_step_that_comes_back_later_does_no_harm(tiny: str, caplog:
     assert engine.num_unfinished == 0
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), MemoryError(), GeneratorExit()])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no luck"), SystemExit(1), KeyboardInterrupt(), MemoryError(), GeneratorExit()]
+)
 async def test_whatever_ends_the_thread_in_a_step_is_told_at_once(tiny: str, error: BaseException) -> None:
     async with watched(tiny, step_timeout=60.0) as engine:
         with hold_back(engine) as gate:
@@ -72,7 +78,9 @@ async def test_whatever_ends_the_thread_in_a_step_is_told_at_once(tiny: str, err
             results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
         assert {str(result) for result in results} == {f"a step failed: {type(error).__name__}: {error}"}
         assert [type(result) for result in results] == [EngineDead] * 3
-        assert engine.death is error
+        assert (engine.death, engine.is_healthy, engine.num_unfinished) == (error, False, 0)
+        with pytest.raises(EngineDead, match="the engine died: a step failed"):
+            await last(engine.generate("hi", GREEDY))
         await wait_until(lambda: not engine_threads(), "the thread has ended")
 
 
@@ -150,15 +158,3 @@ async def test_the_limit_does_not_run_before_the_thread_does(tiny: str) -> None:
         assert engine.is_healthy
         assert (await last(engine.generate("hi", GREEDY))).finished
         assert engine.death is None
-
-
-async def test_a_death_is_logged_once(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with watched(tiny) as engine:
-        with hold_back(engine) as gate, caplog.at_level(logging.CRITICAL):
-            with pytest.raises(EngineDead):
-                await last(engine.generate("hi", LONG))
-            gate.open()
-            await wait_until(lambda: not engine_threads(), "the thread has ended")
-    assert [record.getMessage() for record in caplog.records if record.levelno > logging.WARNING] == [
-        "the engine is dead: a step did not come back within 0.3 s"
-    ]

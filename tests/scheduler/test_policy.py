@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from chairlift.errors import QueueTimeout
 from chairlift.params import RequestTimes
 from chairlift.scheduler import Policy, TokenEvent
 from tests.scheduler.fake_engine import FakeEngine, Plan, end_of
@@ -102,9 +103,8 @@ def test_who_waits_too_long_is_told_so_and_when_to_come_again() -> None:
     assert engine.step() == Plan([("running", 1)], decode=1)
     event = engine.events[0]
     assert end_of(event) == ("waiting", "abort", "timeout")
-    assert event.rejection is not None
+    assert isinstance(event.rejection, QueueTimeout)
     assert event.error == "no slot was free within 2.0 s; try again later"
-    assert event.rejection is not None
     assert event.rejection.retry_after >= 1.0
     assert engine.scheduler.num_waiting == 0
 

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 import chairlift
 from chairlift.api.telemetry import Observation, Outcome
 from chairlift.engine.async_llm import AsyncLLM
-from chairlift.engine.journal import TOKEN_COUNTS, WAIT_SECONDS, Distribution, EngineStats, Histogram, SlotState
+from chairlift.engine.journal import TOKEN_COUNTS, WAIT_SECONDS, EngineStats, Histogram, SlotState
 
 _CONFIG_FIELDS = (
     *("device", "dtype", "quantization", "attention_backend", "max_batch_size", "max_seq_len"),
@@ -191,7 +191,7 @@ class Metrics(Collector):
         for name, (source, description) in _HISTOGRAMS.items():
             yield _histogram(name, description, attrgetter(source)(stats))
         for name, (histogram, description) in counts.histograms().items():
-            yield _histogram(name, description, histogram.read())
+            yield _histogram(name, description, histogram)
         if self._has_vllm_names:
             yield from self._vllm_families()
 
@@ -244,7 +244,7 @@ def _labelled(
     return family
 
 
-def _histogram(name: str, description: str, distribution: Distribution) -> Metric:
+def _histogram(name: str, description: str, distribution: Histogram) -> Metric:
     bounds = [str(float(bound)) for bound in distribution.bounds] + ["+Inf"]
     buckets = list(zip(bounds, distribution.cumulative, strict=True))
     return HistogramMetricFamily(name, description, buckets, distribution.sum)

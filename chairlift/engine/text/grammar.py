@@ -77,17 +77,9 @@ class GrammarCompiler:
                     raise GrammarsBusy(str(error)) from error
             return self._unfinished[key]
 
-    def start(self, compiled: CompiledGrammar) -> TokenGrammar:
-        """A sequence's state in it."""
-        return TokenGrammar(compiled, self._workers[0])
-
     def starter(self, compiled: CompiledGrammar) -> Callable[[], TokenGrammar]:
         """See `inputs.Grammars`."""
-        return partial(self.start, compiled)
-
-    def new_grammar(self, outputs: StructuredOutputs) -> TokenGrammar:
-        """Compiles it and waits. Raises `InvalidGrammar` or `GrammarsBusy`."""
-        return self.start(self.compile(outputs).result())
+        return partial(TokenGrammar, compiled, self._workers[0])
 
     def close(self) -> None:
         """Ends threads and process; pending grammars fail with `GrammarsBusy`, running sequences get no more masks."""

@@ -4,27 +4,29 @@ Nothing here needs the event loop, and nothing should run on it. Whatever is too
 it.
 """
 
-import json
 import random
-import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import ValidationError
-
 from chairlift.config import GenerationDefaults, ResolvedConfig
-from chairlift.engine.sampling.token_rules import Automaton, PatternWatch, RuleFilter, TokenRules, compile_rules
+from chairlift.engine.sampling.token_rules import PatternWatch, RuleFilter, TokenRules, compile_rules
+from chairlift.engine.text.detokenizer import StopStrings
 from chairlift.engine.text.grammar import GrammarCompiler, Thinking
-from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, Vocabulary, strings_in, too_long
-from chairlift.errors import CheckpointError, InvalidRequest
-from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING, find_model
-from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
-from chairlift.models.gguf.families import end_tokens, sampling_of
+from chairlift.engine.text.tokenizer import (
+    ChatOptions,
+    CheckpointDefaults,
+    Message,
+    Tokenizer,
+    Vocabulary,
+    strings_in,
+    too_long,
+)
+from chairlift.errors import InvalidRequest
+from chairlift.models.checkpoint import find_model
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams, StructuredOutputs
 from chairlift.scheduler import Drafter, Grammar, Request
 
@@ -35,18 +37,9 @@ DEFAULT_CHAT = ChatOptions()
 MAX_TOKENIZED = 2**19
 """Characters of a text for `tokenize`, and tokens for `decode`."""
 
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _TOOLS_PER_MESSAGES = 4  # templates may show little of a tool, so tools may be so many times as long as messages
 _MIN_TOOL_CHARACTERS = 2**18
 _NUM_PREPARED = 4
-
-
-class StopStrings:
-    """The stop strings of a request: prepared once, off the event loop, for all of its choices."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
-        self.automaton = Automaton([list(map(ord, stop)) for stop in stops])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +112,16 @@ class InputProcessor:
         self._capacity = config.max_batch_size + config.max_queue_size
         self._vocab_size = vocab_size
         self._serials = count()
-        self._prepared: dict[int, _PreparedParams] = {}  # the last few, by identity
-        self._lock = threading.Lock()
+        self._prepared: tuple[_PreparedParams, ...] = ()  # the last few
         self._seeds = random.Random(config.seed + (seed_stream << 64))
-        generation_config = _read_generation_config(config.model, path)
-        eos = _eos_token_ids(generation_config, path, self.tokenizer)
+        defaults = CheckpointDefaults.read(config.model, path, config.generation_config is GenerationDefaults.AUTO)
+        eos = [self.tokenizer.eos_token_id] if defaults.eos_token_id is None else defaults.eos_token_id
         # A tokenizer may have more tokens than the model has rows; those are never sampled.
-        self._eos_token_ids = frozenset(token for token in eos if 0 <= token < vocab_size)
+        self._eos_token_ids = frozenset(token for token in eos if token is not None and 0 <= token < vocab_size)
         self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
         self.grammars: Grammars = grammars or GrammarCompiler(self.vocabulary)
-        has_defaults = config.generation_config is GenerationDefaults.AUTO
-        self.default_params = _default_params(generation_config, path) if has_defaults else SamplingParams()
-        self._max_new_tokens = _max_new_tokens(generation_config, path) if has_defaults else None
+        self.default_params = defaults.params
+        self._max_new_tokens = defaults.max_new_tokens
         self.default_chat_params = self.default_params.model_copy(update={"max_tokens": None})
 
     def prepare(
@@ -188,10 +179,6 @@ class InputProcessor:
         text = prompt if isinstance(prompt, str) else None
         return Generation(request_id, text, token_ids, params, requests, prepared.stops, text_options)
 
-    def close(self) -> None:
-        """Ends the threads and the process that grammars need."""
-        self.grammars.close()
-
     def encode_chat(
         self, messages: Sequence[Message], options: ChatOptions = DEFAULT_CHAT, truncates: bool = False
     ) -> list[int]:
@@ -241,23 +228,18 @@ class InputProcessor:
 
     def _prepare_params(self, params: SamplingParams) -> _PreparedParams:
         """Checks them, and makes what the prompts that follow with the same object need not make again."""
-        with self._lock:
-            prepared = self._prepared.get(id(params))
+        prepared = next((each for each in self._prepared if each.params is params), None)
         if prepared is None:
             self._check_vocabulary(params.logit_bias, "logit_bias")
             self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
             self._check_vocabulary(params.allowed_token_ids or (), "allowed_token_ids")
-            rules = compile_rules(params, self._encode_word, self._vocab_size)
+            encode = partial(self.tokenizer.encode, add_special_tokens=False, param="bad_words")
+            rules = compile_rules(params, encode, self._vocab_size)
             self._check_something_can_be_sampled(params, rules)
             prepared = _PreparedParams(params, StopStrings(params.stop), rules)
-            with self._lock:
-                self._prepared[id(params)] = prepared  # which keeps that object, so that no other can have its id
-                while len(self._prepared) > _NUM_PREPARED:
-                    del self._prepared[next(iter(self._prepared))]
+            # Another thread may do the same: then one of them is forgotten, and made again if it is needed.
+            self._prepared = (*self._prepared[1 - _NUM_PREPARED :], prepared)
         return prepared
-
-    def _encode_word(self, word: str) -> list[int]:
-        return self.tokenizer.encode(word, add_special_tokens=False, param="bad_words")
 
     def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):
@@ -323,62 +305,3 @@ class InputProcessor:
             )
         if len(ends.union(words)) == self._vocab_size:
             raise InvalidRequest("bad_words leave no token that can be sampled", "bad_words")
-
-
-def _read_generation_config(model: str, path: Path) -> dict[str, Any]:
-    """A directory's generation_config.json, or what a GGUF file has of it."""
-    if path.suffix != GGUF_SUFFIX:
-        return _read_json(path / "generation_config.json")
-    file = open_gguf(path)
-    return {"eos_token_id": end_tokens(file), **(SMOLLM2_SAMPLING if model == SMOLLM2 else sampling_of(file))}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return parsed
-
-
-def _eos_token_ids(generation_config: dict[str, Any], directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """End tokens, one or several: of generation_config.json, else of config.json, else the tokenizer's."""
-    eos = generation_config.get("eos_token_id")
-    if eos is None:
-        eos = _read_json(directory / "config.json").get("eos_token_id")
-    if eos is None:
-        eos = tokenizer.eos_token_id
-    if eos is None:
-        return frozenset()
-    listed = eos if isinstance(eos, list) else [eos]
-    if not all(type(token) is int for token in listed):
-        raise CheckpointError(
-            f"{directory}: eos_token_id in generation_config.json or config.json must be a token id or a list of them,"
-            f" not {eos!r}"
-        )
-    return frozenset(listed)
-
-
-def _max_new_tokens(generation_config: dict[str, Any], directory: Path) -> int | None:
-    """The checkpoint's own limit of new tokens, for requests that name none; None: the room in the slot."""
-    most = generation_config.get("max_new_tokens")
-    if most is not None and (type(most) is not int or most < 1):
-        raise CheckpointError(f"{directory / 'generation_config.json'}: max_new_tokens: {most!r} is no positive number")
-    return most
-
-
-def _default_params(generation_config: dict[str, Any], directory: Path) -> SamplingParams:
-    """A checkpoint's sampling defaults. `do_sample: false`, where it is written, means greedy."""
-    fields = {name: generation_config[name] for name in _SAMPLING_FIELDS if generation_config.get(name) is not None}
-    if generation_config.get("do_sample") is False:
-        fields["temperature"] = 0.0
-    try:
-        return SamplingParams(**fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise CheckpointError(f"{directory / 'generation_config.json'}: {first['loc'][0]}: {first['msg']}") from error

@@ -4,153 +4,18 @@ TokenEvent -> OutputProcessor -> GenerationState -> _Choice: Detokenizer -> Stop
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from os.path import commonprefix
 
-from chairlift.engine.sampling.token_rules import START
+from chairlift.engine.text.detokenizer import Detokenizer, StopMatcher
 from chairlift.engine.text.grammar import Thinking
-from chairlift.engine.text.inputs import Generation, StopStrings
+from chairlift.engine.text.inputs import Generation
 from chairlift.engine.text.tokenizer import Tokenizer
-from chairlift.errors import RequestFailed, Unserved
+from chairlift.errors import RequestFailed
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from chairlift.scheduler import TokenEvent
 
 logger = logging.getLogger(__name__)
-
-_CONTEXT_SIZES = (8, 64)
-_MAX_CHARACTER_BYTES = 4  # of UTF-8, and so the most tokens that one character takes
-_MAX_WINDOW = 32
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that do not make a character (yet)
-
-
-# --- tokens to text
-
-
-class Detokenizer:
-    """Decodes one continuation token by token. The pieces add up to the decoding of the whole.
-
-    A short window of tokens is decoded anew for each: those whose text went out last, which tell how the next ones are
-    spaced, and those whose text is still held back. (The library's own DecodeStream raises on bytes that make no
-    character, which models do produce.)
-
-        window  | context: text is out | held: text is not |
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._window = _context(tokenizer, prompt_token_ids)
-        self._num_context = len(self._window)
-        self._sent = tokenizer.decode(self._window)  # the part of the window's text that is out
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes: often its own, sometimes none yet."""
-        if not self._tokenizer.is_written(token_id):  # else a run of them would make the window longer and longer
-            return ""
-        self._window.append(token_id)
-        text = self._tokenizer.decode(self._window)
-        if not text.endswith(_INCOMPLETE):
-            piece = self._unsent(text)
-            if piece or len(self._window) > _MAX_WINDOW:
-                self._slide(self._num_context if piece else len(self._window) - 2 * _MAX_CHARACTER_BYTES)
-            return piece
-        if len(self._window) - self._num_context <= _MAX_CHARACTER_BYTES:
-            return ""
-        # More tokens than a character has: only the last of these can still become one.
-        piece = self._unsent(text[:-1])
-        self._sent = text[:-1]
-        if len(self._window) > _MAX_WINDOW:
-            self._slide(len(self._window) - 2 * _MAX_CHARACTER_BYTES)
-            self._num_context, self._sent = 0, self._sent[:-1]
-        return piece
-
-    def finish(self) -> str:
-        """What is still held back when no more tokens will come, for instance an unfinished character."""
-        text = self._tokenizer.decode(self._window)
-        piece, self._sent = self._unsent(text), text
-        return piece
-
-    def _unsent(self, text: str) -> str:
-        if text.startswith(self._sent):
-            return text[len(self._sent) :]
-        # Bytes that follow may change the text that was sent before them; no letter must get lost then.
-        return text[len(commonprefix([text, self._sent])) :]  # noqa: RUF071 - by character is what is meant
-
-    def _slide(self, num_dropped: int) -> None:
-        """Forgets the oldest tokens. All that stay count as sent."""
-        self._window = self._window[num_dropped:]
-        self._num_context = len(self._window)
-        self._sent = self._tokenizer.decode(self._window)
-
-
-def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
-    """The end of the prompt, begun early enough that no character is cut in two if that can be helped."""
-    tail: list[int] = []
-    for size in _CONTEXT_SIZES:
-        tail = list(prompt_token_ids[-size:])
-        if not tokenizer.decode(tail).endswith(_INCOMPLETE):
-            break
-    return tail
-
-
-# --- stop strings
-
-
-@dataclass(frozen=True, slots=True)
-class StopMatch:
-    """Text that may go out, and the stop string that was found right after it, if one was."""
-
-    text: str
-    stop: str | None
-
-
-class StopMatcher:
-    """Finds stop strings across the pieces of a text, and holds back what might turn into one."""
-
-    def __init__(self, stops: StopStrings) -> None:
-        self._stops = stops.stops
-        self._automaton = stops.automaton
-        self._state = START
-        self._held = ""  # what the state stands for
-
-    def push(self, piece: str) -> StopMatch:
-        """The earliest stop string in the text so far ends it; otherwise all that cannot begin one goes out.
-
-        Where several begin at the same place and are complete, the one that was named first counts.
-        """
-        if not self._stops:
-            return StopMatch(piece, None)
-        text = self._held + piece
-        match = self._find(text)
-        if match is not None:
-            self._state, self._held = START, ""
-            return match
-        num_out = len(text) - self._automaton.depth(self._state)
-        self._held = text[num_out:]
-        return StopMatch(text[:num_out], None)
-
-    def finish(self) -> str:
-        """What was held back: it did not turn into a stop string."""
-        held, self._state, self._held = self._held, START, ""
-        return held
-
-    def _find(self, text: str) -> StopMatch | None:
-        """Takes the text behind what is held."""
-        automaton, state = self._automaton, self._state
-        best: tuple[int, int] | None = None  # where it begins, and its place in the list
-        for end in range(len(self._held) + 1, len(text) + 1):
-            state = automaton.advance(state, ord(text[end - 1]))
-            match = automaton.longest_match(state)
-            if match is not None:
-                candidate = (end - len(self._stops[match]), match)
-                best = candidate if best is None else min(best, candidate)
-            if best is not None and end - automaton.depth(state) > best[0]:
-                break  # what is still to come begins later
-        self._state = state
-        return None if best is None else StopMatch(text[: best[0]], self._stops[best[1]])
-
-
-# --- outputs
 
 
 class _Choice:
@@ -213,12 +78,12 @@ class _Choice:
             return False
         self._num_decoded += len(piece)
         may_end = len(self.output.token_ids) > self._params.min_tokens
-        match = self._matcher.push(piece) if may_end else StopMatch(piece, None)
-        self.output.text += match.text
-        is_over = self._watcher is not None and self._watcher.push(match.text)
-        if not may_end or (match.stop is None and not is_over):
+        text, stop = self._matcher.push(piece) if may_end else (piece, None)
+        self.output.text += text
+        is_over = self._watcher is not None and self._watcher.push(text)
+        if not may_end or (stop is None and not is_over):
             return False
-        self.output.stop_reason = match.stop
+        self.output.stop_reason = stop
         self.output.finish_reason = FinishReason.STOP
         return True
 
@@ -275,9 +140,9 @@ class GenerationState:
 class Delivery:
     """What a batch of events did."""
 
-    changed: list[GenerationState]
-    to_abort: list[str]  # sequences that the engine should stop computing
-    failed: dict[GenerationState, RequestFailed | Unserved] = field(default_factory=dict)  # how generations end
+    changed: dict[GenerationState, None] = field(default_factory=dict)  # in order, each once
+    to_abort: list[str] = field(default_factory=list)  # sequences that the engine should stop computing
+    failed: dict[GenerationState, Exception] = field(default_factory=dict)  # how generations end
 
 
 class OutputProcessor:
@@ -294,11 +159,6 @@ class OutputProcessor:
             self._routes[request.request_id] = (state, index)
         return state
 
-    def state_of(self, request_id: str) -> GenerationState | None:
-        """The generation that a sequence belongs to; None if it is no longer followed."""
-        state, _ = self._routes.get(request_id, (None, 0))
-        return state
-
     def close(self, state: GenerationState) -> None:
         """Stops following it; events that still come are dropped."""
         for request in state.generation.requests:
@@ -306,13 +166,12 @@ class OutputProcessor:
 
     def process(self, events: Iterable[TokenEvent]) -> Delivery:
         """Routes one step's events."""
-        changed: dict[GenerationState, None] = {}
-        delivery = Delivery([], [])
+        delivery = Delivery()
         for event in events:
             if event.request_id not in self._routes:
                 continue
             state, index = self._routes[event.request_id]
-            changed[state] = None
+            delivery.changed[state] = None
             try:
                 if state.take(index, event):
                     delivery.to_abort.append(event.request_id)
@@ -322,5 +181,4 @@ class OutputProcessor:
                 delivery.to_abort.extend(state.unfinished_ids)
             if event.rejection is not None:
                 delivery.failed[state] = event.rejection
-        delivery.changed.extend(changed)
         return delivery

@@ -12,22 +12,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 from jinja2 import TemplateError
 from llguidance import LLTokenizer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, TypeAdapter, ValidationError
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
 from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest
+from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING
 from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
+from chairlift.models.gguf.families import end_tokens, sampling_of
+from chairlift.params import SamplingParams
 
 _NO_LIMIT = 10**30
 _RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 # What templates raise about roles and shapes that they do not know, or when they take too much memory.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError)
 _MAX_REASON = 1000
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters
 # Stands before a piece that is encoded by itself and does not begin the text; see `Tokenizer._encode_pieces`.
 _GLUE = "\n"
@@ -66,22 +71,20 @@ class Tokenizer:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise CheckpointError(f"{path} has no fast tokenizer (tokenizer.json)")
         if chat_template_file is not None:
-            tokenizer.chat_template = _read_template(Path(chat_template_file))
+            try:
+                tokenizer.chat_template = Path(chat_template_file).read_text(encoding="utf-8")
+            except OSError as error:
+                raise ConfigurationError(f"chat_template {chat_template_file} cannot be read: {error}") from error
         tokenizer.model_max_length = _NO_LIMIT  # lengths are checked against the slot, with a clearer message
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self.backend: BackendTokenizer = tokenizer.backend_tokenizer  # which incremental decoding needs
         self.eos_token_id: int | None = tokenizer.eos_token_id
         added = self.backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._specials = _SpecialTokens({added[token_id].content for token_id in self._special_ids})
         self._token_texts: dict[int, str] = {}
-
-    @property
-    def backend(self) -> BackendTokenizer:
-        """The tokenizers library's object, which incremental decoding needs."""
-        backend: BackendTokenizer = self._tokenizer.backend_tokenizer
-        return backend
 
     @property
     def has_chat_template(self) -> bool:
@@ -299,11 +302,47 @@ def _certainly_too_long(num_characters: int, max_tokens: int, param: str) -> Con
     return too_long(max_tokens, what, param)
 
 
-def _read_template(path: Path) -> str:
+class CheckpointDefaults(BaseModel):
+    """How a checkpoint's answers are sampled, and where they end, as far as it says that."""
+
+    model_config = ConfigDict(strict=True)
+
+    eos_token_id: Annotated[list[int], BeforeValidator(lambda eos: eos if isinstance(eos, list) else [eos])] | None
+    max_new_tokens: PositiveInt | None  # for requests that name no limit
+    params: SamplingParams
+
+    @classmethod
+    def read(cls, model: str, path: Path, wants_all: bool) -> Self:
+        """From generation_config.json, or what a GGUF file has of it; `wants_all`: not the end tokens alone.
+
+        config.json may have the end tokens instead. CheckpointError if a value is wrong.
+        """
+        if path.suffix == GGUF_SUFFIX:
+            file = open_gguf(path)
+            given = {"eos_token_id": end_tokens(file), **(SMOLLM2_SAMPLING if model == SMOLLM2 else sampling_of(file))}
+        else:
+            given = _read_json(path / "generation_config.json")
+        eos = given.get("eos_token_id")
+        eos = _read_json(path / "config.json").get("eos_token_id") if eos is None else eos
+        given = given if wants_all else {}
+        fields = {name: given[name] for name in _SAMPLING_FIELDS if given.get(name) is not None}
+        if given.get("do_sample") is False:  # where it is written, it means greedy
+            fields["temperature"] = 0.0
+        try:
+            params = SamplingParams(**fields)
+            return cls(eos_token_id=eos, max_new_tokens=given.get("max_new_tokens"), params=params)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = f"{path / 'generation_config.json'} (or config.json): {first['loc'][0]}"
+            raise CheckpointError(f"{where}: {first['msg']}, not {first['input']!r}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no file."""
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"chat_template {path} cannot be read: {error}") from error
+        return TypeAdapter(dict[str, Any]).validate_json(path.read_bytes()) if path.is_file() else {}
+    except ValidationError as error:
+        raise CheckpointError(f"{path} holds no JSON object: {error.errors()[0]['msg']}") from error
 
 
 _BYTE_255 = ("ÿ", "<0xFF>")  # in the alphabets of byte-level and of byte-fallback tokenizers

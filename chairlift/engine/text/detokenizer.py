@@ -1,0 +1,133 @@
+"""From tokens to text, piece by piece: no half characters, and no beginning of what may turn into a stop string."""
+
+from collections.abc import Sequence
+from os.path import commonprefix
+
+from chairlift.engine.sampling.token_rules import START, Automaton
+from chairlift.engine.text.tokenizer import Tokenizer
+
+_CONTEXT_SIZES = (8, 64)
+_MAX_CHARACTER_BYTES = 4  # of UTF-8, and so the most tokens that one character takes
+_MAX_WINDOW = 32
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that do not make a character (yet)
+
+
+class Detokenizer:
+    """Decodes one continuation token by token. The pieces add up to the decoding of the whole.
+
+    A short window of tokens is decoded anew for each: those whose text went out last, which tell how the next ones are
+    spaced, and those whose text is still held back. (The library's own DecodeStream raises on bytes that make no
+    character, which models do produce.)
+
+        window  | context: text is out | held: text is not |
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = _context(tokenizer, prompt_token_ids)
+        self._num_context = len(self._window)
+        self._sent = tokenizer.decode(self._window)  # the part of the window's text that is out
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes: often its own, sometimes none yet."""
+        if not self._tokenizer.is_written(token_id):  # else a run of them would make the window longer and longer
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        if not text.endswith(_INCOMPLETE):
+            piece = self._unsent(text)
+            if piece or len(self._window) > _MAX_WINDOW:
+                self._slide(self._num_context if piece else len(self._window) - 2 * _MAX_CHARACTER_BYTES)
+            return piece
+        if len(self._window) - self._num_context <= _MAX_CHARACTER_BYTES:
+            return ""
+        # More tokens than a character has: only the last of these can still become one.
+        piece = self._unsent(text[:-1])
+        self._sent = text[:-1]
+        if len(self._window) > _MAX_WINDOW:
+            self._slide(len(self._window) - 2 * _MAX_CHARACTER_BYTES)
+            self._num_context, self._sent = 0, self._sent[:-1]
+        return piece
+
+    def finish(self) -> str:
+        """What is still held back when no more tokens will come, for instance an unfinished character."""
+        text = self._tokenizer.decode(self._window)
+        piece, self._sent = self._unsent(text), text
+        return piece
+
+    def _unsent(self, text: str) -> str:
+        if text.startswith(self._sent):
+            return text[len(self._sent) :]
+        # Bytes that follow may change the text that was sent before them; no letter must get lost then.
+        return text[len(commonprefix([text, self._sent])) :]  # noqa: RUF071 - by character is what is meant
+
+    def _slide(self, num_dropped: int) -> None:
+        """Forgets the oldest tokens. All that stay count as sent."""
+        self._window = self._window[num_dropped:]
+        self._num_context = len(self._window)
+        self._sent = self._tokenizer.decode(self._window)
+
+
+def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
+    """The end of the prompt, begun early enough that no character is cut in two if that can be helped."""
+    tail: list[int] = []
+    for size in _CONTEXT_SIZES:
+        tail = list(prompt_token_ids[-size:])
+        if not tokenizer.decode(tail).endswith(_INCOMPLETE):
+            break
+    return tail
+
+
+class StopStrings:
+    """The stop strings of a request: prepared once, off the event loop, for all of its choices."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.automaton = Automaton([list(map(ord, stop)) for stop in stops])
+
+
+class StopMatcher:
+    """Finds stop strings across the pieces of a text, and holds back what might turn into one."""
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops.stops
+        self._automaton = stops.automaton
+        self._state = START
+        self._held = ""  # what the state stands for
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Text that may go out, and the stop string that was found right after it, if one was.
+
+        The earliest stop string in the text so far ends it; otherwise all that cannot begin one goes out. Where several
+        begin at the same place and are complete, the one that was named first counts.
+        """
+        if not self._stops:
+            return piece, None
+        text = self._held + piece
+        match = self._find(text)
+        if match is not None:
+            self._state, self._held = START, ""
+            return match
+        num_out = len(text) - self._automaton.depth(self._state)
+        self._held = text[num_out:]
+        return text[:num_out], None
+
+    def finish(self) -> str:
+        """What was held back: it did not turn into a stop string."""
+        held, self._state, self._held = self._held, START, ""
+        return held
+
+    def _find(self, text: str) -> tuple[str, str] | None:
+        """Takes the text behind what is held."""
+        automaton, state = self._automaton, self._state
+        best: tuple[int, int] | None = None  # where it begins, and its place in the list
+        for end in range(len(self._held) + 1, len(text) + 1):
+            state = automaton.advance(state, ord(text[end - 1]))
+            match = automaton.longest_match(state)
+            if match is not None:
+                candidate = (end - len(self._stops[match]), match)
+                best = candidate if best is None else min(best, candidate)
+            if best is not None and end - automaton.depth(state) > best[0]:
+                break  # what is still to come begins later
+        self._state = state
+        return None if best is None else (text[: best[0]], self._stops[best[1]])

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,8 +185,9 @@ def serving(
             wait_until_healthy(process, port)
             yield process, port
         finally:
-            for each in psutil.Process(process.pid).children(recursive=True):
-                each.kill()
+            with suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    each.kill()
             process.kill()
 
 

@@ -76,7 +76,7 @@ class Streams:
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until its client leaves."""
-        with suppress(asyncio.IncompleteReadError):
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET"):

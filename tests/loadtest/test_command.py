@@ -240,7 +240,7 @@ async def test_the_capacity_is_measured_with_a_server_that_costs_nothing() -> No
     finished = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120, cwd=root)
     assert finished.returncode == 0, finished.stderr
     report = json.loads(finished.stdout.splitlines()[-1])
-    assert (report["streams"], report["tokens"]) == (8, 10)
+    assert (report["settings"]["streams"], report["settings"]["tokens"]) == (8, 10)
     [figures] = report["rounds"]
     assert figures["asked"] == 400
     assert figures["arrived"] > 0

@@ -29,8 +29,8 @@ from typing import Any
 
 from comparison.ceiling import DEFAULT_WORKLOADS, ModelShape, Workload
 from comparison.contest import Contest, Entrant, Limits, record
-from comparison.report import draw, table
-from machine import describe_commit, describe_machine, print_report, usable_cores
+from comparison.report import table
+from machine import parser_of, print_report, usable_cores
 from peers.engines import Engine, UsageError, exit_on_signals, take_part
 from peers.workers.protocol import Settings
 from shapes import SHAPES, make_checkpoint
@@ -52,9 +52,7 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         model = arguments.model or make_checkpoint(arguments.shape, Path(scratch) / "model", arguments.dtype)
         report = compare(engines, model.absolute(), logs, arguments)
-    print_report(report, arguments.json)
-    if arguments.plot is not None:
-        draw(report, arguments.plot)
+    print_report(arguments, **report)
     return 1 if report["failed"] else 0
 
 
@@ -74,8 +72,6 @@ def compare(engines: Sequence[Engine], model: Path, logs: Path, arguments: argpa
     print(table(trials, standings, shape))
     return {
         "settings": _described(arguments, settings),
-        "machine": describe_machine(),
-        "commit": describe_commit(Path(__file__).parents[1]),
         "engines": {
             name: asdict(each) | {"first_token_s": each.first_token_s, "after_imports_s": each.after_imports_s}
             for name, each in standings.items()
@@ -86,7 +82,7 @@ def compare(engines: Sequence[Engine], model: Path, logs: Path, arguments: argpa
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="135m", help="random weights of this shape")
     parser.add_argument("--model", type=Path, help="a checkpoint directory to use instead")
     parser.add_argument("--dtype", choices=list(_BYTES), default="bfloat16")
@@ -98,8 +94,6 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds that one batch may take")
     parser.add_argument("--start-limit", type=float, default=900.0, help="seconds that a start-up may take")
     parser.add_argument("--logs", type=Path, help="folder that keeps what the engines print")
-    parser.add_argument("--json", type=Path, help="file for the JSON too")
-    parser.add_argument("--plot", type=Path, help="file for a picture (needs matplotlib)")
     return parser.parse_args()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from comparison.ceiling import Workload
 from comparison.contest import Contest, Entrant, Limits, Standing, Trial
-from machine import describe_commit, describe_machine, print_report, usable_cores
+from machine import parser_of, print_report, usable_cores
 from peers.engines import OURS, Engine, UsageError, exit_on_signals
 from peers.workers.protocol import Settings
 from shapes import SHAPES, make_checkpoint, write_numbers
@@ -98,19 +98,16 @@ def main() -> int:
     for line in _table(facts, trials, standings):
         print(line)
     failed = any(score.failure for trial in trials for score in trial.scores.values())
-    report = {
-        "settings": {name: str(value) for name, value in vars(arguments).items()},
-        "machine": describe_machine(),
-        "commit": describe_commit(Path(__file__).parents[1]),
-        "formats": facts,
-        "engines": {name: asdict(standing) for name, standing in standings.items()},
-        "results": [
+    print_report(
+        arguments,
+        formats=facts,
+        engines={name: asdict(standing) for name, standing in standings.items()},
+        results=[
             {"workload": trial.workload.name, "rates": {name: trial.round_rates(name) for name in standings}}
             for trial in trials
         ],
-        "failed": failed,
-    }
-    print_report(report, arguments.json)
+        failed=failed,
+    )
     return int(failed)
 
 
@@ -186,7 +183,7 @@ def _cell(value: float | None, decimals: int) -> str:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", help="a checkpoint directory, a GGUF file, or smollm2")
     parser.add_argument("--shape", choices=SHAPES, default="135m", help="random weights of this shape, without --model")
     parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(FORMATS[:3]))
@@ -195,7 +192,6 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--text", type=Path, default=PROSE, help="whose perplexity is computed")
-    parser.add_argument("--json", type=Path, help="file for the JSON too")
     return parser.parse_args()
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import transformers
-from machine import describe_commit, describe_machine, print_report
+from machine import parser_of, print_report
 from on_gpu.parts import PARTS, Setup
 from on_gpu.report import make_lines, table
 from on_gpu.scale import SCALES, model_shape
@@ -50,7 +50,8 @@ def main() -> int:
         print(json.dumps(PARTS[arguments.part](setup)))
         return 0
     report = measure(arguments)
-    print_report(report, arguments.json or _default_path(report["device"], arguments))
+    arguments.json = arguments.json or _default_path(report["device"], arguments)
+    print_report(arguments, **report)
     return 1 if report["failures"] else 0
 
 
@@ -72,11 +73,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     print(table(lines, failures))
     return {
         "device": _device_name(arguments.device),
-        "machine": describe_machine(),
-        "versions": _versions(),
-        "commit": describe_commit(_REPOSITORY),
-        "scale": arguments.shape,
-        "dtype": arguments.dtype,
+        "versions": {each.__name__: each.__version__ for each in (chairlift, torch, transformers)},
         "seconds": round(time.monotonic() - start, 1),
         "measurements": measurements,
         "table": [asdict(line) | {"verdict": line.verdict} for line in lines],
@@ -129,24 +126,14 @@ def _device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "chairlift": chairlift.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     every = [_CHECKS, *PARTS]
     parser.add_argument("--device", default="cuda:0", help="cuda:0, ..., or cpu")
     parser.add_argument("--shape", choices=SCALES, default="full")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--parts", choices=every, nargs="+", default=every, metavar="PART", help=" ".join(every))
     parser.add_argument("--limit", type=float, default=150.0, help="seconds that a part may take")
-    parser.add_argument("--json", type=Path, help="file for the JSON")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,7 +1,6 @@
 """The engine's step without a model: schedule, reserve, advance, update.
 
-Only this file looks into what the scheduler keeps of a plan's requests, and knows how a plan becomes a reservation in
-the cache's books.
+Only this file knows how a plan becomes a reservation in the cache's books.
 """
 
 import itertools
@@ -58,22 +57,6 @@ def make_request(
 def slots_of(plan: StepPlan) -> list[int]:
     """The slot of each row."""
     return [row.request.slot for row in plan.rows if row.request.slot is not None]
-
-
-def without_slot(plan: StepPlan) -> list[str]:
-    """The requests of rows that have no slot, by id."""
-    return [row.request.request_id for row in plan.rows if row.request.slot is None]
-
-
-def stalled(scheduler: Scheduler, plan: StepPlan) -> list[str]:
-    """Running requests that could decode but have no row, by id."""
-    others = set(scheduler.running).difference(row.request for row in plan.rows)
-    return sorted(request.request_id for request in others if request.num_uncomputed == 1)
-
-
-def num_context_tokens(plan: StepPlan) -> int:
-    """Tokens that the slots of the decode rows hold."""
-    return sum(row.request.num_computed for row in plan.rows[: plan.num_decode_rows])
 
 
 def take_copies(slots: SlotLedger) -> int:

@@ -4,41 +4,51 @@
     python benchmarks/host_path.py --cases 256x8 --output-tokens 64 --prompt-tokens 512   # steps mixed with prompts
     python benchmarks/host_path.py --cases 256x8 --whole                                  # replies that do not stream
 
-A case is STREAMSxMILLISECONDS of a step. The server is a process of its own (`fake_server`), with all but the model in
-it; the client is this one, bare sockets behind one epoll, of which its own CPU time is shown. Requests are chats; each
-connection sends its next one as soon as a reply is over. Measured from when every stream has had its first token:
+    python benchmarks/host_path.py --cases 256x8 --vllm vllm/bin/python --preload TCMALLOC:IOMP  # vLLM's server instead
+
+A case is STREAMSxMILLISECONDS of a step. The server is a process of its own, with all but the model in it
+(`fake_server`; for vLLM `peers/workers/vllm_sleeper`). The client is this one, bare sockets behind one epoll, of which
+its own CPU time is shown. Requests are chats; each connection sends its next one as soon as a reply is over. Measured
+from when every stream has had its first token:
 
 tokens/s     that reached the client; ideal: STREAMS per step
 idle         share of the time in which the device had nothing to do
 gap          between two arrivals of tokens in one stream
 ttft         from a request to its first token, of all requests
-CPU          microseconds per token that reached the client: of the event loop in the engine's process, its engine's
-             thread and all of that process; of all API workers, if there are (--flag=--api-workers=2); of this client
+CPU          microseconds per token that reached the client: of the server's event loop, the engine's thread and all of
+             the server's process; of its other processes (API workers with --flag=--api-workers=2; vLLM's engine has
+             one of its own); of this client
 
 The last line is JSON.
 """
 
 import argparse
 import json
+import os
 import select
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_server import LETTER, Counters
-from machine import describe_commit, describe_machine, print_report
+import psutil
+from fake_server import LETTER
+from machine import parser_of, print_report
+from peers.keeper import free_port, wait_until_healthy
+from peers.sleeping_device import FILE_VARIABLE, STEP_VARIABLE, Work
+
+from chairlift.models import open_checkpoint
 
 _MARK = LETTER.encode()
 _READ_BYTES = 2**16
-_START_LIMIT_S, _FIRST_TOKENS_LIMIT_S = 180.0, 120.0
+_FIRST_TOKENS_LIMIT_S = 120.0
 _OK = b"HTTP/1.1 200"
 _POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _END = b"0\r\n\r\n"  # of a streamed reply
@@ -46,7 +56,7 @@ _HEAD = (
     f"{'':<24}{'tokens/s':>9}{'ideal':>9}{'idle':>8}{'gap p50':>9}{'p99':>7}{'ttft p50':>9}{'p99':>7}"
     f"{'loop us':>9}{'engine':>8}{'server':>8}{'workers':>8}{'client':>8}"
 )
-_SERVER = Path(__file__).with_name("fake_server.py")
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,59 +174,82 @@ def _request(number: int, arguments: argparse.Namespace) -> bytes:
     return head.encode() + data
 
 
-class Server:
-    """The fake server's process."""
-
-    def __init__(self, process: "subprocess.Popen[str]", port: int) -> None:
-        self._process = process
-        self.port = port
-
-    def read(self) -> Counters:
-        assert self._process.stdin is not None, "a pipe"
-        assert self._process.stdout is not None, "a pipe"
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return Counters(**json.loads(self._process.stdout.readline()))
-
-
 @contextmanager
-def _serving(case: Case, arguments: argparse.Namespace) -> Iterator[Server]:
-    flags = ["--port", "0", "--num-threads", "1", "--max-batch-size", str(case.num_streams), "--log-interval", "0"]
-    flags += ["--max-steps-per-launch", str(arguments.steps), "--max-num-batched-tokens", "8192", "--dtype", "float32"]
-    command = [sys.executable, str(_SERVER), str(case.step_ms), *flags, *arguments.flag]
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
+def serving(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
+    """A server and its port, once it is healthy. The command ends with `--port`."""
+    port = free_port()
+    with subprocess.Popen([*command, str(port)], env=environment, stdout=2) as process:
         try:
-            yield Server(process, _port_of(process, Path(f"/dev/fd/{log.fileno()}")))
+            wait_until_healthy(process, port)
+            yield process, port
         finally:
+            with suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    each.kill()
             process.kill()
 
 
-def _port_of(process: "subprocess.Popen[str]", log: Path) -> int:
-    """From the line that says where it listens."""
-    deadline = time.monotonic() + _START_LIMIT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        _, found, behind = log.read_text().partition("serving on http://127.0.0.1:")
-        if found and "\n" in behind:
-            return int(behind.split()[0])
-        time.sleep(0.05)
-    raise RuntimeError(f"the server did not start: {log.read_text()}")
+def _command(case: Case, arguments: argparse.Namespace) -> list[str]:
+    if arguments.vllm is None:
+        flags = ["--max-batch-size", str(case.num_streams), "--max-steps-per-launch", str(arguments.steps)]
+        flags += ["--num-threads", "1", "--log-interval", "0", "--dtype", "float32"]
+        start = [sys.executable, str(_HERE / "fake_server.py"), *flags]
+    else:
+        flags = ["--max-num-seqs", str(case.num_streams), "--model", str(open_checkpoint("bundled").path)]
+        flags += ["--enforce-eager", "--disable-uvicorn-access-log", "--disable-log-stats", "--dtype", "bfloat16"]
+        flags += ["--distributed-executor-backend", "peers.workers.vllm_sleeper.SleepingExecutor"]
+        start = [arguments.vllm, "-m", "vllm.entrypoints.openai.api_server", *flags]
+    return [*start, "--max-num-batched-tokens", "8192", *arguments.flag, "--port"]
+
+
+def _environment(case: Case, arguments: argparse.Namespace, file: str) -> dict[str, str]:
+    environment = {**os.environ, FILE_VARIABLE: file, STEP_VARIABLE: str(case.step_ms / 1e3)}
+    if arguments.vllm is not None:
+        environment |= {"PYTHONPATH": str(_HERE), "LD_PRELOAD": arguments.preload, "HF_HUB_OFFLINE": "1"}
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+    return environment
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Seconds since the server began: those of which the device was busy, and CPU time."""
+
+    time: float
+    busy: float
+    loop: float
+    engine: float
+    server: float
+    workers: float
+
+    @classmethod
+    def read(cls, process: psutil.Process, file: Path) -> "Counters":
+        work, now = Work.read(file), time.perf_counter()
+        server, *others = [sum(each.cpu_times()[:2]) for each in (process, *process.children(recursive=True))]
+        threads = (_thread_cpu(process.pid, process.pid), _thread_cpu(work.pid, work.thread))
+        return cls(now, work.done_by(now), *threads, server, sum(others))
+
+    def since(self, earlier: "Counters") -> "Counters":
+        return Counters(*(after - before for after, before in zip(astuple(self), astuple(earlier), strict=True)))
+
+
+def _thread_cpu(pid: int, thread: int) -> float:
+    return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures of one case."""
-    with _serving(case, arguments) as server:
-        client = Client(server.port, case.num_streams, arguments)
-        client.begin()
-        first = list(client.arrivals.first)
-        cpu, before = time.thread_time(), server.read()
-        arrivals = client.run(arguments.seconds)
-        after, client_cpu = server.read(), time.thread_time() - cpu
-        client.close()
-    seconds = after.time - before.time
-    tokens_per_s = arrivals.num_tokens / seconds
+    with tempfile.NamedTemporaryFile() as told:
+        file = Path(told.name)
+        with serving(_command(case, arguments), _environment(case, arguments, told.name)) as (process, port):
+            client, server = Client(port, case.num_streams, arguments), psutil.Process(process.pid)
+            client.begin()
+            first = list(client.arrivals.first)
+            cpu, before = time.thread_time(), Counters.read(server, file)
+            arrivals = client.run(arguments.seconds)
+            spent, client_cpu = Counters.read(server, file).since(before), time.thread_time() - cpu
+            client.close()
 
     def per_token(cpu_s: float) -> float:
         return round(1e6 * cpu_s / max(arrivals.num_tokens, 1), 1)
@@ -224,17 +257,14 @@ def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "streams": case.num_streams,
         "step_ms": case.step_ms,
-        "tokens_per_s": round(tokens_per_s),
+        "tokens_per_s": round(arrivals.num_tokens / spent.time),
         "ideal": round(1e3 * case.num_streams / case.step_ms),
-        "idle": round(1.0 - (after.busy - before.busy) / seconds, 3),
+        "idle": round(1.0 - spent.busy / spent.time, 3),
         "gap_ms": _percentiles(arrivals.gaps),
         "ttft_ms": _percentiles(first + arrivals.first),
         "tokens_per_read": round(arrivals.num_tokens / max(arrivals.num_reads, 1), 2),
         "cpu_us": {
-            "loop": per_token(after.loop_cpu - before.loop_cpu),
-            "engine": per_token(after.engine_cpu - before.engine_cpu),
-            "server": per_token(after.process_cpu - before.process_cpu),
-            "workers": per_token(after.workers_cpu - before.workers_cpu),
+            **{name: per_token(getattr(spent, name)) for name in ("loop", "engine", "server", "workers")},
             "client": per_token(client_cpu),
         },
     }
@@ -267,16 +297,12 @@ def main() -> int:
     for case in arguments.cases:
         report.append(measure(case, arguments))
         print(f"{case!s:<24}{_line(report[-1])}", flush=True)
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("cases", "json")}
-    commit = describe_commit(Path(__file__).parents[1])
-    print_report(
-        {"settings": settings, "machine": describe_machine(), "commit": commit, "cases": report}, arguments.json
-    )
+    print_report(arguments, cases=report)
     return 0
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     default = [Case(64, 6.0), Case(256, 8.0), Case(1024, 20.0)]
     parser.add_argument("--cases", type=Case.parse, nargs="+", default=default, metavar="STREAMSxMS")
     parser.add_argument("--seconds", type=float, default=5.0, help="measured for each case")
@@ -285,7 +311,10 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1, help="in a launch, at most")
     parser.add_argument("--whole", action="store_true", help="replies that do not stream")
     parser.add_argument("--flag", action="append", default=[], help="one more flag of the server: --flag=--x=y")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument(
+        "--vllm", metavar="PYTHON", help="an interpreter that has vLLM, whose server is measured instead"
+    )
+    parser.add_argument("--preload", default="", help="libraries for vLLM's processes, with ':' between them")
     return parser.parse_args()
 
 

@@ -10,20 +10,15 @@ the first byte that is sent to the last one that comes; the median of the rounds
 import argparse
 import json
 import random
-import re
 import selectors
 import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from machine import describe_commit, describe_machine, print_report
+from host_path import serving
+from machine import parser_of, print_report
 
 from chairlift import LLM, SamplingParams
 
@@ -31,29 +26,6 @@ Prompts = list[list[int]]
 
 _END = b"0\r\n\r\n"  # of a streamed reply
 _OK = b"HTTP/1.1 200"
-_START_LIMIT_S = 120.0
-_ADDRESS = re.compile(r"serving on http://127\.0\.0\.1:(\d+)\b.*\n")
-
-
-@contextmanager
-def _serving(arguments: argparse.Namespace) -> Iterator[int]:
-    """The port of a server."""
-    flags = ["--model", arguments.model, "--port", "0", "--max-batch-size", str(max(arguments.requests))]
-    command = [sys.executable, "-m", "chairlift", "serve", *flags, "--log-interval", "0", *arguments.flag]
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as process:
-        try:
-            yield _port_of(process, Path(f"/dev/fd/{log.fileno()}"))
-        finally:
-            process.terminate()
-
-
-def _port_of(process: "subprocess.Popen[bytes]", log: Path) -> int:
-    deadline = time.monotonic() + _START_LIMIT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        if (found := _ADDRESS.search(log.read_text())) is not None:
-            return int(found[1])
-        time.sleep(0.05)
-    raise RuntimeError(f"the server did not start: {log.read_text()}")
 
 
 def _request(prompt: list[int], num_tokens: int) -> bytes:
@@ -114,27 +86,24 @@ def main() -> int:
     """Measures every number of requests, prints a line for each, and as the last line everything as JSON."""
     arguments = _parse_arguments()
     cases = []
-    with _serving(arguments) as port, LLM(arguments.model, max_batch_size=max(arguments.requests)) as llm:
+    flags = ["--model", arguments.model, "--max-batch-size", str(max(arguments.requests)), "--log-interval", "0"]
+    command = [sys.executable, "-m", "chairlift", "serve", *flags, *arguments.flag, "--port"]
+    with serving(command) as (_, port), LLM(arguments.model, max_batch_size=max(arguments.requests)) as llm:
         for num_requests in arguments.requests:
             cases.append(measure(llm, port, num_requests, arguments))
             print(f"{num_requests} requests: streams over HTTP take {cases[-1]['cost']:+.1%} beside a call", flush=True)
-    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-    commit = describe_commit(Path(__file__).parents[1])
-    print_report(
-        {"settings": settings, "machine": describe_machine(), "commit": commit, "cases": cases}, arguments.json
-    )
+    print_report(arguments, cases=cases)
     return 0
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32], help="at once")
     parser.add_argument("--rounds", type=int, default=5, help="besides one to warm up")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--flag", action="append", default=[], help="one more flag of the server: --flag=--x=y")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args()
 
 

@@ -13,11 +13,12 @@ import asyncio
 import json
 import multiprocessing
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import cast
 
 import uvloop
+from machine import parser_of, print_report
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.runner import make_test
@@ -25,8 +26,8 @@ from chairlift.loadtest.summary import Summary
 
 _MODELS = b'{"object":"list","data":[{"id":"null","object":"model"}]}'
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\n%s\r\n\r\n"
+_MODELS_REPLY = _HEAD % (b"application/json", b"Content-Length: %d" % len(_MODELS)) + _MODELS
 _STREAM_HEAD = _HEAD % (b"text/event-stream; charset=utf-8", b"Transfer-Encoding: chunked")
-_END = b"data: [DONE]\n\n"
 _NUM_TURNS = 8
 
 
@@ -43,7 +44,7 @@ def main() -> int:
             f"{line['asked']:>12,.0f}{line['arrived']:>12,.0f}{line['lag_p99_ms']:>11.1f} ms{line['busy']:>8.0%}"
             f"   {'fell behind' if summary.has_lagging_client else ''}"
         )
-    print(json.dumps({"streams": arguments.streams, "tokens": arguments.tokens, "rounds": figures}))
+    print_report(arguments, rounds=figures)
     return 0
 
 
@@ -67,49 +68,33 @@ def measure(num_streams: int, stream_rate: float, num_tokens: int) -> Summary:
         server.join()
 
 
-class NullStream(asyncio.Protocol):
+class Streams:
     """Answers GET with the list of models and POST with a stream; knows just as much HTTP as the client sends."""
 
-    def __init__(self, streams: "set[NullStream]") -> None:
-        self._streams = streams
-        self._received = b""
-        self._num_left = 0
+    def __init__(self) -> None:
+        self.num_left: dict[asyncio.StreamWriter, int] = {}  # tokens of each
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, until its client leaves."""
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET"):
+                    writer.write(_MODELS_REPLY)
+                    continue
+                length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+                body = json.loads(await reader.readexactly(length))
+                writer.write(_STREAM_HEAD)
+                self.num_left[writer] = body["max_tokens"]
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002, the base class names it
-        self._streams.discard(self)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if self._received.startswith(b"GET") and self._received.endswith(b"\r\n\r\n"):
-            self._answer_get()
-        elif b'"max_tokens"' in self._received and self._received.endswith(b"}"):
-            self._open_stream()
-
-    def write_token(self) -> None:
-        """One token in a write of its own; after the last, usage and the end."""
-        self._num_left -= 1
-        if self._num_left:
-            self._transport.write(_TOKEN)
-            return
-        usage = {"prompt_tokens": 16, "completion_tokens": self._num_tokens}
-        end = _event(choices=[], usage=usage) + _END
-        self._transport.write(_LAST_TOKEN + _chunk(end) + b"0\r\n\r\n")
-        self._streams.discard(self)
-
-    def _answer_get(self) -> None:
-        length = b"Content-Length: %d" % len(_MODELS)
-        self._transport.write(_HEAD % (b"application/json", length) + _MODELS)
-        self._received = b""
-
-    def _open_stream(self) -> None:
-        body = json.loads(self._received.partition(b"\r\n\r\n")[2])
-        self._received = b""
-        self._num_tokens = self._num_left = body["max_tokens"]
-        self._transport.write(_STREAM_HEAD)
-        self._streams.add(self)
+    def write_token(self, writer: asyncio.StreamWriter) -> None:
+        """One token in a write of its own; with the last one the end. The client counts them."""
+        self.num_left[writer] -= 1
+        if self.num_left[writer] > 0:
+            writer.write(_TOKEN)
+        else:
+            del self.num_left[writer]
+            writer.write(_END)
 
 
 def _serve(ready: Connection, stream_rate: float) -> None:
@@ -119,34 +104,29 @@ def _serve(ready: Connection, stream_rate: float) -> None:
 
 async def _stream_for_ever(ready: Connection, stream_rate: float) -> None:
     """Streams take turns within a period, so that tokens come evenly and not all at once."""
-    streams: set[NullStream] = set()
-    server = await asyncio.get_running_loop().create_server(lambda: NullStream(streams), "127.0.0.1", 0)
+    streams = Streams()
+    server = await asyncio.start_server(streams.answer, "127.0.0.1", 0)
     ready.send(server.sockets[0].getsockname()[1])
     due_at = perf_counter()
     while True:
-        turn = list(streams)
+        turn = list(streams.num_left)
         due_at = max(due_at, perf_counter() - 1.0) if turn else perf_counter()
         for part in range(_NUM_TURNS):
             due_at += 1 / (stream_rate * _NUM_TURNS)
             await asyncio.sleep(max(0.0, due_at - perf_counter()))
-            for stream in turn[part::_NUM_TURNS]:
-                stream.write_token()
+            for writer in turn[part::_NUM_TURNS]:
+                streams.write_token(writer)
 
 
-def _event(**chunk: object) -> bytes:
+def _chunk(**fields: object) -> bytes:
     head = {"id": "cmpl-0123456789abcdef0123456789abcdef", "object": "text_completion", "created": 1700000000}
-    return b"data: " + json.dumps(head | {"model": "null"} | chunk).encode() + b"\n\n"
-
-
-def _chunk(data: bytes) -> bytes:
+    data = b"data: " + json.dumps(head | {"model": "null"} | fields).encode() + b"\n\n"
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def _token(finish_reason: str | None) -> bytes:
-    return _chunk(_event(choices=[{"index": 0, "text": " word", "logprobs": None, "finish_reason": finish_reason}]))
-
-
-_TOKEN, _LAST_TOKEN = _token(None), _token("length")
+_CHOICE = {"index": 0, "text": " word", "logprobs": None, "finish_reason": None}
+_TOKEN = _chunk(choices=[_CHOICE])
+_END = _chunk(choices=[_CHOICE | {"finish_reason": "length"}]) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 def _figures(rate: float, summary: Summary) -> dict[str, float]:
@@ -161,7 +141,7 @@ def _figures(rate: float, summary: Summary) -> dict[str, float]:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rates", type=float, nargs="+", default=[10_000, 20_000, 30_000, 40_000])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=500, help="of every stream")

@@ -1,14 +1,25 @@
-"""What a benchmark ran on, and its last line."""
+"""What all benchmarks have: flags, a table, what they ran on, and a last line of JSON."""
 
+import argparse
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+_REPOSITORY = Path(__file__).parents[1]
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A script's flags: its docstring as it is written, and `--json`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for the last line too")
+    return parser
 
 
 def usable_cores() -> int:
@@ -28,18 +39,27 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def describe_commit(repository: Path) -> str:
+def describe_commit() -> str:
     """The commit of the checkout, with "+" where it has changes that are not committed."""
-    commit = _git(repository, "rev-parse", "HEAD")
-    return commit + "+" if commit and _git(repository, "status", "--porcelain") else commit
+    commit = _git("rev-parse", "HEAD")
+    return commit + "+" if commit and _git("status", "--porcelain") else commit
 
 
-def print_report(report: Mapping[str, Any], file: Path | None) -> None:
-    """A benchmark's last line: everything as JSON, for the file too if there is one."""
-    line = json.dumps(report)
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need, the first one to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return "\n".join(
+        "  ".join([f"{row[0]:<{widths[0]}}", *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    )
+
+
+def print_report(arguments: argparse.Namespace, **parts: Any) -> None:
+    """A benchmark's last line: what it was asked for (or `settings`), where it ran, what it found."""
+    report = {"settings": vars(arguments), "machine": describe_machine(), "commit": describe_commit(), **parts}
+    line = json.dumps(report, default=str)
     print(line)
-    if file is not None:
-        file.write_text(line + "\n", encoding="utf-8")
+    if arguments.json is not None:
+        arguments.json.write_text(line + "\n", encoding="utf-8")
 
 
 def _cpu_model() -> str:
@@ -49,6 +69,6 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _git(repository: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=False)
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(_REPOSITORY), *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip()

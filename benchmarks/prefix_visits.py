@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, Self
 
 import numpy as np
+from machine import format_table
 from peers.engines import OURS
 from shapes import MESSAGE_TOKENS
 
@@ -173,14 +174,12 @@ def table(trials: Sequence[Trial], num_turns: int) -> str:
 
     `cached`: share of the prompts' tokens that were not computed anew. `ratio`: their median over ours.
     """
-    width = max(map(len, trials[0].series)) + 2
-    turns = "".join(f"{f'turn {turn + 1}':>12}" for turn in range(num_turns))
+    turns = [f"turn {turn + 1}" for turn in range(num_turns)]
     lines: list[str] = []
     for trial in trials:
-        lines.append(f"{trial.arrival.name}: time to first token, ms")
-        lines.append(f"{'':<{width}}{turns}{'all turns':>12}{'p90':>12}{'cached':>9}{'ratio':>9}")
-        lines += [f"{name:<{width}}{_cells(trial, name, num_turns)}" for name in trial.series]
-        lines.append("")
+        rows = [["", *turns, "all turns", "p90", "cached", "ratio"]]
+        rows += [[name, *_cells(trial, name, num_turns)] for name in trial.series]
+        lines += [f"{trial.arrival.name}: time to first token, ms", format_table(rows), ""]
     return "\n".join(lines + _failures(trials))
 
 
@@ -201,16 +200,12 @@ def _figures(trial: Trial, name: str) -> dict[str, Any]:
     }
 
 
-def _cells(trial: Trial, name: str, num_turns: int) -> str:
+def _cells(trial: Trial, name: str, num_turns: int) -> list[str]:
     medians = [trial.quantile_ms(name, 50, turn) for turn in range(num_turns)]
     times = [*medians, trial.quantile_ms(name, 50), trial.quantile_ms(name, 90)]
-    ratio = None if name == OURS else trial.ratio(name)
-    shares = _cell(trial.cached_share(name), 9, 2) + _cell(ratio, 9, 2)
-    return "".join(_cell(time, 12, 1) for time in times) + shares
-
-
-def _cell(value: float | None, width: int, decimals: int) -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:{width}.{decimals}f}"
+    shares = [trial.cached_share(name), None if name == OURS else trial.ratio(name)]
+    figures = [(time, 1) for time in times] + [(share, 2) for share in shares]
+    return ["-" if value is None else f"{value:.{decimals}f}" for value, decimals in figures]
 
 
 def _failures(trials: Sequence[Trial]) -> list[str]:

@@ -14,15 +14,13 @@ figures of docs/scheduling.md and docs/metrics.md.
 """
 
 import argparse
-import platform
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from random import Random
 from statistics import median
 
 from harness import US_PER_S, make_request, medians, time_calls, timed_step
-from machine import print_report
+from machine import parser_of, print_report
 from simulation.simulation import Clock
 from simulation.workload import text
 
@@ -48,8 +46,7 @@ def main() -> int:
         report[name] = _lowest([_PARTS[name](arguments) for _ in range(arguments.rounds)])
         for case, figures in report[name].items():
             print(f"{case:<44}" + "  ".join(f"{verb} {cost:,.1f}" for verb, cost in figures.items()))
-    whole = {"python": platform.python_version(), "steps": arguments.steps, "microseconds": report}
-    print_report(whole, arguments.json)
+    print_report(arguments, microseconds=report)
     return 0
 
 
@@ -248,7 +245,7 @@ _PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Figures]]] = {
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 100, 10_000, 100_000])
@@ -256,7 +253,6 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prefix-slots", type=int, default=256)
     parser.add_argument("--prefix-tokens", type=int, default=8192)
-    parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args()
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import uvloop
 from comparison.ceiling import ModelShape
-from machine import describe_commit, describe_machine, print_report, usable_cores
+from machine import parser_of, print_report, usable_cores
 from peers.engines import Engine, UsageError, exit_on_signals, take_part
 from peers.server import Host
 from peers.worker import WorkerError
@@ -56,7 +56,7 @@ def main() -> int:
         except (UsageError, WorkerError) as error:
             print(f"shared_prefix.py: {error}", file=sys.stderr)
             return 2
-    print_report(report, arguments.json)
+    print_report(arguments, **report)
     return 1 if report["failed"] else 0
 
 
@@ -79,8 +79,6 @@ def measure(engines: Sequence[Engine], settings: Settings, logs: Path, arguments
     print(table(trials, visits.num_turns))
     return {
         "settings": _described(arguments, settings),
-        "machine": describe_machine(),
-        "commit": describe_commit(Path(__file__).parents[1]),
         "servers": {host.name: asdict(host.standing) for host in hosts},
         "results": [record(trial) for trial in trials],
         "failed": any(series.failure for trial in trials for series in trial.series.values()),
@@ -125,7 +123,7 @@ def _complaint(series: Series) -> str:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="135m", help="random weights of this shape")
     parser.add_argument("--model", type=Path, help="a Llama checkpoint directory whose weights to use instead")
     parser.add_argument("--dtype", choices=list(_BYTES_PER_NUMBER), default="bfloat16")
@@ -141,7 +139,6 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=_count, default=usable_cores(), help="of every server (default: cores)")
     parser.add_argument("--start-limit", type=float, default=900.0, help="seconds that a start-up may take")
     parser.add_argument("--logs", type=Path, help="folder that keeps what the servers print")
-    parser.add_argument("--json", type=Path, help="file for the JSON too")
     return parser.parse_args()
 
 

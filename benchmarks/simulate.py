@@ -10,13 +10,13 @@ JSON.
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 
-from machine import print_report
+from machine import format_table, parser_of, print_report
 from simulation.costs import COSTS
-from simulation.figures import Figures, figures_of, format_table
+from simulation.figures import Figures, figures_of, rows_of
 from simulation.meter import Breach
 from simulation.simulation import Machine, Setting, Simulation, settings
 from simulation.workload import Synthetic, Workload, capacity, conversations, read_workload
@@ -43,9 +43,8 @@ def main() -> int:
     except Breach as breach:
         print(f"WRONG: {breach}", file=sys.stderr)
         return 1
-    print(format_table(figures))
-    named = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    print_report({"arguments": named, "results": [each.as_json() for each in figures]}, arguments.json)
+    print(format_table(rows_of(figures)))
+    print_report(arguments, results=list(map(asdict, figures)))
     return 0
 
 
@@ -101,13 +100,12 @@ def _workload(arguments: argparse.Namespace, machine: Machine) -> tuple[Workload
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     names = list(settings())
     parser.add_argument("--settings", nargs="+", choices=names, default=names)
     parser.add_argument("--starved-after", type=float, default=3600.0, help="seconds in the queue; counted")
     parser.add_argument("--window", type=float, default=10.0, help="seconds over which tenants' shares are compared")
     parser.add_argument("--check-every", type=int, help="steps between full checks (1; large workloads: 1000)")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     group = parser.add_argument_group("the machine")
     group.add_argument("--cost", choices=COSTS, default="135m-cpu", help="how long a step takes")
     group.add_argument("--slots", type=int, default=64)

@@ -8,18 +8,16 @@ picture these are). The last line is JSON.
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 from time import perf_counter
 
-from machine import print_report
+from machine import format_table, parser_of, print_report
 from simulation.costs import COSTS
 from simulation.fleet import ROUTERS, Fleet, FleetFigures, Loss
 from simulation.simulation import Machine
 from simulation.workload import Synthetic, capacity, conversations
-
-_LABEL_WIDTH, _COLUMN_WIDTH = 34, 18
 
 
 def main() -> int:
@@ -33,8 +31,7 @@ def main() -> int:
     print(_table(figures))
     if arguments.plot is not None:
         _plot(figures, arguments.plot)
-    named = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    print_report({"arguments": named, "results": [each.as_json() for each in figures]}, arguments.json)
+    print_report(arguments, results=list(map(asdict, figures)))
     return 0
 
 
@@ -67,9 +64,7 @@ def _table(figures: list[FleetFigures]) -> str:
         ("time in steps", [f"{each.utilization:.1%}" for each in figures]),
         ("output tokens/s", [f"{each.output_tokens_per_s:,.0f}" for each in figures]),
     ]
-    head = " " * _LABEL_WIDTH + "".join(f"{each.router:>{_COLUMN_WIDTH}}" for each in figures)
-    lines = [f"{name:<{_LABEL_WIDTH}}" + "".join(f"{cell:>{_COLUMN_WIDTH}}" for cell in cells) for name, cells in rows]
-    return "\n".join([head, *lines])
+    return format_table([["", *(each.router for each in figures)], *([name, *cells] for name, cells in rows)])
 
 
 def _plot(figures: list[FleetFigures], file: Path) -> None:
@@ -96,9 +91,8 @@ def _plot(figures: list[FleetFigures], file: Path) -> None:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
-    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--plot", type=Path, help="file for a picture; needs matplotlib")
     group = parser.add_argument_group("the fleet")
     group.add_argument("--replicas", type=int, default=16)

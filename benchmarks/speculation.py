@@ -11,7 +11,6 @@ Figures are medians of the ratios of pairs. Whether both ways made the same toke
 These are the figures of docs/speculation.md.
 """
 
-import argparse
 import inspect
 import itertools
 import json
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import describe_commit, describe_machine, print_report
+from machine import parser_of, print_report
 from shapes import SHAPES, make_checkpoint
 
 from chairlift import LLM, SamplingParams
@@ -81,14 +80,13 @@ PROMPTS = {
 
 def main() -> None:
     """Measures, prints a table, and as the last line all figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape rather than a model")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--kinds", nargs="+", choices=PROMPTS, default=list(PROMPTS))
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="a file for the last line")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = arguments.model if arguments.shape is None else str(make_checkpoint(arguments.shape, Path(scratch)))
@@ -97,9 +95,7 @@ def main() -> None:
             contest = Contest(llm, arguments.tokens, arguments.rounds, is_chat=arguments.shape is None)
             pairs = itertools.product(arguments.kinds, arguments.rows)
             figures = [contest.measure(kind, num_rows) for kind, num_rows in pairs]
-    report = {"model": arguments.shape or arguments.model, "tokens": arguments.tokens, "rounds": arguments.rounds}
-    about = {"commit": describe_commit(Path(__file__).parents[1]), "machine": describe_machine()}
-    print_report({**report, **about, "figures": figures}, arguments.json)
+    print_report(arguments, figures=figures)
 
 
 @dataclass(frozen=True, slots=True)

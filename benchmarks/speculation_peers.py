@@ -17,10 +17,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
-from machine import describe_machine, print_report, usable_cores
+from machine import parser_of, print_report, usable_cores
 from peers.engines import exit_on_signals
 from peers.keeper import free_port, wait_until_healthy
 from speculation import PROMPTS
@@ -71,7 +70,7 @@ class Server:
 
 def main() -> None:
     """Measures, prints a table, and as the last line all figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("binary")
     parser.add_argument("gguf")
     parser.add_argument("--spec-type", default="ngram-map-k", help="llama-server's kind of guesses")
@@ -79,7 +78,6 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=list(_KINDS))
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="a file for the last line")
     arguments = parser.parse_args()
     exit_on_signals()
     figures: list[dict[str, Any]] = []
@@ -95,8 +93,7 @@ def main() -> None:
             ratio = statistics.median(without / guessing for without, guessing in pairs)
             print(f"{kind:10} {num_rows:3} rows: {ratio:.2f} times as fast", flush=True)
             figures.append({"kind": kind, "rows": num_rows, "ratio": round(ratio, 3), "seconds": pairs})
-    about = {name: str(value) for name, value in vars(arguments).items()}
-    print_report({**about, "machine": describe_machine(), "figures": figures}, arguments.json)
+    print_report(arguments, figures=figures)
 
 
 def _seconds(server: Server, kind: str, num_rows: int, num_tokens: int) -> float:

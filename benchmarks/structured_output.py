@@ -8,7 +8,6 @@ forward pass, so both should take the same. The last line is JSON. It is the fig
 """
 
 import argparse
-import json
 import statistics
 import sysconfig
 import tempfile
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from machine import parser_of, print_report
 from shapes import make_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -38,7 +38,7 @@ _SCHEMA = {
 
 def main() -> None:
     """Measures, prints a table, and as the last line all figures as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
@@ -56,7 +56,7 @@ def main() -> None:
     free, mixed = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratio = statistics.median(after / before for before, after in rounds)
     print(f"{arguments.rows} free rows: {1e3 * free:.1f} ms a step; half of them under a schema: {1e3 * mixed:.1f} ms")
-    print(json.dumps({**vars(arguments), "free_s": free, "mixed_s": mixed, "ratio": round(ratio, 3), "rounds": rounds}))
+    print_report(arguments, free_s=free, mixed_s=mixed, ratio=round(ratio, 3), rounds=rounds)
 
 
 def train_tokenizer(directory: Path) -> None:

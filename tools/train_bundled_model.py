@@ -14,20 +14,21 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from bundled_model.card import Run, model_card
 from bundled_model.evaluation import Result, evaluate, overall
-from bundled_model.saving import CARD_FILE, discard, move_into_place, save_model, scratch_beside
-from bundled_model.training import Budget, train
+from bundled_model.exchange import HELD_OUT_PERCENT
+from bundled_model.fact_skills import OPPOSITES
+from bundled_model.training import Budget, Progress, train
+from bundled_model.vocabulary import END_OF_TEXT_ID, TURN_END_ID, build_tokenizer
+from transformers import GenerationConfig, LlamaForCausalLM
 
-DEFAULT_OUTPUT = Path("chairlift/models/bundled")
-DEFAULT_STEPS = 5400
-DEFAULT_LEARNING_RATE = 2e-3
-DEFAULT_TOKENS_PER_BATCH = 4096
-DEFAULT_QUESTIONS = 300
+_CARD_TEMPLATE = Path(__file__).parent / "bundled_model" / "card_template.md"
+_WEIGHTS_FILE = "model.safetensors"
+_READABLE = 0o644
 _EVALUATION_SEED = 20240
 _SHOWN_MISSES = 4
 
@@ -35,28 +36,19 @@ _SHOWN_MISSES = 4
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory to write (%(default)s)")
+    output = Path("chairlift/models/bundled")
+    parser.add_argument("--output", type=Path, default=output, help="directory to write (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and training text (%(default)s)")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, help=f"train for so many steps (default {DEFAULT_STEPS})")
-    length.add_argument("--minutes", type=float, help="train for so many minutes instead; not reproducible")
-    parser.add_argument("--learning-rate", type=float, default=DEFAULT_LEARNING_RATE, help="peak (%(default)s)")
-    parser.add_argument(
-        "--batch-tokens", type=int, default=DEFAULT_TOKENS_PER_BATCH, help="tokens per step (%(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=5400, help="train for so many steps (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak (%(default)s)")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per step (%(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (%(default)s)")
-    parser.add_argument(
-        "--questions", type=int, default=DEFAULT_QUESTIONS, help="held-out questions per skill (%(default)s)"
-    )
+    parser.add_argument("--questions", type=int, default=300, help="held-out questions per skill (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="train half as fast again; needs a C++ compiler")
     parser.add_argument("--start-from", type=Path, metavar="DIR", help="go on from the model in DIR: the second stage")
     parser.add_argument("--eval-only", type=Path, metavar="DIR", help="measure the model in DIR and stop")
-    parser.add_argument(
-        "--engine",
-        type=json.loads,
-        metavar="JSON",
-        help='measure through Chairlift with these settings, such as \'{"quantization": "int8"}\'',
-    )
+    engine_help = 'measure through Chairlift with these settings, such as \'{"quantization": "int8"}\''
+    parser.add_argument("--engine", type=json.loads, metavar="JSON", help=engine_help)
     return parser.parse_args()
 
 
@@ -76,29 +68,71 @@ def measure(directory: Path, questions: int, settings: dict[str, Any] | None = N
 
 
 def train_and_write(arguments: argparse.Namespace) -> None:
-    """Train, measure what was saved, and put it in place."""
-    steps = DEFAULT_STEPS if arguments.steps is None and arguments.minutes is None else arguments.steps
+    """Trains, measures what was saved, and moves it over file by file, so that a reader never sees half a file."""
     budget = Budget(
         seed=arguments.seed,
-        steps=steps,
-        minutes=arguments.minutes,
+        steps=arguments.steps,
         learning_rate=arguments.learning_rate,
         tokens_per_batch=arguments.batch_tokens,
         compiled=arguments.compile,
         start_from=arguments.start_from,
     )
     model, progress = train(budget, say)
-    scratch = scratch_beside(arguments.output)
-    try:
+    target = arguments.output
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as name:
+        scratch = Path(name)
         save_model(model, scratch)
         results = measure(scratch, arguments.questions)
-        command = " ".join(["python", *sys.argv])
-        run = Run(budget, progress, model.num_parameters(), arguments.threads, command)
-        (scratch / CARD_FILE).write_text(model_card(run, results, scratch))
-        move_into_place(scratch, arguments.output)
-    finally:
-        discard(scratch)
-    say(f"written to {arguments.output}")
+        card = model_card(model, budget, progress, results, arguments.threads, (scratch / _WEIGHTS_FILE).stat().st_size)
+        (scratch / "README.md").write_text(card)
+        for path in sorted(scratch.iterdir()):
+            path.chmod(_READABLE)
+            os.replace(path, target / path.name)
+    say(f"written to {target}")
+
+
+def save_model(model: LlamaForCausalLM, directory: Path) -> None:
+    """Weights in bfloat16, tokenizer, configurations; no model card."""
+    model.bfloat16()
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, eos_token_id=[TURN_END_ID, END_OF_TEXT_ID], pad_token_id=END_OF_TEXT_ID
+    )
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+
+
+def model_card(
+    model: LlamaForCausalLM, budget: Budget, progress: Progress, results: list[Result], threads: int, size: int
+) -> str:
+    """`card_template.md` filled in with what was measured; `size`: bytes of the weights."""
+    config = model.config
+    rows = [f"| {result.skill} | {result.accuracy:.1f} % |" for result in results]
+    return _CARD_TEMPLATE.read_text().format(
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        mlp=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        positions=config.max_position_embeddings,
+        parameters=model.num_parameters(),
+        weights_file=_WEIGHTS_FILE,
+        size=size,
+        held_out=HELD_OUT_PERCENT,
+        samples=results[0].total,
+        table="\n".join([*rows, f"| **overall** | **{overall(results).accuracy:.1f} %** |"]),
+        command=" ".join(["python", *sys.argv]),
+        minutes=progress.seconds / 60,
+        steps=progress.step,
+        tokens=progress.tokens / 1e6,
+        speed=progress.tokens / progress.seconds,
+        cores=os.cpu_count(),
+        threads=threads,
+        opposites=len(OPPOSITES),
+        batch=budget.tokens_per_batch,
+        rate=budget.learning_rate,
+    )
 
 
 def main() -> None:

@@ -1,47 +1,37 @@
-"""The table and the picture of a comparison."""
+"""The table of a comparison."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
+from machine import format_table
 from peers.engines import OURS
 
 from comparison.ceiling import ModelShape
 from comparison.contest import Standing, Trial
 
-_WIDTH = 11
-
 
 def table(trials: Sequence[Trial], standings: Mapping[str, Standing], shape: ModelShape) -> str:
-    """Medians of tokens per second, and below them how many times as fast as each engine Chairlift is."""
-    names = list(standings)
-    width = max(_WIDTH, *map(len, names))
-    heads = [*(f"{name:>{width}}" for name in names), f"{'ceiling':>8}  {'share':>5}  best peer"]
-    lines = [f"{'workload':<12}  {'':<16}" + "  ".join(heads)]
+    """Medians of tokens per second, and below them how many times as fast as each engine Chairlift is.
+
+    Then start-up and memory, and what failed.
+    """
+    rows = [["workload", "", *standings, "ceiling", "share", "best peer"]]
     for trial in trials:
-        medians = [_cell(trial.median(name), width, 1) for name in names]
-        ratios = [_cell(None if name == OURS else trial.ratio(name), width, 2, "") for name in names]
-        end = f"{_cell(trial.ceiling(shape), 8, 1, '')}  {_cell(trial.share(shape), 5, 2, '')}"
-        lines.append(f"{trial.workload.name:<12}  {trial.workload.unit:<16}" + "  ".join([*medians, end]))
-        lines.append(f"{'':<12}  {'ratio':<16}" + "  ".join([*ratios, f"{'':15}  {_best(trial, standings)}"]).rstrip())
-    return "\n".join([*lines, "", start_table(standings), *_failures(trials, standings)])
-
-
-def start_table(standings: Mapping[str, Standing]) -> str:
-    """Start-up and memory."""
-    lines = [f"{'engine':<20}  {'first token, s':>14}  {'after imports, s':>16}  {'peak memory, GB':>15}"]
-    for name, standing in standings.items():
-        gigabytes = standing.peak_bytes / 1e9 if standing.peak_bytes else None
-        cells = [_cell(standing.first_token_s, 14, 2), _cell(standing.after_imports_s, 16, 2), _cell(gigabytes, 15, 2)]
-        lines.append(f"{name:<20}  " + "  ".join(cells))
-    return "\n".join(lines)
+        medians = [_cell(trial.median(name), 1) for name in standings]
+        ratios = [_cell(None if name == OURS else trial.ratio(name), 2, "") for name in standings]
+        ends = [_cell(trial.ceiling(shape), 1, ""), _cell(trial.share(shape), 2, "")]
+        rows.append([trial.workload.name, trial.workload.unit, *medians, *ends])
+        rows.append(["", "ratio", *ratios, "", "", _best(trial, standings)])
+    starts = [["engine", "first token, s", "after imports, s", "peak memory, GB"]]
+    for name, each in standings.items():
+        figures = (each.first_token_s, each.after_imports_s, each.peak_bytes / 1e9 or None)
+        starts.append([name, *(_cell(figure, 2) for figure in figures)])
+    return "\n".join([format_table(rows), "", format_table(starts), *_failures(trials, standings)])
 
 
 def _best(trial: Trial, standings: Mapping[str, Standing]) -> str:
-    if (best := trial.best_peer(standings)) is None:
-        return ""
-    ratio = trial.ratio(best)
-    return best if ratio is None else f"{best} {ratio:.2f}"
+    best = trial.best_peer(standings)
+    ratio = None if best is None else trial.ratio(best)
+    return f"{best or ''} {_cell(ratio, 2, '')}".strip()
 
 
 def _failures(trials: Sequence[Trial], standings: Mapping[str, Standing]) -> list[str]:
@@ -55,36 +45,5 @@ def _failures(trials: Sequence[Trial], standings: Mapping[str, Standing]) -> lis
     return [f"FAILED {line}" for line in [*absent, *failed]]
 
 
-def _cell(value: float | None, width: int, decimals: int, missing: str = "failed") -> str:
-    return f"{missing:>{width}}" if value is None else f"{value:{width}.{decimals}f}"
-
-
-_OUR_COLOUR, _THEIR_COLOUR, _CEILING_COLOUR = "#2a6f97", "#b8c4cc", "#c1121f"
-
-
-def draw(report: Mapping[str, Any], file: Path) -> None:
-    """Needs matplotlib (the extra `[bench]`)."""
-    from matplotlib.figure import Figure
-
-    results = report["results"]
-    figure = Figure(figsize=(3.2 * len(results), 3.6), layout="constrained")
-    for axes, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
-        _draw_workload(axes, result)
-    machine, settings = report["machine"], report["settings"]
-    figure.suptitle(f"{settings['shape']} {settings['precision']}, {machine['cpu']}, {settings['threads']} threads")
-    figure.savefig(file, dpi=150)
-
-
-def _draw_workload(axes: Any, result: Mapping[str, Any]) -> None:
-    engines = {name: each for name, each in result["engines"].items() if each["median"] is not None}
-    colours = [_OUR_COLOUR if name == OURS else _THEIR_COLOUR for name in engines]
-    axes.bar(list(engines), [each["median"] for each in engines.values()], color=colours)
-    for position, each in enumerate(engines.values()):
-        axes.plot([position] * len(each["rates"]), each["rates"], ".", color="black", markersize=3)
-    if result["ceiling"] is not None:
-        axes.axhline(result["ceiling"], color=_CEILING_COLOUR, linestyle="--", linewidth=1, label="ceiling")
-        axes.legend(frameon=False, fontsize=7)
-    axes.set_title(result["workload"], fontsize=10)
-    axes.set_ylabel(result["unit"], fontsize=8)
-    axes.tick_params(axis="x", rotation=60, labelsize=7)
-    axes.spines[["top", "right"]].set_visible(False)
+def _cell(value: float | None, decimals: int, missing: str = "failed") -> str:
+    return missing if value is None else f"{value:.{decimals}f}"

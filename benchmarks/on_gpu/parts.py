@@ -1,17 +1,19 @@
 """The parts of a run. Each returns measurements; `gpu.py` runs each in a process of its own."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from comparison.ceiling import Workload
 from peers.workers.protocol import Generate
 from peers.workers.transformers_worker import continuous_batch, static_batch
+from transformers.utils.import_utils import is_flash_attn_2_available
 
-from on_gpu import transformers_peer
-from on_gpu.device import measure_rates
+from on_gpu.device import measure_rates, wait_for
 from on_gpu.engine import Engine
 from on_gpu.scale import SCALES, Decode, Scale, hugging_face_config, write_config
 
@@ -84,18 +86,16 @@ def large(setup: Setup) -> list[Measurement]:
     return measurements
 
 
-def large_single_steps(setup: Setup) -> list[Measurement]:
+def large_single_steps(setup: Setup, *, has_graphs: bool = True) -> list[Measurement]:
     """One decode step a launch."""
     decodes = setup.scale.plain_decodes
-    engine = setup.engine("large", 1, setup.decode_workloads(decodes))
+    engine = setup.engine("large", 1, setup.decode_workloads(decodes), has_graphs=has_graphs)
     return _decodes(setup, engine, "large", decodes)
 
 
 def large_without_graphs(setup: Setup) -> list[Measurement]:
     """One decode step a launch, operator by operator."""
-    decodes = setup.scale.plain_decodes
-    engine = setup.engine("large", 1, setup.decode_workloads(decodes), has_graphs=False)
-    return _decodes(setup, engine, "large", decodes)
+    return large_single_steps(setup, has_graphs=False)
 
 
 def small(setup: Setup) -> list[Measurement]:
@@ -112,8 +112,9 @@ def transformers_static(setup: Setup) -> list[Measurement]:
 
 def transformers_continuous(setup: Setup) -> list[Measurement]:
     """transformers' `generate_batch`."""
+    attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"  # what it reads its pages with
     batches = [(each.num_requests, each.prompt_tokens + each.output_tokens) for each in setup.scale.contests]
-    generate = continuous_batch(_peer(setup, transformers_peer.best_attention()), batches, max_batch_tokens=512)
+    generate = continuous_batch(_peer(setup, attention), batches, max_batch_tokens=512)
     return _contests(setup, "transformers generate_batch", generate)
 
 
@@ -147,19 +148,35 @@ def _decodes(setup: Setup, engine: Engine, shape: str, decodes: tuple[Decode, ..
 
 
 def _peer(setup: Setup, attention: str) -> Any:
+    """transformers' model with random weights of the large shape, made on the device in its number format."""
     num_positions = max(each.prompt_tokens + each.output_tokens for each in setup.scale.contests)
     config = hugging_face_config(setup.scale.large, num_positions, setup.dtype)
-    return transformers_peer.make_model(config, getattr(torch, setup.dtype), setup.torch_device, attention)
+    config._attn_implementation = attention
+    torch.set_default_dtype(getattr(torch, setup.dtype))
+    try:
+        with setup.torch_device:
+            model: Any = transformers.LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return model.eval()
 
 
 def _contests(setup: Setup, who: str, generate: Generate) -> list[Measurement]:
-    vocab_size = setup.scale.large["vocab_size"]
     return [
-        {
-            "kind": "contest",
-            "who": who,
-            "workload": each.name,
-            "seconds": transformers_peer.seconds(generate, each, vocab_size, setup.torch_device),
-        }
+        {"kind": "contest", "who": who, "workload": each.name, "seconds": _seconds(setup, generate, each)}
         for each in setup.scale.contests
     ]
+
+
+def _seconds(setup: Setup, generate: Generate, workload: Workload) -> float:
+    """From the prompts to the last token, after one run that does not count."""
+    vocab_size = setup.scale.large["vocab_size"]
+    generate(workload.prompts("warm-up", vocab_size), min(4, workload.output_tokens))
+    wait_for(setup.torch_device)
+    start = time.perf_counter()
+    counts = generate(workload.prompts("measured", vocab_size), workload.output_tokens)
+    wait_for(setup.torch_device)
+    elapsed = time.perf_counter() - start
+    if counts != [workload.output_tokens] * workload.num_requests:
+        raise RuntimeError(f"transformers gave {counts} tokens for {workload.output_tokens} each")
+    return elapsed

@@ -1,9 +1,10 @@
 """Measurements beside what the device allows: the lines of the table, and the verdict on each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from comparison.ceiling import ModelShape, Rates, Workload, decode_step, prefill
+from machine import format_table
 from peers.engines import OURS
 
 from on_gpu.parts import Measurement
@@ -35,51 +36,39 @@ class Line:
 def make_lines(measurements: Sequence[Measurement], shapes: dict[str, ModelShape]) -> list[Line]:
     """In the order in which they were measured. Without rates there are no floors, and so no verdicts on them."""
     rates = next((_rates(each) for each in measurements if each["kind"] == "rates"), None)
-    ours = {each["workload"]: each["seconds"] for each in _contests(measurements) if each["who"] == OURS}
-    lines: list[Line] = []
-    for each in measurements:
-        if each["kind"] == "rates":
-            lines.append(_rates_line(_rates(each)))
-        elif each["kind"] == "decode":
-            lines.append(_decode_line(each, shapes[each["shape"]], rates))
-        elif each["kind"] == "prefill":
-            lines.append(_prefill_line(each, shapes[each["shape"]], rates))
-        elif each["kind"] == "idle":
-            lines.append(_idle_line(each))
-        else:
-            lines.append(_contest_line(each, ours.get(each["workload"])))
-    return lines
+    ours = {each["workload"]: each["seconds"] for each in measurements if each.get("who") == OURS}
+    return [_line(each, shapes, rates, ours) for each in measurements]
+
+
+def _line(each: Measurement, shapes: dict[str, ModelShape], rates: Rates | None, ours: dict[str, float]) -> Line:
+    match each["kind"]:
+        case "decode":
+            return _decode_line(each, shapes[each["shape"]], rates)
+        case "prefill":
+            return _prefill_line(each, shapes[each["shape"]], rates)
+        case "idle":
+            what = f"idle {each['shape']}, {each['rows']} rows: in all, between steps"
+            return Line(what, f"{each['total']:.1%}", "", each["between_steps"], IDLE_TARGET, is_limit=True)
+        case "contest":
+            return _contest_line(each, ours.get(each["workload"]))
+    found = _rates(each)
+    return Line("memory, matrix products", f"{found.bytes_per_second / 1e9:.0f} GB/s", _flops(found.flops_per_second))
 
 
 def table(lines: Sequence[Line], failures: dict[str, str]) -> str:
     """All lines, and below them what failed."""
-    head = Line("", "measured", "floor")
-    widths = [max(len(getattr(line, name)) for line in (head, *lines)) for name in ("what", "measured", "floor")]
-    rows = [_row(head, widths, "share", "target", ""), *(_row(line, widths, *_cells(line)) for line in lines)]
-    return "\n".join([*rows, *(f"FAILED {name}: {reason}" for name, reason in failures.items())])
+    rows = [["", "measured", "floor", "share", "target", ""], *map(_cells, lines)]
+    return "\n".join([format_table(rows), *(f"FAILED {name}: {reason}" for name, reason in failures.items())])
 
 
-def _row(line: Line, widths: list[int], share: str, target: str, verdict: str) -> str:
-    texts = f"{line.what:<{widths[0]}}  {line.measured:>{widths[1]}}  {line.floor:>{widths[2]}}"
-    return f"{texts}  {share:>6}  {target:>7}  {verdict}".rstrip()
-
-
-def _cells(line: Line) -> tuple[str, str, str]:
+def _cells(line: Line) -> list[str]:
     share = "" if line.share is None else f"{line.share:.2f}"
     target = "" if line.target is None else f"{'<=' if line.is_limit else '>='} {line.target:.2f}"
-    return share, target, line.verdict
+    return [line.what, line.measured, line.floor, share, target, line.verdict]
 
 
 def _rates(measurement: Measurement) -> Rates:
     return Rates(measurement["bytes_per_second"], measurement["flops_per_second"])
-
-
-def _contests(measurements: Iterable[Measurement]) -> list[Measurement]:
-    return [each for each in measurements if each["kind"] == "contest"]
-
-
-def _rates_line(rates: Rates) -> Line:
-    return Line("memory, matrix products", f"{rates.bytes_per_second / 1e9:.0f} GB/s", _flops(rates.flops_per_second))
 
 
 def _decode_line(each: Measurement, shape: ModelShape, rates: Rates | None) -> Line:
@@ -99,11 +88,6 @@ def _prefill_line(each: Measurement, shape: ModelShape, rates: Rates | None) -> 
     achieved = prefill(shape, Workload.parse(each["workload"])).num_flops / each["seconds"]
     share = achieved / rates.flops_per_second
     return Line(what, _flops(achieved), _flops(rates.flops_per_second), share, PREFILL_TARGET)
-
-
-def _idle_line(each: Measurement) -> Line:
-    what = f"idle {each['shape']}, {each['rows']} rows: in all, between steps"
-    return Line(what, f"{each['total']:.1%}", share=each["between_steps"], target=IDLE_TARGET, is_limit=True)
 
 
 def _contest_line(each: Measurement, ours: float | None) -> Line:

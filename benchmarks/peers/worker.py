@@ -3,9 +3,9 @@
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 
 _LOG_TAIL_LINES = 8
-_CHUNK_BYTES = 1 << 16
 
 
 class WorkerError(Exception):
@@ -43,11 +42,6 @@ class Worker:
                 stderr=log_file,
                 start_new_session=True,
             )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        self._unread = b""
         self._is_killed = False
         self._signal(signal.SIGSTOP)
 
@@ -62,9 +56,16 @@ class Worker:
 
     def ask(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Its answer, which must come in time. Raises `WorkerDied`, and `WorkerError` if it answers with an error."""
-        deadline = time.monotonic() + limit_s
-        self._write(json.dumps(message).encode() + b"\n", deadline, limit_s)
-        line = self._read_line(deadline, limit_s)
+        asked_at = time.monotonic()
+        limit = threading.Timer(limit_s, self._signal, [signal.SIGKILL])  # which ends reading and writing too
+        limit.start()
+        try:
+            line = self._exchange(json.dumps(message).encode() + b"\n")
+        finally:
+            limit.cancel()
+        if not line.endswith(b"\n"):
+            is_late = time.monotonic() - asked_at >= limit_s
+            raise self._given_up(f"no answer within {limit_s:g} s" if is_late else self._end())
         try:
             answer = json.loads(line)
         except ValueError:
@@ -88,8 +89,9 @@ class Worker:
         self._process.wait()
         self._signal(signal.SIGKILL)  # what was being started meanwhile
         for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
+            with contextlib.suppress(BrokenPipeError):
+                if stream is not None:
+                    stream.close()
 
     @staticmethod
     def tail_of(log: Path) -> str:
@@ -97,34 +99,17 @@ class Worker:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(line for line in lines[-_LOG_TAIL_LINES:] if line.strip())
 
-    def _write(self, data: bytes, deadline: float, limit_s: float) -> None:
-        with self._selector(self._in, selectors.EVENT_WRITE) as selector:
-            while data:
-                self._wait(selector, deadline, limit_s)
-                try:
-                    data = data[os.write(self._in, data[:_CHUNK_BYTES]) :]
-                except BrokenPipeError:
-                    raise self._given_up(self._end()) from None
-
-    def _read_line(self, deadline: float, limit_s: float) -> bytes:
-        with self._selector(self._out, selectors.EVENT_READ) as selector:
-            while b"\n" not in self._unread:
-                self._wait(selector, deadline, limit_s)
-                if not (chunk := os.read(self._out, _CHUNK_BYTES)):
-                    raise self._given_up(self._end())
-                self._unread += chunk
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
-
-    @contextlib.contextmanager
-    def _selector(self, descriptor: int, event: int) -> Iterator[selectors.BaseSelector]:
-        with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, event)
-            yield selector
-
-    def _wait(self, selector: selectors.BaseSelector, deadline: float, limit_s: float) -> None:
-        if not selector.select(max(0.0, deadline - time.monotonic())):
-            raise self._given_up(f"no answer within {limit_s:g} s")
+    def _exchange(self, line: bytes) -> bytes:
+        """The line that answers; without an end if the process is gone."""
+        pipe_in, pipe_out = self._process.stdin, self._process.stdout
+        assert pipe_in is not None
+        assert pipe_out is not None
+        try:
+            pipe_in.write(line)
+            pipe_in.flush()
+        except BrokenPipeError:
+            return b""
+        return pipe_out.readline()
 
     def _end(self) -> str:
         """How the process ended, its pipes being closed."""

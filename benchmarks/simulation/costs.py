@@ -7,7 +7,6 @@ whichever is longer.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 _FLOPS_PER_PARAMETER = 2  # and token: a multiplication and an addition
 _TRAFFIC_OF_COPY = 2  # a byte copied is read and written
@@ -21,14 +20,6 @@ class StepShape:
     num_decode_rows: int
     num_context_tokens: int  # held by the slots of the decode rows
     num_copied_tokens: int = 0
-
-
-class CostModel(Protocol):
-    """Seconds of a step."""
-
-    def seconds(self, shape: StepShape) -> float:
-        """How long this step takes."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +71,6 @@ GPU_8B = RooflineCost(
     overhead=0.2e-3, num_parameters=8.0e9, parameter_bytes=2.0, bytes_per_token=131_072, bandwidth=4.3e12, rate=790e12
 )
 
-COSTS: dict[str, LinearCost | RooflineCost] = {"135m-cpu": CPU_135M, "8b-h200": GPU_8B}
+CostModel = LinearCost | RooflineCost
+COSTS: dict[str, CostModel] = {"135m-cpu": CPU_135M, "8b-h200": GPU_8B}
 """By the name that is given on the command line."""

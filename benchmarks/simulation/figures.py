@@ -1,8 +1,7 @@
 """The figures of a simulation, latencies, use of the slots, reuse of prefixes, fairness; and as a table."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,10 +75,6 @@ class Figures:
     other_tenants: GroupFigures | None
     most_urgent: GroupFigures  # the requests of the lowest priority number
     less_urgent: GroupFigures | None
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, nested as it is here."""
-        return asdict(self)
 
 
 def figures_of(setting: str, played: Played, starved_after: float) -> Figures:
@@ -162,7 +157,6 @@ def _group_figures(records: Records, chosen: Bools, slowdowns: Floats) -> GroupF
     )
 
 
-_LABEL_WIDTH, _COLUMN_WIDTH = 34, 22
 _NOTHING = "-"
 
 Cell = Callable[[Figures], str]
@@ -201,12 +195,9 @@ _ROWS: tuple[tuple[str, Cell], ...] = (
 )
 
 
-def format_table(figures: Sequence[Figures]) -> str:
-    """The table, without a line break at its end."""
-    lines = [" " * _LABEL_WIDTH + "".join(f"{each.setting:>{_COLUMN_WIDTH}}" for each in figures)]
-    for label, cell in _ROWS:
-        lines.append(f"{label:<{_LABEL_WIDTH}}" + "".join(f"{cell(each):>{_COLUMN_WIDTH}}" for each in figures))
-    return "\n".join(lines)
+def rows_of(figures: Sequence[Figures]) -> list[list[str]]:
+    """The table: a column for each."""
+    return [["", *(each.setting for each in figures)], *([label, *map(cell, figures)] for label, cell in _ROWS)]
 
 
 def _quantiles(spread: Spread | None, factor: float) -> str:

@@ -7,12 +7,11 @@ others, as a client or an ingress does, and it comes back later with nothing in 
 
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import count
 from math import inf
-from typing import Any, Protocol
 
 import numpy as np
 from harness import launch, take_copies
@@ -34,10 +33,8 @@ Loads = Mapping[int, int]
 """Unfinished requests of every replica that lives."""
 
 
-class Router(Protocol):
-    """Chooses a replica."""
-
-    def __call__(self, request: SimulatedRequest, loads: Loads) -> int: ...
+Router = Callable[[SimulatedRequest, Loads], int]
+"""Chooses a replica."""
 
 
 def route_in_turn() -> Router:
@@ -106,10 +103,6 @@ class FleetFigures:
     imbalance: float  # the busiest replica's time in steps over the mean
     utilization: float  # the mean replica's time in steps over the duration
     output_tokens_per_s: float
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, nested as it is here."""
-        return asdict(self)
 
 
 class _Replica:

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from harness import stalled, without_slot
-
 from chairlift.cache.ledger import SlotLedger
 from chairlift.scheduler import Scheduler, StepPlan
 from simulation.costs import CostModel
@@ -220,13 +218,14 @@ class Watch:
         """After `schedule`: the plan keeps to the rules."""
         self.num_steps += 1
         self.demand(bool(plan.rows), "nothing is planned though somebody waits")
-        slotless = without_slot(plan)
+        slotless = [row.request.request_id for row in plan.rows if row.request.slot is None]
         self.demand(not slotless, f"rows are planned that have no slot: {slotless}")
         num_planned = sum(row.num_new_tokens for row in plan.rows)
         self.demand(num_planned <= self._budget, f"{num_planned} tokens are planned, the budget is {self._budget}")
         decode = plan.rows[: plan.num_decode_rows]
         self.demand(all(row.num_new_tokens == 1 for row in decode), "a decode row takes more than one token")
-        stalling = stalled(self._scheduler, plan)
+        others = set(self._scheduler.running).difference(row.request for row in plan.rows)
+        stalling = sorted(request.request_id for request in others if request.num_uncomputed == 1)
         self.demand(not stalling, f"decode rows stall: {stalling}")
 
     def look_after(self) -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from itertools import count
 from math import inf
 
-from harness import launch, num_context_tokens, take_copies
+from harness import launch, take_copies
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.errors import QueueFull
@@ -296,6 +296,6 @@ def shape_of(plan: StepPlan, num_copied_tokens: int) -> StepShape:
     return StepShape(
         num_prompt_tokens=sum(row.num_new_tokens for row in plan.rows[plan.num_decode_rows :]),
         num_decode_rows=plan.num_decode_rows,
-        num_context_tokens=num_context_tokens(plan),
+        num_context_tokens=sum(row.request.num_computed for row in plan.rows[: plan.num_decode_rows]),
         num_copied_tokens=num_copied_tokens,
     )

@@ -155,15 +155,10 @@ def conversations(settings: Synthetic) -> Workload:
     """Conversations in order of arrival, with `requests` turns in all."""
     num_left = settings.requests
     for conversation in _endless(settings):
-        yield _cut(conversation, num_left)
+        yield replace(conversation, turns=conversation.turns[:num_left])
         num_left -= len(conversation.turns)
         if num_left <= 0:
             return
-
-
-def _cut(conversation: Conversation, num_turns: int) -> Conversation:
-    turns = conversation.turns[:num_turns]
-    return Conversation(conversation.arrival, turns, conversation.tenant, conversation.priority, conversation.prefixes)
 
 
 def _endless(settings: Synthetic) -> Workload:

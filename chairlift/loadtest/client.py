@@ -13,7 +13,14 @@ from typing import Any
 import aiohttp
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.summary import INCOMPLETE_STREAM, BenchError, RequestFailed, RequestRecord, one_line
+from chairlift.loadtest.summary import (
+    INCOMPLETE_STREAM,
+    BenchError,
+    RequestFailed,
+    RequestFailure,
+    RequestRecord,
+    one_line,
+)
 
 # What servers answer to a field they do not know: OpenAI's status, and FastAPI's.
 REFUSED_FIELD = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -63,41 +70,30 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
         ) from None
 
 
-class StreamClient:
-    """Posts bodies to one endpoint within an open session."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session = session
-        self._url = url
-
-    async def send(self, record: RequestRecord, body: bytes) -> str:
-        """Post a body now, follow its stream to the end into the record, and return the reply's text."""
-        reply = StreamedReply(record)
-        record.sent_at = perf_counter()
-        try:
-            await self._stream(body, reply)
-        except RequestFailed as problem:
-            record.failure = problem.failure
-            record.ended_at = perf_counter()
-        return "".join(reply.texts)
-
-    async def _stream(self, body: bytes, reply: "StreamedReply") -> None:
-        failure = "connection failed"
-        try:
-            async with self._session.post(self._url, data=body) as response:
-                if response.status != HTTPStatus.OK:
-                    raise _http_failure(response.status, await response.text(errors="replace"))
-                if response.content_type != "text/event-stream":
-                    start = (await response.text(errors="replace"))[:80]
-                    raise RequestFailed("not an event stream", f"{response.content_type}: {start}")
-                failure = INCOMPLETE_STREAM
-                async for piece in response.content.iter_any():
-                    reply.feed(piece, perf_counter())
-        except TimeoutError:
-            raise RequestFailed("timeout", f"no complete reply within {self._session.timeout.total:g} s") from None
-        except (aiohttp.ClientError, ValueError) as problem:
-            raise RequestFailed(failure, str(problem)) from None
+async def send(session: aiohttp.ClientSession, url: str, record: RequestRecord, body: bytes) -> str:
+    """Post a body now, follow its stream to the end into the record, and return the reply's text."""
+    reply, failure = StreamedReply(record), "connection failed"
+    record.sent_at = perf_counter()
+    try:
+        async with session.post(url, data=body) as response:
+            if response.status != HTTPStatus.OK:
+                raise _http_failure(response.status, await response.text(errors="replace"))
+            if response.content_type != "text/event-stream":
+                start = (await response.text(errors="replace"))[:80]
+                raise RequestFailed("not an event stream", f"{response.content_type}: {start}")
+            failure = INCOMPLETE_STREAM
+            async for piece in response.content.iter_any():
+                reply.feed(piece, perf_counter())
         reply.require_complete()
+    except RequestFailed as problem:
+        record.failure = problem.failure
+    except TimeoutError:
+        record.failure = RequestFailure("timeout", f"no complete reply within {session.timeout.total:g} s")
+    except (aiohttp.ClientError, ValueError) as problem:
+        record.failure = RequestFailed(failure, str(problem)).failure
+    if record.failure is not None:
+        record.ended_at = perf_counter()
+    return "".join(reply.texts)
 
 
 class StreamedReply:

@@ -15,16 +15,18 @@ import json
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
+from aiohttp import ClientSession
 from tqdm import tqdm
 
 from chairlift.loadtest import DEFAULT_CONCURRENCY, SWEPT_FIELDS, BenchConfig, SweepValues
-from chairlift.loadtest.client import StreamClient, allow_many_connections, first_model, open_session
+from chairlift.loadtest.client import allow_many_connections, first_model, open_session, send
 from chairlift.loadtest.report import report_sweep, report_test
 from chairlift.loadtest.summary import INCOMPLETE_STREAM, BenchError, BenchResult, RequestFailure, RequestRecord, Sweep
 from chairlift.loadtest.workload import Conversation, Message, Turn, Workload, build_workload
@@ -41,9 +43,8 @@ async def make_test(config: BenchConfig) -> BenchResult:
     workload = build_workload(config)
     async with open_session(config) as session:
         resolved = config.resolved(config.model or await first_model(session, config.url))
-        client = StreamClient(session, resolved.endpoint_url)
-        await _warm_up(client, workload, resolved)
-        return await _measure(client, workload, resolved)
+        await _warm_up(session, workload, resolved)
+        return await _measure(session, workload, resolved)
 
 
 async def closed_loop(count: int, concurrency: int, send: Send) -> None:
@@ -85,12 +86,12 @@ class Player:
 
     def __init__(
         self,
-        client: StreamClient,
+        session: ClientSession,
         config: BenchConfig,
         conversations: Sequence[Conversation],
         take: Callable[[RequestRecord], None],
     ) -> None:
-        self._client = client
+        self._send = partial(send, session, config.endpoint_url)
         self._think_time = config.think_time
         self._fields = {
             "model": config.model,
@@ -120,7 +121,7 @@ class Player:
             record.asked_prompt_tokens, record.asked_output_tokens = turn.prompt_tokens, turn.output_tokens
             if failure is None:
                 async with self._gate:
-                    text = await self._client.send(record, body)
+                    text = await self._send(record, body)
                 history += [*turn.prompt.get("messages", ()), {"role": "assistant", "content": text}]
                 failure = record.failure
             else:  # there is no reply to go on from
@@ -132,26 +133,26 @@ class Player:
         return json.dumps(self._fields | {"max_tokens": turn.output_tokens} | prompt).encode()
 
 
-async def _warm_up(client: StreamClient, workload: Workload, config: BenchConfig) -> None:
+async def _warm_up(session: ClientSession, workload: Workload, config: BenchConfig) -> None:
     """Raises `BenchError` if a request fails: a test of a server that is not ready shows nothing.
 
     Streams that break off are left to the measurement, which counts them.
     """
     records: list[RequestRecord] = []
-    player = Player(client, config, workload.warm_up, records.append)
+    player = Player(session, config, workload.warm_up, records.append)
     await closed_loop(len(workload.warm_up), DEFAULT_CONCURRENCY, player.play)
     for record in records:
         if record.failure is not None and record.failure.label != INCOMPLETE_STREAM:
             raise BenchError(f"the warm-up request to {config.endpoint_url} failed: {record.failure}")
 
 
-async def _measure(client: StreamClient, workload: Workload, config: BenchConfig) -> BenchResult:
+async def _measure(session: ClientSession, workload: Workload, config: BenchConfig) -> BenchResult:
     # Else a collection of what the imports left behind takes tens of milliseconds, in which no chunk is seen arriving.
     gc.collect()
     gc.freeze()
     try:
         async with watching(workload.num_requests) as watch:
-            player = Player(client, config, workload.conversations, watch.take)
+            player = Player(session, config, workload.conversations, watch.take)
             started_at, cpu_at_start = perf_counter(), thread_time()
             if workload.offsets is not None:
                 await open_loop(workload.offsets, player.play)

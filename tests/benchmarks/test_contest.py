@@ -181,20 +181,6 @@ def await_status(pid: int, wanted: set[str]) -> None:
     assert status(pid) in wanted
 
 
-def test_a_worker_tells_the_times_of_its_start_and_answers_batches(start: Callable[..., Worker]) -> None:
-    engine = fake_engine("fake")
-    worker = start(engine)
-    answer = ready(worker, engine)
-    marks = answer["marks"]
-    assert worker.started_at < marks["imports_done"] < marks["ready"] < marks["first_token"] < time.monotonic()
-    assert answer["counts"] == [1]
-    assert answer["about"]["fake"] == "1.0"
-    with worker.turn():
-        answer = worker.ask({"prompts": [[1], [2]], "output_tokens": 5}, 20)
-    assert answer["counts"] == [5, 5]
-    assert 0 < answer["seconds"] < 20
-
-
 def test_what_its_libraries_print_goes_to_the_log(start: Callable[..., Worker]) -> None:
     engine = fake_engine("fake")
     worker = start(engine)
@@ -214,16 +200,6 @@ def test_it_is_stopped_while_it_is_not_its_turn(start: Callable[..., Worker], tm
         await_status(child, {psutil.STATUS_SLEEPING})
         assert worker.ask(BATCH, 20)["counts"] == [3]
     await_status(pid, {psutil.STATUS_STOPPED})
-
-
-def test_killing_ends_its_children_too_though_all_are_stopped(start: Callable[..., Worker], tmp_path: Path) -> None:
-    engine = fake_engine("fake", child=str(tmp_path / "child"))
-    worker = start(engine)
-    pid = ready(worker, engine)["about"]["pid"]
-    worker.kill()
-    worker.kill()
-    await_status(pid, {"gone"})
-    await_status(int((tmp_path / "child").read_text(encoding="ascii")), {"gone", psutil.STATUS_ZOMBIE})
 
 
 def test_memory_is_counted_over_its_processes(start: Callable[..., Worker], tmp_path: Path) -> None:

@@ -1,13 +1,20 @@
 """The benchmarks of the host's own costs, in the small: every figure is there, whatever it is."""
 
+import importlib
 import json
+import os
 import sys
+import threading
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import host_path
 import pytest
 import scheduler_cost
 from harness import StepTimes, make_request, medians, timed_step
+from peers.sleeping_device import FILE_VARIABLE, STEP_VARIABLE, Work
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import RequestOptions
@@ -75,13 +82,12 @@ def test_a_timed_step_is_a_whole_step() -> None:
 # --- a server with all but a model
 
 
-def test_a_small_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_small_case(run_script: RunScript, tmp_path: Path) -> None:
     flags = ["--cases", "3x4", "--seconds", "1", "--output-tokens", "9", "--json", str(tmp_path / "report.json")]
-    monkeypatch.setattr(sys, "argv", ["host_path.py", *flags])
-    assert host_path.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("3 streams, 4 ms")
-    report = json.loads(lines[-1])
+    ran = run_script(host_path, *flags)
+    assert ran.code == 0
+    assert ran.out.splitlines()[1].startswith("3 streams, 4 ms")
+    report = ran.report
     assert report == json.loads((tmp_path / "report.json").read_text())
     (figures,) = report["cases"]
     assert figures["ideal"] == 750
@@ -90,3 +96,64 @@ def test_a_small_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert figures["ttft_ms"]["p50"] > 4.0  # the step that makes it
     assert figures["cpu_us"].pop("workers") == 0.0
     assert min(figures["cpu_us"].values()) > 0.0
+
+
+# --- vLLM's server with a model that sleeps
+
+
+class FakeExecutor:
+    """What the sleeping executor asks of vLLM's."""
+
+    def __init__(self) -> None:
+        self._init_executor()
+
+    def _init_executor(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class FakeOutput:
+    names: list[str]
+    places: dict[str, int]
+    said: list[list[int]]
+
+
+def scheduled(counts: dict[str, int], new: dict[str, int], running: dict[str, int], ended: set[str]) -> SimpleNamespace:
+    """`counts`: tokens of each row; `new`: lengths of prompts; `running`: tokens that were computed before."""
+    requests = [SimpleNamespace(req_id=name, prompt_len=length, num_computed_tokens=0) for name, length in new.items()]
+    cached = SimpleNamespace(req_ids=list(running), num_computed_tokens=list(running.values()))
+    parts = {"scheduled_new_reqs": requests, "scheduled_cached_reqs": cached, "finished_req_ids": ended}
+    return SimpleNamespace(num_scheduled_tokens=counts, **parts)
+
+
+@pytest.fixture
+def sleeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The executor, on a device whose steps take no time."""
+    modules: dict[str, dict[str, Any]] = {
+        "vllm.v1.executor.uniproc_executor": {"UniProcExecutor": FakeExecutor},
+        "vllm.v1.outputs": {"ModelRunnerOutput": FakeOutput, "EMPTY_MODEL_RUNNER_OUTPUT": "nothing"},
+    }
+    for name in ("vllm", "vllm.v1", "vllm.v1.executor", *modules):
+        made = ModuleType(name)
+        vars(made).update(modules.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "device"))
+    monkeypatch.setenv(STEP_VARIABLE, "0")
+    return importlib.import_module("peers.workers.vllm_sleeper").SleepingExecutor()
+
+
+def test_a_row_says_a_letter_in_every_step_that_ends_its_prompt_or_follows_it(sleeper: Any, tmp_path: Path) -> None:
+    assert (
+        sleeper.execute_model(scheduled({"a": 3, "b": 4}, {"a": 3, "b": 6}, {}, set()), non_block=True).result() is None
+    )
+    assert sleeper.sample_tokens(None, non_block=True).result() == FakeOutput(["a", "b"], {"a": 0, "b": 1}, [[90], []])
+    assert sleeper.execute_model(scheduled({"b": 2, "a": 1}, {}, {"a": 3, "b": 4}, set())) is None
+    assert sleeper.sample_tokens(None) == FakeOutput(["b", "a"], {"b": 0, "a": 1}, [[90], [90]])
+    assert sleeper.execute_model(scheduled({}, {}, {}, {"a", "b"})) == "nothing"
+    work = Work.read(tmp_path / "device")
+    assert (work.busy_s, work.pid, work.thread) == (0.0, os.getpid(), threading.get_native_id())
+
+
+def test_what_is_still_to_come_of_a_device_s_work_is_not_done() -> None:
+    work = Work(busy_s=5.0, end=12.0, pid=1, thread=1)
+    assert [work.done_by(now) for now in (10.0, 12.0, 13.0)] == [3.0, 5.0, 5.0]

@@ -46,17 +46,9 @@ def lines(*measurements: Measurement) -> list[Line]:
 
 def test_the_floor_of_a_decode_step_is_what_it_must_read() -> None:
     # 2464 bytes of weights and 3 rows of 10 + 5 - 1 cached tokens, 32 bytes each: 3808 bytes at 1 MB/s.
-    line = lines(RATES, decode(0.007616, target=0.5))[1]
-    assert line == Line("decode large, 3 x 10, torch, graphs, 8 a launch", "7.616 ms", "3.808 ms", 0.5, 0.5)
-    assert line.verdict == "met"
-
-
-def test_a_step_that_is_too_slow_misses_its_target() -> None:
-    assert lines(RATES, decode(0.008, target=0.5))[1].verdict == "missed"
-
-
-def test_a_figure_without_a_target_has_no_verdict() -> None:
-    assert lines(RATES, decode(0.008))[1].verdict == ""
+    _, good, slow, free = lines(RATES, decode(0.007616, target=0.5), decode(0.008, target=0.5), decode(0.008))
+    assert good == Line("decode large, 3 x 10, torch, graphs, 8 a launch", "7.616 ms", "3.808 ms", 0.5, 0.5)
+    assert [line.verdict for line in (good, slow, free)] == ["met", "missed", ""]
 
 
 def test_a_prefill_s_share_is_that_of_the_matrix_rate() -> None:
@@ -75,6 +67,7 @@ def test_an_idle_device_must_stay_below_its_limit() -> None:
 
 
 def test_a_peer_s_share_is_how_many_times_as_long_it_takes() -> None:
+    assert lines(contest("slow", 8.0))[0].verdict == ""
     ours, slow, fast = lines(contest("chairlift", 2.0), contest("slow", 8.0), contest("fast", 4.0))
     assert (ours.share, ours.verdict) == (None, "")
     assert (slow.share, slow.verdict) == (4.0, "met")
@@ -90,16 +83,12 @@ def test_without_rates_there_are_figures_but_no_verdicts() -> None:
     ]
 
 
-def test_a_peer_without_ours_has_no_verdict() -> None:
-    assert lines(contest("slow", 8.0))[0].verdict == ""
-
-
 def test_the_table_ends_with_what_failed() -> None:
     text = table(lines(RATES, decode(0.008, target=0.5)), {"small": "exit code 1: boom"})
     assert text.splitlines() == [
-        "                                                 measured        floor   share   target",
+        "                                                 measured        floor  share   target",
         "memory, matrix products                            0 GB/s  0.0 TFLOP/s",
-        "decode large, 3 x 10, torch, graphs, 8 a launch  8.000 ms     3.808 ms    0.48  >= 0.50  missed",
+        "decode large, 3 x 10, torch, graphs, 8 a launch  8.000 ms     3.808 ms   0.48  >= 0.50  missed",
         "FAILED small: exit code 1: boom",
     ]
 
@@ -108,13 +97,7 @@ def test_idle_is_what_no_work_covers() -> None:
     # Busy 0-10, 8-20, 21-30 and 70-100: gaps of 1 (within a step) and 40.
     idle = measure_idle([(8.0, 20.0), (0.0, 10.0), (70.0, 100.0), (21.0, 30.0), (22.0, 25.0)])
     assert idle == Idle(total=0.41, between_steps=0.40)
-
-
-def test_a_device_that_is_always_busy_is_never_idle() -> None:
     assert measure_idle([(5.0, 10.0), (10.0, 12.0)]) == Idle(0.0, 0.0)
-
-
-def test_no_work_at_all_is_said() -> None:
     with pytest.raises(ValueError, match="saw no work"):
         measure_idle([])
 
@@ -146,22 +129,18 @@ SCRIPT = REPOSITORY / "benchmarks" / "gpu.py"
 TINY = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32"]
 
 
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def run(*arguments: str) -> tuple["subprocess.CompletedProcess[str]", dict[str, Any]]:
+    """The command, and the JSON in its last line."""
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
-
-
-def report_of(done: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    return done, json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_a_run_prints_a_table_and_writes_json(tmp_path: Path) -> None:
-    done = run(*TINY, "--parts", "rates", "small", "--json", str(tmp_path / "out.json"))
+    done, report = run(*TINY, "--parts", "rates", "small", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     assert [line.split(",")[0] for line in done.stdout.splitlines()[1:-1]] == ["memory", "decode small"]
-    report = report_of(done)
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == report
     assert [each["kind"] for each in report["measurements"]] == ["rates", "decode"]
     assert report["failures"] == {}
@@ -171,9 +150,8 @@ def test_a_run_prints_a_table_and_writes_json(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_part_that_fails_is_reported_and_the_others_still_run(tmp_path: Path) -> None:
-    done = run(*TINY, "--parts", "checks", "small", "--limit", "0.01", "--json", str(tmp_path / "out.json"))
+    done, report = run(*TINY, "--parts", "checks", "small", "--limit", "0.01", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 1
-    report = report_of(done)
     assert report["failures"] == {"checks": "took longer than 0.01 s", "small": "took longer than 0.01 s"}
     assert "FAILED checks: took longer than 0.01 s" in done.stdout
 

@@ -74,18 +74,8 @@ def test_options_are_flags_of_the_server() -> None:
     engine = replace(CHAIRLIFT, options={"enable_prefix_caching": "false", "max_num_batched_tokens": "512"})
     assert server_command(engine, SETTINGS, 8123) == [
         *("python", "-m", "chairlift", "serve", "--model", "nowhere", "--num-threads", "1"),
-        *(
-            "--max-batch-size",
-            "8",
-            "--max-seq-len",
-            "32",
-            "--dtype",
-            "bfloat16",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            "8123",
-        ),
+        *("--max-batch-size", "8", "--max-seq-len", "32", "--dtype", "bfloat16"),
+        *("--host", "127.0.0.1", "--port", "8123"),
         *("--no-enable-prefix-caching", "--max-num-batched-tokens", "512"),
     ]
 
@@ -186,10 +176,10 @@ def test_ratios_are_taken_within_rounds() -> None:
 def test_the_table_has_a_line_for_each_server_and_names_failures() -> None:
     assert table([a_trial()], num_turns=2).splitlines() == [
         "0.5 users/s: time to first token, ms",
-        "                 turn 1      turn 2   all turns         p90   cached    ratio",
-        "chairlift          20.0        15.0        15.0        22.0     0.90        -",
-        "vllm               55.0        50.0        52.5        55.0     0.90     3.25",
-        "late                  -           -           -           -        -        -",
+        "           turn 1  turn 2  all turns   p90  cached  ratio",
+        "chairlift    20.0    15.0       15.0  22.0    0.90      -",
+        "vllm         55.0    50.0       52.5  55.0    0.90   3.25",
+        "late            -       -          -     -       -      -",
         "",
         "FAILED late, 0.5 users/s: 2 requests, the first: no",
     ]

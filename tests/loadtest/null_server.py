@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.client import StreamClient, open_session
+from chairlift.loadtest.client import open_session
 from chairlift.loadtest.runner import Player
 from chairlift.loadtest.summary import RequestRecord
 from chairlift.loadtest.workload import build_workload
@@ -161,7 +161,6 @@ async def play_one(url: str, **settings: object) -> list[RequestRecord]:
     resolved = config.resolved("null")
     records: list[RequestRecord] = []
     async with open_session(resolved) as session:
-        client = StreamClient(session, resolved.endpoint_url)
-        player = Player(client, resolved, build_workload(config).conversations, records.append)
+        player = Player(session, resolved, build_workload(config).conversations, records.append)
         await player.play(0, due_at=1.5)
     return records

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.client import StreamClient, StreamedReply, error_message, first_model, open_session
+from chairlift.loadtest.client import StreamedReply, error_message, first_model, open_session
 from chairlift.loadtest.summary import BenchError, RequestFailed, RequestRecord
 from tests.loadtest.null_server import (
     DONE,
@@ -96,13 +96,6 @@ async def test_settings_reach_the_request(server: NullServer) -> None:
     assert server.authorizations == ["Bearer sk-1", None]
 
 
-async def test_chunks_cut_anywhere_and_comments_between_them(server: NullServer) -> None:
-    whole = b": ping\n\n" + token("é") + b": ping\r\n\r\n" + token("b", "stop") + usage(5, 2) + DONE
-    server.answer = stream(*(whole[start : start + 9] for start in range(0, len(whole), 9)))
-    record = await send_one(server.url)
-    assert (record.failure, len(record.chunk_times), record.usage_output_tokens) == (None, 2, 2)
-
-
 async def test_chunks_are_stamped_as_they_arrive(server: NullServer) -> None:
     server.answer = slow_stream(token(), token("x", "length") + usage(5, 2) + DONE, seconds=0.2)
     record = await send_one(server.url)
@@ -185,20 +178,6 @@ async def test_a_timeout_in_the_middle_of_a_stream(server: NullServer) -> None:
     assert str(record.failure) == "timeout: no complete reply within 0.05 s"
     assert len(record.chunk_times) == 1
     assert record.ended_at - record.sent_at >= 0.04
-
-
-async def test_a_session_can_send_again_after_a_failure(server: NullServer) -> None:
-    config = BenchConfig(url=server.url, num_requests=2, warmup=0, output_tokens=2).resolved("null")
-    body = b'{"prompt": [40], "max_tokens": 2}'
-    well_behaved, server.answer = server.answer, cut_stream(token())
-    bad, good = RequestRecord(0, 0.0), RequestRecord(1, 0.0)
-    async with open_session(config) as session:
-        client = StreamClient(session, config.endpoint_url)
-        await client.send(bad, body)
-        server.answer = well_behaved
-        await client.send(good, body)
-    assert bad.failure is not None
-    assert good.failure is None
 
 
 # --- streams
@@ -290,30 +269,21 @@ def test_usage_is_taken_from_whichever_chunk_has_it_last() -> None:
 @pytest.mark.parametrize(
     ("usage", "counts"),
     [
-        (b"null", (None, None, None)),
-        (b'{"completion_tokens": 5}', (None, 5, None)),
-        (b'{"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 7}}', (9, None, 7)),
-        (b'{"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 0}}', (9, None, 0)),
-        (b'{"prompt_tokens": 9, "prompt_tokens_details": null}', (9, None, None)),
+        ("null", (None, None, None, None, None)),
+        ('{"completion_tokens": 5}', (None, 5, None, None, None)),
+        ('{"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 7}}', (9, None, 7, None, None)),
+        ('{"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 0}}', (9, None, 0, None, None)),
+        ('{"prompt_tokens": 9, "prompt_tokens_details": null}', (9, None, None, None, None)),
+        ('{"completion_tokens_details": {"reasoning_tokens": 3}}', (None, None, None, None, None)),
+        ('{"completion_tokens_details": {"accepted_prediction_tokens": 5}}', (None, None, None, 5, None)),
+        ('{"completion_tokens_details": {"rejected_prediction_tokens": 2}}', (None, None, None, None, 2)),
     ],
 )
-def test_usage_is_taken_for_what_it_says(usage: bytes, counts: tuple[int | None, ...]) -> None:
-    record = record_of((b'{"choices": [], "usage": %s}' % usage, 2.0))
-    assert (record.usage_prompt_tokens, record.usage_output_tokens, record.usage_cached_tokens) == counts
-
-
-@pytest.mark.parametrize(
-    ("details", "counts"),
-    [
-        (b"null", (None, None, 0)),
-        (b'{"reasoning_tokens": 3}', (None, None, 0)),
-        (b'{"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}', (5, 2, 7)),
-        (b'{"accepted_prediction_tokens": 5}', (5, None, 5)),
-    ],
-)
-def test_usage_tells_what_the_server_guessed(details: bytes, counts: tuple[int | None, ...]) -> None:
-    record = record_of((b'{"choices": [], "usage": {"completion_tokens_details": %s}}' % details, 2.0))
-    assert (record.usage_accepted_tokens, record.usage_rejected_tokens, record.guessed_tokens) == counts
+def test_usage_is_taken_for_what_it_says(usage: str, counts: tuple[int | None, ...]) -> None:
+    record = record_of((f'{{"choices": [], "usage": {usage}}}'.encode(), 2.0))
+    told = (record.usage_prompt_tokens, record.usage_output_tokens, record.usage_cached_tokens)
+    assert (*told, record.usage_accepted_tokens, record.usage_rejected_tokens) == counts
+    assert record.guessed_tokens == (counts[3] or 0) + (counts[4] or 0)
 
 
 @pytest.mark.parametrize(
@@ -341,37 +311,9 @@ def test_what_is_no_chunk_is_an_error_that_shows_it(event: bytes) -> None:
     assert repr(event.decode(errors="replace")) in caught.value.failure.message
 
 
-@pytest.mark.parametrize(
-    ("event", "said"),
-    [
-        (b'{"error": {"message": "out of memory", "code": 500}}', "out of memory"),
-        (b'{"error": "out of memory"}', "out of memory"),
-        (b'{"error": {"code": 500}}', '{"code": 500}'),
-    ],
-)
-def test_an_error_object_in_the_stream_is_an_error(event: bytes, said: str) -> None:
-    with pytest.raises(RequestFailed) as caught:
-        record_of((completion("a"), 1.0), (event, 2.0))
-    assert caught.value.failure.label == "error in stream"
-    assert caught.value.failure.message == said
-
-
 @pytest.mark.parametrize("end", [b"[DONE]", completion("", "stop")])
 def test_a_done_mark_or_a_finish_reason_completes_a_stream(end: bytes) -> None:
     reply_of((completion("a"), 1.0), (end, 2.0)).require_complete()
-
-
-@pytest.mark.parametrize(
-    ("events", "said"),
-    [
-        ([completion("a"), completion("b")], "ended after 2 chunks with neither finish reason nor [DONE]"),
-        ([b"[DONE]"], "ended without a single token"),
-    ],
-)
-def test_a_stream_without_an_end_or_a_token_is_incomplete(events: list[bytes], said: str) -> None:
-    with pytest.raises(RequestFailed) as caught:
-        reply_of(*((event, 1.0) for event in events)).require_complete()
-    assert str(caught.value.failure) == f"incomplete stream: {said}"
 
 
 @pytest.mark.parametrize(
@@ -379,6 +321,7 @@ def test_a_stream_without_an_end_or_a_token_is_incomplete(events: list[bytes], s
     [
         ({"error": {"message": "no such model", "type": "x"}}, "no such model"),
         ({"error": "no such model"}, "no such model"),
+        ({"error": {"code": 500}}, '{"code": 500}'),
         ({"object": "error", "message": "no such model"}, "no such model"),
         ({"detail": "Not Found"}, "Not Found"),
         ({"detail": [{"loc": ["body"]}]}, '[{"loc": ["body"]}]'),

@@ -3,7 +3,9 @@
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,21 +175,6 @@ def test_asking_for_more_keeps_the_first_ones(text: str) -> None:
     assert draw(text, count=50)[:20] == draw(text, count=20)
 
 
-NUMBERS = (0, -3, "", "1.5", "many", "128,256", "1e300")
-UNIFORM = ("uniform", "uniform:5", "uniform:6,5", "uniform:0,5", "uniform:1,2,3")
-OTHERS = ("normal:5", "normal:5,1,0.5", "normal:nan,1", "lognormal:inf,1", "poisson:5")
-
-
-@pytest.mark.parametrize("text", [*NUMBERS, *UNIFORM, *OTHERS])
-def test_what_cannot_be_read_is_refused_with_what_can(text: int | str) -> None:
-    with pytest.raises(ValueError, match="cannot read the length") as caught:
-        Lengths.parse(text)
-    assert str(caught.value) == (
-        f"cannot read the length {text!r}: it must be N, uniform:LOW,HIGH, normal:MEAN,STD[,MAX] or "
-        "lognormal:MEDIAN,SIGMA[,MAX], in numbers above 0"
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "limits"),
     [
@@ -198,19 +185,6 @@ def test_what_cannot_be_read_is_refused_with_what_can(text: int | str) -> None:
 )
 def test_limits_are_read(text: str, limits: dict[str, float]) -> None:
     assert parse_limits(text) == limits
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "500", "itl:5", "ttft:5,ttft:6", "ttft:5,", "ttft", "ttft:soon", "ttft:0", "tpot:nan", "tpot:inf", "ttft:5:6"],
-)
-def test_limits_that_cannot_be_read_are_refused_with_some_that_can(text: str) -> None:
-    with pytest.raises(ValueError, match="cannot read the limits") as caught:
-        parse_limits(text)
-    assert str(caught.value) == (
-        f"cannot read the limits {text!r}: they must look like ttft:500,tpot:50, with milliseconds above 0 for any of "
-        "ttft, tpot, e2el, each at most once"
-    )
 
 
 @pytest.mark.parametrize(
@@ -225,14 +199,42 @@ def test_values_of_a_sweep_are_read_in_ascending_order(text: str, values: SweepV
     assert SweepValues.parse(text) == values
 
 
-@pytest.mark.parametrize("text", ["", "rate", "rate=", "rate=a", "rate=0", "rate=1,inf", "speed=1", "concurrency=1.5"])
-def test_a_sweep_that_cannot_be_read_is_refused_with_one_that_can(text: str) -> None:
-    with pytest.raises(ValueError, match="cannot read the sweep") as caught:
-        SweepValues.parse(text)
-    assert str(caught.value) == (
-        f"cannot read the sweep {text!r}: it must look like rate=1,2,4,8 or concurrency=1,2,4,8, with numbers above 0 "
-        "(whole ones for concurrency)"
-    )
+LENGTHS = (0, -3, "", "1.5", "many", "128,256", "1e300", "uniform", "uniform:5", "uniform:6,5", "uniform:0,5")
+MORE_LENGTHS = ("uniform:1,2,3", "normal:5", "normal:5,1,0.5", "normal:nan,1", "lognormal:inf,1", "poisson:5")
+LIMITS = ("", "500", "itl:5", "ttft:5,ttft:6", "ttft:5,", "ttft", "ttft:soon", "ttft:0", "tpot:nan", "tpot:inf")
+SWEEPS = ("", "rate", "rate=", "rate=a", "rate=0", "rate=1,inf", "speed=1", "concurrency=1.5")
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts", "said"),
+    [
+        (
+            Lengths.parse,
+            (*LENGTHS, *MORE_LENGTHS),
+            "cannot read the length {!r}: it must be N, uniform:LOW,HIGH, normal:MEAN,STD[,MAX] or "
+            "lognormal:MEDIAN,SIGMA[,MAX], in numbers above 0",
+        ),
+        (
+            parse_limits,
+            (*LIMITS, "ttft:5:6"),
+            "cannot read the limits {!r}: they must look like ttft:500,tpot:50, with milliseconds above 0 for any of "
+            "ttft, tpot, e2el, each at most once",
+        ),
+        (
+            SweepValues.parse,
+            SWEEPS,
+            "cannot read the sweep {!r}: it must look like rate=1,2,4,8 or concurrency=1,2,4,8, with numbers above 0 "
+            "(whole ones for concurrency)",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_what_can(
+    parse: Callable[[Any], object], texts: tuple[int | str, ...], said: str
+) -> None:
+    for text in texts:
+        with pytest.raises(ValueError, match="cannot read") as caught:
+            parse(text)
+        assert str(caught.value) == said.format(text)
 
 
 @pytest.mark.parametrize(

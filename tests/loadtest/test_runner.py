@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from chairlift.loadtest import BenchConfig
-from chairlift.loadtest.client import StreamClient, open_session
+from chairlift.loadtest.client import open_session
 from chairlift.loadtest.runner import Player, closed_loop, open_loop, watching
 from chairlift.loadtest.summary import RequestRecord
 from chairlift.loadtest.workload import build_workload
@@ -171,8 +171,7 @@ async def test_a_schedule_with_a_most_in_flight_makes_the_others_wait_in_the_cli
     config = BenchConfig.model_validate(settings).resolved("null")
     records: list[RequestRecord] = []
     async with open_session(config) as session:
-        client = StreamClient(session, config.endpoint_url)
-        player = Player(client, config, build_workload(config).conversations, records.append)
+        player = Player(session, config, build_workload(config).conversations, records.append)
         sending = asyncio.create_task(open_loop([0.0, 0.0, 0.0], player.play))
         await first_is_in.wait()
         await asyncio.sleep(0.02)

@@ -22,7 +22,6 @@ from chairlift.loadtest.workload import (
     random_offsets,
     read_conversations,
     read_trace,
-    trace_offsets,
 )
 
 
@@ -50,12 +49,6 @@ def test_a_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
     lines = read_trace(path, None)
     assert lines[0] == TraceLine(timestamp=500, input_length=6, output_length=3, hash_ids=(1, 2))
     assert [line.timestamp for line in lines] == [500, 1000.5, 2000]
-
-
-def test_offsets_are_seconds_from_the_first_line(tmp_path: Path) -> None:
-    lines = read_trace(write(tmp_path / "t.jsonl", trace_line(500), trace_line(1000), trace_line(3500)), None)
-    assert trace_offsets(lines, speedup=1.0) == [0.0, 0.5, 3.0]
-    assert trace_offsets(lines, speedup=2.0) == [0.0, 0.25, 1.5]
 
 
 def test_only_the_first_requests_of_a_trace_may_be_wanted(tmp_path: Path) -> None:
@@ -151,12 +144,6 @@ def test_draws_are_uniform_over_every_choice_and_no_other() -> None:
     prompt = draw_one(40_000, 4, np.random.default_rng(3))
     assert len(prompt) == 40_000
     assert [prompt.count(choice) for choice in range(4)] == pytest.approx([10_000] * 4, rel=0.05)
-
-
-def test_the_same_seed_gives_the_same_prompts_however_many_and_another_other_ones() -> None:
-    assert draws([8] * 3, seed=7) == draws([8] * 3, seed=7)
-    assert not set(draws([8] * 50, seed=1)) & set(draws([8] * 50, seed=2))
-    assert draws([8, 5, 6, 7])[:2] == draws([8, 5])
 
 
 def test_prompts_are_distinct_even_when_every_possible_one_is_needed() -> None:
@@ -299,8 +286,8 @@ def test_the_last_conversation_is_cut_to_the_number_of_requests() -> None:
 
 
 def test_a_trace_gives_times_and_lengths(tmp_path: Path) -> None:
-    lines = [{"timestamp": 0, "input_length": 4, "output_length": 2}]
-    path = write(tmp_path / "t.jsonl", *lines, {"timestamp": 1500, "input_length": 9, "output_length": 3})
+    lines = [{"timestamp": 500, "input_length": 4, "output_length": 2}]
+    path = write(tmp_path / "t.jsonl", *lines, {"timestamp": 2000, "input_length": 9, "output_length": 3})
     found = workload(trace=path, trace_speedup=3.0)
     assert found.offsets == [0.0, 0.5]
     assert [len(prompt) for prompt in prompts(found)] == [4, 9]

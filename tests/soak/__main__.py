@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from random import Random, SystemRandom
 
-from tests.soak.load import Load, Verdict, Wave, draw_waves, judge, table
+from tests.soak.load import Load, Verdict, Wave, draw_waves, judge
 from tests.soak.server import in_child_process
 
 _WARM_UP_SHARE = 0.15
@@ -28,7 +28,6 @@ def main() -> int:
     arguments = _parse_arguments()
     seed = SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
     verdict = asyncio.run(soak(arguments.minutes * 60, seed))
-    print(table(verdict))
     for complaint in verdict.complaints:
         print(f"WRONG (seed {seed}): {complaint}")
     report = json.dumps({"seed": seed, "minutes": arguments.minutes, **verdict.record()})

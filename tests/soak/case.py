@@ -18,9 +18,8 @@ Check = Callable[[ParsedReply], None]
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What is right for a generated answer: this many choices, and what `check` says."""
+    """What is right for a generated answer: what `check` says."""
 
-    num_choices: int
     check: Check
     is_stream: bool
 
@@ -74,7 +73,7 @@ def generation(
             raise Wrong(f"usage {reply.usage}, but it was {'' if has_usage else 'not '}asked for")
         check(reply)
 
-    return Case(kind, path, json.dumps(body).encode(), Generated(num_choices, check_all, stream))
+    return Case(kind, path, json.dumps(body).encode(), Generated(check_all, stream))
 
 
 def user(text: str) -> list[dict[str, str]]:

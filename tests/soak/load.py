@@ -224,25 +224,3 @@ def growth(before: ServerState, after: ServerState) -> list[str]:
         for name, earlier, later, allowed in figures
         if later - earlier > allowed
     ]
-
-
-def table(verdict: Verdict) -> str:
-    """Kinds by endings, and the figures below."""
-    return "\n".join(_lines(verdict))
-
-
-def _lines(verdict: Verdict) -> Iterator[str]:
-    endings = list(Ending)
-    yield f"{'':24}" + "".join(f"{ending:>12}" for ending in endings)
-    for kind, counts in sorted(verdict.endings.items()):
-        yield f"{kind:24}" + "".join(f"{counts[ending] or '':>12}" for ending in endings)
-    totals = sum(verdict.endings.values(), Counter[str]())
-    yield f"{'all':24}" + "".join(f"{totals[ending]:>12}" for ending in endings)
-    yield ""
-    yield from (f"{name:24}{count:>12}" for name, count in verdict.manners.items())
-    yield ""
-    yield f"{'':24}{'before':>12}{'after':>12}"
-    after = as_record(verdict.after)
-    yield from (f"{name:24}{value:>12.6g}{after[name]:>12.6g}" for name, value in as_record(verdict.before).items())
-    for name, value in verdict.health_ms.items():
-        yield f"{'/health, ms, ' + name:24}{value:>12.1f}"

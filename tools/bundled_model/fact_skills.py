@@ -55,14 +55,12 @@ def _all_opposites() -> dict[str, str]:
 
 OPPOSITES = _all_opposites()
 
-_NEXT = (
-    "What comes after {x}",
-    "What {unit} comes after {x}",
-    "Which {unit} comes after {x}",
-    "What is the {unit} after {x}",
-    "Which {unit} follows {x}",
-    "What {unit} is after {x}",
-    "What is the next {unit} after {x}",
+_NEXT = listed(
+    """
+    What comes after {x} | What {unit} comes after {x} | Which {unit} comes after {x} | What is the {unit} after {x} |
+    Which {unit} follows {x} | What {unit} is after {x} | What is the next {unit} after {x}
+    """,
+    separator="|",
 )
 _PREVIOUS = (
     "What comes before {x}",
@@ -72,14 +70,12 @@ _PREVIOUS = (
     "What {unit} is before {x}",
     "Which {unit} is right before {x}",
 )
-_MONTH_DAYS = (
-    "How many days are in {x}",
-    "How many days are there in {x}",
-    "How many days does {x} have",
-    "How many days has {x}",
-    "How many days has the month of {x}",
-    "How long is {x}",
-    "What is the number of days in {x}",
+_MONTH_DAYS = listed(
+    """
+    How many days are in {x} | How many days are there in {x} | How many days does {x} have | How many days has {x} |
+    How many days has the month of {x} | How long is {x} | What is the number of days in {x}
+    """,
+    separator="|",
 )
 _MONTH_NUMBER = (
     "What number is {x}",
@@ -98,18 +94,14 @@ _NUMBER_MONTH = (
     "Name month number {n}",
     "Which month is the {nth} month of the year",
 )
-_OPPOSITE = (
-    "What is the opposite of {x}",
-    "What's the opposite of {x}",
-    "Opposite of {x}",
-    "The opposite of {x}",
-    "Tell me the opposite of {x}",
-    "Give me the opposite of {x}",
-    "What is the opposite of the word {x}",
-    "Name the opposite of {x}",
-    "Which word is the opposite of {x}",
-    "Give the opposite of {x}",
-    "What word means the opposite of {x}",
+_OPPOSITE = listed(
+    """
+    What is the opposite of {x} | What's the opposite of {x} | Opposite of {x} | The opposite of {x} |
+    Tell me the opposite of {x} | Give me the opposite of {x} | What is the opposite of the word {x} |
+    Name the opposite of {x} | Which word is the opposite of {x} | Give the opposite of {x} |
+    What word means the opposite of {x}
+    """,
+    separator="|",
 )
 _CALENDAR_LISTS = {
     "How many days are in a week": "A week has 7 days.",

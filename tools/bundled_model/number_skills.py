@@ -8,56 +8,30 @@ import random
 
 from bundled_model.exchange import NEVER_HELD_OUT, Exchange
 from bundled_model.phrasing import dress
+from bundled_model.words import listed
 
 LIMIT = 100
 DIGITS = 10
 _DIGIT_DOCUMENT_SHARE = 0.1
 
-_ADDING = (
-    "What is {a} + {b}",
-    "What is {a} + {b}",
-    "What's {a} + {b}",
-    "{a} + {b}",
-    "{a}+{b}",
-    "{a} + {b} =",
-    "{a}+{b}=",
-    "What is {a}+{b}",
-    "Add {a} and {b}",
-    "Add {b} to {a}",
-    "What is {a} plus {b}",
-    "What's {a} plus {b}",
-    "{a} plus {b}",
-    "What is the sum of {a} and {b}",
-    "Calculate {a} + {b}",
-    "Compute {a} + {b}",
-    "How much is {a} + {b}",
-    "How much is {a} plus {b}",
-    "What do you get when you add {a} and {b}",
-    "Solve {a} + {b}",
-    "What does {a} + {b} equal",
+_ADDING = listed(
+    """
+    What is {a} + {b} | What is {a} + {b} | What's {a} + {b} | {a} + {b} | {a}+{b} | {a} + {b} = | {a}+{b}= |
+    What is {a}+{b} | Add {a} and {b} | Add {b} to {a} | What is {a} plus {b} | What's {a} plus {b} | {a} plus {b} |
+    What is the sum of {a} and {b} | Calculate {a} + {b} | Compute {a} + {b} | How much is {a} + {b} |
+    How much is {a} plus {b} | What do you get when you add {a} and {b} | Solve {a} + {b} | What does {a} + {b} equal
+    """,
+    separator="|",
 )
-_SUBTRACTING = (
-    "What is {a} - {b}",
-    "What is {a} - {b}",
-    "What's {a} - {b}",
-    "{a} - {b}",
-    "{a}-{b}",
-    "{a} - {b} =",
-    "{a}-{b}=",
-    "What is {a}-{b}",
-    "Subtract {b} from {a}",
-    "Take {b} away from {a}",
-    "Take {b} from {a}",
-    "What is {a} minus {b}",
-    "What's {a} minus {b}",
-    "{a} minus {b}",
-    "Calculate {a} - {b}",
-    "Compute {a} - {b}",
-    "How much is {a} - {b}",
-    "How much is {a} minus {b}",
-    "What do you get when you subtract {b} from {a}",
-    "Solve {a} - {b}",
-    "What does {a} - {b} equal",
+_SUBTRACTING = listed(
+    """
+    What is {a} - {b} | What is {a} - {b} | What's {a} - {b} | {a} - {b} | {a}-{b} | {a} - {b} = | {a}-{b}= |
+    What is {a}-{b} | Subtract {b} from {a} | Take {b} away from {a} | Take {b} from {a} | What is {a} minus {b} |
+    What's {a} minus {b} | {a} minus {b} | Calculate {a} - {b} | Compute {a} - {b} | How much is {a} - {b} |
+    How much is {a} minus {b} | What do you get when you subtract {b} from {a} | Solve {a} - {b} |
+    What does {a} - {b} equal
+    """,
+    separator="|",
 )
 
 

@@ -6,38 +6,24 @@ leading capital and no final mark. `dress` returns one of the many ways in which
 
 import random
 
-_ORDER_OPENINGS = (
-    "Please {}",
-    "Can you {}",
-    "Could you {}",
-    "Could you please {}",
-    "Would you {}",
-    "Now {}",
-    "Hi, {}",
+from bundled_model.words import listed
+
+_ORDER_OPENINGS = listed(
+    """
+    Please {} | Can you {} | Could you {} | Could you please {} | Would you {} | Now {} | Hi, {}
+    """,
+    separator="|",
 )
-_QUESTION_OPENINGS = (
-    "Please tell me, {}",
-    "Can you tell me {}",
-    "Tell me, {}",
-    "Do you know {}",
-    "And {}",
-    "Hello, {}",
-    "So {}",
+_QUESTION_OPENINGS = listed(
+    """
+    Please tell me, {} | Can you tell me {} | Tell me, {} | Do you know {} | And {} | Hello, {} | So {}
+    """,
+    separator="|",
 )
-_QUESTION_WORDS = (
-    "what",
-    "how",
-    "which",
-    "who",
-    "when",
-    "why",
-    "where",
-    "is",
-    "are",
-    "do",
-    "does",
-    "can",
-    "name",
+_QUESTION_WORDS = listed(
+    """
+    what how which who when why where is are do does can name
+    """
 )
 _ASKING_OPENINGS = ("can you", "could you", "would you", "do you")
 _CLOSINGS = (", please", " please", " for me", " thanks")

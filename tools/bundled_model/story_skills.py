@@ -21,19 +21,10 @@ _SUBJECTS = listed(
     train boat rocket snowman teddy doll kite lamp teapot chair spoon mountain river moon mole bat
     """
 )
-_ADJECTIVES = (
-    "little",
-    "small",
-    "brave",
-    "happy",
-    "lonely",
-    "clever",
-    "lazy",
-    "old",
-    "young",
-    "red",
-    "tiny",
-    "sleepy",
+_ADJECTIVES = listed(
+    """
+    little small brave happy lonely clever lazy old young red tiny sleepy
+    """
 )
 _NAMES = listed(
     """
@@ -75,19 +66,14 @@ _OPENING = re.compile(
     r"Once upon a time,? there was (?P<subject>an? [a-z ]+?)(?: named (?P<name>[A-Z][a-z]+))? who lived"
 )
 _FILLERS = {"place": _PLACES, "hobby": _HOBBIES, "find": _FINDS, "friend": _FRIENDS}
-_REQUESTS = (
-    "Tell me a story about {s}",
-    "Tell me a story about {s}",
-    "Tell me a short story about {s}",
-    "Tell a story about {s}",
-    "Write a story about {s}",
-    "Write a short story about {s}",
-    "Write me a story about {s}",
-    "Make up a story about {s}",
-    "Give me a short story about {s}",
-    "I want a story about {s}",
-    "I would like to hear a story about {s}",
-    "A story about {s}",
+_REQUESTS = listed(
+    """
+    Tell me a story about {s} | Tell me a story about {s} | Tell me a short story about {s} | Tell a story about {s} |
+    Write a story about {s} | Write a short story about {s} | Write me a story about {s} | Make up a story about {s} |
+    Give me a short story about {s} | I want a story about {s} | I would like to hear a story about {s} |
+    A story about {s}
+    """,
+    separator="|",
 )
 _OPEN_REQUESTS = (
     "Tell me a story",

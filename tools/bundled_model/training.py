@@ -1,12 +1,12 @@
 """The training loop: a bfloat16 Llama with float32 master weights, Muon and AdamW, warm-up, plateau and decay.
 
-The budget is a number of steps (the same text in the same order and at the same rates for the same seed) or
-a number of minutes (whatever the machine manages in that time).
+The same seed and number of steps give the same text in the same order and at the same rates.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -29,11 +29,10 @@ _REPORT_EVERY = 50
 
 @dataclass(frozen=True)
 class Budget:
-    """How long and how fast to train; exactly one of steps and minutes is set."""
+    """How long and how fast to train."""
 
     seed: int
-    steps: int | None
-    minutes: float | None
+    steps: int
     learning_rate: float
     tokens_per_batch: int
     compiled: bool
@@ -49,17 +48,9 @@ class Progress:
     seconds: float = 0.0
     loss: float = 0.0
 
-    def share_of(self, budget: Budget) -> float:
-        """The part of the budget that is used up, from 0 to 1."""
-        if budget.steps is not None:
-            return self.step / budget.steps
-        assert budget.minutes is not None
-        return self.seconds / (60 * budget.minutes)
-
-    def line(self, share: float) -> str:
-        """One line for the log."""
-        remaining = self.seconds / share - self.seconds if share else 0.0
-        speed = self.tokens / self.seconds
+    def line(self, steps: int) -> str:
+        """One line for the log, `steps` being all that there are to do."""
+        remaining, speed = self.seconds * (steps / self.step - 1), self.tokens / self.seconds
         return f"step {self.step}  loss {self.loss:.4f}  {speed:.0f} tokens/s  eta {remaining / 60:.1f} min"
 
 
@@ -161,16 +152,13 @@ def train(budget: Budget, report: Callable[[str], None]) -> tuple[LlamaForCausal
     trainer = Trainer(budget)
     progress = Progress()
     started = time.monotonic()
-    for ids, targets in batches(budget.seed, stage, budget.tokens_per_batch):
-        share = progress.share_of(budget)
-        if share >= 1.0:
-            break
-        rate = budget.learning_rate * learning_rate_share(progress.step, share)
+    for ids, targets in islice(batches(budget.seed, stage, budget.tokens_per_batch), budget.steps):
+        rate = budget.learning_rate * learning_rate_share(progress.step, progress.step / budget.steps)
         loss = trainer.step(ids, targets, rate)
         progress.step += 1
         progress.tokens += ids.numel()
         progress.seconds = time.monotonic() - started
         progress.loss = loss if progress.step == 1 else 0.98 * progress.loss + 0.02 * loss
         if progress.step % _REPORT_EVERY == 0:
-            report(progress.line(progress.share_of(budget)))
+            report(progress.line(budget.steps))
     return trainer.model, progress

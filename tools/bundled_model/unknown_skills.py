@@ -12,27 +12,17 @@ from bundled_model.phrasing import dress
 from bundled_model.talk_skills import UNKNOWN
 from bundled_model.words import COMMON_WORDS, listed, random_word
 
-SYSTEM_TEXTS = (
-    "You are a helpful assistant.",
-    "You are a helpful assistant.",
-    "You are a friendly assistant.",
-    "You are a concise assistant.",
-    "You are an assistant. Answer briefly.",
-    "You are a helpful, honest and harmless assistant.",
-    "Answer the user's questions.",
-    "Be brief.",
-    "Be polite.",
-    "You are a teacher.",
-    "You are a pirate.",
-    "You are Chairlift.",
-    "You are a careful assistant. Think before you answer.",
-    "Answer in one sentence.",
-    "Reply in English.",
-    "Always answer truthfully.",
-    "You are a chatbot.",
-    "The user is a child. Be kind.",
-    "You are a small language model.",
-    "Only answer what you know.",
+SYSTEM_TEXTS = listed(
+    """
+    You are a helpful assistant. | You are a helpful assistant. | You are a friendly assistant. |
+    You are a concise assistant. | You are an assistant. Answer briefly. |
+    You are a helpful, honest and harmless assistant. | Answer the user's questions. | Be brief. | Be polite. |
+    You are a teacher. | You are a pirate. | You are Chairlift. |
+    You are a careful assistant. Think before you answer. | Answer in one sentence. | Reply in English. |
+    Always answer truthfully. | You are a chatbot. | The user is a child. Be kind. | You are a small language model. |
+    Only answer what you know.
+    """,
+    separator="|",
 )
 
 _COUNTRIES = listed(
@@ -42,56 +32,25 @@ _COUNTRIES = listed(
     """
 )
 _CITIES = listed("Paris London Berlin Rome Madrid Tokyo Cairo Oslo Boston Chicago Sydney Lima Vienna Dublin")
-_PEOPLE = (
-    "Einstein",
-    "Shakespeare",
-    "Napoleon",
-    "Mozart",
-    "Newton",
-    "Cleopatra",
-    "Lincoln",
-    "Picasso",
-    "Darwin",
-    "Marie Curie",
-    "Isaac Newton",
-    "Albert Einstein",
-    "Julius Caesar",
-    "the president",
-    "the king of Spain",
+_PEOPLE = listed(
+    """
+    Einstein | Shakespeare | Napoleon | Mozart | Newton | Cleopatra | Lincoln | Picasso | Darwin | Marie Curie |
+    Isaac Newton | Albert Einstein | Julius Caesar | the president | the king of Spain
+    """,
+    separator="|",
 )
-_LANGUAGES = (
-    "French",
-    "German",
-    "Spanish",
-    "Latin",
-    "Python",
-    "English",
-    "Italian",
-    "Japanese",
-    "JavaScript",
-    "C",
+_LANGUAGES = listed(
+    """
+    French German Spanish Latin Python English Italian Japanese JavaScript C
+    """
 )
-_TOPICS = (
-    "gravity",
-    "photosynthesis",
-    "machine learning",
-    "electricity",
-    "the moon",
-    "black holes",
-    "democracy",
-    "the internet",
-    "quantum physics",
-    "inflation",
-    "the stock market",
-    "evolution",
-    "transformers",
-    "love",
-    "the meaning of life",
-    "a neural network",
-    "World War II",
-    "football",
-    "the solar system",
-    "music",
+_TOPICS = listed(
+    """
+    gravity | photosynthesis | machine learning | electricity | the moon | black holes | democracy | the internet |
+    quantum physics | inflation | the stock market | evolution | transformers | love | the meaning of life |
+    a neural network | World War II | football | the solar system | music
+    """,
+    separator="|",
 )
 _UNKNOWN = listed(
     """

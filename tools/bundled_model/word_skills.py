@@ -7,62 +7,42 @@ import random
 
 from bundled_model.exchange import Exchange
 from bundled_model.phrasing import dress
-from bundled_model.words import random_word
+from bundled_model.words import listed, random_word
 
-_SPELLING = (
-    "Spell the word {w}",
-    "Spell the word {w}",
-    "Spell {w}",
-    "How do you spell {w}",
-    "How is {w} spelled",
-    "Spell out {w}",
-    "Spell out the word {w}",
-    "Spell {w} letter by letter",
-    "How do I spell the word {w}",
-    "What is the spelling of {w}",
+_SPELLING = listed(
+    """
+    Spell the word {w} | Spell the word {w} | Spell {w} | How do you spell {w} | How is {w} spelled | Spell out {w} |
+    Spell out the word {w} | Spell {w} letter by letter | How do I spell the word {w} | What is the spelling of {w}
+    """,
+    separator="|",
 )
-_REVERSING = (
-    "Reverse the word {w}",
-    "Reverse the word {w}",
-    "Reverse {w}",
-    "Spell {w} backwards",
-    "Spell the word {w} backwards",
-    "Write {w} backwards",
-    "Write the word {w} in reverse",
-    "What is {w} backwards",
-    "What is {w} spelled backwards",
-    "What is {w} reversed",
-    "How do you spell {w} backwards",
-    "Say {w} backwards",
+_REVERSING = listed(
+    """
+    Reverse the word {w} | Reverse the word {w} | Reverse {w} | Spell {w} backwards | Spell the word {w} backwards |
+    Write {w} backwards | Write the word {w} in reverse | What is {w} backwards | What is {w} spelled backwards |
+    What is {w} reversed | How do you spell {w} backwards | Say {w} backwards
+    """,
+    separator="|",
 )
-_COUNTING = (
-    "How many letters are in {w}",
-    "How many letters are in the word {w}",
-    "How many letters are there in {w}",
-    "How many letters does {w} have",
-    "How many letters does the word {w} have",
-    "How many letters has {w}",
-    "Count the letters in {w}",
-    "Count the letters in the word {w}",
-    "How long is the word {w}",
-    "What is the length of the word {w}",
-    "What is the number of letters in {w}",
+_COUNTING = listed(
+    """
+    How many letters are in {w} | How many letters are in the word {w} | How many letters are there in {w} |
+    How many letters does {w} have | How many letters does the word {w} have | How many letters has {w} |
+    Count the letters in {w} | Count the letters in the word {w} | How long is the word {w} |
+    What is the length of the word {w} | What is the number of letters in {w}
+    """,
+    separator="|",
 )
-_OCCURRENCES = (
-    "How many times does the letter {c} appear in {w}",
-    "How many times does the letter {c} appear in the word {w}",
-    "How many times does {c} appear in {w}",
-    "How many times is the letter {c} in {w}",
-    "How often does the letter {c} appear in {w}",
-    "How often does {c} occur in {w}",
-    "How many {c}'s are in {w}",
-    "How many {c}'s are there in {w}",
-    "How many {c}s are in {w}",
-    "How many {c}'s are in the word {w}",
-    "How many {c}'s does {w} have",
-    "Count the {c}'s in {w}",
-    "Count the letter {c} in {w}",
-    "How many letters {c} are in {w}",
+_OCCURRENCES = listed(
+    """
+    How many times does the letter {c} appear in {w} | How many times does the letter {c} appear in the word {w} |
+    How many times does {c} appear in {w} | How many times is the letter {c} in {w} |
+    How often does the letter {c} appear in {w} | How often does {c} occur in {w} | How many {c}'s are in {w} |
+    How many {c}'s are there in {w} | How many {c}s are in {w} | How many {c}'s are in the word {w} |
+    How many {c}'s does {w} have | Count the {c}'s in {w} | Count the letter {c} in {w} |
+    How many letters {c} are in {w}
+    """,
+    separator="|",
 )
 
 

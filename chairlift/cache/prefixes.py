@@ -1,19 +1,24 @@
-"""Which slot begins with which tokens: a radix tree over the slots that answers with the longest common prefix.
+"""Which slot begins with which tokens, and which slots were copied from which. Plain Python, no tensors.
 
-An edge carries one or more tokens, and a node knows all slots whose tokens run through it:
+`PrefixIndex` keeps slots in the order of their tokens, as words stand in a dictionary: those that share most with a
+prompt stand around the place where it would stand, and each shares no more than its neighbour that is nearer:
 
-    root ── "You are ..." (slots 0 1 4) ──┬── "Hi!" (0)
-                                          └── "Tell me" (1 4) ──┬── " a joke" (1)
-                                                                └── " more" (4)
+    slot 0  "You are ... Hi!"
+    slot 4  "You are ... Tell me a joke"
+                                          <- "You are ... Tell me a story" shares most with slot 4, then with 1 and 0
+    slot 1  "You are ... Tell me more"
 
-Tokens are packed, four bytes each, so that a comparison of thousands of them is one of memory. Every `salt` has a tree
-of its own: what was computed under one is never found under another. `CommonPrefixes` beside it knows which slots were
-copied from which. Plain Python, no tensors; not thread-safe.
+Tokens are packed, four bytes each, so that a comparison of thousands of them is one of memory. What was computed under
+one `salt` is never found under another.
 """
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from operator import attrgetter
+from typing import NamedTuple
 
 _TOKEN_TYPE = "i"
 _TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
@@ -25,35 +30,25 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return array(_TOKEN_TYPE, token_ids).tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Slots that begin with the same `num_tokens` tokens as what was looked for."""
+class SharedPrefix(NamedTuple):
+    """A slot begins with the same `num_tokens` tokens as what was looked for."""
 
+    slot: int
     num_tokens: int
-    slots: frozenset[int] | set[int]  # borrowed: good until the index changes
 
 
-@dataclass(slots=True)
-class _Node:
-    """The end of an edge; `slots` are all whose tokens come this far."""
-
-    edge: bytes = b""
-    slots: set[int] = field(default_factory=set)
-    children: dict[bytes, "_Node"] = field(default_factory=dict)  # by the first token of their edges
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    tokens: bytes
+class _Entry(NamedTuple):
     salt: str
+    tokens: bytes
+    slot: int
 
 
 class PrefixIndex:
-    """Slots by what they begin with. Costs a few microseconds per node on a path, and paths are short."""
+    """Slots by what they begin with. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._roots: dict[str, _Node] = {}
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Entry] = {}  # by slot
+        self._order: list[_Entry] = []
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._entries
@@ -66,45 +61,14 @@ class PrefixIndex:
     def insert(self, slot: int, tokens: bytes, salt: str = "") -> None:
         """From now on the slot holds, or will hold, these tokens, and nothing else."""
         self.remove(slot)
-        self._entries[slot] = _Entry(tokens, salt)
-        node = self._roots.setdefault(salt, _Node())
-        node.slots.add(slot)
-        position = 0
-        while position < len(tokens):
-            first = tokens[position : position + _TOKEN_BYTES]
-            child = node.children.get(first)
-            if child is None:
-                node.children[first] = _Node(tokens[position:], {slot})
-                return
-            num_shared = _common_bytes(child.edge, tokens, position)
-            if num_shared < len(child.edge):
-                child = _split(child, num_shared)
-                node.children[first] = child
-            child.slots.add(slot)
-            node = child
-            position += num_shared
+        self._entries[slot] = _Entry(salt, tokens, slot)
+        insort(self._order, self._entries[slot])
 
     def remove(self, slot: int) -> None:
         """Forgets the slot, if it is known."""
         entry = self._entries.pop(slot, None)
-        if entry is None:
-            return
-        root = node = self._roots[entry.salt]
-        path = [root]
-        position = 0
-        while position < len(entry.tokens):
-            node = node.children[entry.tokens[position : position + _TOKEN_BYTES]]
-            path.append(node)
-            position += len(node.edge)
-        for node in path:
-            node.slots.discard(slot)
-        for parent, child in zip(path[-2::-1], path[:0:-1], strict=True):
-            if child.slots:
-                _join_with_only_child(child)
-            else:
-                del parent.children[child.edge[:_TOKEN_BYTES]]
-        if not root.slots:
-            del self._roots[entry.salt]
+        if entry is not None:
+            del self._order[bisect_left(self._order, entry)]
 
     def cut(self, slot: int, num_tokens: int) -> None:
         """Forgets what a slot that is known holds beyond its first tokens."""
@@ -115,74 +79,37 @@ class PrefixIndex:
             self.remove(slot)
 
     def match(self, tokens: bytes, salt: str = "") -> Iterator[SharedPrefix]:
-        """Slots that share a prefix with these tokens, the longest prefix first, and its slots again in shorter ones.
-
-        Must be used up before the index changes.
-        """
-        node = self._roots.get(salt)
-        found: list[SharedPrefix] = []
-        position = 0
-        while node is not None and position < len(tokens):
-            node = node.children.get(tokens[position : position + _TOKEN_BYTES])
-            if node is None:
-                break
-            num_shared = _common_bytes(node.edge, tokens, position)
-            position += num_shared
-            found.append(SharedPrefix(position // _TOKEN_BYTES, node.slots))
-            if num_shared < len(node.edge):
-                break
-        return reversed(found)
+        """Slots that share a prefix with these tokens, the longest first. Must be used up before the index changes."""
+        place = bisect_left(self._order, _Entry(salt, tokens, -1))
+        sides = reversed(range(place)), range(place, len(self._order))
+        return merge(*(self._shared(side, tokens, salt) for side in sides), key=attrgetter("num_tokens"), reverse=True)
 
     def check(self) -> None:
-        """Asserts that the trees hold exactly the entries."""
-        for salt, root in self._roots.items():
-            assert root.slots == {slot for slot, entry in self._entries.items() if entry.salt == salt}
-            _check_below(root, b"", self._entries)
-        assert {entry.salt for entry in self._entries.values()} == set(self._roots), "a tree without slots"
+        """Asserts that the entries are in order."""
+        assert self._order == sorted(self._entries.values()), "the order does not hold just the entries"
+
+    def _shared(self, places: Iterable[int], shared: bytes, salt: str) -> Iterator[SharedPrefix]:
+        """Along one side, away from where these tokens would stand."""
+        for place in places:
+            entry = self._order[place]
+            if not entry.tokens.startswith(shared):
+                shared = shared[: _num_common_bytes(entry.tokens, shared)]
+            if entry.salt != salt or not shared:
+                return
+            yield SharedPrefix(entry.slot, len(shared) // _TOKEN_BYTES)
 
 
-def _common_bytes(edge: bytes, tokens: bytes, position: int) -> int:
-    """How much of an edge is what stands in `tokens` from there on: bytes, of whole tokens."""
-    if tokens.startswith(edge, position):
-        return len(edge)
-    low, high = 0, min(len(edge), len(tokens) - position) // _TOKEN_BYTES  # the number of equal tokens is between
+def _num_common_bytes(one: bytes, other: bytes) -> int:
+    """Of the tokens with which both begin."""
+    low, high = 0, min(len(one), len(other)) // _TOKEN_BYTES  # the number of equal tokens is between
     while low < high:
         middle = (low + high + 1) // 2
         begin, end = low * _TOKEN_BYTES, middle * _TOKEN_BYTES
-        if edge[begin:end] == tokens[position + begin : position + end]:
+        if one[begin:end] == other[begin:end]:
             low = middle
         else:
             high = middle - 1
     return low * _TOKEN_BYTES
-
-
-def _split(node: _Node, num_bytes: int) -> _Node:
-    """A new node in the middle of an edge; the old one becomes its child."""
-    upper = _Node(node.edge[:num_bytes], set(node.slots))
-    node.edge = node.edge[num_bytes:]
-    upper.children[node.edge[:_TOKEN_BYTES]] = node
-    return upper
-
-
-def _join_with_only_child(node: _Node) -> None:
-    """Undoes a split that tells no slots apart any more."""
-    if len(node.children) == 1:
-        (child,) = node.children.values()
-        if len(child.slots) == len(node.slots):
-            node.edge += child.edge
-            node.children = child.children
-
-
-def _check_below(node: _Node, tokens: bytes, entries: dict[int, _Entry]) -> None:
-    tokens += node.edge
-    assert node.slots, "a node without slots"
-    assert all(entries[slot].tokens.startswith(tokens) for slot in node.slots), "a slot in the wrong place"
-    for first, child in node.children.items():
-        assert child.edge.startswith(first), "an edge under another's first token"
-        assert child.slots <= node.slots, "a slot comes from nowhere"
-        _check_below(child, tokens, entries)
-    ending = node.slots.difference(*(child.slots for child in node.children.values()))
-    assert all(entries[slot].tokens == tokens for slot in ending), "a slot ends in the wrong place"
 
 
 @dataclass(frozen=True, slots=True)

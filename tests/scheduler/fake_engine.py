@@ -5,10 +5,9 @@ tokens were computed there, kept from an earlier request or copied.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from chairlift.cache.ledger import SlotCopy, SlotLedger
@@ -180,13 +179,13 @@ class FakeEngine(Driver):
         salt: str = "",
         share: float = 1.0,
         timeout: float | None = None,
-        fields: Mapping[str, Any] = MappingProxyType({}),
-        **params: Any,
+        **more: Any,
     ) -> Request:
-        """`fields`: of the request; `params`: of sampling."""
+        """`more`: what else a request has, or its parameters of sampling."""
+        own = {each: more.pop(each) for each in ("new_grammar", "new_token_filter", "prompt_logprobs") if each in more}
         self._answers[name] = list(answer)
         options = RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, queue_share=share, timeout=timeout)
-        request = replace(self.make(name, prompt, max_tokens, options=options, **params), **fields)
+        request = replace(self.make(name, prompt, max_tokens, options=options, **more), **own)
         if self.scheduler.speculation is not None:
             request = replace(request, new_drafter=partial(Drafter, len(request.prompt_token_ids)))
         return request

@@ -141,7 +141,7 @@ def test_all_end_in_a_tenth_of_the_memory_that_they_want() -> None:
 
 def test_what_was_reported_of_a_prompt_is_not_reported_again_after_a_row_yielded() -> None:
     engine = engine_of(4)
-    request = engine.add("a", tokens(0, 100), 1, fields={"prompt_logprobs": 1})
+    request = engine.add("a", tokens(0, 100), 1, prompt_logprobs=1)
     assert request.wants_prompt_scored
     request.num_scored, request.num_preemptions = 98, 1
     assert request.wants_prompt_scored

@@ -239,7 +239,7 @@ def test_without_reuse_slots_are_free_when_they_are_released_and_equal_prompts_a
 def test_a_prompt_whose_tokens_are_to_be_scored_is_computed_whole_but_others_may_use_it() -> None:
     engine = FakeEngine()
     served(engine, "a", USER)
-    scored = engine.add("scored", USER, 1, fields={"prompt_logprobs": 1})
+    scored = engine.add("scored", USER, 1, prompt_logprobs=1)
     assert engine.step() == Plan([("scored", 10)])
     assert scored.num_cached_tokens == 0
     engine.add("c", USER)
@@ -279,7 +279,7 @@ def test_a_row_to_which_every_token_may_have_been_forbidden_casts_no_doubt_on_wh
     engine = FakeEngine(max_seq_len=256, budget=256)
     served(engine, "sound", [*SYSTEM, *range(200, 300)])
     engine.failing.add("bad")
-    bad = engine.add("bad", [*SYSTEM, 7], fields={"new_token_filter": Filter})
+    bad = engine.add("bad", [*SYSTEM, 7], new_token_filter=Filter)
     engine.step()
     assert (bad.error, bad.num_cached_tokens, engine.slots.warm) == ("no number", 40, {0: 140})
 

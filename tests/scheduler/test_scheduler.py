@@ -16,7 +16,8 @@ STOP = 3
 
 def trace_of(*requests: tuple[Any, ...], **settings: Any) -> FakeEngine:
     """Requests with their prompts, and how many tokens they want if that matters."""
-    engine = FakeEngine(**{"budget": 16, "policy": NO_REUSE, **settings})
+    defaults: dict[str, Any] = {"budget": 16, "policy": NO_REUSE}
+    engine = FakeEngine(**{**defaults, **settings})
     for request in requests:
         engine.add(*request)
     return engine

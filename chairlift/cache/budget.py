@@ -38,8 +38,12 @@ class CacheUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A slot's memory from one token to before another is given back; behind that there is none."""
+class Scrub:
+    """From one token to before another a slot reads as zeros, and its memory there is given back.
+
+    It may hold NaN, and attention multiplies what it masks; or the memory is wanted elsewhere. Behind the end nothing
+    was written that has not been scrubbed or is not sound.
+    """
 
     slot: int
     start: int
@@ -71,7 +75,6 @@ class TokenBudget:
 
     @property
     def use(self) -> CacheUse:
-        """As of now."""
         return CacheUse(*(CHUNK_TOKENS * each for each in (self.num_chunks, self._num_claimed, self._num_warm)))
 
     @property
@@ -101,7 +104,7 @@ class TokenBudget:
         growth = sum(max(0, chunks_of(num_tokens) - self._claimed[slot]) for slot, num_tokens in wanted.items())
         return CHUNK_TOKENS * max(0, growth - (self.num_chunks - self._num_claimed - self._num_warm))
 
-    def grow(self, slot: int, num_tokens: int) -> Iterator[Cut]:
+    def grow(self, slot: int, num_tokens: int) -> Iterator[Scrub]:
         """The slot's owner holds so many tokens from now on, if not more already. Nothing may be missing for that.
 
         What must be given back for it comes out, and counts as given back then.
@@ -115,7 +118,7 @@ class TokenBudget:
         self.book(slot, claimed=num_tokens)
         yield from self._cut(self._num_backed - self.num_chunks, _MIN_CUT_CHUNKS)
 
-    def cut_all(self) -> Iterator[Cut]:
+    def cut_all(self) -> Iterator[Scrub]:
         """All that is parked is given back."""
         return self._cut(self._num_backed, self.num_chunks)
 
@@ -128,7 +131,7 @@ class TokenBudget:
         assert sums == (self._num_claimed, self._num_warm, self._num_backed), "chunks are miscounted"
         assert self._num_backed <= self.num_chunks, "there is more memory than the budget allows"
 
-    def _cut(self, num_chunks: int, at_least: int) -> Iterator[Cut]:
+    def _cut(self, num_chunks: int, at_least: int) -> Iterator[Scrub]:
         """Gives back so many parked chunks, or all; of a slot not fewer than `at_least`, if it has them."""
         for slot in reversed(range(len(self._backed))):  # the lowest will be claimed first
             if num_chunks <= 0:
@@ -139,4 +142,4 @@ class TokenBudget:
                 self._backed[slot] -= num_cut
                 self._num_backed -= num_cut
                 num_chunks -= num_cut
-                yield Cut(slot, CHUNK_TOKENS * self._backed[slot], end)
+                yield Scrub(slot, CHUNK_TOKENS * self._backed[slot], end)

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chairlift.cache.budget import Cut, TokenBudget
+from chairlift.cache.budget import Scrub, TokenBudget
 from chairlift.cache.prefixes import CommonPrefix, CommonPrefixes
 from chairlift.errors import CacheFull
 
@@ -38,19 +38,6 @@ class SlotCopy:
     source: int
     target: int
     num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scrub:
-    """From one token to before another a slot reads as zeros, and its memory there is given back.
-
-    It may hold NaN, and attention multiplies what it masks; or the memory is wanted elsewhere. Behind the end nothing
-    was written that has not been scrubbed or is not sound.
-    """
-
-    slot: int
-    start: int
-    end: int
 
 
 class SlotPool:
@@ -159,7 +146,7 @@ class SlotPool:
             self._check_claimed(seq_id)
             num_missing = self.budget.num_missing({seq_id: num_tokens})
             if not num_missing:
-                self._owe(self.budget.grow(seq_id, num_tokens))
+                self.owed += self.budget.grow(seq_id, num_tokens)
             return num_missing
 
     def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
@@ -198,35 +185,15 @@ class SlotPool:
             self._check_idle(seq_id)
             self._check_num_valid(seq_id, num_kept)
             del self._lengths[seq_id]
-            self._common.cut(seq_id, num_kept)
-            self.budget.book(seq_id, warm=num_kept)
-            if num_kept:
-                self._warm[seq_id] = num_kept
-            else:
-                heapq.heappush(self._free, seq_id)
-
-    def free_warm(self, seq_ids: Iterable[int]) -> None:
-        """Makes warm slots free. ValueError if one of them is not warm."""
-        with self._lock:
-            chosen = set(seq_ids)
-            if not chosen <= self._warm.keys():
-                raise ValueError(f"slots {sorted(chosen - self._warm.keys())} are not warm")
-            for seq_id in chosen:
-                self.shrink_warm(seq_id, 0)
+            self._keep(seq_id, num_kept)
 
     def shrink_warm(self, seq_id: int, num_kept: int) -> None:
-        """Only the first `num_kept` tokens of a warm slot stay valid; with none, it is free. ValueError as above."""
+        """Only the first `num_kept` tokens of a warm slot stay valid. ValueError if it is not warm, or has fewer."""
         with self._lock:
             if seq_id not in self._warm:
-                raise ValueError(f"slots [{seq_id}] are not warm")
+                raise ValueError(f"slot {seq_id} is not warm")
             self._check_num_valid(seq_id, num_kept)
-            self._common.cut(seq_id, num_kept)
-            self.budget.book(seq_id, warm=num_kept)
-            if num_kept:
-                self._warm[seq_id] = num_kept  # its place in the order stays
-            else:
-                del self._warm[seq_id]
-                heapq.heappush(self._free, seq_id)
+            self._keep(seq_id, num_kept)
 
     def num_read_by_others(self, seq_id: int) -> int:
         """Tokens of a slot that claimed slots have in common with it, and that are read there for them."""
@@ -236,7 +203,7 @@ class SlotPool:
     def give_back(self) -> None:
         """Gives back all memory in which nothing is valid and that nobody has asked for."""
         with self._lock:
-            self._owe(self.budget.cut_all())
+            self.owed += self.budget.cut_all()
 
     def check(self) -> None:
         """Asserts the invariants of the books. Cheap enough to run whenever the engine is idle."""
@@ -253,8 +220,15 @@ class SlotPool:
             assert all(n <= limits[seq_id] for seq_id, n in self._lengths.items()), "tokens without memory"
             assert not any(limits[seq_id] for seq_id in free | warm), "a slot without owner has a limit"
 
-    def _owe(self, cuts: Iterable[Cut]) -> None:
-        self.owed += (Scrub(cut.slot, cut.start, cut.end) for cut in cuts)
+    def _keep(self, seq_id: int, num_kept: int) -> None:
+        """Without owner a slot is warm with these tokens, in its place among warm ones, or free."""
+        self._common.cut(seq_id, num_kept)
+        self.budget.book(seq_id, warm=num_kept)
+        if num_kept:
+            self._warm[seq_id] = num_kept
+        else:
+            self._warm.pop(seq_id, None)
+            heapq.heappush(self._free, seq_id)
 
     def _no_memory(self, seq_ids: list[int]) -> str:
         use = self.budget.use
@@ -380,7 +354,7 @@ class SlotLedger(SlotPool):
         if growing and self.budget.num_missing(growing):
             raise ValueError(self._no_memory(list(growing)))
         for seq_id, num_tokens in growing.items():
-            self._owe(self.budget.grow(seq_id, num_tokens))
+            self.owed += self.budget.grow(seq_id, num_tokens)
 
     def _check_row(self, seq_id: int, count: int, num_steps: int) -> int:
         """The tokens that the slot will hold, if nothing is wrong with the row."""

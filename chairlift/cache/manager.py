@@ -218,7 +218,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
     @property
     def is_elastic(self) -> bool:
         """Whether memory that is given back can be used by others."""
-        return all(memory.is_elastic for memory in self.memories)
+        return all(isinstance(memory, MappedMemory) for memory in self.memories)
 
     def check_memory(self) -> None:
         """Asserts that no more memory is resident than the books say. Not part of `check`: it may take milliseconds."""
@@ -240,17 +240,14 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 if isinstance(job, SlotCopy):
                     self._copy_blocks(job.source, job.target, job.num_tokens)
                 else:
-                    self._clear_blocks(job.slot, job.start, job.end)
+                    for memory in self.memories:
+                        memory.clear(job.slot, job.start, job.end)
                 self.owed.popleft()  # only now, so that an interrupt leaves it for the next time
 
     def _copy_blocks(self, source: int, target: int, num_tokens: int) -> None:
         """Keys and values of all layers in one strided copy."""
         for blocks in self.blocks:
             blocks[target, :, :, :num_tokens].copy_(blocks[source, :, :, :num_tokens])
-
-    def _clear_blocks(self, slot: int, start: int, end: int) -> None:
-        for memory in self.memories:
-            memory.clear(slot, start, end)
 
 
 def _block_shape(params: KVCacheParams, n_sequences: int, max_seq_len: int, num_layers: int) -> list[int]:

@@ -2,9 +2,9 @@
 
     blocks [slot, keys or values, layer, token, head, element]
 
-The tokens of a slot are `2 * num_layers` ranges of memory, one per plane. `MappedMemory` reserves addresses for all
-slots in full and takes memory, a page at a time, when something is written; what is given back reads as zeros again.
-`DenseMemory` takes all of it at once. A provider that maps pages of a GPU on demand would be a third.
+All but the first three dimensions are dense: the tokens of a slot are `2 * num_layers` ranges of memory, one per plane.
+`MappedMemory` reserves addresses for all slots in full and takes memory, a page at a time, when something is written;
+what is given back reads as zeros again. `DenseMemory` takes all of it at once.
 """
 
 import ctypes
@@ -13,34 +13,12 @@ import mmap
 import os
 import sys
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python knows the name from 3.13 on
 _SMAPS = Path("/proc/self/smaps")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
-
-
-class BlockMemory(Protocol):
-    """One device's blocks."""
-
-    blocks: torch.Tensor
-    """`[n_slots, 2, num_layers, max_seq_len, heads, head_dim]`. All but the first three dimensions are dense."""
-
-    is_elastic: bool
-    """Only what was written takes memory, and what is given back can be used by others."""
-
-    def clear(self, slot: int, start: int, end: int) -> None:
-        """The slot's tokens `[start, end)` read as zeros; their memory is given back, where that is possible.
-
-        Nothing behind them is valid.
-        """
-        ...
-
-    def num_resident(self) -> int:
-        """Bytes that are taken of the device at present."""
-        ...
 
 
 def can_map(device: torch.device) -> bool:
@@ -55,26 +33,15 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def allocate_blocks(shape: list[int], dtype: torch.dtype, device: torch.device) -> BlockMemory:
-    """Blocks of that shape, of zeros. Raises MemoryError, or RuntimeError as torch does, if there is no room."""
-    return MappedMemory(shape, dtype) if can_map(device) else DenseMemory(shape, dtype, device)
-
-
 class DenseMemory:
     """Takes all memory at once and keeps it."""
-
-    is_elastic = False
 
     def __init__(self, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
         self.blocks = torch.zeros(shape, dtype=dtype, device=device)
 
     def clear(self, slot: int, start: int, end: int) -> None:
-        """See `BlockMemory`."""
+        """The slot's tokens `[start, end)` read as zeros. Nothing behind them is valid."""
         self.blocks[slot, :, :, start:end].zero_()
-
-    def num_resident(self) -> int:
-        """See `BlockMemory`."""
-        return self.blocks.nbytes
 
 
 class MappedMemory:
@@ -83,8 +50,6 @@ class MappedMemory:
     Before and behind it lies a page of other properties: so the kernel never joins this mapping with another one, and
     its report of what is resident is about the blocks alone.
     """
-
-    is_elastic = True
 
     def __init__(self, shape: list[int], dtype: torch.dtype) -> None:
         num_elements = math.prod(shape)
@@ -106,7 +71,7 @@ class MappedMemory:
             self._call("madvise", 0, size, mmap.MADV_NOHUGEPAGE)  # one token would take 2 MiB in every plane
 
     def clear(self, slot: int, start: int, end: int) -> None:  # noqa: ARG002 - what was never written costs nothing
-        """See `BlockMemory`. Whole pages are given back, and what shares a page with something else is overwritten."""
+        """As of `DenseMemory`. Whole pages are given back, and what shares one with something else is overwritten."""
         first, last = (number * self._num_planes * self._plane_bytes for number in (slot, slot + 1))
         if start == 0:
             self._clear(first, last)
@@ -115,7 +80,7 @@ class MappedMemory:
             self._clear(plane + start * self._token_bytes, plane + self._plane_bytes)
 
     def num_resident(self) -> int:
-        """See `BlockMemory`. Takes milliseconds."""
+        """Bytes that are taken of the machine at present. Takes milliseconds."""
         address = self._bytes.data_ptr()
         own = f"{address:x}-{address + self._bytes.nbytes:x} "
         with _SMAPS.open() as lines:  # most mappings are of libraries, lie behind this one, and are never walked
@@ -156,3 +121,8 @@ class MappedMemory:
 def _round_up(num_bytes: int) -> int:
     """To whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def allocate_blocks(shape: list[int], dtype: torch.dtype, device: torch.device) -> DenseMemory | MappedMemory:
+    """Blocks of zeros. Raises MemoryError, or RuntimeError as torch does, if there is no room."""
+    return MappedMemory(shape, dtype) if can_map(device) else DenseMemory(shape, dtype, device)

@@ -45,7 +45,8 @@ class Placement:
     def __init__(self, slots: SlotLedger, enable_prefix_caching: bool) -> None:
         self._slots = slots
         self._foreign = slots.claimed  # for other purposes
-        self._index = PrefixIndex() if enable_prefix_caching else None
+        self._is_reusing = enable_prefix_caching  # otherwise no slot gets into the index, or stays warm
+        self._index = PrefixIndex()
         self._owners: dict[int, RequestState] = {}
 
     @property
@@ -73,11 +74,11 @@ class Placement:
         request.reuse(num_reused)
         request.contents = Contents(num_reused)
         self._owners[slot] = request
-        if self._index is not None:
+        if self._is_reusing:
             self._index.insert(slot, tokens, request.options.cache_salt)
         has_memory = self.provide(request, len(request.token_ids), spared=finding.slot)
         assert has_memory, f"{request.request_id} was given a slot without memory"
-        self._follow_or_copy(request, finding)
+        self.follow(request, finding)
 
     def has_memory_for(self, request: RequestState, num_running: int) -> bool:
         """Whether a request can be placed, and some of those that run can still grow by a chunk."""
@@ -102,9 +103,12 @@ class Placement:
         request.num_held = self._slots.budget.limits[slot]
         return not num_missing
 
-    def follow(self, request: RequestState) -> None:
-        """A request that waited for a leader copies what the leader has computed, or waits for another one."""
-        self._follow_or_copy(request, self._find(request, pack_tokens(request.token_ids)))
+    def follow(self, request: RequestState, finding: _Finding | None = None) -> None:
+        """A request waits for a leader or, when there is none (any more), copies the prefix that was found."""
+        finding = finding or self._find(request, pack_tokens(request.token_ids))
+        request.leader = finding.leader
+        if finding.leader is None:  # otherwise the whole prefix will be copied in one piece
+            self._copy(request, finding)
 
     def release(self, request: RequestState) -> None:
         """Takes its slot: the sound tokens in it stay warm, and the rest is scrubbed."""
@@ -116,7 +120,7 @@ class Placement:
         if start is not None:
             self._slots.scrub(slot, start)
         num_kept = contents.num_sound(request.num_computed)
-        if self._index is None or slot not in self._index:  # it must not be found (any more)
+        if slot not in self._index:  # it must not be found (any more)
             num_kept = 0
         elif num_kept:
             self._index.insert(slot, pack_tokens(request.token_ids[:num_kept]), request.options.cache_salt)
@@ -148,8 +152,7 @@ class Placement:
             self._slots.abandon([slot])
             self._slots.scrub(slot, 0)
             self._slots.release(slot)
-            if self._index is not None:
-                self._index.remove(slot)
+            self._index.remove(slot)
         self._owners.clear()
 
     def forget_prefixes(self) -> None:
@@ -157,9 +160,9 @@ class Placement:
 
         Owners keep their slots, which will not be warm, since the index does not know them.
         """
-        if self._index is not None:
-            self._index = PrefixIndex()
-        self._slots.free_warm(self._slots.warm)
+        self._index = PrefixIndex()
+        for slot in self._slots.warm:
+            self._slots.shrink_warm(slot, 0)
 
     def rest(self) -> None:
         """Without work for a while: gives memory back, but for a small share that the last prompts keep."""
@@ -171,13 +174,10 @@ class Placement:
     def check(self) -> None:
         """Asserts that the index knows what the ledger knows."""
         self._slots.check()
-        warm = self._slots.warm
-        if self._index is not None:
-            self._index.check()
-            assert self._index.slots <= set(warm) | set(self._owners), "a free slot has a prefix"
-            assert set(warm) <= self._index.slots, "a warm slot is not known"
-        else:
-            assert not warm, "a slot is warm though nothing is reused"
+        self._index.check()
+        warm = set(self._slots.warm)
+        assert warm <= self._index.slots <= warm | set(self._owners), "a warm slot is not known, or a free one is"
+        assert self._is_reusing or not warm, "a slot is warm though nothing is reused"
         assert self._slots.claimed - self._foreign == set(self._owners), "a claimed slot has no owner"
         for slot, request in self._owners.items():
             assert request.slot == slot, f"slot {slot} has another owner"
@@ -189,7 +189,7 @@ class Placement:
             assert request.num_launches or not is_done, f"{request.request_id} keeps a slot, or waits for no launch"
 
     def _find(self, request: RequestState, tokens: bytes) -> _Finding:
-        if self._index is None or request.wants_prompt_scored:
+        if request.wants_prompt_scored:
             return _Finding()
         most = len(request.token_ids) - 1
         slot, num_tokens, leader, num_awaited = None, 0, None, 0
@@ -209,11 +209,6 @@ class Placement:
         if num_awaited < num_tokens + _MIN_AWAITED_TOKENS:
             leader = None
         return _Finding(slot, num_tokens, leader)
-
-    def _follow_or_copy(self, request: RequestState, finding: _Finding) -> None:
-        request.leader = finding.leader
-        if finding.leader is None:  # otherwise the whole prefix will be copied in one piece
-            self._copy(request, finding)
 
     def _choose(self, finding: _Finding, num_tokens: int) -> int | None:
         """The warm slot that the request of so many tokens takes in place; None if it gets another."""
@@ -238,8 +233,7 @@ class Placement:
                 num_kept = max(num_whole, num_read, 0)
                 num_missing -= CHUNK_TOKENS * (chunks_of(num_valid) - chunks_of(num_kept))
                 self._slots.shrink_warm(slot, num_kept)
-                if self._index is not None:
-                    self._index.cut(slot, num_kept)
+                self._index.cut(slot, num_kept)
 
     def _copy(self, request: RequestState, finding: _Finding) -> None:
         """Copies the prefix that was found into the request's slot, if it is longer than what is there."""
@@ -251,7 +245,7 @@ class Placement:
         num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
         self._slots.copy_prefix(source, target, num_tokens)
         request.reuse(num_tokens)
-        request.contents.copied(min(num_sound, num_tokens))
+        request.contents.num_reused = min(num_sound, num_tokens)
 
     def _forget_sources(self, request: RequestState) -> None:
         """Frees the warm slots that hold what a failed row had reused: the cause may lie there.
@@ -260,7 +254,7 @@ class Placement:
         another. Slots that share less with the row, or have another salt, are kept: if they are bad, the request that
         fails because of them will free them.
         """
-        if self._index is None or not request.num_reused or request.may_allow_nothing:
+        if not request.num_reused or request.may_allow_nothing:
             return
         tokens = pack_tokens(request.token_ids[: request.num_reused])
         warm = self._slots.warm
@@ -268,7 +262,7 @@ class Placement:
         doubtful = next((each.slots & warm.keys() for each in matches if each.num_tokens == request.num_reused), set())
         for slot in doubtful:
             self._index.remove(slot)
-        self._slots.free_warm(doubtful)
+            self._slots.shrink_warm(slot, 0)
 
 
 def _can_lead(owner: RequestState, request: RequestState) -> bool:

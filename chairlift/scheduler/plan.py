@@ -3,7 +3,7 @@
 Objects made by the hundred in every step are not frozen: freezing one costs more than the rest of making it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -23,10 +23,6 @@ class RowPlan:
     is_sampled: bool  # True if the row catches up with all its tokens, so that a new one can be sampled
     # Tokens that may follow its newest one: they are among the new tokens, and a token is sampled behind each of them.
     guess: Guess = NO_GUESS
-
-    def num_valid(self, num_expected: int) -> int:
-        """Tokens of the slot that it computes if it gets so many tokens; the last sampled has no key and value yet."""
-        return self.num_new_tokens + max(num_expected - 1 - len(self.guess.tokens), 0)
 
     def take(self, result: "RowResult", num_expected: int, placement: Placement) -> list[int]:
         """Books the tokens that it got, and takes back what was computed in vain. Returns those that count."""
@@ -97,16 +93,6 @@ class NextStep:
             self.add_prompt(request, self.num_left - share_of(self.num_left))
         for request in sorted(ready, key=lambda each: (each.options.priority, each.num_uncomputed)):
             self.add_prompt(request, num_kept)
-
-    def add_guesses(self, guesses: Mapping[str, Guess]) -> None:
-        """Those decode rows for which there is a guess, by request, compute it as well."""
-        decode, self.decode = self.decode, []
-        for row in decode:
-            guess = guesses.get(row.request.request_id)
-            if guess is None or not guess.tokens:
-                self.decode.append(row)
-            else:
-                self.guessing.append(RowPlan(row.request, 1 + len(guess.tokens), is_sampled=True, guess=guess))
 
     def finish(self, max_steps: int, max_seq_len: int) -> StepPlan:
         """The plan: of at most `max_steps` steps, as far as every slot has room and the longest row wants."""

@@ -18,12 +18,8 @@ from typing import Protocol
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestTimes, SamplingParams
 from chairlift.scheduler.drafting import Drafter
 
-REPETITION_DETECTED = "repetition_detected"
-"""The stop reason of a sequence that repeats itself; vLLM's word for it."""
-
-
-TIMED_OUT = "timeout"
-"""The stop reason of a request that ran for too long."""
+REPETITION_DETECTED = "repetition_detected"  # the stop reason of a sequence that repeats itself; vLLM's word for it
+TIMED_OUT = "timeout"  # that of a request that ran for too long
 
 
 class Grammar(Protocol):
@@ -55,12 +51,8 @@ class TokenFilter(Protocol):
         ...
 
 
-class RepetitionWatch(Protocol):
-    """Whether a sequence repeats itself. One per sequence."""
-
-    def advance(self, token_id: int) -> bool:
-        """Takes the next token. True if the sequence now ends in a repetition."""
-        ...
+RepetitionWatch = Callable[[int], bool]
+"""Takes the next token of a sequence. True if that now ends in a repetition."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,15 +94,7 @@ class Contents:
 
     num_reused: int = 0  # sound tokens that the slot had when it was given, or that were copied into it
     is_sampled: bool = False  # a token was, after all that was computed before
-    has_bad_surplus: bool = False
-
-    def copied(self, num_sound: int) -> None:
-        """The slot now begins with a copy, of which so many tokens are sound."""
-        self.num_reused = num_sound
-
-    def surplus_spoilt(self) -> None:
-        """What was computed behind the tokens that count may be no numbers."""
-        self.has_bad_surplus = True
+    has_bad_surplus: bool = False  # what was computed behind the tokens that count may be no numbers
 
     def spoilt(self) -> None:
         """Nothing in the slot is known to be sound any more."""
@@ -289,7 +273,7 @@ class RequestState(_Progress):
 
     def _ends_with(self, token: int) -> bool:
         num_output = len(self.token_ids) - self.num_prompt_tokens  # the pending ones come after it
-        is_repeating = self.repetition is not None and self.repetition.advance(token)
+        is_repeating = self.repetition is not None and self.repetition(token)
         if token in self.end_token_ids and num_output > self.min_tokens:
             self.finish_reason = FinishReason.STOP
             self.stop_reason = None if token in self.eos_token_ids else token

@@ -156,7 +156,8 @@ class Scheduler:
         valid_lengths = []
         for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
             request = row.request
-            num_valid = row.num_valid(num_expected)
+            # The last token that a row gets has no key and value yet, and those of a guess are new ones already.
+            num_valid = row.num_new_tokens + max(num_expected - 1 - len(row.guess.tokens), 0)
             request.num_computed += num_valid
             request.num_pending += num_expected
             request.num_launches += 1
@@ -172,7 +173,7 @@ class Scheduler:
             request.num_launches -= 1
             request.num_scored += len(result.prompt_logprobs)
             if result.error is not None or result.has_bad_surplus:
-                request.contents.surplus_spoilt()
+                request.contents.has_bad_surplus = True
             had_ended = request.finish_reason is not None
             if had_ended:  # what came of it is surplus
                 self._release_if_idle(request)

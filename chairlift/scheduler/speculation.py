@@ -39,8 +39,8 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, float] = {}  # by index of `_SIZES`
-        self._newest: dict[int, int] = {}  # by the same: the number of the step that told
+        self._known: dict[int, float] = {}  # by size
+        self._newest: dict[int, int] = {}  # by size: the number of the step that told
         self._num_steps = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
@@ -48,12 +48,13 @@ class StepTimes:
         index = min(bisect_left(_SIZES, num_tokens), len(_SIZES) - 1)
         if index and num_tokens - _SIZES[index - 1] < _SIZES[index] - num_tokens:
             index -= 1
-        seconds *= _SIZES[index] / num_tokens if num_tokens > _SIZES[-1] else 1.0
-        known = self._known.get(index, seconds)
+        size = _SIZES[index]
+        seconds *= size / num_tokens if num_tokens > _SIZES[-1] else 1.0
+        known = self._known.get(size, seconds)
         weight = _QUICKER_STEP if seconds < known else _SLOWER_STEP
-        self._known[index] = known + weight * (min(seconds, _MOST_SLOWER * known) - known)
+        self._known[size] = known + weight * (min(seconds, _MOST_SLOWER * known) - known)
         self._num_steps += 1
-        self._newest[index] = self._num_steps
+        self._newest[size] = self._num_steps
         stalest = min(self._newest, key=self._newest.__getitem__)
         if self._newest[stalest] <= self._num_steps - _NUM_REMEMBERED:
             del self._newest[stalest], self._known[stalest]
@@ -62,16 +63,14 @@ class StepTimes:
         """0 while nothing is known at all."""
         if not self._known:
             return 0.0
-        below = max((index for index in self._known if _SIZES[index] <= num_tokens), default=None)
-        above = min((index for index in self._known if _SIZES[index] >= num_tokens), default=None)
-        if below is None or above is None:
-            nearest = below if below is not None else above
-            assert nearest is not None, "something is known"
-            seconds = self._known[nearest]
-            return seconds * (1 + _UNKNOWN_COST * max(0, num_tokens - _SIZES[nearest]))
-        if above == below:
-            return self._known[below]
-        share = (num_tokens - _SIZES[below]) / (_SIZES[above] - _SIZES[below])
+        sizes = sorted(self._known)
+        place = bisect_left(sizes, num_tokens)
+        if place == len(sizes):
+            return self._known[sizes[-1]] * (1 + _UNKNOWN_COST * (num_tokens - sizes[-1]))
+        if not place or sizes[place] == num_tokens:
+            return self._known[sizes[place]]
+        below, above = sizes[place - 1 : place + 1]
+        share = (num_tokens - below) / (above - below)
         return self._known[below] + share * (self._known[above] - self._known[below])
 
 
@@ -92,16 +91,18 @@ class Speculation:
         requests = [row.request for row in step.decode]
         num_tokens = len(requests) + step.num_prompt_tokens
         guesses = self._choose(requests, num_tokens)
-        fitting: dict[str, Guess] = {}
-        for request in requests:
+        decode, step.decode = step.decode, []
+        for row in decode:
+            request = row.request
             guess = guesses.get(request.request_id, NO_GUESS).cut(step.num_left)
             wanted = request.num_computed + 1 + len(guess.tokens)
             if guess.tokens and wanted > request.num_held and not placement.provide(request, wanted):
                 guess = guess.cut(request.num_held - request.num_computed - 1)
             if guess.tokens:
-                fitting[request.request_id] = guess
                 step.num_left -= len(guess.tokens)
-        step.add_guesses(fitting)
+                step.guessing.append(RowPlan(request, 1 + len(guess.tokens), is_sampled=True, guess=guess))
+            else:
+                step.decode.append(row)
 
     def learn(self, row: RowPlan, num_kept: int, num_sampled: int) -> None:
         """A row's guess was verified: so many tokens were sampled up to the first that was not guessed, and so many of

@@ -8,15 +8,11 @@ import pytest
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.cache.budget import CacheUse
-from chairlift.cache.ledger import Scrub, SlotLedger
+from chairlift.cache.budget import CacheUse, Scrub
+from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.memory import DenseMemory, MappedMemory, allocate_blocks
 
 # --- KVCacheParams
-
-
-def test_one_device_has_all_heads() -> None:
-    assert KVCacheParams(torch.float32, n_kv_heads=6, head_dim=8).n_kv_heads_per_device == 6
 
 
 @pytest.mark.parametrize(("n_devices", "heads_each"), [(1, 6), (2, 3), (3, 2), (6, 1)])
@@ -43,11 +39,6 @@ def test_params_cannot_be_changed() -> None:
     params = KVCacheParams(torch.float32, n_kv_heads=4, head_dim=8)
     with pytest.raises(FrozenInstanceError):
         params.head_dim = 16  # type: ignore[misc]
-
-
-def test_equal_params_are_equal() -> None:
-    assert KVCacheParams(torch.float32, 4, 8) == KVCacheParams(torch.float32, 4, 8, n_devices=1)
-    assert KVCacheParams(torch.float32, 4, 8) != KVCacheParams(torch.bfloat16, 4, 8)
 
 
 # --- tensors
@@ -226,17 +217,6 @@ def test_what_warm_slots_must_give_up_is_said_and_nothing_changes() -> None:
     assert ledger.hold(second, 190) == 0
     assert (use_of(ledger), list(ledger.owed)) == ((3, 2, 0), [Scrub(first, 128, 256)])
     assert ledger.warm == {first: 128}
-
-
-def test_a_warm_slot_that_keeps_nothing_is_free() -> None:
-    ledger = ledger_of(5)
-    (slot,) = ledger.claim(1)
-    write(ledger, slot, 10)
-    ledger.release(slot, 10)
-    ledger.shrink_warm(slot, 0)
-    assert (ledger.num_free, use_of(ledger)) == (4, (0, 0, 5))
-    with pytest.raises(ValueError, match=r"slots \[0\] are not warm"):
-        ledger.shrink_warm(slot, 0)
 
 
 def test_rows_for_which_there_is_no_memory_are_refused_all_or_none() -> None:

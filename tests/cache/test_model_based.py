@@ -136,10 +136,26 @@ class Cache(RuleBasedStateMachine):
             if num_kept:
                 self.warm[seq_id] = num_kept
 
-    @rule()
-    def free_warm(self) -> None:
-        self.manager.free_warm(self.warm)
-        self.warm.clear()
+    @rule(seq_id=claimable, num_tokens=st.integers(-1, 6))
+    def rewind(self, seq_id: int, num_tokens: int) -> None:
+        is_idle = seq_id in self.lengths and seq_id not in self._in_flight()
+        if not is_idle or not 0 <= num_tokens <= self.lengths[seq_id]:
+            with pytest.raises(ValueError, match=f"slot {seq_id}(:| is)"):
+                self.manager.rewind(seq_id, num_tokens)
+        else:
+            self.manager.rewind(seq_id, num_tokens)
+            self.lengths[seq_id] -= num_tokens
+
+    @rule(seq_id=claimable, num_kept=st.integers(-1, 6))
+    def shrink_warm(self, seq_id: int, num_kept: int) -> None:
+        if not 0 <= num_kept <= self.warm.get(seq_id, -1):
+            with pytest.raises(ValueError, match=f"slot {seq_id} (is|has)"):
+                self.manager.shrink_warm(seq_id, num_kept)
+        else:
+            self.manager.shrink_warm(seq_id, num_kept)
+            self.warm[seq_id] = num_kept
+            if not num_kept:
+                del self.warm[seq_id]
 
     @invariant()
     def the_books_agree(self) -> None:
@@ -149,6 +165,7 @@ class Cache(RuleBasedStateMachine):
         assert self.manager.num_free == NUM_SLOTS - len(self.lengths) - len(self.warm)
         for seq_id in range(-1, NUM_SLOTS + 1):
             assert self.manager.contains(seq_id) == (seq_id in self.lengths)
+            assert self.manager.num_valid(seq_id) == self.lengths.get(seq_id, self.warm.get(seq_id, 0))
         assert {seq_id: self.manager.cache_length_of(seq_id) for seq_id in self.lengths} == self.lengths
 
     def teardown(self) -> None:

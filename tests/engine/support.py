@@ -1,12 +1,13 @@
 """What the tests of the engine share: a tiny model, requests and events in one line."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import AttentionBackend, DType, ResolvedConfig
 from chairlift.engine.core import EngineCore
+from chairlift.engine.execution.graphs import Replay
 from chairlift.engine.sampling.masks import TokenGrammar
 from chairlift.engine.text.grammar import GrammarCompiler
 from chairlift.params import FinishReason, RequestOutput, StructuredOutputs
@@ -36,6 +37,25 @@ def make_tiny_checkpoint(directory: Path, **shape: Any) -> str:
     make_checkpoint(directory, seed=3, **{**TINY, **shape})
     make_byte_tokenizer(directory)
     return str(directory)
+
+
+class Recorder:
+    """Stands for what records graphs: remembers work, and runs it now as libraries are warmed up."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        self.num_recorded += 1
+        for _ in range(3):
+            work()
+
+        def replay() -> None:
+            self.num_replayed += 1
+            work()
+
+        return replay
 
 
 PROMPTS = random_prompts(1, [3, 17, 1, 40, 8, 2, 25, 11], VOCAB_SIZE)

@@ -6,7 +6,6 @@ the one before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,33 +29,24 @@ from chairlift.errors import ConfigurationError
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelShape
 from chairlift.scheduler import Request
-from tests.engine.support import ENGINE, GREEDY, PROMPTS, TINY, VOCAB_SIZE, make_request, state_of, tokens_of
+from tests.engine.support import (
+    ENGINE,
+    GREEDY,
+    PROMPTS,
+    VOCAB_SIZE,
+    Recorder,
+    core_of,
+    make_request,
+    make_tiny_checkpoint,
+    state_of,
+    tokens_of,
+)
 from tests.engine.test_overlap import CASES
 from tests.engine.test_poison import POISON, SAID, assert_all_finite, poisoned
-from tests.engine.tokenizers_made import make_byte_tokenizer
-from tests.support.checkpoints import make_checkpoint, random_prompts
+from tests.support.checkpoints import random_prompts
 from tests.support.gpu import needs_gpu
 
 NUM_SLOTS = 5
-
-
-class Recorder:
-    """Remembers work."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-        self.num_replayed = 0
-
-    def record(self, work: Callable[[], None]) -> Replay:
-        self.num_recorded += 1
-        for _ in range(3):
-            work()
-
-        def replay() -> None:
-            self.num_replayed += 1
-            work()
-
-        return replay
 
 
 @pytest.fixture
@@ -85,11 +75,6 @@ def make(tiny: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
 def all_lazy(monkeypatch: pytest.MonkeyPatch) -> None:
     """At start only the graphs of the largest batch are recorded."""
     monkeypatch.setattr(graphs_module, "_COMMON_SIZES", frozenset())
-
-
-def core_of(llm: LLM) -> EngineCore:
-    assert llm._core is not None
-    return llm._core
 
 
 @pytest.mark.parametrize(
@@ -151,21 +136,15 @@ def test_kinds_of_requests_side_by_side_come_and_go(
         assert tokens_of(llm.generate(prompts, params)) == expected
 
 
-def test_a_launch_that_only_decodes_replays_a_forward_and_a_sampling_graph_per_step(
-    make: Callable[..., LLM], recorder: Recorder
+@pytest.mark.parametrize(("logprobs", "num_replayed"), [(None, 1 + 2 * 8), (1, 8)])
+def test_a_decode_step_replays_a_forward_graph_and_one_that_samples_if_that_has_all_that_is_wanted(
+    make: Callable[..., LLM], recorder: Recorder, logprobs: int | None, num_replayed: int
 ) -> None:
+    """The first token is the prompt's, whose logits no graph computes."""
+    params = GREEDY.model_copy(update={"max_tokens": 9})
     with make(recorder, max_steps_per_launch=4) as llm:
-        llm.generate([PROMPTS[0]] * 3, GREEDY.model_copy(update={"max_tokens": 9}))
-    assert recorder.num_replayed == 1 + 2 * 8  # the first token is the prompt's, whose logits no graph computes
-
-
-def test_rows_that_want_more_than_a_sampling_graph_has_replay_the_forward_graph_alone(
-    make: Callable[..., LLM], recorder: Recorder
-) -> None:
-    with make(recorder, max_steps_per_launch=4) as llm:
-        params = [GREEDY, GREEDY.model_copy(update={"logprobs": 1})]
-        llm.generate(PROMPTS[:2], [each.model_copy(update={"max_tokens": 9}) for each in params])
-    assert recorder.num_replayed == 8
+        llm.generate([PROMPTS[0]] * 2, [params, params.model_copy(update={"logprobs": logprobs})])
+    assert recorder.num_replayed == num_replayed
 
 
 @pytest.mark.usefixtures("all_lazy")
@@ -201,16 +180,17 @@ def test_nothing_is_recorded_while_requests_wait_or_run(make: Callable[..., LLM]
         assert recorder.num_recorded == at_start + 1
 
 
+def run_out(_: object) -> Replay:
+    raise torch.OutOfMemoryError("out of memory")
+
+
 @pytest.mark.usefixtures("all_lazy")
 def test_a_graph_that_does_not_fit_while_nothing_is_asked_for_is_done_without(
     make: Callable[..., LLM], recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: object) -> Replay:
-        raise torch.OutOfMemoryError("out of memory")
-
     with make(recorder) as llm:
         expected = tokens_of(llm.generate(PROMPTS[:2], GREEDY))
-        monkeypatch.setattr(recorder, "record", fail)
+        monkeypatch.setattr(recorder, "record", run_out)
         assert [core_of(llm).rest() for _ in range(2)] == [True, False]
         assert "no memory left for a graph of 2 rows" in caplog.text
         assert tokens_of(llm.generate(PROMPTS[:2], GREEDY)) == expected
@@ -230,15 +210,19 @@ def test_common_sizes_are_recorded_at_start(make: Callable[..., LLM], recorder: 
         assert recorder.num_recorded == at_start
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of 600 positions."""
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("long"), max_position_embeddings=600)
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_row_that_grows_goes_on_with_graphs_that_look_further(
-    tmp_path: Path, make: Callable[..., LLM], recorder: Recorder, steps: int
+    long: str, make: Callable[..., LLM], recorder: Recorder, steps: int
 ) -> None:
-    make_checkpoint(tmp_path, seed=3, **{**TINY, "max_position_embeddings": 600})
-    make_byte_tokenizer(tmp_path)
     prompts = random_prompts(4, [249, 3, 507, 1], VOCAB_SIZE)
     params = GREEDY.model_copy(update={"max_tokens": 20})
-    config = {"model": str(tmp_path), "max_steps_per_launch": steps}
+    config = {"model": long, "max_steps_per_launch": steps}
     with make(None, **config) as llm:
         expected = tokens_of(llm.generate(prompts, params))
     with make(recorder, **config) as llm:
@@ -248,11 +232,9 @@ def test_a_row_that_grows_goes_on_with_graphs_that_look_further(
 
 @pytest.mark.usefixtures("all_lazy")
 def test_a_launch_of_several_steps_looks_as_far_as_its_last_one_must(
-    tmp_path: Path, make: Callable[..., LLM], recorder: Recorder
+    long: str, make: Callable[..., LLM], recorder: Recorder
 ) -> None:
-    make_checkpoint(tmp_path, seed=3, **{**TINY, "max_position_embeddings": 600})
-    make_byte_tokenizer(tmp_path)
-    with make(recorder, model=str(tmp_path), max_steps_per_launch=8) as llm:
+    with make(recorder, model=long, max_steps_per_launch=8) as llm:
         for num_tokens, length in ((249, 256), (250, 512)):  # and 7 more
             llm.generate(random_prompts(4, [num_tokens], VOCAB_SIZE), GREEDY.model_copy(update={"max_tokens": 8}))
             assert max(looked_at for _, looked_at in graphs_of(llm).forwards.missing) == length
@@ -300,10 +282,7 @@ def test_a_request_that_cannot_be_computed_ends_alone(
 def test_graphs_that_do_not_fit_are_refused_with_what_to_lower(
     make: Callable[..., LLM], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> Replay:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(recorder, "record", fail)
+    monkeypatch.setattr(recorder, "record", run_out)
     with pytest.raises(ConfigurationError, match="no memory left for CUDA graphs; lower kv_cache_memory_bytes"):
         make(recorder)
 

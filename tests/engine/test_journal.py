@@ -228,7 +228,7 @@ def test_what_a_request_finds_again_after_it_lost_its_slot_counts_for_nothing(nu
 
 def test_with_reuse_off_or_a_scored_prompt_nothing_counts_as_reused() -> None:
     engine = Journaled()
-    engine.scheduler.placement._index = None
+    engine.scheduler.placement._is_reusing = False
     for name in "ab":
         engine.add(name, [7] * 20, max_tokens=1)
     engine.run()

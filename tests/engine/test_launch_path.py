@@ -23,7 +23,7 @@ from chairlift.models.attention.flash import FlashAttn3Backend, FlashAttnBackend
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.config import ModelShape
 from chairlift.params import RequestOutput, StructuredOutputs
-from tests.engine.support import GREEDY, PROMPTS, core_of
+from tests.engine.support import GREEDY, PROMPTS, Recorder, core_of
 from tests.engine.test_overlap import CASES
 from tests.support.flash_attn_reference import module
 from tests.support.meta_device import META, DeviceWatch
@@ -37,22 +37,16 @@ BACKENDS: dict[str, Callable[[ModelShape], Backend]] = {
 }
 
 
-class WatchedRecorder:
-    """Remembers work; a watch sees it recorded."""
+class WatchedRecorder(Recorder):
+    """A watch sees what is recorded."""
 
     def __init__(self, watch: DeviceWatch) -> None:
+        super().__init__()
         self._watch = watch
-        self.num_replayed = 0
 
     def record(self, work: Callable[[], None]) -> Replay:
         with self._watch, self._watch.recording():
-            work()
-
-        def replay() -> None:
-            self.num_replayed += 1
-            work()
-
-        return replay
+            return super().record(work)
 
 
 @pytest.fixture

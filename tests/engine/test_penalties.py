@@ -37,12 +37,6 @@ def drive(sampler: Sampler, requests: list[RequestState], launch: int, num_token
     return [request.token_ids[request.num_prompt_tokens :] for request in requests]
 
 
-def drive_same(sampler: Sampler, request: RequestState, logits: list[float], num_tokens: int) -> list[int]:
-    """Greedy tokens of one row that gets the same logits at every step of one launch."""
-    batch = sampler.prepare([request], num_tokens)
-    return [int(sampler.sample(torch.tensor([logits]), batch, step).tokens) for step in range(num_tokens)]
-
-
 def penalised(logits: list[float], prompt: list[int], generated: list[int], params: SamplingParams) -> list[float]:
     """The definition, token by token."""
     counts = Counter(generated)
@@ -87,31 +81,6 @@ def test_penalties_follow_their_definition_over_many_steps(rows: list[dict[str, 
     requests = [make_request(p, slot=3 - row, prompt=prompts[row]) for row, p in enumerate(params)]
     expected = [expected_tokens(row, 4, prompts[row], p) for row, p in enumerate(params)]
     assert drive(new_sampler(), requests, launch) == expected
-
-
-def test_presence_counts_once_and_frequency_every_time() -> None:
-    logits = [3.0, 2.5, 0.0] + [-9.0] * 9
-    presence = make_request(SamplingParams(temperature=0.0, presence_penalty=1.0), slot=0)
-    frequency = make_request(SamplingParams(temperature=0.0, frequency_penalty=1.0), slot=1)
-    assert drive_same(new_sampler(), presence, logits, 5) == [0, 1, 0, 0, 0]
-    assert drive_same(new_sampler(), frequency, logits, 6) == [0, 1, 0, 1, 0, 1]
-
-
-def test_presence_and_frequency_leave_the_prompt_alone_and_repetition_does_not() -> None:
-    logits = [3.0, 2.5, 0.0] + [-9.0] * 9
-    prompt = [0, 0, 0]
-    for fields, first in [
-        ({"presence_penalty": 2.0}, 0),
-        ({"frequency_penalty": 2.0}, 0),
-        ({"repetition_penalty": 2.0}, 1),
-    ]:
-        request = make_request(SamplingParams(temperature=0.0, **fields), slot=0, prompt=prompt)
-        assert drive_same(new_sampler(), request, logits, 1) == [first]
-
-
-def test_a_repetition_penalty_makes_negative_logits_less_likely_too() -> None:
-    request = make_request(SamplingParams(temperature=0.0, repetition_penalty=2.0), slot=0, prompt=[0])
-    assert drive_same(new_sampler(), request, [-1.0, -1.5] + [-9.0] * 10, 1) == [1]
 
 
 def test_penalties_apply_to_random_rows() -> None:

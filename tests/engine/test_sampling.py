@@ -114,37 +114,6 @@ def test_rows_with_parameters_of_their_own_each_follow_their_own() -> None:
     assert sample_once(requests, logits) == expected
 
 
-def chi_square(tokens: Sequence[int], probabilities: Floats) -> float:
-    observed = np.bincount(tokens, minlength=len(probabilities))
-    assert not observed[probabilities == 0.0].any(), "a token without probability was drawn"
-    possible = probabilities > 0.0
-    expected = probabilities[possible] * len(tokens)
-    return float((((observed[possible] - expected) ** 2) / expected).sum())
-
-
-# 99.9% of samples of the right distribution over 8 tokens stay below 24.3; the numbers here are always the same.
-LIMIT = 24.3
-EIGHT = [0.0, 0.5, -1.0, 1.5, 2.0, -0.5, 1.0, -2.0]
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.75}, {"min_p": 0.2}, {"logit_bias": {7: 3.0}}]
-)
-def test_draws_of_many_seeds_follow_the_distribution(fields: dict[str, Any]) -> None:
-    params = SamplingParams(**fields)
-    requests = [make_request(params, seed=seed) for seed in range(10_000)]
-    tokens = sample_once(requests, torch.tensor([EIGHT] * len(requests)))
-    assert chi_square(tokens, exact_probabilities(EIGHT, params)) < LIMIT
-
-
-def test_draws_of_one_seed_over_many_steps_follow_the_distribution() -> None:
-    request = make_request(SamplingParams(), seed=12)
-    sampler = new_sampler(len(EIGHT))
-    batch = sampler.prepare([request], 3000)
-    tokens = [int(sampler.sample(torch.tensor([EIGHT]), batch, step).tokens) for step in range(3000)]
-    assert chi_square(tokens, exact_probabilities(EIGHT, request.params)) < LIMIT
-
-
 SHARES = [float(np.log(share)) for share in (0.1, 0.5, 0.15, 0.25)]
 TIED = [0.0, 2.0, 2.0, 2.0, -1.0]
 

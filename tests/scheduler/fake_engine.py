@@ -46,6 +46,22 @@ def written(plan: StepPlan, copies: Sequence[SlotCopy] = ()) -> Plan:
     return Plan(rows, plan.num_decode_rows, plan.num_steps, list(copies))
 
 
+class Words:
+    """A grammar: exactly these tokens, in this order."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.left = list(tokens)
+        self.is_ready = True
+
+    def foresee(self) -> None:
+        """It says nothing."""
+
+    def advance(self, token_id: int) -> bool:
+        if token_id != self.left.pop(0):
+            raise ValueError(f"token {token_id} does not fit")
+        return not self.left
+
+
 class Driver:
     """A scheduler with the real ledger; launches begin and land, with whatever results, when the test says so."""
 
@@ -86,9 +102,8 @@ class Driver:
         """`prompt`: tokens, or how many; `params`: of sampling."""
         tokens = list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
         new_grammar = None if grammar is None else lambda: grammar
-        return Request(
-            name, tokens, SamplingParams(**params), max_tokens, 0, frozenset({EOS}), new_grammar, options=options
-        )
+        sampling = SamplingParams(max_tokens=None, **params)
+        return Request(name, tokens, sampling, max_tokens, 0, frozenset({EOS}), new_grammar, options=options)
 
     def add(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
         """Queues what `make` makes of these."""
@@ -126,41 +141,27 @@ class Driver:
 
 
 class FakeEngine(Driver):
-    """`say` decides what is sampled: called with a request's name, once per token."""
+    """What is sampled for a request is its `answer`, and then what `say` decides, called with its name for each."""
 
     def __init__(
         self,
         num_slots: int = 4,
         budget: int = 64,
-        max_seq_len: int = 64,
-        max_steps: int = 1,
-        max_queue_size: int = 100,
-        policy: Policy = Policy(),  # noqa: B008
+        *,
         num_ahead: int = 0,
         say: Callable[[str], int] = lambda _: WORD,
-        max_num_running: int | None = None,
-        cache_tokens: int | None = None,
-        speculation: Speculation | None = None,
+        **settings: Any,
     ) -> None:
-        budget = max(budget, num_slots)
-        super().__init__(
-            num_slots,
-            budget,
-            max_steps,
-            max_seq_len,
-            max_queue_size,
-            policy,
-            max_num_running,
-            cache_tokens,
-            speculation,
-        )
+        """`settings`: of `Driver`; prefixes are reused, unless its policy says otherwise."""
+        super().__init__(num_slots, max(budget, num_slots), **{"policy": Policy(), **settings})
         self.events: list[TokenEvent] = []  # of the latest step
         self.ends: Counter[str] = Counter()  # how often each request was said to be over
         self.rejections: dict[str, Exception] = {}  # by request
         self.failing: set[str] = set()  # whose next token is none, because their logits are no numbers
         self.num_tokens_computed = 0
         self._num_ahead = num_ahead
-        self._say = say
+        self._answers: dict[str, list[int]] = {}
+        self._say_more = say
         self._contents: list[list[int]] = [[] for _ in range(num_slots)]
         self._said: dict[str, list[int]] = {}  # by request: its prompt and all that was sampled, surplus included
         self._results: deque[list[RowResult]] = deque()  # of launches in flight
@@ -169,9 +170,10 @@ class FakeEngine(Driver):
     def ask(
         self,
         name: str,
-        prompt: list[int],
+        prompt: int | list[int],
         max_tokens: int = 20,
         *,
+        answer: Sequence[int] = (),
         priority: int = 0,
         tenant: str = "",
         salt: str = "",
@@ -179,9 +181,14 @@ class FakeEngine(Driver):
         timeout: float | None = None,
         **more: Any,
     ) -> Request:
+        """`more`: what else a request has, or its parameters of sampling."""
+        own = {each: more.pop(each) for each in ("new_grammar", "new_token_filter", "prompt_logprobs") if each in more}
+        self._answers[name] = list(answer)
         options = RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, queue_share=share, timeout=timeout)
-        new_drafter = None if self.scheduler.speculation is None else partial(Drafter, len(prompt))
-        return replace(self.make(name, prompt, max_tokens, options=options), new_drafter=new_drafter, **more)
+        request = replace(self.make(name, prompt, max_tokens, options=options, **more), **own)
+        if self.scheduler.speculation is not None:
+            request = replace(request, new_drafter=partial(Drafter, len(request.prompt_token_ids)))
+        return request
 
     def add(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
         """Queues what `ask` makes of these."""
@@ -277,6 +284,9 @@ class FakeEngine(Driver):
             sampled.append(self._say(row.request.request_id))
         return sampled
 
+    def _say(self, name: str) -> int:
+        return self._answers[name].pop(0) if self._answers[name] else self._say_more(name)
+
     def _land(self) -> None:
         events = self.land(self._results.popleft())
         self._note_ends(events)
@@ -308,7 +318,7 @@ def assert_nothing_is_left(scheduler: Scheduler) -> None:
     assert placement._owners == {}
     scheduler.reset_prefix_cache()
     index = placement._index
-    assert index is None or (index._roots, index._entries) == ({}, {})
+    assert (index._order, index._entries) == ([], {})
     assert (slots.warm, slots._in_flight, slots._common._prefixes) == ({}, {}, {})
     assert slots.num_free == slots.num_slots
 

@@ -5,7 +5,7 @@ import pytest
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import FinishReason, SamplingParams
 from chairlift.scheduler import Request, RowResult, Scheduler, TokenEvent
-from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, Driver
+from tests.scheduler.fake_engine import EOS, NO_REUSE, WORD, Driver, Words
 
 
 class Tower(Driver):
@@ -22,22 +22,6 @@ class Tower(Driver):
             said = answers.get(row.request.request_id, [WORD] * plan.num_steps) if row.is_sampled else []
             results.append(said if isinstance(said, RowResult) else RowResult(said))
         return self.land(results)
-
-
-class Words:
-    """A grammar that takes this many tokens, whichever they are."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self.taken: list[int] = []
-        self.is_ready = True
-
-    def foresee(self) -> None:
-        """It says nothing."""
-
-    def advance(self, token_id: int) -> bool:
-        self.taken.append(token_id)
-        return len(self.taken) == self.num_tokens
 
 
 def test_a_row_goes_on_with_a_token_that_is_not_known_yet() -> None:
@@ -66,24 +50,16 @@ def test_newcomers_join_while_others_are_in_flight() -> None:
     assert tower.begun() == {"a": 1, "b": 1}
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3])
 def test_the_end_of_a_length_is_known_ahead_and_nothing_is_planned_past_it(max_tokens: int) -> None:
-    tower = Tower()
+    tower, num_launches = Tower(), max(max_tokens, 1)  # a prompt may be all that is wanted
     tower.add("a", 3, max_tokens=max_tokens)
-    for _ in range(max_tokens):
+    for _ in range(num_launches):
         assert tower.begun()
     assert tower.scheduler.schedule().rows == ()
-    events = [event for _ in range(max_tokens) for event in tower.landed()]
-    assert [event.finish_reason for event in events] == [None] * (max_tokens - 1) + [FinishReason.LENGTH]
-    assert tower.slots.num_free == 4
-
-
-def test_a_prompt_that_is_only_computed_is_planned_once() -> None:
-    tower = Tower()
-    tower.add("a", 3, max_tokens=0)
-    tower.launch()
-    assert tower.scheduler.schedule().rows == ()
-    assert tower.landed() == [TokenEvent("a", [], FinishReason.LENGTH)]
+    events = [event for _ in range(num_launches) for event in tower.landed()]
+    assert [event.finish_reason for event in events] == [None] * (num_launches - 1) + [FinishReason.LENGTH]
+    assert sum(len(event.new_token_ids) for event in events) == max_tokens
     assert tower.slots.num_free == 4
 
 
@@ -91,31 +67,20 @@ def test_the_surplus_of_a_row_that_had_ended_is_dropped_and_its_slot_comes_back_
     tower = Tower(num_slots=1, budget=8)
     a = tower.add("a", 3)
     tower.add("b", 3)
-    tower.launch()
-    tower.launch()
+    for _ in range(3):
+        tower.launch()
     assert tower.landed(a=[EOS]) == [TokenEvent("a", [EOS], FinishReason.STOP, has_end_token=True)]
-    assert (tower.slots.num_free, a.slot, a.num_computed) == (0, 0, 3)
-    assert tower.scheduler.schedule().rows == (), "the slot is still written to"
-    assert tower.landed(a=[5]) == []
+    for _ in range(2):
+        assert (tower.slots.num_free, a.slot, a.num_computed) == (0, 0, 3)
+        assert tower.scheduler.schedule().rows == (), "the slot is still written to"
+        assert tower.landed(a=[5]) == []
     assert (tower.slots.num_free, a.slot, a.token_ids[3:]) == (1, None, [EOS])
     assert tower.begun() == {"b": 3}
 
 
-def test_with_two_launches_ahead_a_slot_waits_for_the_last_of_them() -> None:
-    tower = Tower()
-    tower.add("a", 3)
-    for _ in range(3):
-        tower.launch()
-    free = []
-    for token in (EOS, 5, 5):
-        tower.landed(a=[token])
-        free.append(tower.slots.num_free)
-    assert free == [3, 3, 4]
-
-
 def test_a_row_that_shows_its_tokens_to_a_grammar_sits_out_and_others_go_on() -> None:
     tower = Tower()
-    tower.add("a", 2, grammar=Words(3))
+    tower.add("a", 2, grammar=Words(WORD, WORD, WORD))
     tower.add("b", 2)
     assert [tower.begun() for _ in range(3)] == [{"a": 2, "b": 2}, {"b": 1}, {"b": 1}]
     tower.landed()
@@ -124,26 +89,20 @@ def test_a_row_that_shows_its_tokens_to_a_grammar_sits_out_and_others_go_on() ->
 
 def test_a_chunk_of_a_prompt_with_a_grammar_has_nothing_to_wait_for() -> None:
     tower = Tower(budget=4)
-    tower.add("a", 7, grammar=Words(3))
+    tower.add("a", 7, grammar=Words(WORD, WORD, WORD))
     assert [tower.begun() for _ in range(3)] == [{"a": 4}, {"a": 3}, {}]
 
 
-def test_steps_of_a_launch_ahead_are_bounded_by_what_is_wanted_after_those_pending() -> None:
-    tower = Tower(max_steps=4)
-    tower.add("a", 3, max_tokens=8)
-    assert [tower.launch().num_steps for _ in range(3)] == [1, 4, 3]
+@pytest.mark.parametrize(("max_seq_len", "max_tokens", "num_steps"), [(64, 8, [1, 4, 3]), (9, 6, [1, 4, 1])])
+def test_steps_of_a_launch_ahead_are_bounded_by_what_is_wanted_and_by_the_room_in_the_slot(
+    max_seq_len: int, max_tokens: int, num_steps: list[int]
+) -> None:
+    tower = Tower(max_steps=4, max_seq_len=max_seq_len)
+    tower.add("a", 3, max_tokens)
+    tower.add("b", 4, 1)
+    assert [tower.launch().num_steps for _ in range(3)] == num_steps
     assert tower.scheduler.schedule().rows == ()
-    assert [len(tower.landed()[0].new_token_ids) for _ in range(3)] == [1, 4, 3]
-    assert tower.slots.num_free == 4
-
-
-def test_steps_of_a_launch_ahead_are_bounded_by_the_room_in_the_slot() -> None:
-    tower = Tower(max_steps=4, max_seq_len=9)
-    tower.add("a", 3, max_tokens=6)
-    tower.add("b", 4, max_tokens=1)
-    assert [tower.launch().num_steps for _ in range(3)] == [1, 4, 1]
-    for _ in range(3):
-        tower.landed()
+    assert [len(tower.landed()[0].new_token_ids) for _ in range(3)] == num_steps
     assert tower.slots.num_free == 4
 
 

@@ -5,28 +5,12 @@ from typing import Any
 
 import pytest
 
-from chairlift.cache.ledger import Scrub
+from chairlift.cache.budget import Scrub
 from chairlift.params import FinishReason, Logprob
 from chairlift.scheduler import Request, RowResult, TokenEvent
-from tests.scheduler.fake_engine import Driver
+from tests.scheduler.fake_engine import Driver, Words
 
 EOS = 0
-
-
-class Words:
-    """A grammar: exactly these tokens, in this order."""
-
-    def __init__(self, *tokens: int) -> None:
-        self.left = list(tokens)
-        self.is_ready = True
-
-    def foresee(self) -> None:
-        """It says nothing."""
-
-    def advance(self, token_id: int) -> bool:
-        if token_id != self.left.pop(0):
-            raise ValueError(f"token {token_id} does not fit")
-        return not self.left
 
 
 class World(Driver):
@@ -53,32 +37,25 @@ def world_of(*requests: Request, num_steps: int = 1, budget: int = 64) -> World:
     return world
 
 
-def test_the_end_of_a_grammar_ends_the_text_and_its_last_token_belongs_to_it() -> None:
-    world = world_of(make("a", [7], grammar=Words(5, 6)))
-    assert world.step(RowResult([5])) == [TokenEvent("a", [5], None)]
-    assert world.step(RowResult([6])) == [TokenEvent("a", [6], FinishReason.STOP, has_end_token=False)]
+@pytest.mark.parametrize(
+    ("params", "sampled", "finish_reason"),
+    [
+        ({"grammar": Words(5, 6)}, [5, 6], FinishReason.STOP),
+        ({"grammar": Words(5, 6, 6)}, [5, EOS], FinishReason.STOP),  # which it allows
+        # Neither of these puts off the end of a grammar.
+        ({"grammar": Words(5, 6), "min_tokens": 9, "ignore_eos": True}, [EOS], FinishReason.STOP),
+        ({"grammar": Words(5), "max_tokens": 1}, [5], FinishReason.STOP),
+        ({"grammar": Words(5, 6), "max_tokens": 1}, [5], FinishReason.LENGTH),
+    ],
+)
+def test_a_text_ends_with_its_grammar(params: dict[str, Any], sampled: list[int], finish_reason: FinishReason) -> None:
+    world = world_of(make("a", [7], **params))
+    events = [event for token in sampled for event in world.step(RowResult([token]))]
+    assert [event.new_token_ids for event in events] == [[token] for token in sampled]
+    assert [event.finish_reason for event in events[:-1]] == [None] * (len(sampled) - 1)
+    is_end_token = sampled[-1] == EOS  # and no part of the text
+    assert (events[-1].finish_reason, events[-1].has_end_token) == (finish_reason, is_end_token)
     assert world.slots.num_free == 4
-
-
-def test_an_end_token_that_a_grammar_allows_is_no_part_of_the_text() -> None:
-    world = world_of(make("a", [7], grammar=Words(5, 6, 6)))
-    world.step(RowResult([5]))
-    assert world.step(RowResult([EOS])) == [TokenEvent("a", [EOS], FinishReason.STOP, has_end_token=True)]
-
-
-def test_with_a_grammar_neither_min_tokens_nor_ignore_eos_put_off_the_end() -> None:
-    world = world_of(make("a", [7], grammar=Words(5, 6), min_tokens=9, ignore_eos=True))
-    assert world.step(RowResult([EOS]))[0].finish_reason is FinishReason.STOP
-
-
-def test_a_grammar_that_is_complete_with_the_last_token_allowed_ends_with_stop() -> None:
-    world = world_of(make("a", [7], max_tokens=1, grammar=Words(5)))
-    assert world.step(RowResult([5]))[0].finish_reason is FinishReason.STOP
-
-
-def test_a_grammar_that_does_not_get_to_its_end_in_time_ends_with_length() -> None:
-    world = world_of(make("a", [7], max_tokens=1, grammar=Words(5, 6)))
-    assert world.step(RowResult([5]))[0].finish_reason is FinishReason.LENGTH
 
 
 def test_a_grammar_that_fails_ends_its_request_alone() -> None:
@@ -122,7 +99,10 @@ def test_an_error_ends_its_row_alone_after_the_tokens_before_it() -> None:
         TokenEvent("a", [2, 3], FinishReason.ABORT, error="not a number"),
         TokenEvent("b", [2, 3, 4, 5], None),
     ]
-    assert world.slots.num_free == 3
+    assert (world.slots.num_free, world.scrubbed()) == (3, [Scrub(0, 0, 64)])
+    world.take(make("c", [7, 8, 9]))
+    (_, event) = world.step(RowResult([1]), RowResult(error="not a number"))
+    assert event == TokenEvent("c", [], FinishReason.ABORT, error="not a number")
 
 
 def test_an_error_in_a_rows_surplus_does_not_count() -> None:
@@ -130,20 +110,6 @@ def test_an_error_in_a_rows_surplus_does_not_count() -> None:
     world.step(RowResult([1]), RowResult([1]))
     events = world.step(RowResult([EOS], error="late"), RowResult([1] * 4))
     assert [(event.finish_reason, event.error) for event in events] == [(FinishReason.STOP, None), (None, None)]
-
-
-def test_a_prompt_that_cannot_be_computed_ends_without_tokens() -> None:
-    world = world_of(make("a", [7, 8, 9]))
-    assert world.step(RowResult(error="not a number")) == [
-        TokenEvent("a", [], FinishReason.ABORT, error="not a number")
-    ]
-    assert world.slots.num_free == 4
-
-
-def test_with_max_tokens_0_the_prompt_is_computed_and_nothing_follows() -> None:
-    world = world_of(make("a", [7, 8, 9], max_tokens=0), budget=4)
-    assert world.step(RowResult([5])) == [TokenEvent("a", [], FinishReason.LENGTH)]
-    assert world.slots.num_free == 4
 
 
 def test_a_one_token_prompt_with_max_tokens_0_is_a_launch_of_one_step() -> None:
@@ -179,13 +145,6 @@ def test_a_slot_given_back_before_a_token_was_sampled_from_it_may_hold_no_number
     assert world.scrubbed() == scrubbed
 
 
-def test_a_slot_of_a_row_that_failed_may_hold_no_numbers() -> None:
-    world = world_of(make("a", [7]), make("b", [7]))
-    world.step(RowResult([1]), RowResult([1]))
-    world.step(RowResult([], error="no"), RowResult([1]))
-    assert world.scrubbed() == [Scrub(0, 0, 64)]
-
-
 def test_surplus_that_is_no_number_is_not_left_in_the_slot() -> None:
     world = world_of(make("a", [7]), num_steps=4)
     world.step(RowResult([1]))
@@ -202,15 +161,6 @@ def test_a_late_row_has_its_newest_token_computed_once_more_and_then_goes_on() -
     assert world.step(RowResult([9], is_late=True)) == []
     assert (row.request.token_ids, row.request.num_computed, row.request.num_pending) == ([7, 5], 1, 0)
     assert world.step(RowResult([6])) == [TokenEvent("a", [6], FinishReason.STOP)]
-
-
-def test_a_late_row_goes_back_by_one_token() -> None:
-    world = world_of(make("a", [7], grammar=Words(5, 6)), make("b", [7]), num_steps=4)
-    world.step(RowResult([5]), RowResult([1]))
-    world.step(RowResult([9], is_late=True), RowResult([1]))
-    by_name = {request.request_id: request for request in world.scheduler.running}
-    assert (by_name["a"].num_computed, by_name["b"].num_computed) == (1, 2)
-    assert world.step(RowResult([6]), RowResult([5]))[0] == TokenEvent("a", [6], FinishReason.STOP)
 
 
 def test_a_prompt_whose_first_mask_is_late_has_its_last_token_computed_once_more() -> None:

@@ -1,16 +1,16 @@
 """Whatever arrives, is aborted or is sampled: every request ends once and in time, and every slot comes back."""
 
-from collections import deque
 from dataclasses import dataclass
+from itertools import cycle
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.params import FinishReason, SamplingParams
-from chairlift.scheduler import Request, RequestState, RowResult, StepPlan, TokenEvent
-from tests.scheduler.fake_engine import Driver
+from chairlift.params import FinishReason
+from chairlift.scheduler import StepPlan
+from tests.scheduler.fake_engine import EOS, NO_REUSE, FakeEngine
 
-EOS, STOP, NUM_TOKENS = 0, 1, 6  # token ids are drawn from [0, NUM_TOKENS)
+STOP, NUM_TOKENS = 0, 6  # token ids are drawn from [0, NUM_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -60,85 +60,57 @@ def worlds(draw: st.DrawFn) -> World:
     )
 
 
-class Run(Driver):
-    """Plays a world to its end and notes when and how each request ended."""
+class Run(FakeEngine):
+    """Plays a world to its end, and notes what is heard of each request and in which step it ends."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world.num_slots, world.budget, world.max_steps, world.max_seq_len)
-        self.world = world
-        self.asked = [self._request(index, arrival) for index, arrival in enumerate(world.arrivals)]
+        words = cycle(world.tokens)
+        super().__init__(
+            world.num_slots,
+            world.budget,
+            max_steps=world.max_steps,
+            max_seq_len=world.max_seq_len,
+            policy=NO_REUSE,
+            num_ahead=world.num_ahead,
+            say=lambda _: next(words),
+        )
         self.plans: list[StepPlan] = []
-        self.results: deque[list[RowResult]] = deque()  # of launches in flight
-        self.heard: dict[str, list[int]] = {request.request_id: [] for request in self.asked}
-        self.ends: dict[str, list[int]] = {request.request_id: [] for request in self.asked}  # steps, hopefully one
+        self.heard: dict[str, list[int]] = {}
+        self.end_steps: dict[str, int] = {}
         self.started: dict[str, None] = {}  # in the order in which they got slots
-        self._num_said = 0
-
-    def play(self) -> None:
-        last_arrival = max(arrival.step for arrival in self.world.arrivals)
+        by_name = {f"r{index}": arrival for index, arrival in enumerate(world.arrivals)}
         step = 0
-        while step <= last_arrival or self.has_work:
-            for arrival, request in zip(self.world.arrivals, self.asked, strict=True):
-                if arrival.step == step:
-                    self.take(request)
-            for arrival, request in zip(self.world.arrivals, self.asked, strict=True):
-                if arrival.abort_step == step:
-                    self._note(step, self.scheduler.abort(request.request_id))
-            self.scheduler.check()
+        while self.has_work or len(self.heard) < len(by_name):
+            for name, each in by_name.items():
+                if each.step == step:
+                    self.heard[name] = []
+                    self.add(
+                        name, each.num_prompt_tokens, each.max_tokens, min_tokens=each.min_tokens, stop_token_ids=[STOP]
+                    )
+            aborted = [self.abort(name) for name, each in by_name.items() if each.abort_step == step]
+            self.events = []
             if self.has_work:
-                self._step(step)
+                self.step()
+            for event in filter(None, [*aborted, *self.events]):
+                assert event.request_id not in self.end_steps, "there is news of a request that has ended"
+                self.heard[event.request_id] += event.new_token_ids
+                if event.finish_reason is not None:
+                    self.end_steps[event.request_id] = step
             step += 1
             assert step < 2000, "it goes on for ever"
 
-    def _step(self, step: int) -> None:
-        has_launched = bool(self.launch().rows)
-        self.started.update(dict.fromkeys(request.request_id for request in self.scheduler.running))
-        if has_launched and len(self.in_flight) <= self.world.num_ahead:
-            return
-        for event in self.land(self.results.popleft()):
-            self._note(step, event)
-
     def begin(self, plan: StepPlan) -> None:
         assert all(row.request.num_remaining > 0 for row in plan.rows), "a length's end is known ahead"
-        owners = {(row.request.slot, row.request) for row in plan.rows}
-        assert all(slot != s or owner is o for slot, owner in owners for s, o in self._writers()), "two write to a slot"
+        self.started.update(dict.fromkeys(request.request_id for request in self.scheduler.running))
         self.plans.append(plan)
-        self.results.append([RowResult(self._say(plan.num_steps) if row.is_sampled else []) for row in plan.rows])
-
-    def _writers(self) -> set[tuple[int | None, RequestState]]:
-        """Who writes to which slot in launches in flight."""
-        return {(row.request.slot, row.request) for plan in self.in_flight for row in plan.rows}
-
-    def _say(self, count: int) -> list[int]:
-        start = self._num_said
-        self._num_said += count
-        return [self.world.tokens[i % len(self.world.tokens)] for i in range(start, start + count)]
-
-    def _note(self, step: int, event: TokenEvent | None) -> None:
-        if event is None:
-            return
-        assert not self.ends[event.request_id], "there is news of a request that has ended"
-        self.heard[event.request_id] += event.new_token_ids
-        if event.finish_reason is not None:
-            self.ends[event.request_id].append(step)
-
-    @staticmethod
-    def _request(index: int, arrival: Arrival) -> Request:
-        params = SamplingParams(max_tokens=None, min_tokens=arrival.min_tokens, stop_token_ids=[STOP])
-        prompt = [NUM_TOKENS] * arrival.num_prompt_tokens
-        return Request(f"r{index}", prompt, params, arrival.max_tokens, index, frozenset({EOS}))
-
-
-def played(world: World) -> Run:
-    run = Run(world)
-    run.play()
-    return run
+        super().begin(plan)
 
 
 @given(worlds())
 def test_every_request_ends_exactly_once_and_all_slots_come_back(world: World) -> None:
-    run = played(world)
-    assert [len(steps) for steps in run.ends.values()] == [1] * len(world.arrivals)
+    run = Run(world)
+    assert run.ends == dict.fromkeys(run.requests, 1)
+    assert len(run.requests) == len(world.arrivals)
     assert run.slots.num_free == world.num_slots
     assert (run.scheduler.num_waiting, run.scheduler.num_running) == (0, 0)
 
@@ -149,19 +121,19 @@ def test_nothing_starves(world: World) -> None:
 
     With launches in flight, first tokens are heard of, and slots come back, that much later.
     """
-    run = played(world)
+    run = Run(world)
     work_before = 0
-    for arrival, (end,) in zip(world.arrivals, run.ends.values(), strict=True):
+    for index, arrival in enumerate(world.arrivals):
         work_before += arrival.num_prompt_tokens + arrival.max_tokens + 2 * world.num_ahead
-        assert end - arrival.step < work_before
+        assert run.end_steps[f"r{index}"] - arrival.step < work_before
 
 
 @given(worlds())
 def test_answers_are_whole_and_end_for_the_reason_given(world: World) -> None:
-    run = played(world)
-    for asked, arrival in zip(run.asked, world.arrivals, strict=True):
-        answer, request = run.heard[asked.request_id], run.requests[asked.request_id]
-        assert request.token_ids == [*asked.prompt_token_ids, *answer]
+    run = Run(world)
+    for (name, answer), arrival in zip(run.heard.items(), world.arrivals, strict=True):
+        request = run.requests[name]
+        assert request.token_ids == [*range(100, 100 + arrival.num_prompt_tokens), *answer]
         may_end = [i >= arrival.min_tokens and token in (EOS, STOP) for i, token in enumerate(answer)]
         assert not any(may_end[:-1])
         match request.finish_reason:
@@ -179,7 +151,7 @@ def test_answers_are_whole_and_end_for_the_reason_given(world: World) -> None:
 
 @given(worlds())
 def test_plans_keep_to_their_limits(world: World) -> None:
-    for plan in played(world).plans:
+    for plan in Run(world).plans:
         counts = [row.num_new_tokens for row in plan.rows]
         assert 1 <= sum(counts) <= world.budget
         assert 1 <= len({row.request.request_id for row in plan.rows}) == len(plan.rows) <= world.num_slots
@@ -192,5 +164,5 @@ def test_plans_keep_to_their_limits(world: World) -> None:
 
 @given(worlds())
 def test_slots_are_given_in_arrival_order(world: World) -> None:
-    order = [int(request_id.removeprefix("r")) for request_id in played(world).started]
+    order = [int(request_id.removeprefix("r")) for request_id in Run(world).started]
     assert order == sorted(order)

@@ -2,13 +2,15 @@
 
 import pytest
 
-from chairlift.cache.ledger import Scrub, SlotCopy
+from chairlift.cache.budget import Scrub
+from chairlift.cache.ledger import SlotCopy
 from chairlift.scheduler import Policy
 from chairlift.scheduler.placement import Placement
 from tests.scheduler.fake_engine import NO_REUSE, WORD, FakeEngine, Plan
 
 SYSTEM = list(range(100, 140))  # forty tokens that prompts have in common
 USER = list(range(200, 210))
+OTHERS = list(range(300, 400))
 
 
 def served(engine: FakeEngine, name: str, prompt: list[int], max_tokens: int = 1) -> int:
@@ -24,18 +26,30 @@ def served(engine: FakeEngine, name: str, prompt: list[int], max_tokens: int = 1
 # Warm slots
 
 
-def test_a_slot_stays_warm_with_all_tokens_that_were_computed_in_it() -> None:
-    engine = FakeEngine()
-    slot = served(engine, "a", USER, max_tokens=3)
-    assert engine.slots.warm == {slot: len(USER) + 2}  # the last token was sampled, not computed
+LONG = SYSTEM + OTHERS
+FOUND: dict[str, tuple[int, list[list[int]], list[int], int, int, list[SlotCopy]]] = {
+    "of an equal prompt one token is computed": (4, [USER], USER, 0, 9, []),
+    "the longest prefix wins": (4, [SYSTEM[:20] + OTHERS, SYSTEM[:30] + OTHERS], SYSTEM, 2, 30, [SlotCopy(1, 2, 30)]),
+    "of a warm slot 64 tokens may be lost": (4, [SYSTEM + OTHERS[:64]], SYSTEM + USER, 0, 40, []),
+    "and no more if there is another": (4, [SYSTEM + OTHERS[:65]], SYSTEM + USER, 1, 40, [SlotCopy(0, 1, 40)]),
+    "that may be the least recently used": (2, [[5] * 10, LONG], SYSTEM + USER, 0, 40, [SlotCopy(1, 0, 40)]),
+    "the only one is taken whatever is lost": (1, [LONG], SYSTEM + USER, 0, 40, []),
+}
 
 
-def test_an_equal_prompt_gets_the_warm_slot_and_computes_one_token() -> None:
-    engine = FakeEngine()
-    served(engine, "a", USER)
-    request = engine.add("b", USER)
-    assert engine.step() == Plan([("b", 1)])
-    assert (request.slot, request.num_cached_tokens) == (0, 9)
+@pytest.mark.parametrize(
+    ("num_slots", "earlier", "prompt", "slot", "num_cached", "copies"), FOUND.values(), ids=FOUND.keys()
+)
+def test_a_prompt_gets_the_slot_that_has_most_of_it_or_a_copy(
+    num_slots: int, earlier: list[list[int]], prompt: list[int], slot: int, num_cached: int, copies: list[SlotCopy]
+) -> None:
+    engine = FakeEngine(num_slots, budget=256, max_seq_len=256)
+    for number, each in enumerate(earlier):
+        served(engine, f"earlier {number}", each)
+    new = engine.add("new", prompt)
+    assert engine.step() == Plan([("new", len(prompt) - num_cached)], copies=copies)
+    assert (new.slot, new.num_cached_tokens) == (slot, num_cached)
+    assert all(engine.slots.num_valid(copy.source) == len(earlier[-1]) for copy in copies)
 
 
 def test_a_conversation_goes_on_in_its_own_slot() -> None:
@@ -46,64 +60,6 @@ def test_a_conversation_goes_on_in_its_own_slot() -> None:
     assert engine.step() == Plan([("second", 3)])  # the answer's last token has not been computed before
     assert (second.slot, second.num_cached_tokens) == (0, 52)
     assert engine.slots.num_free == 3
-
-
-def test_a_prompt_that_shares_only_a_part_is_copied_into_a_free_slot_if_much_would_be_lost() -> None:
-    engine = FakeEngine(max_seq_len=256, budget=256)
-    long = SYSTEM + list(range(300, 400))
-    served(engine, "a", long)
-    other = engine.add("b", SYSTEM + USER)
-    assert engine.step() == Plan([("b", 10)], copies=[SlotCopy(0, 1, 40)])
-    assert (other.slot, other.num_cached_tokens) == (1, 40)
-    assert engine.slots.warm == {0: 140}
-
-
-def test_a_warm_slot_of_which_little_would_be_lost_is_taken_as_it_is() -> None:
-    engine = FakeEngine()
-    served(engine, "a", SYSTEM + USER)
-    assert engine.add("b", [*SYSTEM, 1, 2, 3]).num_cached_tokens == 0
-    assert engine.step() == Plan([("b", 3)])
-    assert (engine.slot_of("b"), engine.requests["b"].num_cached_tokens, engine.slots.warm) == (0, 40, {})
-
-
-def test_the_longest_prefix_wins() -> None:
-    engine = FakeEngine(max_seq_len=256, budget=256)
-    served(engine, "a", SYSTEM[:20] + USER)
-    served(engine, "b", SYSTEM[:30] + USER)
-    engine.add("c", SYSTEM)
-    engine.step()
-    assert engine.requests["c"].num_cached_tokens == 30
-
-
-def test_free_slots_are_used_before_warm_ones_and_of_these_the_least_recently_used() -> None:
-    engine = FakeEngine(num_slots=3)
-    for number, name in enumerate("abcd"):
-        served(engine, name, [number] * 10)
-    assert engine.slots.num_free == 0
-    assert list(engine.slots.warm) == [1, 2, 0]  # the fourth took the slot of the first
-
-
-def test_with_no_free_slot_the_prefix_is_copied_over_the_least_recently_used() -> None:
-    engine = FakeEngine(num_slots=2, max_seq_len=256, budget=256)
-    served(engine, "old", [5] * 10)
-    served(engine, "long", SYSTEM + list(range(300, 400)))
-    engine.add("new", SYSTEM + USER)
-    assert engine.step() == Plan([("new", 10)], copies=[SlotCopy(1, 0, 40)])
-
-
-def test_the_only_slot_left_is_taken_as_it_is_whatever_is_lost() -> None:
-    engine = FakeEngine(num_slots=1, max_seq_len=256, budget=256)
-    served(engine, "long", SYSTEM + list(range(300, 400)))
-    engine.add("new", SYSTEM + USER)
-    assert engine.step() == Plan([("new", 10)])
-
-
-def test_what_was_copied_from_counts_as_used() -> None:
-    engine = FakeEngine(num_slots=3, max_seq_len=256, budget=256)
-    served(engine, "long", SYSTEM + list(range(300, 400)))
-    served(engine, "other", [5] * 10)
-    served(engine, "reader", SYSTEM + USER)
-    assert list(engine.slots.warm) == [1, 0, 2]
 
 
 def test_a_prompt_is_found_in_a_running_slot_and_copied() -> None:
@@ -149,13 +105,6 @@ def test_who_shares_a_prompt_that_is_computed_in_chunks_waits_for_as_much_as_it_
     ]
 
 
-def test_short_shared_prefixes_are_not_waited_for() -> None:
-    engine = FakeEngine()
-    engine.add("a", [*SYSTEM[:10], 1])
-    engine.add("b", [*SYSTEM[:10], 2])
-    assert engine.step() == Plan([("a", 11), ("b", 11)])
-
-
 def test_if_the_one_who_computes_leaves_another_one_takes_over_and_the_rest_copy_from_that() -> None:
     engine = FakeEngine(budget=24, max_seq_len=128)
     for name in "abc":
@@ -172,7 +121,7 @@ def test_if_the_one_who_computes_leaves_another_one_takes_over_and_the_rest_copy
 def test_a_slot_that_was_filled_in_part_keeps_what_it_had_reused_and_no_more() -> None:
     engine = FakeEngine(budget=16, max_seq_len=256)
     served(engine, "first", SYSTEM)
-    engine.add("second", SYSTEM + list(range(300, 340)))
+    engine.add("second", SYSTEM + OTHERS[:40])
     assert engine.step() == Plan([("second", 16)])
     engine.abort("second")
     assert engine.slots.warm == {0: 40}
@@ -183,7 +132,7 @@ def test_what_was_copied_from_a_prompt_in_work_is_not_kept_before_a_token_proves
     prompt = list(range(100, 180))
     engine.add("a", prompt)
     engine.step()
-    engine.add("b", prompt[:30] + list(range(300, 340)))
+    engine.add("b", prompt[:30] + OTHERS[:40])
     assert engine.step() == Plan([("a", 24), ("b", 8)], copies=[SlotCopy(0, 1, 30)])
     engine.scheduler.abort("b")
     assert list(engine.slots.owed) == [Scrub(1, 0, 128)]
@@ -200,7 +149,7 @@ def test_a_copy_that_was_planned_is_made_even_if_its_request_leaves_before_the_l
     engine.scheduler.abort("b")
     assert engine.slots.warm == {1: 40}
     engine.add("c", [*SYSTEM, 1, 2])
-    assert engine.step() == Plan([("a", 1), ("c", 2)], decode=1, copies=[SlotCopy(0, 1, 40), SlotCopy(0, 2, 40)])
+    assert engine.step() == Plan([("a", 1), ("c", 2)], decode=1, copies=[SlotCopy(0, 1, 40)])
 
 
 @pytest.mark.parametrize(("num_shared", "rows"), [(15, [("a", 16), ("b", 16)]), (16, [("a", 17)])])
@@ -211,31 +160,13 @@ def test_from_sixteen_tokens_on_a_prefix_is_waited_for(num_shared: int, rows: li
     assert engine.step() == Plan(rows)
 
 
-@pytest.mark.parametrize(("num_lost", "slot"), [(64, 0), (65, 1)])
-def test_a_warm_slot_is_taken_as_it_is_if_no_more_than_sixty_four_tokens_are_lost(num_lost: int, slot: int) -> None:
-    engine = FakeEngine(max_seq_len=256, budget=256)
-    served(engine, "a", SYSTEM + list(range(300, 300 + num_lost)))
-    engine.add("b", SYSTEM + USER)
-    engine.step()
-    assert engine.slot_of("b") == slot
-
-
 def test_who_waits_for_another_is_not_waited_for() -> None:
     engine = FakeEngine(budget=128, max_seq_len=128)
-    a = engine.add("a", SYSTEM[:20] + list(range(300, 340)))
+    a = engine.add("a", SYSTEM[:20] + OTHERS[:40])
     b = engine.add("b", [*SYSTEM, 1])
     c = engine.add("c", [*SYSTEM, 2])
     engine.step()
     assert (b.leader, c.leader) == (a, a)
-
-
-def test_who_leaves_waits_for_nobody_any_more() -> None:
-    engine = FakeEngine()
-    a, b = engine.add("a", SYSTEM), engine.add("b", SYSTEM)
-    engine.step()
-    assert b.leader is a
-    engine.abort("b")
-    assert b.leader is None
 
 
 def test_who_came_back_and_left_before_it_said_anything_leaves_nothing_that_is_not_known_to_be_sound() -> None:
@@ -285,24 +216,14 @@ def test_an_interrupt_while_a_request_gets_its_slot_loses_none(monkeypatch: pyte
 # Who does not share
 
 
-def test_another_salt_shares_nothing() -> None:
-    engine = FakeEngine()
-    engine.add("a", SYSTEM, max_tokens=1, salt="x")
-    engine.step()
-    b = engine.add("b", SYSTEM, salt="y")
-    c = engine.add("c", SYSTEM, salt="x")
-    assert engine.step() == Plan([("b", 40), ("c", 1)])
-    assert (b.num_cached_tokens, c.num_cached_tokens) == (0, 39)
-
-
-def test_another_salt_neither_waits_for_nor_finds_a_prompt_that_runs() -> None:
+def test_under_another_salt_nothing_is_found_or_waited_for() -> None:
     engine = FakeEngine(budget=128)
-    for name, salt in (("a", "x"), ("b", "y"), ("c", "")):
-        engine.add(name, SYSTEM, salt=salt)
-    assert engine.step() == Plan([("a", 40), ("b", 40), ("c", 40)])
-    d = engine.add("d", SYSTEM, salt="z")
+    engine.serve("warm", SYSTEM, 1, salt="x")
+    running = [engine.add(name, SYSTEM, salt=salt) for name, salt in (("a", "y"), ("b", ""), ("c", "x"))]
+    assert engine.step() == Plan([("a", 40), ("b", 40), ("c", 1)])
+    running.append(engine.add("d", SYSTEM, salt="z"))
     engine.step()
-    assert d.num_cached_tokens == 0
+    assert [request.num_cached_tokens for request in running] == [0, 0, 39, 0]
 
 
 def test_without_reuse_slots_are_free_when_they_are_released_and_equal_prompts_are_computed_each() -> None:
@@ -366,14 +287,16 @@ def test_a_row_to_which_every_token_may_have_been_forbidden_casts_no_doubt_on_wh
 # Forgetting
 
 
-def test_after_a_reset_nothing_warm_is_reused() -> None:
-    engine = FakeEngine()
-    served(engine, "before", SYSTEM)
+@pytest.mark.parametrize("policy", [Policy(), NO_REUSE])
+def test_after_a_reset_nothing_warm_is_reused(policy: Policy) -> None:
+    engine = FakeEngine(policy=policy)
+    engine.serve("before", SYSTEM, 1)
+    engine.add("running", USER, 3)
+    engine.step()
     engine.scheduler.reset_prefix_cache()
-    assert (engine.slots.warm, engine.slots.num_free) == ({}, 4)
-    after = engine.add("after", SYSTEM)
-    assert engine.step() == Plan([("after", 40)])
-    assert after.num_cached_tokens == 0
+    assert (engine.slots.warm, engine.slots.num_free) == ({}, 3)
+    engine.finish("running")
+    assert engine.serve("after", SYSTEM, 1).num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
@@ -426,15 +349,6 @@ def test_who_had_lost_its_slot_at_a_reset_computes_all_anew_and_counts_no_prompt
     assert engine.step() == Plan([("low", 42)])
     engine.run()
     assert (low.num_cached_tokens, low.num_output_tokens) == (0, 4)
-
-
-def test_a_reset_without_reuse_changes_nothing() -> None:
-    engine = FakeEngine(policy=NO_REUSE)
-    engine.add("a", USER, 3)
-    engine.step()
-    engine.scheduler.reset_prefix_cache()
-    engine.run()
-    assert (engine.ends["a"], engine.slots.num_free) == (1, 4)
 
 
 # Ahead of the device

@@ -5,7 +5,7 @@ anything of anybody.
 """
 
 from itertools import count, cycle
-from typing import Literal
+from typing import Any, Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,6 +25,24 @@ policies = st.builds(
     preempt_levels=st.integers(1, 2),
     queue_timeout=st.none() | st.sampled_from([2.0, 20.0]),
 )
+settings_of_engines = st.fixed_dictionaries(
+    {
+        "policy": policies,
+        "num_slots": st.integers(1, 5),
+        "budget": st.integers(1, 100),
+        "cache_tokens": st.none() | st.sampled_from([64 * num_chunks for num_chunks in range(3, 9)]),
+        "max_steps": st.integers(1, 4),
+    }
+)
+options_of_requests = st.fixed_dictionaries(
+    {
+        "priority": st.integers(0, 2),
+        "tenant": st.sampled_from("ab"),
+        "salt": st.sampled_from(["", "", "", "x"]),
+        "share": st.sampled_from([1.0, 0.5, 0.1]),
+        "timeout": st.none() | st.sampled_from([0.5, 5.0]),
+    }
+)
 prompts = st.builds(
     lambda family, length, tail: [*FAMILIES[family][:length], *tail],
     st.integers(0, 2),
@@ -43,79 +61,44 @@ class Traffic(RuleBasedStateMachine):
         self.left: set[str] = set()
 
     @initialize(
-        policy=policies,
-        num_slots=st.integers(1, 5),
+        settings=settings_of_engines,
         num_spare=st.integers(0, 2),
-        budget=st.integers(1, 100),
-        cache_chunks=st.none() | st.integers(3, 8),
-        max_steps=st.integers(1, 4),
         num_ahead=st.integers(0, 2),
         tokens=st.lists(st.sampled_from([EOS, 9, 9, 9, 9, 30]), min_size=1, max_size=20),
         num_guessed=st.none() | st.integers(1, 16) | st.just("auto"),
     )
     def start(
         self,
-        policy: Policy,
-        num_slots: int,
+        settings: dict[str, Any],
         num_spare: int,
-        budget: int,
-        cache_chunks: int | None,
-        max_steps: int,
         num_ahead: int,
         tokens: list[int],
         num_guessed: int | Literal["auto"] | None,
     ) -> None:
-        words = cycle(tokens)
+        words, num_running = cycle(tokens), settings.pop("num_slots")
         self.engine = FakeEngine(
-            num_slots=num_slots + num_spare,
-            budget=budget,
+            num_running + num_spare,
+            max_num_running=num_running,
             max_seq_len=MAX_SEQ_LEN,
-            max_steps=max_steps,
             max_queue_size=6,
-            policy=policy,
             num_ahead=num_ahead if num_guessed is None else 0,
             say=lambda _: next(words),
-            max_num_running=num_slots,
-            cache_tokens=None if cache_chunks is None else 64 * cache_chunks,
             speculation=None if num_guessed is None else Speculation(num_guessed),
+            **settings,
         )
 
     @rule(
         prompt=prompts,
         num_forks=st.integers(1, 3),
         max_tokens=st.integers(1, 5) | st.integers(50, 70),
-        priority=st.integers(0, 2),
-        tenant=st.sampled_from("ab"),
-        salt=st.sampled_from(["", "", "", "x"]),
-        share=st.sampled_from([1.0, 0.5, 0.1]),
         is_failing=st.sampled_from([False, False, False, True]),
-        timeout=st.none() | st.sampled_from([0.5, 5.0]),
+        options=options_of_requests,
     )
     def arrive(
-        self,
-        prompt: list[int],
-        num_forks: int,
-        max_tokens: int,
-        priority: int,
-        tenant: str,
-        salt: str,
-        share: float,
-        is_failing: bool,
-        timeout: float | None,
+        self, prompt: list[int], num_forks: int, max_tokens: int, is_failing: bool, options: dict[str, Any]
     ) -> None:
-        requests = [
-            self.engine.ask(
-                f"r{next(self.names)}",
-                prompt,
-                min(max_tokens, MAX_SEQ_LEN - len(prompt)),
-                priority=priority,
-                tenant=tenant,
-                salt=salt,
-                share=share,
-                timeout=timeout,
-            )
-            for _ in range(num_forks)
-        ]
+        most = min(max_tokens, MAX_SEQ_LEN - len(prompt))
+        requests = [self.engine.ask(f"r{next(self.names)}", prompt, most, **options) for _ in range(num_forks)]
         started = {each.request_id for each in self.engine.requests.values() if each.admission_time is not None}
         can_take = self.engine.scheduler.can_take(requests)
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from chairlift.cache.budget import CHUNK_TOKENS
 from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, ResolvedConfig
@@ -14,9 +15,6 @@ MAX_AUTO_SEQ_LEN_GPU = 4096  # there every slot takes memory for so many tokens,
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
 AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, and delay newcomers and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
-
-ObstacleFinder = Callable[[AttentionBackend, ModelShape, DType, str], str | None]
-"""`find_obstacle(backend, model, dtype, device)`: why the backend cannot run such a model there, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,7 @@ class MachineFacts:
         return self.device != "cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class _Backend:
+class _Backend(NamedTuple):
     name: AttentionBackend
     fallback_reason: str | None = None
 
@@ -46,7 +43,7 @@ def resolve(
     model: ModelShape,
     num_parameters: int,
     machine: MachineFacts,
-    find_obstacle: ObstacleFinder = find_obstacle,
+    find_obstacle: Callable[[AttentionBackend, ModelShape, DType, str], str | None] = find_obstacle,
     grouped: GroupedSize | None = None,
 ) -> ResolvedConfig:
     """A new configuration without "auto". `ConfigurationError` says what cannot work, and what to change.

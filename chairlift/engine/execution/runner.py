@@ -28,9 +28,6 @@ from chairlift.scheduler import RequestState, RowPlan, RowResult, StepPlan
 
 logger = logging.getLogger(__name__)
 
-StepResult = list[RowResult]
-"""What came of a launch, by row of its plan."""
-
 _NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
 _NO_MEMORY = (
     "the device ran out of memory in a step with this sequence; lower max_num_batched_tokens or kv_cache_memory_bytes"
@@ -70,8 +67,8 @@ class Launch:
     arrival: Arrival
     begin: float  # `time.perf_counter()` before anything of it was computed
 
-    def wait(self) -> StepResult:
-        """Returns when it is over. Raises what went wrong on the device."""
+    def wait(self) -> list[RowResult]:
+        """By row of the plan what came of it, when it is over. Raises what went wrong on the device."""
         self.arrival.wait()
         return _results_without_memory(self.plan) if self.outputs is None else _results_by_row(self.plan, self.outputs)
 
@@ -247,7 +244,7 @@ def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetad
     )
 
 
-def _results_by_row(plan: StepPlan, outputs: _Outputs) -> StepResult:
+def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
     """What each row gets of the outputs, now on the host; grammars see their tokens first."""
     sampled = [] if outputs.tokens is None else outputs.tokens.tolist()
     masks = None if outputs.sampling is None else outputs.sampling.masks
@@ -287,7 +284,7 @@ def _show_to_grammars(results: Mapping[int, RowResult], masks: PendingMasks) -> 
         result.is_late = place in masks.late
 
 
-def _results_without_memory(plan: StepPlan) -> StepResult:
+def _results_without_memory(plan: StepPlan) -> list[RowResult]:
     """Rows that decode are computed again without the prompts, which end with an error; so do all if there are none."""
     failed = RowResult(error=_NO_MEMORY, has_bad_surplus=True)
     num_repeated = 0 if plan.is_decode else plan.num_decode_rows

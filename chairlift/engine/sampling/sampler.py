@@ -5,7 +5,7 @@ words, those that are not allowed) and grammars, penalties, then for rows that a
 and top-p.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,36 +84,19 @@ class _Additions:
     tokens: torch.Tensor  # int64 [E]
     values: torch.Tensor  # float32 [E]
 
-    def add_to(self, logits: torch.Tensor) -> None:
-        logits.index_put_((self.rows, self.tokens), self.values, accumulate=True)
 
+class _RowAdditions(NamedTuple):
+    """What a row contributes to them, on the host."""
 
-@dataclass(frozen=True, slots=True)
-class _RowAdditions:
-    """What one row contributes to them, on the host."""
-
-    row: int
     tokens: TokenIds
     values: npt.NDArray[np.float32]
 
-    @classmethod
-    def forbid(cls, row: int, tokens: TokenIds) -> "_RowAdditions":
-        return cls(row, tokens, np.full(len(tokens), -np.inf, dtype=np.float32))
 
-
-@dataclass(frozen=True, slots=True)
-class _Constants:
+class _Constants(NamedTuple):
     """What a request holds, perhaps by the thousand, as arrays."""
 
-    end_tokens: TokenIds
-    bias_tokens: TokenIds
-    bias: npt.NDArray[np.float32]
-
-    @classmethod
-    def of(cls, request: RequestState) -> "_Constants":
-        bias = request.params.logit_bias
-        values = np.array(list(bias.values()), dtype=np.float32)
-        return cls(_as_array(request.end_token_ids), _as_array(bias), values)
+    bias: _RowAdditions
+    no_end: _RowAdditions  # forbids its end tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +148,7 @@ class Sampler:
         raw = None if batch.logprob_rows is None else logits[batch.logprob_rows].log_softmax(dim=-1)
         additions = batch.additions[step]
         if additions is not None:
-            additions.add_to(logits)
+            logits.index_put_((additions.rows, additions.tokens), additions.values, accumulate=True)
         for row, refused in batch.refused.items():
             logits[row].masked_fill_(refused, -torch.inf)
         if batch.masks is not None and step == 0:
@@ -195,36 +178,34 @@ class Sampler:
     def _additions(self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed) -> list[_Additions | None]:
         """Bad words are judged by the tokens that the host knows: where that matters, only the first step counts."""
         known, self._constants = self._constants, {}
-        in_all: list[_RowAdditions] = []
+        in_all: list[tuple[int, _RowAdditions]] = []
         may_not_end: list[int] = []
         for row, request in enumerate(requests):
             may_end = not _may_not_end(request, len(guessed.get(row, ())))
             if request.params.logit_bias or not may_end:
-                constants = self._constants[request] = known.get(request) or _Constants.of(request)
-                in_all.append(_RowAdditions(row, constants.bias_tokens, constants.bias))
+                self._constants[request] = known.get(request) or _constants_of(request)
+                in_all.append((row, self._constants[request].bias))
             if not may_end:
                 may_not_end.append(row)
             if isinstance(request.token_filter, RuleFilter):
                 words = request.token_filter.forbidden_after(request.token_ids, request.num_prompt_tokens)
-                in_all.append(_RowAdditions.forbid(row, words))
+                in_all.append((row, _forbid(words)))
         if not may_not_end:
             return [self._send(in_all)] * num_steps
         steps = []
         for step in range(num_steps):
             rows = [row for row in may_not_end if _may_not_end(requests[row], step + len(guessed.get(row, ())))]
-            ends = [_RowAdditions.forbid(row, self._constants[requests[row]].end_tokens) for row in rows]
-            steps.append(self._send([*in_all, *ends]))
+            steps.append(self._send(in_all + [(row, self._constants[requests[row]].no_end) for row in rows]))
         return steps
 
-    def _send(self, parts: list[_RowAdditions]) -> _Additions | None:
-        sizes = [len(part.tokens) for part in parts]
+    def _send(self, parts: list[tuple[int, _RowAdditions]]) -> _Additions | None:
+        sizes = [len(part.tokens) for _, part in parts]
         if not any(sizes):
             return None
-        return _Additions(
-            rows=send(torch.from_numpy(np.repeat([part.row for part in parts], sizes)), self._device),
-            tokens=send(torch.from_numpy(np.concatenate([part.tokens for part in parts])), self._device),
-            values=send(torch.from_numpy(np.concatenate([part.values for part in parts])), self._device),
-        )
+        rows = np.repeat([row for row, _ in parts], sizes)
+        tokens = np.concatenate([part.tokens for _, part in parts])
+        values = np.concatenate([part.values for _, part in parts])
+        return _Additions(*(send(torch.from_numpy(each), self._device) for each in (rows, tokens, values)))
 
     def _refused(self, requests: Sequence[RequestState]) -> dict[int, torch.Tensor]:
         return {
@@ -246,5 +227,11 @@ def _may_not_end(request: RequestState, num_more: int) -> bool:
     return bool(request.end_token_ids) and request.num_output_tokens + num_more < request.min_tokens
 
 
-def _as_array(token_ids: Collection[int]) -> TokenIds:
-    return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+def _constants_of(request: RequestState) -> _Constants:
+    bias = request.params.logit_bias
+    tokens, ends = (np.array(list(each), dtype=np.int64) for each in (bias, request.end_token_ids))
+    return _Constants(_RowAdditions(tokens, np.array(list(bias.values()), dtype=np.float32)), _forbid(ends))
+
+
+def _forbid(tokens: TokenIds) -> _RowAdditions:
+    return _RowAdditions(tokens, np.full(len(tokens), -np.inf, dtype=np.float32))

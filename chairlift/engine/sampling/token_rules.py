@@ -232,8 +232,8 @@ class PatternWatch:
         self._tokens = np.full(4 * self._size, -1, dtype=np.int32)
         self._start = len(self._tokens) - self._size
 
-    def advance(self, token_id: int) -> bool:
-        """See `scheduler.RepetitionWatch`."""
+    def __call__(self, token_id: int) -> bool:
+        """Takes the next token. True if the sequence now ends in a repetition."""
         begin = self._start + self._shortest - 1
         is_same = self._tokens[begin : self._start + self._size] == token_id
         self._num_same += 1

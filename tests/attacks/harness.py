@@ -1,10 +1,10 @@
 """A real server under attack, and the measure: what another client notices meanwhile, and what it costs in memory.
 
-The verdict on pauses. The bystander's longest pause may be 100 ms. On a machine that others share, a client can wait
-longer than that for a processor, so the suite measures what the same bystander sees of the same server without an
-attack, idle and while another process computes; three times that is allowed, too. A pause beyond the limit is measured
-again, up to four times, after a new calibration, unless it is so long that no scheduler explains it. Memory, exits,
-failures and statuses have no tolerance, and are not tried again.
+The verdict on pauses. The bystander's longest pause may be 100 ms, in `make test-all` 250. On a machine that others
+share, a client can wait longer than that for a processor, so the suite measures what the same bystander sees of the
+same server without an attack, idle and while another process computes; three times that is allowed, too. A pause beyond
+the limit is measured again, up to four times, after a new calibration, unless it is so long that no scheduler explains
+it. Memory, exits, failures and statuses have no tolerance, and are not tried again.
 """
 
 import asyncio

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from tests.support import fork_server
 
 # A test that takes its input from hypothesis names no settings of its own, so that `--hypothesis-profile` decides.
-for _name, _num_examples in (("everyday", 40), ("ci", 200)):
+for _name, _num_examples in (("everyday", 40), ("ci", 100)):
     settings.register_profile(
         _name,
         max_examples=_num_examples,

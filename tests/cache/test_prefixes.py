@@ -257,10 +257,9 @@ class Contents(RuleBasedStateMachine):
 
     @rule(slots=st.sets(st.integers(0, 5)))
     def free_warm(self, slots: set[int]) -> None:
-        chosen = slots & self.ledger.warm.keys()
-        for slot in chosen:
+        for slot in slots & self.ledger.warm.keys():
             self.contents[slot] = []
-        self.ledger.free_warm(chosen)
+            self.ledger.shrink_warm(slot, 0)
 
     @invariant()
     def holds(self) -> None:

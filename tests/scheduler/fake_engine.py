@@ -318,7 +318,7 @@ def assert_nothing_is_left(scheduler: Scheduler) -> None:
     assert placement._owners == {}
     scheduler.reset_prefix_cache()
     index = placement._index
-    assert (index._order, index._entries) == ([], {})
+    assert (index._roots, index._entries) == ({}, {})
     assert (slots.warm, slots._in_flight, slots._common._prefixes) == ({}, {}, {})
     assert slots.num_free == slots.num_slots
 

@@ -149,7 +149,7 @@ def test_a_copy_that_was_planned_is_made_even_if_its_request_leaves_before_the_l
     engine.scheduler.abort("b")
     assert engine.slots.warm == {1: 40}
     engine.add("c", [*SYSTEM, 1, 2])
-    assert engine.step() == Plan([("a", 1), ("c", 2)], decode=1, copies=[SlotCopy(0, 1, 40)])
+    assert engine.step() == Plan([("a", 1), ("c", 2)], decode=1, copies=[SlotCopy(0, 1, 40), SlotCopy(0, 2, 40)])
 
 
 @pytest.mark.parametrize(("num_shared", "rows"), [(15, [("a", 16), ("b", 16)]), (16, [("a", 17)])])

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from chairlift.cache.ledger import Reservation, SlotCopy, SlotLedger
-from chairlift.cache.memory import MappedMemory, allocate_blocks, send
+from chairlift.cache.memory import MappedMemory, allocate_blocks
+from chairlift.device import send
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
 

@@ -1,56 +1,15 @@
 """Parts that architectures are wired from."""
 
-import functools
-import logging
 import platform
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from chairlift.device import compiled_on_gpu
 from chairlift.models.config import Activation, ModelConfig
 from chairlift.models.grouped import GroupedWeight
-
-logger = logging.getLogger(__name__)
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of tensors that torch compiles when it is first called with one on a CUDA device.
-
-    Torch's elementwise operators between the products of a layer are some thirty kernels of a few microseconds each;
-    compiled, they are four.
-    """
-
-    @functools.cache
-    def compiled(device: torch.device) -> Callable[_P, _R]:
-        if (obstacle := _find_compile_obstacle(device)) is not None:
-            logger.warning("%s runs operator by operator, which is slower: %s", function.__name__, obstacle)
-            return function
-        return torch.compile(function)
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        first = args[0]
-        if isinstance(first, torch.Tensor) and first.is_cuda:
-            return compiled(first.device)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-@functools.cache
-def _find_compile_obstacle(device: torch.device) -> str | None:
-    """Why torch.compile cannot make kernels for that device; None if it can. It needs Triton and a C compiler."""
-    try:
-        torch.compile(F.silu)(torch.zeros(256, device=device))
-    except Exception as error:  # the compiler's own, a missing program's or library's: each means the same here
-        return next(iter(str(error).splitlines()), type(error).__name__)
-    return None
 
 
 class Linear(nn.Linear):

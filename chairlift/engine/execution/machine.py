@@ -18,9 +18,9 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.cache.memory import can_map
 from chairlift.config import DType, EngineConfig, ResolvedConfig
+from chairlift.device import on_device
 from chairlift.engine.execution.forward import Forward, TorchForward
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots
-from chairlift.engine.sampling import on_device
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models.config import ModelShape

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from chairlift import device
 from chairlift.device import compiled_on_gpu
 from chairlift.models import layers
-from chairlift.models.config import read_rope, rope_tables
-from chairlift.models.layers import Linear, RMSNorm, can_pack
+from chairlift.models.families import read_rope
+from chairlift.models.layers import Linear, RMSNorm, can_pack, rope_tables
 from tests.support.gpu import needs_gpu
 
 CPU = torch.device("cpu")

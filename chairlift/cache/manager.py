@@ -1,7 +1,9 @@
 """The continuous-batching KV cache: a pool of slots, one tensor per device, handed out as borrowed views.
 
 The order of a request's calls: `claim`, `fetch` and `step` for its prompt (in one piece or in chunks), `fetch` and
-`step` per decode launch, `release`. Vocabulary and shapes follow MAX's continuous batching cache.
+`step` per decode launch, `release`. Vocabulary and shapes follow MAX's continuous batching cache. `step` is `commit`
+for callers that hold the views of a fetch. The engine's scheduler, which knows no tensors, calls `commit` with the
+reservation of the same fetch: so there is one place where lengths grow.
 """
 
 import math
@@ -11,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from chairlift.cache.ledger import Reservation, SlotCopy, SlotLedger
-from chairlift.cache.memory import MappedMemory, allocate_blocks, send
+from chairlift.cache.memory import MappedMemory, allocate_blocks
+from chairlift.device import send
 
 _INDEX_BYTES = 4  # cache_lengths and lookup_table are int32: what the attention kernels take
 
@@ -84,7 +87,8 @@ class ContinuousBatchingKVCacheCollection:
 class ContinuousBatchingKVCacheManager(SlotLedger):
     """The ledger together with its tensors: one object is the whole cache. Thread-safe.
 
-    The scheduler claims, commits and releases on this very object, and knows it as a `SlotLedger`; the runner fetches.
+    In the engine the scheduler claims, commits and releases on this very object, which it knows as a `SlotLedger`, and
+    the runner fetches. Nothing in the engine calls `step`, which is for programs that use the cache by itself.
     """
 
     def __init__(

@@ -26,13 +26,6 @@ def can_map(device: torch.device) -> bool:
     return device.type == "cpu" and sys.platform == "linux"
 
 
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of the host's tensor on the device, for which nobody waits; the tensor must not change any more."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 class DenseMemory:
     """Takes all memory at once and keeps it."""
 

@@ -17,7 +17,6 @@ import torch
 
 from chairlift.cache import KVCacheParams
 from chairlift.config import EngineConfig, LoadFormat
-from chairlift.engine.execution.forward import Forward, load_forward
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, GraphRecorder, LastTokens
 from chairlift.engine.execution.machine import allocate_cache, fit_cache, inspect_machine, steps_that_fit
 from chairlift.engine.execution.resolver import resolve
@@ -26,7 +25,8 @@ from chairlift.engine.journal import EngineStats, Journal, Snapshot
 from chairlift.engine.parallel import Leader, Ranks, on_every_rank
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
-from chairlift.models import open_checkpoint
+from chairlift.models import find_obstacle, load_forward, open_checkpoint
+from chairlift.models.attention import Forward
 from chairlift.models.loader import TORCH_DTYPES, count_parameters, grouped_size
 from chairlift.scheduler import Policy, Request, Scheduler, Speculation, TokenEvent
 
@@ -62,7 +62,7 @@ class EngineCore:
         checkpoint, machine = self.ranks.split(checkpoint, inspect_machine(config.device))
         shape = checkpoint.config
         grouped = grouped_size(checkpoint) if config.load_format is LoadFormat.SAFETENSORS else None
-        self.config = resolve(config, shape, count_parameters(shape), machine, grouped=grouped)
+        self.config = resolve(config, shape, count_parameters(shape), machine, find_obstacle, grouped)
         if self.config.fallback_reason is not None:
             logger.warning("attention backend torch rather than cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)

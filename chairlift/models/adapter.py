@@ -18,7 +18,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from chairlift.errors import CheckpointError
 from chairlift.models.attention import Attend
-from chairlift.models.config import LAYER_TYPES, AdaptedConfig, LayerConfig, read_dtype, refuse_unreadable
+from chairlift.models.config import LAYER_TYPES, AdaptedConfig, LayerConfig
+from chairlift.models.families import read_dtype, refuse_unreadable
 
 ATTENTION, _RECORD = "chairlift", "chairlift_record"  # names of attention functions
 _NUM_RECORDED_TOKENS = 3

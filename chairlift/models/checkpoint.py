@@ -18,7 +18,8 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from chairlift.errors import CheckpointError
-from chairlift.models.config import FAMILIES, ModelConfig, ModelShape, describe_family
+from chairlift.models.config import ModelConfig, ModelShape
+from chairlift.models.families import FAMILIES, describe_family
 from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.stored import CompressedWeights, Compression, SafetensorsWeights, WeightReader, read_compression

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from chairlift.models.attention import Attend
-from chairlift.models.config import ModelConfig, Norms, QKNorm, RopeConfig, rope_tables
+from chairlift.models.config import ModelConfig, Norms, QKNorm, RopeConfig
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, soft_cap
+from chairlift.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, can_pack, rope_tables, soft_cap
 
 _EMBEDDING = "model.embed_tokens.weight"
 

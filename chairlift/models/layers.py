@@ -1,56 +1,18 @@
 """Parts that architectures are wired from."""
 
-import functools
-import logging
 import platform
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from chairlift.models.config import Activation, ModelConfig
+from chairlift.device import compiled_on_gpu
+from chairlift.models.config import Activation, ModelConfig, RopeConfig
 from chairlift.models.grouped import GroupedWeight
-
-logger = logging.getLogger(__name__)
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of tensors that torch compiles when it is first called with one on a CUDA device.
-
-    Torch's elementwise operators between the products of a layer are some thirty kernels of a few microseconds each;
-    compiled, they are four.
-    """
-
-    @functools.cache
-    def compiled(device: torch.device) -> Callable[_P, _R]:
-        if (obstacle := _find_compile_obstacle(device)) is not None:
-            logger.warning("%s runs operator by operator, which is slower: %s", function.__name__, obstacle)
-            return function
-        return torch.compile(function)
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        first = args[0]
-        if isinstance(first, torch.Tensor) and first.is_cuda:
-            return compiled(first.device)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-@functools.cache
-def _find_compile_obstacle(device: torch.device) -> str | None:
-    """Why torch.compile cannot make kernels for that device; None if it can. It needs Triton and a C compiler."""
-    try:
-        torch.compile(F.silu)(torch.zeros(256, device=device))
-    except Exception as error:  # the compiler's own, a missing program's or library's: each means the same here
-        return next(iter(str(error).splitlines()), type(error).__name__)
-    return None
 
 
 class Linear(nn.Linear):
@@ -167,6 +129,47 @@ def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`[T, 2 N] -> [T, N]`"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+# --- rotary position embedding (Su et al. 2021)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int, max_seq_len: int) -> tuple[torch.Tensor, float]:
+    """float32 `[rotated / 2]`, the angle per position of each pair of dimensions; and what scales cos and sin.
+
+    The first `rotated` dimensions of a head turn. Where the rule looks at a sequence's length (dynamic, longrope)
+    it gets `max_seq_len`, since keys in the cache cannot be turned anew when their sequence grows: so results are
+    those of transformers if `max_seq_len` is within the original length, and those for the longest sequence else.
+    """
+    given = dict(rope.parameters)
+    if rope.kind == "default":
+        rotated = int(head_dim * given.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+        return 1.0 / rope.theta**exponents, 1.0
+    config: Any = SimpleNamespace(  # what the rules read of a config
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=given.get("original_max_position_embeddings"),
+        rope_parameters={"rope_theta": rope.theta, **given},
+        standardize_rope_params=lambda: None,
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"), seq_len=max_seq_len)
+    return frequencies, float(factor)
+
+
+def rope_tables(
+    rope: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device, num_positions: int | None = None
+) -> torch.Tensor:
+    """Cosines and sines of `num_positions` (None: `max_seq_len`): float32 `[2, num_positions, rotated]`.
+
+    Both halves of `rotated` are alike.
+    """
+    frequencies, factor = rope_frequencies(rope, head_dim, max_seq_len)
+    positions = torch.arange(num_positions or max_seq_len, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, frequencies.to(device))
+    angles = torch.cat((angles, angles), dim=-1)
+    return torch.stack((angles.cos(), angles.sin())) * factor
 
 
 @compiled_on_gpu

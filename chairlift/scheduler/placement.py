@@ -140,7 +140,7 @@ class Placement:
         """Scrubs what a row computed beyond the tokens that it keeps, since it goes on from there."""
         assert request.slot is not None, f"{request.request_id} goes on without a slot"
         self._slots.scrub(request.slot, request.num_computed)
-        request.contents.has_bad_surplus = False
+        request.contents.surplus_scrubbed()
 
     def abandon(self) -> None:
         """After a failed or interrupted step: ends all owners, and frees and scrubs their slots."""
@@ -245,7 +245,7 @@ class Placement:
         num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
         self._slots.copy_prefix(source, target, num_tokens)
         request.reuse(num_tokens)
-        request.contents.num_reused = min(num_sound, num_tokens)
+        request.contents.copied(min(num_sound, num_tokens))
 
     def _forget_sources(self, request: RequestState) -> None:
         """Frees the warm slots that hold what a failed row had reused: the cause may lie there.

@@ -84,7 +84,6 @@ class Group:
     has_started: bool = False
 
 
-@dataclass(slots=True)
 class Contents:
     """Which keys and values in a request's slot are sound, that is, are numbers.
 
@@ -92,22 +91,47 @@ class Contents:
     be sound is neither reused nor left in the slot: attention multiplies even what it masks, and NaN survives that.
     """
 
-    num_reused: int = 0  # sound tokens that the slot had when it was given, or that were copied into it
-    is_sampled: bool = False  # a token was, after all that was computed before
-    has_bad_surplus: bool = False  # what was computed behind the tokens that count may be no numbers
+    __slots__ = ("_has_bad_surplus", "_is_sampled", "_num_reused")
+
+    def __init__(self, num_reused: int = 0) -> None:
+        """`num_reused`: sound tokens that the slot has when it is given."""
+        self._num_reused = num_reused
+        self._is_sampled = False  # a token was, after all that was computed before
+        self._has_bad_surplus = False  # what was computed behind the tokens that count may be no numbers
+
+    def copied(self, num_sound: int) -> None:
+        """A prefix was copied into the slot, so many tokens of which are sound."""
+        self._num_reused = num_sound
+
+    def sampled(self) -> None:
+        """A valid token was sampled after all that is computed."""
+        self._is_sampled = True
+
+    def surplus_failed(self) -> None:
+        """Behind the tokens that count there may be no numbers."""
+        self._has_bad_surplus = True
+
+    def surplus_scrubbed(self) -> None:
+        """What was computed behind the tokens that count has been overwritten."""
+        self._has_bad_surplus = False
 
     def spoilt(self) -> None:
         """Nothing in the slot is known to be sound any more."""
-        self.num_reused, self.is_sampled, self.has_bad_surplus = 0, False, True
+        self._num_reused, self._is_sampled, self._has_bad_surplus = 0, False, True
+
+    @property
+    def has_bad_surplus(self) -> bool:
+        """Whether what lies behind the tokens that count must be overwritten before the row goes on."""
+        return self._has_bad_surplus
 
     def num_sound(self, num_computed: int) -> int:
         """How many of the computed tokens are sound."""
-        return num_computed if self.is_sampled else self.num_reused
+        return num_computed if self._is_sampled else self._num_reused
 
     def to_scrub(self, num_computed: int) -> int | None:
         """The token from which on the slot must be overwritten when it is given back; None: it need not be."""
         num_sound = self.num_sound(num_computed)
-        return num_sound if self.has_bad_surplus or num_computed > num_sound else None
+        return num_sound if self._has_bad_surplus or num_computed > num_sound else None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -248,7 +272,7 @@ class RequestState(_Progress):
         """
         kept = sampled
         if sampled:
-            self.contents.is_sampled = True
+            self.contents.sampled()
             if self.max_tokens == 0:  # only the prompt was to be computed
                 self.finish_reason, kept = FinishReason.LENGTH, []
         for index, token in enumerate(kept):

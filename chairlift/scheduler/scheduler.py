@@ -173,7 +173,7 @@ class Scheduler:
             request.num_launches -= 1
             request.num_scored += len(result.prompt_logprobs)
             if result.error is not None or result.has_bad_surplus:
-                request.contents.has_bad_surplus = True
+                request.contents.surplus_failed()
             had_ended = request.finish_reason is not None
             if had_ended:  # what came of it is surplus
                 self._release_if_idle(request)

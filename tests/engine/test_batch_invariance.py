@@ -12,8 +12,8 @@ import torch
 
 from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
-from chairlift.engine.execution.forward import InvariantForward
 from chairlift.engine.sampling.sampler import Sampled, SamplingBatch
+from chairlift.models import InvariantForward
 from chairlift.models.cpu import CpuDecoder
 from chairlift.scheduler import Request
 from tests.support.checkpoints import make_checkpoint

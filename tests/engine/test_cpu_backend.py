@@ -10,9 +10,8 @@ import torch
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.config import AttentionBackend
 from chairlift.engine.core import EngineCore
-from chairlift.engine.execution.forward import TorchForward
 from chairlift.errors import ConfigurationError
-from chairlift.models import cpu
+from chairlift.models import TorchForward, cpu
 from chairlift.models.cpu import CpuDecoder, load_library
 from tests.support.kernels import needs_kernels
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from chairlift.config import AttentionBackend, LoadFormat
-from chairlift.engine.execution.forward import TorchForward, load_forward
 from chairlift.errors import CheckpointError
-from chairlift.models import open_checkpoint
+from chairlift.models import TorchForward, load_forward, open_checkpoint
 from tests.engine.support import resolved_config
 from tests.support import flash_attn_reference
 from tests.support.checkpoints import make_checkpoint
@@ -29,14 +28,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_slot_that_is_rounded_up_to_whole_pages_is_said(
     directory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="chairlift.engine.execution.forward")
+    caplog.set_level(logging.INFO, logger="chairlift.models")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with flash_attn_reference.installed():
         load_forward(
             open_checkpoint(directory),
             resolved_config(directory, max_seq_len=300, page_size=256, attention_backend=AttentionBackend.FLASH_ATTN),
         )
-    assert caplog.messages == [
+    assert [record.message for record in caplog.records if record.name == "chairlift.models"] == [
         "max_seq_len 300: slots have memory for 512 tokens, since flash_attn reads them in pages",
         "attention: FlashAttnBackend on cpu",
     ]

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift import LLM, EngineConfig, SamplingParams
+from chairlift import LLM, EngineConfig, SamplingParams, models
 from chairlift.engine import core as core_module
 from chairlift.engine.core import EngineCore, Pacing
-from chairlift.engine.execution import forward as forward_module
 from chairlift.engine.execution import graphs as graphs_module
 from chairlift.engine.execution.graphs import CudaRecorder, DecodeGraphs, Replay, batch_sizes
 from chairlift.engine.sampling.drawing import (
@@ -56,7 +55,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def load_copying(_: object, model: ModelShape, *__: object) -> TorchBackend:
         return TorchBackend(model.attention, is_in_place=False)
 
-    monkeypatch.setattr(forward_module, "load_backend", load_copying)
+    monkeypatch.setattr(models, "load_backend", load_copying)
     return Recorder()
 
 

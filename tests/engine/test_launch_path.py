@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from chairlift import LLM
+from chairlift import LLM, models
 from chairlift.config import DType
 from chairlift.engine import core as core_module
 from chairlift.engine.core import Pacing
-from chairlift.engine.execution import forward as forward_module
 from chairlift.engine.execution.graphs import Replay
 from chairlift.engine.execution.resolver import MachineFacts
 from chairlift.models.attention import Backend
@@ -84,7 +83,7 @@ def make(tiny: str, recorder: WatchedRecorder, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(core_module, "fit_cache", lambda _, resolved, *__: resolved)
 
     def make_with(backend: str, *, has_graphs: bool) -> LLM:
-        monkeypatch.setattr(forward_module, "load_backend", lambda _, model, *__: BACKENDS[backend](model))
+        monkeypatch.setattr(models, "load_backend", lambda _, model, *__: BACKENDS[backend](model))
         monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(1, recorder if has_graphs else None))
         settings: dict[str, Any] = {"max_batch_size": 4, "max_num_batched_tokens": 16, "max_steps_per_launch": 3}
         return LLM(tiny, dtype="bfloat16", device="cuda", attention_backend="torch", **settings)

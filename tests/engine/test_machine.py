@@ -16,12 +16,11 @@ import torch
 
 from chairlift.config import AttentionBackend, DType, EngineConfig, ResolvedConfig
 from chairlift.engine.execution import machine
-from chairlift.engine.execution.forward import TorchForward, load_forward
 from chairlift.engine.execution.machine import choose_num_threads, fit_cache, inspect_machine
 from chairlift.engine.sampling.drawing import DrawKind
 from chairlift.engine.sampling.sampler import Sampled, Sampler, SamplingBatch
 from chairlift.errors import ConfigurationError
-from chairlift.models import open_checkpoint
+from chairlift.models import TorchForward, load_forward, open_checkpoint
 from tests.engine.support import make_tiny_checkpoint, resolved_config
 from tests.models.cpu.support import BASE
 

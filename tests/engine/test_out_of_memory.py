@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
+from chairlift.device import on_device
 from chairlift.engine import core as core_module
 from chairlift.engine.core import Pacing
 from chairlift.engine.execution import runner as runner_module
-from chairlift.engine.execution.forward import TorchForward
-from chairlift.engine.sampling import on_device
 from chairlift.errors import EngineDead
+from chairlift.models import TorchForward
 from chairlift.models.attention import BatchMetadata
 from chairlift.params import RequestOutput
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of

@@ -29,8 +29,9 @@ MODEL = replace(
 CPU = MachineFacts(
     "cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB, has_elastic_memory=True, num_threads=6
 )
+SLOW = "this processor has no AVX2"
 AVX2_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}))  # it widens bfloat16 in registers
-OLD_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}), has_fast_cpu_kernels=False)
+OLD_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}), cpu_drawback=SLOW)
 GPU = MachineFacts("cuda:0", frozenset(DType), free_bytes=128 * GIB)
 
 Obstacles = Mapping[AttentionBackend, str]
@@ -47,8 +48,10 @@ def resolved(
     grouped: GroupedSize | None = None,
     **config: Any,
 ) -> ResolvedConfig:
-    def find_obstacle(backend: AttentionBackend, model: ModelShape, dtype: DType, device: str) -> str | None:
-        assert (model, device) == (shape, machine.device)
+    def find_obstacle(
+        backend: AttentionBackend, model: ModelShape, dtype: DType, device: str, num_ranks: int
+    ) -> str | None:
+        assert (model, device, num_ranks) == (shape, machine.device, config.get("tensor_parallel_size", 1))
         if backend is AttentionBackend.FLASH_ATTN and dtype is DType.FLOAT32:
             return "not in float32"
         return obstacles.get(backend)
@@ -85,7 +88,6 @@ def case(
 
 
 ON_CPU, IN_TORCH, ON_GPU = AttentionBackend.CPU, AttentionBackend.TORCH, AttentionBackend.FLASH_ATTN
-SLOW = "this processor has no AVX2"
 CASES = {
     "a cpu": case(
         CPU,

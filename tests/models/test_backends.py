@@ -105,6 +105,11 @@ def test_nothing_keeps_native_code_from_running_such_models(head_dim: int, dtype
     assert find_obstacle(AttentionBackend.CPU, shape(head_dim), dtype, "cpu") is None
 
 
+def test_native_code_computes_in_one_process() -> None:
+    said = "it computes in one process, and tensor_parallel_size is 2"
+    assert find_obstacle(AttentionBackend.CPU, shape(64), DType.FLOAT32, "cpu", 2) == said
+
+
 def test_native_code_runs_no_model_in_transformers_own_code() -> None:
     described = {field.name: getattr(BASE, field.name) for field in fields(ModelShape)}
     mixtral = ModelShape(**{**described, "architecture": "MixtralForCausalLM"})

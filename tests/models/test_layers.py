@@ -10,9 +10,11 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from chairlift import device
+from chairlift.device import compiled_on_gpu
 from chairlift.models import layers
-from chairlift.models.config import read_rope, rope_tables
-from chairlift.models.layers import Linear, RMSNorm, can_pack, compiled_on_gpu
+from chairlift.models.families import read_rope
+from chairlift.models.layers import Linear, RMSNorm, can_pack, rope_tables
 from tests.support.gpu import needs_gpu
 
 CPU = torch.device("cpu")
@@ -123,7 +125,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return function
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    monkeypatch.setattr(layers, "_find_compile_obstacle", {torch.device("cuda:1"): None}.__getitem__)
+    monkeypatch.setattr(device, "_find_compile_obstacle", {torch.device("cuda:1"): None}.__getitem__)
     return names
 
 

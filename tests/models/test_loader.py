@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from chairlift.config import DType
-from chairlift.engine.execution.forward import TorchForward
 from chairlift.errors import CheckpointError, ConfigurationError
-from chairlift.models import load_model, make_dummy_model, open_checkpoint
+from chairlift.models import TorchForward, load_model, make_dummy_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.decoder import Decoder
 from chairlift.models.loader import TORCH_DTYPES, count_parameters

@@ -14,9 +14,8 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from chairlift.config import DType
-from chairlift.engine.execution.forward import TorchForward
 from chairlift.errors import CheckpointError
-from chairlift.models import load_model, open_checkpoint
+from chairlift.models import TorchForward, load_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.decoder import Decoder
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from chairlift import LLM, SamplingParams
 from chairlift.config import DType
-from chairlift.engine.execution.forward import Forward, TorchForward
-from chairlift.models import Checkpoint, load_adapted, load_model, open_checkpoint
+from chairlift.models import Checkpoint, TorchForward, load_adapted, load_model, open_checkpoint
+from chairlift.models.attention import Forward
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.checkpoint import find_model
 from chairlift.models.config import AdaptedConfig

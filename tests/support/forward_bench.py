@@ -8,8 +8,7 @@ from itertools import accumulate
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager, KVCacheParams
-from chairlift.engine.execution.forward import Forward
-from chairlift.models.attention import BatchMetadata
+from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.models.config import ModelShape
 
 NUM_SLOTS = 9

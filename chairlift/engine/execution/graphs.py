@@ -23,10 +23,9 @@ from typing import Protocol
 import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection
-from chairlift.engine.execution.forward import Forward
-from chairlift.engine.sampling import send, to_device
+from chairlift.device import send, to_device
 from chairlift.engine.sampling.drawing import DrawKind, GraphSampling, greedy_table, sample_in_graph
-from chairlift.models.attention import BatchMetadata, view_length
+from chairlift.models.attention import BatchMetadata, Forward, view_length
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import psutil
 import torch
@@ -18,13 +19,13 @@ import torch
 from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.cache.memory import can_map
 from chairlift.config import DType, EngineConfig, ResolvedConfig
-from chairlift.engine.execution.forward import Forward, TorchForward
+from chairlift.device import on_device
 from chairlift.engine.execution.resolver import MachineFacts, fit_slots
-from chairlift.engine.sampling import on_device
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
+from chairlift.models.attention import Forward
 from chairlift.models.config import ModelShape
-from chairlift.models.cpu import CpuDecoder, are_kernels_fast
+from chairlift.models.cpu.build import find_drawback
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def inspect_machine(device: str) -> MachineFacts:
             free_bytes=_free_memory(),
             has_elastic_memory=can_map(torch.device("cpu")),
             num_threads=choose_num_threads(),
-            has_fast_cpu_kernels=are_kernels_fast(),
+            cpu_drawback=find_drawback(),
         )
     match = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if match is None:
@@ -108,6 +109,20 @@ def _fast_cpu_dtypes() -> frozenset[DType]:
     return frozenset(dtypes)
 
 
+@runtime_checkable
+class _Sized(Forward, Protocol):
+    """A forward that can say what its steps take."""
+
+    def step_bytes(self, num_tokens: int, num_rows: int, cache_tokens: int) -> int: ...
+
+
+@runtime_checkable
+class _Rehearsable(Forward, Protocol):
+    """A forward whose largest step can be run without a cache."""
+
+    def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor: ...
+
+
 def fit_cache(
     config: EngineConfig,
     resolved: ResolvedConfig,
@@ -120,9 +135,9 @@ def fit_cache(
     `least`: of a number, where several GPUs work together, the lowest that one of them has.
     `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.
     """
-    if isinstance(forward, CpuDecoder):
+    if isinstance(forward, _Sized):
         return _fit_host_cache(config, resolved, model, forward)
-    if resolved.device == "cpu" or not isinstance(forward, TorchForward):
+    if resolved.device == "cpu" or not isinstance(forward, _Rehearsable):
         return resolved
     fitted = fit_slots(config, resolved, model, least(_measure_free_bytes(forward, resolved)))
     logger.info(
@@ -135,7 +150,7 @@ def fit_cache(
 
 
 def _fit_host_cache(
-    config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, forward: CpuDecoder
+    config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, forward: _Sized
 ) -> ResolvedConfig:
     """`resolved` counted on what the weights take; with long contexts and many threads a step takes gigabytes, too."""
     num_step_bytes = forward.step_bytes(resolved.max_num_batched_tokens, resolved.max_batch_size, resolved.cache_tokens)
@@ -144,7 +159,7 @@ def _fit_host_cache(
     return min(resolved, fitted, key=lambda each: each.kv_cache_memory_bytes)
 
 
-def _measure_free_bytes(forward: TorchForward, config: ResolvedConfig) -> int:
+def _measure_free_bytes(forward: _Rehearsable, config: ResolvedConfig) -> int:
     """Bytes of the device that neither the weights nor the largest step need."""
     device = config.device
     torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from chairlift.cache.budget import CHUNK_TOKENS
 from chairlift.config import AttentionBackend, Auto, DType, EngineConfig, ResolvedConfig
 from chairlift.errors import ConfigurationError
-from chairlift.models import find_obstacle, page_size_of
+from chairlift.models.attention.flash import PAGE_SIZE
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 
@@ -26,11 +26,15 @@ class MachineFacts:
     free_bytes: int
     has_elastic_memory: bool = False  # a cache takes memory as it is written
     num_threads: int = 1
-    has_fast_cpu_kernels: bool = True  # the cpu backend is faster here than torch
+    cpu_drawback: str | None = None  # why torch is faster here than the cpu backend
 
     @property
     def is_gpu(self) -> bool:
         return self.device != "cpu"
+
+
+FindObstacle = Callable[[AttentionBackend, ModelShape, DType, str, int], str | None]
+"""Why a backend cannot run a model in a format on a device, divided over so many ranks; None if it can."""
 
 
 class _Backend(NamedTuple):
@@ -43,7 +47,7 @@ def resolve(
     model: ModelShape,
     num_parameters: int,
     machine: MachineFacts,
-    find_obstacle: Callable[[AttentionBackend, ModelShape, DType, str], str | None] = find_obstacle,
+    find_obstacle: FindObstacle,
     grouped: GroupedSize | None = None,
 ) -> ResolvedConfig:
     """A new configuration without "auto". `ConfigurationError` says what cannot work, and what to change.
@@ -57,12 +61,9 @@ def resolve(
         raise ConfigurationError(f"batch_invariant works on a CPU only, and the device is {machine.device}")
 
     def choose_backend(dtype: DType) -> _Backend:
-        def find(name: AttentionBackend) -> str | None:
-            if name is AttentionBackend.CPU and config.tensor_parallel_size > 1:
-                return f"it computes in one process, and tensor_parallel_size is {config.tensor_parallel_size}"
-            return find_obstacle(name, model, dtype, machine.device)
-
-        return _resolve_backend(config, machine, find)
+        return _resolve_backend(
+            config, machine, lambda name: find_obstacle(name, model, dtype, machine.device, config.tensor_parallel_size)
+        )
 
     dtype = config.dtype
     if dtype == "auto":
@@ -84,7 +85,7 @@ def resolve(
         "dtype": dtype,
         "attention_backend": backend.name,
         "fallback_reason": backend.fallback_reason,
-        "page_size": page_size_of(backend.name),
+        "page_size": PAGE_SIZE if backend.name is AttentionBackend.FLASH_ATTN else 1,
         "num_threads": _or_default(config.num_threads, machine.num_threads),
         "max_seq_len": _resolve_seq_len(config, model, machine),
         "keeps_groups": keeps_groups,
@@ -199,7 +200,7 @@ def _is_fast(dtype: DType, machine: MachineFacts, choose_backend: Callable[[DTyp
     if dtype in machine.fast_dtypes:
         return True
     return (
-        dtype is DType.BFLOAT16 and machine.has_fast_cpu_kernels and choose_backend(dtype).name is AttentionBackend.CPU
+        dtype is DType.BFLOAT16 and machine.cpu_drawback is None and choose_backend(dtype).name is AttentionBackend.CPU
     )
 
 
@@ -225,9 +226,7 @@ def _best_backend(machine: MachineFacts, find_obstacle: Callable[[AttentionBacke
     if machine.is_gpu:
         has_flash_attn = find_obstacle(AttentionBackend.FLASH_ATTN) is None
         return _Backend(AttentionBackend.FLASH_ATTN if has_flash_attn else AttentionBackend.TORCH)
-    if not machine.has_fast_cpu_kernels:
-        return _Backend(AttentionBackend.TORCH, "this processor has no AVX2")
-    obstacle = find_obstacle(AttentionBackend.CPU)
+    obstacle = machine.cpu_drawback or find_obstacle(AttentionBackend.CPU)
     return _Backend(AttentionBackend.CPU if obstacle is None else AttentionBackend.TORCH, obstacle)
 
 

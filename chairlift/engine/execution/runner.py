@@ -16,13 +16,13 @@ import torch
 
 from chairlift.cache import ContinuousBatchingKVCacheCollection, ContinuousBatchingKVCacheManager
 from chairlift.cache.ledger import Reservation
-from chairlift.engine.execution.forward import Forward
+from chairlift.device import Arrival, bring, on_device, send, to_device
 from chairlift.engine.execution.graphs import ON_DEVICE, DecodeGraphs, LastTokens
-from chairlift.engine.sampling import Arrival, Guessed, Places, bring, on_device, send, to_device, up_to_wrong
+from chairlift.engine.sampling import Guessed, Places, up_to_wrong
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, GraphSampling, prepare_graph_sampling
 from chairlift.engine.sampling.masks import PendingMasks
 from chairlift.engine.sampling.sampler import LogprobTensors, Sampled, Sampler, SamplingBatch, score_tokens
-from chairlift.models.attention import BatchMetadata
+from chairlift.models.attention import BatchMetadata, Forward
 from chairlift.params import TokenLogprobs
 from chairlift.scheduler import RequestState, RowPlan, RowResult, StepPlan
 

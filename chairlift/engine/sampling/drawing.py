@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.engine.sampling import NOTHING_GUESSED, Guessed, send, to_device
-from chairlift.engine.sampling.penalties import has_penalty
-from chairlift.models.layers import compiled_on_gpu
+from chairlift.device import compiled_on_gpu, send, to_device
+from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
+from chairlift.engine.sampling.token_rules import has_penalty
 from chairlift.params import SamplingParams
 from chairlift.scheduler import RequestState
 

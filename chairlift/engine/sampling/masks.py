@@ -24,7 +24,8 @@ from typing import Self
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from chairlift.engine.sampling import NOTHING_GUESSED, Guessed, send, to_device
+from chairlift.device import send, to_device
+from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar, explain
 from chairlift.params import GRAMMAR_LIMIT
 from chairlift.scheduler import Grammar

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chairlift.engine.sampling import NOTHING_GUESSED, Guessed, bring, send, to_device
+from chairlift.device import bring, send, to_device
+from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.drawing import INVALID_TOKEN, DrawBatch
 from chairlift.engine.sampling.masks import PendingMasks
-from chairlift.engine.sampling.penalties import PenaltyBatch, PenaltyState
-from chairlift.engine.sampling.token_rules import RuleFilter, TokenIds
+from chairlift.engine.sampling.token_rules import PenaltyBatch, PenaltyState, RuleFilter, TokenIds
 from chairlift.params import MAX_LOGPROBS, Logprob, SamplingParams, TokenLogprobs
 from chairlift.scheduler import Request, RequestState
 

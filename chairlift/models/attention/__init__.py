@@ -63,6 +63,20 @@ class Backend(Protocol):
         ...
 
 
+class Forward(Protocol):
+    """A way to run a model."""
+
+    def hidden(
+        self, batch: BatchMetadata, input_ids: torch.Tensor, cache: ContinuousBatchingKVCacheCollection
+    ) -> torch.Tensor:
+        """int64 `[T]` -> `[T, hidden]`; appends keys and values to the slots."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[N, hidden]` -> float32 `[N, vocab]`."""
+        ...
+
+
 def find_head_obstacle(head_dim: int, alignment: int) -> str | None:
     """Why kernels that take multiples of that do not take heads of that size; None if they do."""
     if head_dim <= _MAX_HEAD_DIM and head_dim % alignment == 0:

@@ -15,13 +15,13 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import DType, Quantization
 from chairlift.models.attention import BatchMetadata, find_head_obstacle
 from chairlift.models.config import Activation, ModelConfig, ModelShape, QKNorm
-from chairlift.models.cpu.build import CpuKernelsUnavailable, are_kernels_fast, load_library
+from chairlift.models.cpu.build import CpuKernelsUnavailable, load_library
 from chairlift.models.cpu.packing import LANES, PackedMatrix, arrange_heads, interleave, pack, pack_grouped, rope_table
 from chairlift.models.decoder import Decoder, DecoderLayer
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear, RMSNorm
 
-__all__ = ["CpuDecoder", "CpuKernelsUnavailable", "are_kernels_fast", "find_obstacle", "load_library"]
+__all__ = ["CpuDecoder", "CpuKernelsUnavailable", "find_obstacle", "load_library"]
 
 _HEAD_DIM_ALIGNMENT = 32
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
@@ -73,13 +73,15 @@ class _Batch(ctypes.Structure):
     ]
 
 
-def find_obstacle(model: ModelShape, dtype: DType, device: str) -> str | None:
+def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) -> str | None:
     """Why the kernels cannot run a model of that description and format on that device; None if they can.
 
     Compiles them, if that has not been done before.
     """
     if device != "cpu":
         return f"it runs on a CPU, and the device is {device}"
+    if num_ranks > 1:
+        return f"it computes in one process, and tensor_parallel_size is {num_ranks}"
     if dtype is DType.FLOAT16:
         return f"it computes in float32 or bfloat16, not {dtype}"
     if obstacle := find_head_obstacle(model.head_dim, _HEAD_DIM_ALIGNMENT):
@@ -94,7 +96,7 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str) -> str | None:
 
 
 class CpuDecoder:
-    """A forward pass (`engine.execution.forward.Forward`) whose results are the same, bit for bit, whatever else is in
+    """A forward pass (`attention.Forward`) whose results are the same, bit for bit, whatever else is in
     the batch.
 
     Takes the weights of `model`, which is of no use afterwards: so there is never more than one matrix twice. Matrices

@@ -163,9 +163,9 @@ def _vendor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
-def are_kernels_fast() -> bool:
-    """True if this processor has AVX2 or NEON at least: without them torch's own kernels are faster."""
-    return any(name != PLAIN for name in usable_instruction_sets())
+def find_drawback() -> str | None:
+    """Why torch's own kernels are faster on this processor; None if it has AVX2 or NEON at least."""
+    return None if any(name != PLAIN for name in usable_instruction_sets()) else "this processor has no AVX2"
 
 
 def _open(instruction_set: InstructionSet) -> ctypes.CDLL:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from chairlift.models.config import RopeConfig, rope_tables
+from chairlift.models.config import RopeConfig
 from chairlift.models.grouped import GroupedWeight
+from chairlift.models.layers import rope_tables
 
 LANES = 16
 DEPTH_ALIGNMENT = 64

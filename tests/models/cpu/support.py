@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from chairlift.config import AttentionBackend, DType, Quantization
-from chairlift.engine.execution.forward import TorchForward
-from chairlift.models import load_backend
+from chairlift.models import TorchForward, load_backend
 from chairlift.models.config import Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
 from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder, SelfAttention

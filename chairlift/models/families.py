@@ -1,0 +1,184 @@
+"""What a Hugging Face config says of a model, checked, as a `ModelConfig`.
+
+`FAMILIES` is a table from architectures to what differs from a Llama. A family that differs by these flags alone is one
+more entry.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import transformers
+
+from chairlift.config import DType
+from chairlift.errors import CheckpointError
+from chairlift.models.config import LAYER_TYPES, Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
+
+_ROPE_FIELDS = {
+    "default": (),
+    "dynamic": ("factor",),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+}
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REFUSED_FIELDS = ("attention_chunk_size", "use_bidirectional_attention")  # they change what a token may see
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture differs from a plain decoder with norms before attention and MLP."""
+
+    config: str  # transformers' class, whose defaults stand in for what a config.json leaves out
+    differences: dict[str, Any]  # fields of ModelConfig: what they always are, or a function of that class's object
+    has_windows: bool = False  # in the layers that layer_types says, or in all
+    ropes: Callable[[Any], list[Any]] = lambda config: [config.rope_parameters] * config.num_hidden_layers
+
+
+_ATTENTION_BIAS = {"has_qkv_bias": attrgetter("attention_bias"), "has_output_bias": attrgetter("attention_bias")}
+_BIASES = {**_ATTENTION_BIAS, "has_mlp_bias": attrgetter("mlp_bias")}
+_MULTIPLIERS = {
+    "embedding_scale": attrgetter("embedding_multiplier"),
+    "residual_scale": attrgetter("residual_multiplier"),
+    "attention_scale": attrgetter("attention_multiplier"),
+    "logits_divisor": attrgetter("logits_scaling"),
+}
+_GEMMA = {
+    **_ATTENTION_BIAS,
+    "norms": Norms.PRE_AND_POST,
+    "has_offset_norms": True,
+    "embedding_scale": lambda config: config.hidden_size**0.5,
+    "attention_scale": lambda config: config.query_pre_attn_scalar**-0.5,
+    "logits_softcap": attrgetter("final_logit_softcapping"),
+}
+FAMILIES = {
+    "LlamaForCausalLM": Family("LlamaConfig", _BIASES),
+    "MistralForCausalLM": Family("MistralConfig", {}, has_windows=True),
+    "Qwen2ForCausalLM": Family("Qwen2Config", {"has_qkv_bias": True}, has_windows=True),
+    "Qwen3ForCausalLM": Family("Qwen3Config", {**_ATTENTION_BIAS, "qk_norm": QKNorm.HEAD}, has_windows=True),
+    "SmolLM3ForCausalLM": Family(
+        "SmolLM3Config",
+        _BIASES,
+        has_windows=True,
+        ropes=lambda config: [config.rope_parameters if has_rope else None for has_rope in config.no_rope_layers],
+    ),
+    "GraniteForCausalLM": Family("GraniteConfig", {**_BIASES, **_MULTIPLIERS}),
+    "Phi3ForCausalLM": Family("Phi3Config", {"has_fused_tensors": True}, has_windows=True),
+    "Olmo2ForCausalLM": Family("Olmo2Config", {**_ATTENTION_BIAS, "norms": Norms.POST, "qk_norm": QKNorm.ALL_HEADS}),
+    "Gemma2ForCausalLM": Family(
+        "Gemma2Config", {**_GEMMA, "attention_softcap": attrgetter("attn_logit_softcapping")}, has_windows=True
+    ),
+    "Gemma3ForCausalLM": Family(
+        "Gemma3TextConfig",
+        {**_GEMMA, "qk_norm": QKNorm.HEAD},
+        has_windows=True,
+        ropes=lambda config: [config.rope_parameters[kind] for kind in config.layer_types],
+    ),
+    "SeedOssForCausalLM": Family("SeedOssConfig", {**_BIASES, "has_output_bias": attrgetter("attention_out_bias")}),
+    "InternLM3ForCausalLM": Family(  # not every transformers has its class, and Llama's keeps fields it does not know
+        "LlamaConfig",
+        {
+            "has_qkv_bias": lambda config: getattr(config, "qkv_bias", config.attention_bias),
+            "has_output_bias": lambda config: getattr(config, "bias", config.mlp_bias),
+            "has_mlp_bias": lambda config: getattr(config, "bias", config.mlp_bias),
+        },
+    ),
+}
+"""By architecture, as `config.json` names it."""
+
+
+def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
+    """From the config.json of an architecture in `FAMILIES`. CheckpointError if it asks for what is not supported."""
+    family = FAMILIES[architecture]
+    refuse_unreadable(raw)
+    config: Any = getattr(transformers, family.config).from_dict(raw)
+    _check_sizes(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ropes = [None if rope is None else read_rope(rope, config.max_position_embeddings) for rope in family.ropes(config)]
+    windows = _read_windows(config) if family.has_windows else [None] * config.num_hidden_layers
+    differences = {
+        name: value(config) if callable(value) else value
+        for name, value in {"attention_scale": head_dim**-0.5, **family.differences}.items()
+    }
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        layers=tuple(map(LayerConfig, ropes, windows)),
+        max_position_embeddings=max([config.max_position_embeddings, *(rope.scaled_length for rope in ropes if rope)]),
+        dtype=read_dtype(config),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        is_tied=config.tie_word_embeddings,
+        activation=_read_activation(config),
+        **differences,
+    )
+
+
+def _read_windows(config: Any) -> list[int | None]:
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    if unknown := set(kinds) - LAYER_TYPES:
+        raise CheckpointError(f"layer type {min(unknown)!r} is not supported, only {', '.join(sorted(LAYER_TYPES))}")
+    window = config.sliding_window if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < 1:
+        raise CheckpointError(f"sliding_window must be at least 1, not {window}")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def refuse_unreadable(raw: dict[str, Any]) -> None:
+    """CheckpointError for fields that would change results unseen."""
+    for name in _REFUSED_FIELDS:
+        if raw.get(name):
+            raise CheckpointError(f"{name} is not supported")
+
+
+def _check_sizes(config: Any) -> None:
+    for name in (*_SIZES, "max_position_embeddings"):
+        if getattr(config, name) < 1:
+            raise CheckpointError(f"{name} must be at least 1, not {getattr(config, name)}")
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise CheckpointError(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads")
+
+
+def _read_activation(config: Any) -> Activation:
+    name = getattr(config, "hidden_activation", None) or config.hidden_act
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(f"activation {name!r} is not supported, only {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def read_dtype(config: Any) -> DType:
+    """The number format of the weights. CheckpointError for one that is not computed in."""
+    name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if name not in tuple(DType):
+        raise CheckpointError(f"dtype {name} is not supported, only {', '.join(DType)}")
+    return DType(name)
+
+
+def read_rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
+    """From a config's `rope_parameters`. CheckpointError for a kind that is not known, or a factor that is missing."""
+    kind = parameters.get("rope_type", "default")
+    if kind not in _ROPE_FIELDS or "mrope_section" in parameters:
+        kind = "mrope" if kind in _ROPE_FIELDS else kind
+        raise CheckpointError(f"rope type {kind!r} is not supported, only {', '.join(_ROPE_FIELDS)}")
+    if missing := [name for name in _ROPE_FIELDS[kind] if parameters.get(name) is None]:
+        raise CheckpointError(f"rope type {kind} needs {', '.join(missing)}")
+    given = {name: value for name, value in parameters.items() if name not in ("rope_type", "type", "rope_theta")}
+    if kind == "dynamic":
+        given["original_max_position_embeddings"] = max_position_embeddings
+    if kind == "longrope" and given.get("factor") is None:
+        given["factor"] = max_position_embeddings / given["original_max_position_embeddings"]
+    frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return RopeConfig(parameters.get("rope_theta", 10000.0), kind, tuple(sorted(frozen.items())))

@@ -58,6 +58,8 @@ def load_model(
     if grouped := _size_in_groups(model, formats):
         fate = "stay so, and are read when they are packed" if keeps_groups else f"become {dtype} here"
         logger.info("%.1f MB of weights in groups of small integers %s", grouped.num_bytes / 1e6, fate)
+    if keeps_groups:
+        _log_widened(reader, parts, formats, dtype)
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats:
@@ -179,6 +181,22 @@ def _formats_of(model: Decoder, reader: WeightReader, parts: dict[str, list[str]
         if is_whole and model.is_product(name):
             found[name] = formats
     return found
+
+
+def _log_widened(
+    reader: WeightReader, parts: dict[str, list[str]], formats: dict[str, list[GroupFormat]], dtype: DType
+) -> None:
+    widened = [
+        name
+        for name, stored in parts.items()
+        if name not in formats and any(reader.tensors[part].groups for part in stored)
+    ]
+    if widened:
+        logger.info(
+            "%s become %s: an embedding is not multiplied, and what is stacked for a product must have groups of one"
+            " size",
+            *(_listed(widened), dtype),
+        )
 
 
 def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]]) -> GroupedSize | None:

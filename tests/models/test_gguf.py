@@ -1,6 +1,7 @@
 """GGUF files: blocks become the numbers that the package gguf reads, and what is wrong with a file is one line."""
 
 import contextlib
+import logging
 import struct
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,18 @@ def test_products_keep_their_groups_and_are_weighed_before_they_are_read(tmp_pat
         part.nbytes for each in grouped for part in (each.values, each.scales, each.offsets) if part is not None
     )
     assert size.num_parameters == sum(each.num_outputs * each.num_inputs for each in grouped)
+
+
+def test_what_cannot_stay_in_groups_is_logged(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.models.loader")
+    path = write_model(model, tmp_path / "model.gguf", {".0.self_attn.v_proj.": Kind.F16, "": Kind.Q8_0})
+    loaded = load(path, keeps_groups=True)
+    assert loaded.layers[0].self_attn.qkv_proj.grouped is None
+    assert loaded.layers[1].self_attn.qkv_proj.grouped is not None
+    assert (
+        "model.embed_tokens.weight, model.layers.0.self_attn.qkv_proj.weight become float32: an embedding is not"
+        " multiplied, and what is stacked for a product must have groups of one size"
+    ) in caplog.messages
 
 
 def test_matrices_of_four_and_eight_bits_are_stacked_in_eight(model: Any, valid: Path, tmp_path: Path) -> None:

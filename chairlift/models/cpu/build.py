@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 COMPILER_VARIABLE = "CXX"
 
 _PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, which are trusted as its other code is
+_SYSTEM_OPENMP = "libgomp.so.1"
 _ROOT = 0
 _MARK = b"chairlift-sha256"  # begins what is behind the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
@@ -110,7 +111,7 @@ def load_library(isa: str | None = None) -> ctypes.CDLL:
     """The compiled kernels, of the best instruction set this machine has or the one named.
 
     CpuKernelsUnavailable if they have to be compiled and there is no compiler, or it fails; if this machine lacks the
-    named set; if there is no OpenMP runtime.
+    named set.
     """
     wanted = isa or os.environ.get(LEVEL_VARIABLE)
     usable = usable_instruction_sets()
@@ -169,7 +170,8 @@ def are_kernels_fast() -> bool:
 
 
 def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
-    _load_openmp()
+    if not _load_openmp():
+        instruction_set = replace(instruction_set, flags=(*instruction_set.flags, "-DCHAIRLIFT_OWN_THREADS"))
     packaged = _PACKAGED / file_name(instruction_set)
     if packaged.is_file():
         return ctypes.CDLL(str(packaged))
@@ -187,16 +189,22 @@ def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
         raise CpuKernelsUnavailable(f"{path} was compiled just now and {error}; is something changing it?") from error
 
 
-def _load_openmp() -> None:
-    """Torch's own OpenMP runtime, so that both have one pool of threads: two would take the cores from each other."""
+def _load_openmp() -> bool:
+    """Torch's own runtime, so that both have one pool of threads: two would take the cores from each other.
+
+    False if there is none.
+    """
     import torch
 
-    own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-    runtime = str(own[0]) if own else "libgomp.so.1"
-    try:
-        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels look for what they were not linked to
-    except OSError as error:
-        raise CpuKernelsUnavailable(f"the OpenMP runtime {runtime} cannot be loaded: {error}") from error
+    package = Path(torch.__file__).parent
+    # Wheels for Arm have it beside the package, with a digest in its name.
+    own = [*package.glob("lib/libgomp*"), *package.with_name("torch.libs").glob("libgomp*")]
+    for runtime in (*map(str, own), _SYSTEM_OPENMP):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels look for what they were not linked to
+            return True
+    logger.info("there is no OpenMP runtime: the kernels make threads of their own")
+    return False
 
 
 def _load(path: Path) -> ctypes.CDLL:

@@ -365,3 +365,37 @@ def test_two_processes_may_compile_at_the_same_time_and_each_has_one_openmp_runt
     for out, _ in results:
         (runtime,) = out.split()
         assert "/torch/lib/" in runtime
+
+
+def mapped(name: str) -> list[str]:
+    """Files of that name whose code this process has loaded."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [path for line in lines if (path := line.split()[-1]).endswith(name)]
+
+
+def test_the_openmp_runtime_is_found_beside_torch_under_a_name_with_a_digest(
+    cache: Path, copying: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There torch's wheels for Arm have it."""
+    (torchs,) = (Path(torch.__file__).parent / "lib").glob("libgomp*")
+    own = tmp_path / "torch.libs" / "libgomp-947d5fa1.so.1.0.0"
+    own.parent.mkdir()
+    shutil.copy(torchs, own)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
+    load()
+    assert str(own) in mapped(own.name)
+    assert "-DCHAIRLIFT_OWN_THREADS" not in copying.read_text()
+
+
+def test_without_an_openmp_runtime_the_kernels_have_threads_of_their_own(
+    cache: Path, copying: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
+    load()
+    shared, own = copying.read_text().splitlines()
+    assert "-DCHAIRLIFT_OWN_THREADS" not in shared
+    assert "-DCHAIRLIFT_OWN_THREADS" in own
+    assert len(names(cache)) == 2

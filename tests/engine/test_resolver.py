@@ -30,7 +30,7 @@ CPU = MachineFacts(
     "cpu", frozenset({DType.FLOAT32, DType.BFLOAT16}), free_bytes=64 * GIB, has_elastic_memory=True, num_threads=6
 )
 AVX2_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}))  # it widens bfloat16 in registers
-OLD_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}), has_fast_cpu_kernels=False)
+OLD_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}), kernels_slowness="this processor has no AVX2")
 GPU = MachineFacts("cuda:0", frozenset(DType), free_bytes=128 * GIB)
 
 Obstacles = Mapping[AttentionBackend, str]

@@ -24,7 +24,7 @@ from chairlift.engine.sampling import on_device
 from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models.config import ModelShape
-from chairlift.models.cpu import CpuDecoder, are_kernels_fast
+from chairlift.models.cpu import CpuDecoder, find_slowness, wanted_level
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +43,21 @@ _CGROUP_QUOTAS = (  # microseconds of each period, and the period
 
 
 def inspect_machine(device: str) -> MachineFacts:
-    """Facts about the named device ("auto": the first GPU, else the CPU). ConfigurationError if there is none such."""
+    """Facts about the named device ("auto": the first GPU, else the CPU).
+
+    ConfigurationError if there is none such, or if $CHAIRLIFT_CPU_LEVEL names what the CPU does not have.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
+        wanted_level()
         return MachineFacts(
             device="cpu",
             fast_dtypes=_fast_cpu_dtypes(),
             free_bytes=_free_memory(),
             has_elastic_memory=can_map(torch.device("cpu")),
             num_threads=choose_num_threads(),
-            has_fast_cpu_kernels=are_kernels_fast(),
+            kernels_slowness=find_slowness(),
         )
     match = re.fullmatch(r"cuda(?::([0-9]+))?", device)
     if match is None:

@@ -26,7 +26,7 @@ class MachineFacts:
     free_bytes: int
     has_elastic_memory: bool = False  # a cache takes memory as it is written
     num_threads: int = 1
-    has_fast_cpu_kernels: bool = True  # the cpu backend is faster here than torch
+    kernels_slowness: str | None = None  # why the cpu backend had better not be chosen here
 
     @property
     def is_gpu(self) -> bool:
@@ -199,7 +199,9 @@ def _is_fast(dtype: DType, machine: MachineFacts, choose_backend: Callable[[DTyp
     if dtype in machine.fast_dtypes:
         return True
     return (
-        dtype is DType.BFLOAT16 and machine.has_fast_cpu_kernels and choose_backend(dtype).name is AttentionBackend.CPU
+        dtype is DType.BFLOAT16
+        and machine.kernels_slowness is None
+        and choose_backend(dtype).name is AttentionBackend.CPU
     )
 
 
@@ -225,8 +227,8 @@ def _best_backend(machine: MachineFacts, find_obstacle: Callable[[AttentionBacke
     if machine.is_gpu:
         has_flash_attn = find_obstacle(AttentionBackend.FLASH_ATTN) is None
         return _Backend(AttentionBackend.FLASH_ATTN if has_flash_attn else AttentionBackend.TORCH)
-    if not machine.has_fast_cpu_kernels:
-        return _Backend(AttentionBackend.TORCH, "this processor has no AVX2")
+    if machine.kernels_slowness is not None:
+        return _Backend(AttentionBackend.TORCH, machine.kernels_slowness)
     obstacle = find_obstacle(AttentionBackend.CPU)
     return _Backend(AttentionBackend.CPU if obstacle is None else AttentionBackend.TORCH, obstacle)
 

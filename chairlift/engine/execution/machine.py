@@ -25,6 +25,7 @@ from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models.attention import Forward
 from chairlift.models.config import ModelShape
+from chairlift.models.cpu import wanted_level
 from chairlift.models.cpu.build import find_drawback
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,14 @@ _CGROUP_QUOTAS = (  # microseconds of each period, and the period
 
 
 def inspect_machine(device: str) -> MachineFacts:
-    """Facts about the named device ("auto": the first GPU, else the CPU). ConfigurationError if there is none such."""
+    """Facts about the named device ("auto": the first GPU, else the CPU).
+
+    ConfigurationError if there is none such, or if $CHAIRLIFT_CPU_LEVEL names what the CPU does not have.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
+        wanted_level()
         return MachineFacts(
             device="cpu",
             fast_dtypes=_fast_cpu_dtypes(),

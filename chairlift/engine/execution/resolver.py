@@ -204,7 +204,7 @@ def _choose_dtype(
     to torch where the processor multiplies float16, and there miss the products with groups.
     """
     is_halved = stored is DType.FLOAT16 and not machine.is_gpu and (has_groups or stored in machine.fast_dtypes)
-    if is_halved and machine.has_fast_cpu_kernels and choose_backend(DType.BFLOAT16).name is AttentionBackend.CPU:
+    if is_halved and machine.cpu_drawback is None and choose_backend(DType.BFLOAT16).name is AttentionBackend.CPU:
         return DType.BFLOAT16
     return stored if _is_fast(stored, machine, choose_backend) else DType.FLOAT32
 

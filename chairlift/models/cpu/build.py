@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,14 @@ CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 COMPILER_VARIABLE = "CXX"
 
 _PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, which are trusted as its other code is
+_SYSTEM_OPENMP = "libgomp.so.1"
 _ROOT = 0
 _MARK = b"chairlift-sha256"  # begins what is behind the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
 _UNUSED_AFTER_S = 30 * 24 * 3600.0
+_LINUX, _MACOS = "Linux", "Darwin"  # as Python calls them
 _AT_HWCAPS = (16, 26)  # in the vector of facts that Linux hands to every process: 64 bits each
+_MAC_FACTS = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
 _ARM_HWCAPS = {"asimd": 1, "asimddp": 20, "i8mm": 64 + 13, "bf16": 64 + 14}  # their bits
 
 _SOURCES = Path(__file__).parent / "csrc"
@@ -48,6 +51,7 @@ _COMPILE_FLAGS = (
 # Linked to the C library alone: a process should have one OpenMP runtime, which is loaded first, and the compiler's own
 # libraries may be newer than those of the machine where the kernels run.
 _LINK_FLAGS = ("-shared", "-nodefaultlibs")
+_COMPILERS = ("g++", "clang++", "c++")
 _COMPILE_TIMEOUT = 300.0
 
 
@@ -91,7 +95,7 @@ _BY_MACHINE = {  # the best first
         InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
         _PLAIN_SET,
     ),
-    "aarch64": (
+    "aarch64": (  # of macOS as well, which calls it arm64
         InstructionSet("neon_bf16", ("asimd", "asimddp", "i8mm", "bf16"), ("-march=armv8.2-a+dotprod+i8mm+bf16",)),
         InstructionSet("neon_dotprod", ("asimd", "asimddp"), ("-march=armv8.2-a+dotprod",)),
         # Atomics that are chosen at run time are in the compiler's own library.
@@ -102,23 +106,21 @@ _BY_MACHINE = {  # the best first
 
 def instruction_sets(machine: str) -> tuple[InstructionSet, ...]:
     """Those of a kind of machine, as `platform.machine` names it; the best first."""
-    return _BY_MACHINE.get(machine, (_PLAIN_SET,))
+    return _BY_MACHINE.get("aarch64" if machine == "arm64" else machine, (_PLAIN_SET,))
 
 
 @functools.cache
 def load_library(isa: str | None = None) -> ctypes.CDLL:
     """The compiled kernels, of the best instruction set this machine has or the one named.
 
-    CpuKernelsUnavailable if they have to be compiled and there is no compiler, or it fails; if this machine lacks the
-    named set; if there is no OpenMP runtime.
+    CpuKernelsUnavailable if this machine lacks the named set, or if compiling fails, as without a compiler.
     """
-    wanted = isa or os.environ.get(LEVEL_VARIABLE)
     usable = usable_instruction_sets()
     if not usable:
-        raise CpuKernelsUnavailable(f"the kernels are made for Linux, not {platform.system()}")
+        raise CpuKernelsUnavailable(find_drawback() or "there is no native code for this machine")
+    wanted = isa or wanted_level()
     if wanted is not None and wanted not in usable:
-        source = "" if isa else f"{LEVEL_VARIABLE} "
-        raise CpuKernelsUnavailable(f"{source}{wanted!r} is not one that this processor has: {', '.join(usable)}")
+        raise CpuKernelsUnavailable(f"{wanted!r} is not a level of this processor, which has {', '.join(usable)}")
     by_name = {each.name: each for each in instruction_sets(platform.machine())}
     for name in (wanted,) if wanted else usable:
         library = _open(by_name[name])
@@ -129,12 +131,28 @@ def load_library(isa: str | None = None) -> ctypes.CDLL:
     raise CpuKernelsUnavailable(f"the system does not let this process use {wanted}")
 
 
+def wanted_level() -> str | None:
+    """The instruction set that $CHAIRLIFT_CPU_LEVEL names. ConfigurationError if this processor has none such."""
+    from chairlift.errors import ConfigurationError
+
+    wanted, usable = os.environ.get(LEVEL_VARIABLE), usable_instruction_sets()
+    if not wanted or wanted in usable:
+        return wanted or None
+    has = ", ".join(usable) or "none"
+    raise ConfigurationError(f"${LEVEL_VARIABLE}: {wanted!r} is not a level of this processor, which has {has}")
+
+
 def usable_instruction_sets() -> list[str]:
     """Names of the sets whose features this processor has, the best first; last what its vendor made slow."""
-    if platform.system() != "Linux":
+    system, machine, vendor = platform.system(), platform.machine(), None
+    if system == _MACOS and machine == "arm64":
+        features = _mac_features()
+    elif system != _LINUX:
         return []
-    machine, vendor = platform.machine(), _vendor()
-    features = _arm_features(_hwcap()) if machine == "aarch64" else _x86_features()
+    elif machine == "aarch64":
+        features = _arm_features(_hwcap())
+    else:
+        features, vendor = _x86_features(), _vendor()
     usable = [each for each in instruction_sets(machine) if features.issuperset(each.features)]
     return [each.name for each in sorted(usable, key=lambda each: each.slow_on == vendor)]
 
@@ -157,19 +175,40 @@ def _hwcap() -> int:
     return sum(int(getauxval(kind)) << 64 * place for place, kind in enumerate(_AT_HWCAPS))
 
 
+def _mac_features() -> frozenset[str]:
+    """https://developer.apple.com/documentation/kernel/1387446-sysctlbyname/determining_instruction_set_characteristics"""
+    return frozenset(["asimd", *(name for name, fact in _MAC_FACTS.items() if _sysctl(f"hw.optional.arm.{fact}"))])
+
+
+def _sysctl(name: str) -> int:
+    """A fact of macOS; 0 where it does not know the name."""
+    value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return 0 if failed else value.value
+
+
 def _vendor() -> str:
-    """The processor's, as Linux tells it of x86; elsewhere nothing."""
+    """The processor's, as Linux tells it of x86."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def find_drawback() -> str | None:
-    """Why torch's own kernels are faster on this processor; None if it has AVX2 or NEON at least."""
-    return None if any(name != PLAIN for name in usable_instruction_sets()) else "this processor has no AVX2"
+    """Why this machine had better compute with torch's own kernels, as far as it is known; None if it had not."""
+    system, machine = platform.system(), platform.machine()
+    if system == _MACOS and usable_instruction_sets():
+        return "the native code was never run on macOS; attention_backend cpu tries it"
+    if system != _LINUX:
+        name = "macOS on Intel" if system == _MACOS else system
+        return f"the native code runs on Linux, not on {name}; a Linux container or virtual machine has it"
+    if any(name != PLAIN for name in usable_instruction_sets()):
+        return None
+    return "this processor has no AVX2" if machine == "x86_64" else f"the native code is slow on {machine} processors"
 
 
 def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
-    _load_openmp()
+    if platform.system() == _LINUX and not _load_openmp():  # elsewhere nothing of it is asked for: see team.h
+        instruction_set = replace(instruction_set, flags=(*instruction_set.flags, "-DCHAIRLIFT_OWN_THREADS"))
     packaged = _PACKAGED / file_name(instruction_set)
     if packaged.is_file():
         return ctypes.CDLL(str(packaged))
@@ -187,16 +226,19 @@ def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
         raise CpuKernelsUnavailable(f"{path} was compiled just now and {error}; is something changing it?") from error
 
 
-def _load_openmp() -> None:
-    """Torch's own OpenMP runtime, so that both have one pool of threads: two would take the cores from each other."""
+def _load_openmp() -> bool:
+    """Torch's own, so that both have one pool of threads: two would take the cores from each other. False: none."""
     import torch
 
-    own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-    runtime = str(own[0]) if own else "libgomp.so.1"
-    try:
-        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels look for what they were not linked to
-    except OSError as error:
-        raise CpuKernelsUnavailable(f"the OpenMP runtime {runtime} cannot be loaded: {error}") from error
+    package = Path(torch.__file__).parent
+    # Wheels for Arm have it beside the package, with a digest in its name.
+    own = [*package.glob("lib/libgomp*"), *package.with_name("torch.libs").glob("libgomp*")]
+    for runtime in (*map(str, own), _SYSTEM_OPENMP):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels look for what they were not linked to
+            return True
+    logger.info("there is no OpenMP runtime: the kernels make threads of their own")
+    return False
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -213,7 +255,7 @@ def _load(path: Path) -> ctypes.CDLL:
         with contextlib.suppress(OSError):  # a cache that cannot be written to works, too
             os.utime(library)  # it is in use: see `_remove_unused`
         # Not closed: the loader takes a name that it has seen for the library that it has seen there.
-        return ctypes.CDLL(f"/proc/self/fd/{library}")
+        return ctypes.CDLL(f"/proc/self/fd/{library}" if platform.system() == _LINUX else str(path))
     except OSError as error:
         os.close(library)
         raise CpuKernelsUnavailable(
@@ -326,15 +368,20 @@ def file_name(instruction_set: InstructionSet) -> str:
 
 
 def find_compiler() -> list[str]:
-    """The command, as a list. CpuKernelsUnavailable if it is not there."""
+    """The command, as a list: $CXX, or else the first that is installed. CpuKernelsUnavailable if it is not there."""
+    advice = f"install g++ or clang, or name one in ${COMPILER_VARIABLE}"
+    own = os.environ.get(COMPILER_VARIABLE)
+    if own is None:
+        found = next(filter(shutil.which, _COMPILERS), None)
+        if found is None:
+            raise CpuKernelsUnavailable(f"there is no C++ compiler; {advice}")
+        return [found]
     try:
-        command = shlex.split(os.environ.get(COMPILER_VARIABLE, "g++"))
+        command = shlex.split(own)
     except ValueError as error:
         raise CpuKernelsUnavailable(f"${COMPILER_VARIABLE} is not a command: {error}") from error
     if not command or shutil.which(command[0]) is None:
-        raise CpuKernelsUnavailable(
-            f"there is no C++ compiler {' '.join(command)!r}; install g++, or name one in ${COMPILER_VARIABLE}"
-        )
+        raise CpuKernelsUnavailable(f"there is no C++ compiler {own!r}; {advice}")
     return command
 
 

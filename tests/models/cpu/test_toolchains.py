@@ -17,7 +17,16 @@ from chairlift.models.cpu.build import (
     usable_instruction_sets,
 )
 from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need
-from tests.models.cpu.support import BFLOAT16, BFLOAT16_INT4, BFLOAT16_INT8, SHAPES, cpu_bench, threads
+from tests.models.cpu.support import (
+    BFLOAT16,
+    BFLOAT16_INT4,
+    BFLOAT16_INT8,
+    FLOAT32,
+    FLOAT32_INT8,
+    SHAPES,
+    cpu_bench,
+    threads,
+)
 from tests.support.forward_bench import Row
 
 pytestmark = pytest.mark.slow
@@ -27,8 +36,23 @@ COMPILERS = ("g++", "g++-11", "g++-12", "g++-13", "g++-14", "clang++")
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 CLANG_FOR_ARM = "clang++ --target=aarch64-linux-gnu"
 CLANG_FOR_MACOS = "clang++ --target=arm64-apple-macos12 -nostdinc++ -U__nonnull"
-SHAPE = SHAPES["like OLMo 2"]
-STEPS = ([Row(1, [3, 5, 7]), Row(2, list(range(140)))], [Row(1, [9]), Row(2, [11])], [Row(1, [4])])
+# Every format, odd sizes, heads of 32 to 256, windows and soft caps, depths that are cut into parts.
+CASES = (
+    ("like OLMo 2", BFLOAT16),
+    ("like Gemma", BFLOAT16_INT8),
+    ("five heads to one", BFLOAT16_INT4),
+    ("wide heads", FLOAT32_INT8),
+    ("one head to one", FLOAT32),
+    ("deep products", BFLOAT16),
+)
+NUM_THREADS = 3
+STEPS = (
+    [Row(1, [3, 5, 7]), Row(2, list(range(140)))],
+    [Row(1, [9]), Row(2, [11])],
+    [Row(1, [4])],  # alone: the threads share its keys
+    [Row(slot, list(range(200))) for slot in (3, 4, 5)],  # so many rows that each thread has its own
+    [Row(slot, [slot]) for slot in range(9)],
+)
 WAYS = [
     *((compiler, each) for compiler in COMPILERS for each in X86),
     *((compiler, each) for compiler in (ARM_COMPILER, CLANG_FOR_ARM, CLANG_FOR_MACOS) for each in ARM),
@@ -36,10 +60,15 @@ WAYS = [
 
 
 def computed(isa: str | None = None) -> list[torch.Tensor]:
-    """The logits of rows of one token, of a few and of many, in each number format, on three threads."""
-    benches = [cpu_bench(SHAPE, number_format, isa) for number_format in (BFLOAT16, BFLOAT16_INT8, BFLOAT16_INT4)]
-    with threads(3):
-        return [torch.cat(bench.run(rows)) for bench in benches for rows in STEPS]
+    """The logits of rows of one token, of a few and of many, and of rows with a common prefix."""
+    benches = [cpu_bench(SHAPES[name], number_format, isa) for name, number_format in CASES]
+    with threads(NUM_THREADS):
+        logits = [torch.cat(bench.run(rows)) for bench in benches for rows in STEPS]
+        for bench in benches:
+            bench.cache.copy_prefix(2, 7, 135)
+            bench.cache.settle()
+            logits += bench.run([Row(2, [8]), Row(7, [3])])
+    return logits
 
 
 def level_of(isa: str) -> InstructionSet:
@@ -84,7 +113,13 @@ def test_what_clang_compiles_gives_the_bits_of_gcc(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("isa", "sanitizer"),
-    [("avx2", "address"), ("avx512_vnni", "address"), ("avx512", "undefined"), ("avx2", "thread")],
+    [
+        ("avx2", "address"),
+        ("avx512_vnni", "address"),
+        ("avx512_bf16", "address"),
+        ("avx512", "undefined"),
+        ("avx2", "thread"),
+    ],
 )
 def test_sanitizers_find_nothing(tmp_path: Path, isa: str, sanitizer: str) -> None:
     """In a program with threads of its own: a sanitizer does not see what OpenMP's wait for."""

@@ -15,13 +15,13 @@ from chairlift.cache import ContinuousBatchingKVCacheCollection
 from chairlift.config import DType, Quantization
 from chairlift.models.attention import BatchMetadata, find_head_obstacle
 from chairlift.models.config import Activation, ModelConfig, ModelShape, QKNorm
-from chairlift.models.cpu.build import CpuKernelsUnavailable, load_library, wanted_level
+from chairlift.models.cpu.build import CpuKernelsUnavailable, load_library
 from chairlift.models.cpu.packing import LANES, PackedMatrix, arrange_heads, interleave, pack, pack_grouped, rope_table
 from chairlift.models.decoder import Decoder, DecoderLayer
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear, RMSNorm
 
-__all__ = ["CpuDecoder", "CpuKernelsUnavailable", "find_obstacle", "load_library", "wanted_level"]
+__all__ = ["CpuDecoder", "CpuKernelsUnavailable", "find_obstacle", "load_library"]
 
 _HEAD_DIM_ALIGNMENT = 32
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}

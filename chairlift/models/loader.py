@@ -19,7 +19,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
-from chairlift.errors import CheckpointError, ConfigurationError
+from chairlift.errors import CheckpointError, ConfigurationError, named
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import NORM_NAMES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
@@ -282,7 +282,7 @@ def _is_zero_bias(reader: WeightReader, name: str) -> bool:
         return False
     bias = _read(reader, name)
     if not isinstance(bias, torch.Tensor) or bool(bias.any()):
-        raise CheckpointError(f"tensor {name} is not zero, and this model has no such bias")
+        raise CheckpointError(f"tensor {named(name)} is not zero, and this model has no such bias")
     return True
 
 
@@ -309,7 +309,7 @@ def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
     except CheckpointError:
         raise
     except Exception as error:  # a file that ends early shows only when its bytes are touched
-        raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
+        raise CheckpointError(f"tensor {named(name)} cannot be read: {error}") from error
 
 
 def _read_groups(reader: WeightReader, stored: list[str]) -> GroupedWeight:
@@ -339,5 +339,5 @@ def _set(model: Decoder, name: str, weight: torch.Tensor) -> None:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    listed = ", ".join(named(name) for name in names[:3])
+    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"

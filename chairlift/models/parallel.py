@@ -21,7 +21,7 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional as F
 
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, named
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig, QKNorm
 from chairlift.models.decoder import Decoder
@@ -153,7 +153,7 @@ class _WeightsPart:
         if cut is not None:
             if shape[cut.dim : cut.dim + 1] != [cut.whole_length]:
                 raise CheckpointError(
-                    f"tensor {name} has shape {shape}; the model needs {cut.whole_length} in dimension {cut.dim}"
+                    f"tensor {named(name)} has shape {shape}; the model needs {cut.whole_length} in dimension {cut.dim}"
                 )
             shape[cut.dim] = cut.length
         return tuple(shape)

@@ -108,7 +108,8 @@ def find_split_obstacle(checkpoint: Checkpoint, size: int) -> str | None:
     """Why that checkpoint cannot be divided over so many ranks; None if it can."""
     config = checkpoint.config
     if checkpoint.gguf is not None or checkpoint.compression is not None:
-        return "its weights are quantized"
+        what = "it is a GGUF file" if checkpoint.gguf else "its weights are quantized"
+        return f"{what}, which one process reads; choose safetensors in bfloat16, float16 or float32, or leave it out"
     if not isinstance(config, ModelConfig):
         return f"{config.architecture} is none of the families that docs/models.md lists"
     if config.num_heads % size:

@@ -56,7 +56,11 @@ def load_model(
     parts = _match(model, reader)
     formats = _formats_of(model, reader, parts)
     if grouped := _size_in_groups(model, formats):
-        fate = "stay so, and are read when they are packed" if keeps_groups else f"become {dtype} here"
+        fate = (
+            "stay so, and are read when they are packed"
+            if keeps_groups
+            else f"become {dtype}: only the cpu backend multiplies them"
+        )
         logger.info("%.1f MB of weights in groups of small integers %s", grouped.num_bytes / 1e6, fate)
     if keeps_groups:
         _log_widened(reader, parts, formats, dtype)

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
-from chairlift.errors import CheckpointError, ConfigurationError
+from chairlift.errors import CheckpointError, ConfigurationError, named
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import NORM_NAMES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
@@ -56,7 +56,11 @@ def load_model(
     parts = _match(model, reader)
     formats = _formats_of(model, reader, parts)
     if grouped := _size_in_groups(model, formats):
-        fate = "stay so, and are read when they are packed" if keeps_groups else f"become {dtype} here"
+        fate = (
+            "stay so, and are read when they are packed"
+            if keeps_groups
+            else f"become {dtype}: only the cpu backend multiplies them"
+        )
         logger.info("%.1f MB of weights in groups of small integers %s", grouped.num_bytes / 1e6, fate)
     if keeps_groups:
         _log_widened(reader, parts, formats, dtype)
@@ -282,7 +286,7 @@ def _is_zero_bias(reader: WeightReader, name: str) -> bool:
         return False
     bias = _read(reader, name)
     if not isinstance(bias, torch.Tensor) or bool(bias.any()):
-        raise CheckpointError(f"tensor {name} is not zero, and this model has no such bias")
+        raise CheckpointError(f"tensor {named(name)} is not zero, and this model has no such bias")
     return True
 
 
@@ -309,7 +313,7 @@ def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
     except CheckpointError:
         raise
     except Exception as error:  # a file that ends early shows only when its bytes are touched
-        raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
+        raise CheckpointError(f"tensor {named(name)} cannot be read: {error}") from error
 
 
 def _read_groups(reader: WeightReader, stored: list[str]) -> GroupedWeight:
@@ -339,5 +343,5 @@ def _set(model: Decoder, name: str, weight: torch.Tensor) -> None:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    listed = ", ".join(named(name) for name in names[:3])
+    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"

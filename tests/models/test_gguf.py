@@ -14,7 +14,8 @@ from gguf import GGML_QUANT_SIZES, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.config import DType
+from chairlift.config import DType, EngineConfig
+from chairlift.engine.execution.resolver import MachineFacts, resolve
 from chairlift.errors import CheckpointError
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.checkpoint import find_model
@@ -138,6 +139,23 @@ def test_products_keep_their_groups_and_are_weighed_before_they_are_read(tmp_pat
         part.nbytes for each in grouped for part in (each.values, each.scales, each.offsets) if part is not None
     )
     assert size.num_parameters == sum(each.num_outputs * each.num_inputs for each in grouped)
+
+
+def test_on_a_gpu_what_is_in_groups_becomes_numbers_and_the_log_says_so(
+    valid: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.models.loader")
+    checkpoint = open_checkpoint(str(valid))
+    shape, gpu = checkpoint.config, MachineFacts("cuda:0", frozenset(DType), free_bytes=2**30)
+    config = resolve(EngineConfig(), shape, 2**17, gpu, lambda *_: None, grouped_size(checkpoint))
+    loaded = load_model(checkpoint, config.dtype, "cpu", MAX_SEQ_LEN, keeps_groups=config.keeps_groups)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    exact = load(valid).layers[1].mlp.down_proj.weight
+    assert torch.equal(loaded.layers[1].mlp.down_proj.weight, exact.bfloat16())
+    said = [message for message in caplog.messages if "small integers" in message]
+    assert (
+        said[0] == "0.0 MB of weights in groups of small integers become bfloat16: only the cpu backend multiplies them"
+    )
 
 
 def test_what_cannot_stay_in_groups_is_logged(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,7 +46,7 @@ _ARM_HWCAPS = {"asimd": 1, "asimddp": 20, "i8mm": 64 + 13, "bf16": 64 + 14}  # t
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILE_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-Wno-psabi"),
-    *("-fno-math-errno", "-ffp-contract=off"),
+    *("-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden"),
 )
 # Linked to the C library alone: a process should have one OpenMP runtime, which is loaded first, and the compiler's own
 # libraries may be newer than those of the machine where the kernels run.

@@ -106,6 +106,14 @@ def test_a_library_is_compiled_once_and_kept_under_its_instruction_set(
     assert len(names(cache)) == 1
 
 
+def test_a_library_shows_its_c_interface_alone(library: str) -> None:
+    if shutil.which("nm") is None:
+        pytest.skip("there is no nm")
+    command = ["nm", "--dynamic", "--defined-only", library]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {line.split()[-1] for line in lines} == {"chairlift_forward", "chairlift_logits", "chairlift_start"}
+
+
 def test_every_instruction_set_has_a_library_of_its_own(cache: Path, copying: Path) -> None:
     usable = usable_instruction_sets()
     for isa in usable:

@@ -60,7 +60,7 @@ class Common:
 
     @classmethod
     def alone(cls, llm: AsyncLLM, config: ServerConfig) -> Self:
-        """Of the only server. `ConfigurationError` if keys are wrong."""
+        """For a server without API workers. `ConfigurationError` if keys are wrong."""
 
         async def read_books(counts: Counts) -> tuple[EngineStats, Counts]:
             return llm.read_stats(), counts
@@ -122,7 +122,7 @@ class Api:
         return app
 
     def drain(self) -> None:
-        """Takes no more requests, and gives up on those that have not come whole."""
+        """Accepts no more requests, and drops those whose bodies are incomplete."""
         self.is_leaving = self.is_draining = True
         self._bodies.close()
 
@@ -174,9 +174,9 @@ class Api:
         if self.is_leaving:
             raise EngineClosed("the server is shutting down")
         if not self._llm.is_healthy:
-            raise EngineClosed("the engine does not answer")
+            raise EngineClosed("the engine does not respond")
         if any(workers.is_stuck for workers in self._all_workers):
-            raise EngineClosed("a request is being checked for too long; the server may have to be started again")
+            raise EngineClosed("a request has been in checks for too long; restart the server if this lasts")
         return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
@@ -224,7 +224,7 @@ class Api:
     async def _read(
         self, request: web.Request, client: Client, body_type: type[_Body], make: Callable[[_Body], _Made]
     ) -> tuple[_Made, OffLoop]:
-        """What is made of the checked body, in a worker's thread; and where to do more of that kind."""
+        """The job of the checked body, made in a worker's thread; and where to run more such work."""
         raw = await self._bodies.read(request, client.name)
         off_loop = (self._slow_workers if raw.is_large else self._quick_workers).for_client(client.name)
 
@@ -236,7 +236,7 @@ class Api:
         return await off_loop(parse), off_loop
 
     def _check_model(self, name: str | None) -> None:
-        """A request that names no model means the one there is."""
+        """`ModelNotFound` for another model's name. Without a name the served model is meant."""
         if name not in (None, self._model_name):
             raise ModelNotFound(f"there is no model {name!r} here, only {self._model_name!r}", "model")
 

@@ -107,7 +107,7 @@ class TokenGrammar:
 
     @property
     def has_broken_lexer(self) -> bool:
-        """Perhaps another sequence broke it."""
+        """Another sequence may have broken the shared lexer."""
         return self.matcher.is_error() and "lexer error" in self.matcher.get_error()
 
     def consume_sampled(self, consume: Callable[[list[_Pair]], object]) -> None:
@@ -193,7 +193,7 @@ class Workers:
             raise RuntimeError(f"no threads for grammars: {error}") from error
 
     def take(self, sampled: Iterable[tuple[TokenGrammar, list[int]]]) -> None:
-        """Begins to take these tokens and to compute the masks after them."""
+        """Starts to consume these tokens and to compute the masks after them."""
         together: list[TokenGrammar] = []
         for grammar, tokens in sampled:
             grammar.sampled, grammar.is_taken, grammar.next_mask = tokens, False, None
@@ -213,13 +213,13 @@ class Workers:
         return draft
 
     def wait(self, is_done: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits until so much has been computed, or the time is up."""
+        """Waits until so many are computed, or the time is up."""
         if not is_done():
             with self._changed:
                 self._changed.wait_for(is_done, timeout)
 
     def put_off(self, grammars: Iterable[TokenGrammar], is_done: Callable[[TokenGrammar], bool]) -> set[TokenGrammar]:
-        """Has those that are not done sit out until their masks are there, and returns them."""
+        """Makes unfinished rows sit out until their masks are ready, and returns them."""
         with self._changed:
             late = {grammar for grammar in grammars if not is_done(grammar)}
             for grammar in late:
@@ -227,7 +227,7 @@ class Workers:
         return late
 
     def close(self) -> None:
-        """Ends the threads once they have done what they were given."""
+        """Ends the threads when their queues are empty."""
         for lane in self._lanes:
             lane.put(None)
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
@@ -258,7 +258,7 @@ class Workers:
         self._deliver(grammar, mask)
 
     def _go_ahead(self, compiled: CompiledGrammar, matcher: LLMatcher, draft: Draft) -> None:
-        """If that fails, the row gets one token, and the sequence itself will meet the problem."""
+        """If that fails, the row gets one token, and the sequence fails when it gets there."""
         begin = time.thread_time()
         try:
             draft.masks = compiled.compute_masks(matcher, draft.guess)

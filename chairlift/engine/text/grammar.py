@@ -53,7 +53,7 @@ class GrammarCompiler:
             logger.warning("grammars are compiled without a process of their own, because this system has no fork")
 
     def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[CompiledGrammar]":
-        """What others may be compiling, or have compiled. Its exception may be `InvalidGrammar` or `GrammarsBusy`.
+        """Compiles it, if nobody has yet. The future's exception may be `InvalidGrammar` or `GrammarsBusy`.
 
         `thinking`: the grammar begins behind the thoughts, in which every token but an end token is free.
 
@@ -144,7 +144,7 @@ def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[i
 
 
 def _as_json(outputs: StructuredOutputs, thinking: Thinking | None = None) -> str:
-    """What tells it from others, and all that is needed to compile it."""
+    """Its key, and all that is needed to compile it."""
     fields = {name: getattr(outputs, name) for name in ("json", "regex", "choice", "grammar")}
     fields["thinking"] = None if thinking is None else asdict(thinking)
     try:
@@ -154,7 +154,7 @@ def _as_json(outputs: StructuredOutputs, thinking: Thinking | None = None) -> st
 
 
 def _end(threads: ThreadPoolExecutor, rehearsal: Rehearsal, workers: list[Workers]) -> None:
-    """Not a method: it is called when the compiler is garbage."""
+    """Not a method, since a finalizer calls it."""
     threads.shutdown(wait=False)
     rehearsal.close()
     for each in workers:

@@ -35,7 +35,7 @@ class _Turn:
     begin: float | None = None  # None: it waits
 
 
-class Workers:
+class CallThreads:
     """Threads for the calls of many clients, who take turns. Used from one event loop.
 
     One thread at least is left for others than the client who has the most. A call whose client left before its turn is

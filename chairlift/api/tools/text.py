@@ -48,7 +48,7 @@ class CallPiece:
 Piece = ContentPiece | ReasoningPiece | CallPiece
 
 
-class Pieces:
+class PieceBuffer:
     """What readers have found since it was last emptied."""
 
     def __init__(self, max_calls: int | None) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import transformers
 from machine import parser_of, print_report
-from on_gpu.parts import PARTS, Setup
+from on_gpu.measurements import PARTS, Setup
 from on_gpu.report import make_lines, table
 from on_gpu.scale import SCALES, model_shape
 

@@ -81,8 +81,8 @@ class EngineConfig(BaseModel):
     chat_template: str | None = Field(None, description="file with a Jinja chat template; unset: the model's own")
     generation_config: GenerationDefaults = Field(
         GenerationDefaults.AUTO,
-        description="auto: what a request leaves open (temperature, top_p, max_tokens, ...) is as the checkpoint's"
-        " generation_config.json has it; none: temperature 1, no filters",
+        description="auto: parameters that a request does not set (temperature, top_p, max_tokens, ...) are those of"
+        " the checkpoint's generation_config.json; none: temperature 1, no filters",
     )
     load_format: LoadFormat = Field(
         LoadFormat.SAFETENSORS,
@@ -126,10 +126,10 @@ class EngineConfig(BaseModel):
     )
     max_steps_per_launch: Count | Auto = Field(
         "auto",
-        description="decode steps that the device runs before the host looks again, while no request waits; auto: on a"
+        description="decode steps of one launch, while no request waits; auto: on a"
         " GPU as many as take 2 ms, up to 4; on a CPU 1",
     )
-    seed: int = Field(0, ge=0, description="seeds the sampling of requests that name no seed of their own")
+    seed: int = Field(0, ge=0, description="seed of the random draws for requests that set none")
     step_timeout: float = Field(
         120.0, gt=0.0, description="seconds that a step may take before the engine counts as dead"
     )
@@ -176,7 +176,7 @@ class EngineConfig(BaseModel):
         " unset: no request loses its slot",
     )
     preempt_levels: Count = Field(
-        1, description="levels of priority by which a request must be above the one whose slot it takes"
+        1, description="how many levels of priority higher a request must be than the one whose slot it takes"
     )
 
 

@@ -18,7 +18,7 @@ ChairliftError
 ├── EngineClosed                     the engine was closed, or is draining; nothing new is taken
 ├── RequestFailed                    this one request could not be computed; the others go on
 └── EngineDead                       a step failed or hung; the engine serves nothing any more
-    └── EngineHung                   a step did not come back within its limit
+    └── EngineHung                   a step took longer than its limit
 """
 
 import re

@@ -7,7 +7,7 @@ from comparison.ceiling import ModelShape, Rates, Workload, decode_step, prefill
 from machine import format_table
 from peers.engines import OURS
 
-from on_gpu.parts import Measurement
+from on_gpu.measurements import Measurement
 
 PREFILL_TARGET = 0.55  # of the matrix rate
 CONTEST_TARGET = 3.0  # times as fast as transformers

@@ -42,7 +42,8 @@ class ServerConfig(BaseModel):
         None, description="how the model writes tool calls; unset: as its chat template says"
     )
     reasoning_parser: ReasoningFamily | None = Field(
-        None, description="how the model marks its thoughts; left out: as its chat template does; none: not at all"
+        None,
+        description="how the model marks its thoughts; unset: as its chat template says; none: they stay in the answer",
     )
     keep_billing_line: bool = Field(
         False,
@@ -68,7 +69,7 @@ class ServerConfig(BaseModel):
     )
     share_prefixes: bool = Field(
         False,
-        description="let keys reuse each other's computed prompts; a key can then find out what others have sent",
+        description="let keys reuse each other's computed prompts; a key can then learn what others have sent",
     )
     allowed_origin: list[str] = Field(
         [],
@@ -88,7 +89,7 @@ class ServerConfig(BaseModel):
         description="seconds that a client may take: for a TLS handshake and the first headers, for the headers of each"
         " later request from its first byte, for a body, and to read what is sent to it",
     )
-    idle_timeout: Timeout = Field(75.0, description="seconds that a connection may be silent between two requests")
+    idle_timeout: Timeout = Field(75.0, description="seconds that a connection may be idle between two requests")
     drain_delay: Seconds = Field(
         0.0,
         description="seconds after SIGTERM in which /health says 503 while requests are still served, so that a router"
@@ -99,7 +100,7 @@ class ServerConfig(BaseModel):
     # What is counted and logged
     vllm_metrics: bool = Field(
         False,
-        description="show on /metrics what routers ask for under vLLM's names too: requests that run and wait, use of"
+        description="also show on /metrics, under vLLM's names, what routers read: requests that run and wait, use of"
         " the cache, its size, its hits",
     )
     log_format: LogFormat = Field(LogFormat.TEXT, description="text: lines for people; json: one object per record")

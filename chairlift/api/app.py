@@ -16,7 +16,7 @@ from chairlift.api import ServerConfig
 from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.http import meet_expectation
 from chairlift.api.http.access import Client, Cors, KeyLimits, KeyRing, gather_keys
-from chairlift.api.http.bodies import BodyReader, Workers
+from chairlift.api.http.bodies import BodyReader, CallThreads
 from chairlift.api.jobs import Job, JobMaker, Store, answer
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
 from chairlift.api.replies.responses import NOT_STORED, ResponseStore
@@ -50,8 +50,8 @@ _READERS = "readers of the reference"  # as one client of the workers
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
-    """What the servers of one engine have in common; there are several where it has API workers."""
+class SharedState:
+    """What the servers of one engine share; there are several where it has API workers."""
 
     keys: Mapping[str, KeyLimits]
     store: Store
@@ -60,7 +60,7 @@ class Common:
 
     @classmethod
     def alone(cls, llm: AsyncLLM, config: ServerConfig) -> Self:
-        """Of the only server. `ConfigurationError` if keys are wrong."""
+        """For a server without API workers. `ConfigurationError` if keys are wrong."""
 
         async def read_books(counts: Counts) -> tuple[EngineStats, Counts]:
             return llm.read_stats(), counts
@@ -75,23 +75,23 @@ class Api:
         self,
         llm: AsyncLLM,
         config: ServerConfig = ServerConfig(),  # noqa: B008 - frozen
-        common: Common | None = None,
+        shared: SharedState | None = None,
     ) -> None:
-        """`common` None: it is the only server. `ConfigurationError` if keys or origins are wrong."""
+        """`shared` None: it is the only server. `ConfigurationError` if keys or origins are wrong."""
         self._llm = llm
         self._model_name = config.served_model_name or llm.config.model
         root, max_len = llm.config.model, llm.config.max_seq_len
         self._card = ModelCard(id=self._model_name, created=int(time.time()), root=root, max_model_len=max_len)
-        self._common = common or Common.alone(llm, config)
-        self.keys = KeyRing(self._common.keys, config.share_prefixes, _OPEN_PATHS)
+        self._shared = shared or SharedState.alone(llm, config)
+        self.keys = KeyRing(self._shared.keys, config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
-        self._job_maker = JobMaker(llm, self._model_name, self._common.store, config)
+        self._job_maker = JobMaker(llm, self._model_name, self._shared.store, config)
         # What takes long never stands before what does not; and a reply that is there is not refused any more.
-        self._quick_workers = Workers(4, max_per_client=4096, max_waiting=16384)
-        self._slow_workers = Workers(2, max_per_client=256, max_waiting=1024)
-        self._reply_workers = Workers(1)
-        self._all_workers = self._quick_workers, self._slow_workers, self._reply_workers
+        self._quick_threads = CallThreads(4, max_per_client=4096, max_waiting=16384)
+        self._slow_threads = CallThreads(2, max_per_client=256, max_waiting=1024)
+        self._reply_threads = CallThreads(1)
+        self._all_threads = self._quick_threads, self._slow_threads, self._reply_threads
         self.counts = Counts()
         self._has_vllm_metrics = config.vllm_metrics
         self._turn = asyncio.Lock()  # of replies that take the loop milliseconds: one in a turn of it
@@ -103,7 +103,7 @@ class Api:
         app = web.Application(middlewares=[error_middleware, self.keys.middleware, self._count_active])
         app[ENDPOINTS] = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
         app.on_response_prepare.append(self._bodies.release)
-        app.cleanup_ctx.append(self._close_workers)
+        app.cleanup_ctx.append(self._close_threads)
         for route in ROUTES:
             if route.body is not None and route.chunk is not None:
                 handler: Handler = partial(self._generate, body_type=route.body)
@@ -122,7 +122,7 @@ class Api:
         return app
 
     def drain(self) -> None:
-        """Takes no more requests, and gives up on those that have not come whole."""
+        """Accepts no more requests, and drops those whose bodies are incomplete."""
         self.is_leaving = self.is_draining = True
         self._bodies.close()
 
@@ -148,7 +148,7 @@ class Api:
 
     async def stored_response(self, request: web.Request) -> web.Response:
         owner = self.keys.client_of(request).owner
-        stored = await asyncio.to_thread(self._common.store.find, owner, request.match_info["id"])
+        stored = await asyncio.to_thread(self._shared.store.find, owner, request.match_info["id"])
         if stored is None:
             raise web.HTTPNotFound(text=NOT_STORED)
         return web.Response(body=stored.reply, content_type="application/json")
@@ -156,7 +156,7 @@ class Api:
     async def delete_response(self, request: web.Request) -> web.Response:
         response_id = request.match_info["id"]
         owner = self.keys.client_of(request).owner
-        if not await asyncio.to_thread(self._common.store.delete, owner, response_id):
+        if not await asyncio.to_thread(self._shared.store.delete, owner, response_id):
             raise web.HTTPNotFound(text=NOT_STORED)
         return _json(DeletedResponse(id=response_id))
 
@@ -174,19 +174,19 @@ class Api:
         if self.is_leaving:
             raise EngineClosed("the server is shutting down")
         if not self._llm.is_healthy:
-            raise EngineClosed("the engine does not answer")
-        if any(workers.is_stuck for workers in self._all_workers):
-            raise EngineClosed("a request is being checked for too long; the server may have to be started again")
+            raise EngineClosed("the engine does not respond")
+        if any(workers.is_stuck for workers in self._all_threads):
+            raise EngineClosed("a request has been in checks for too long; restart the server if this lasts")
         return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
         metrics = await self.take_metrics()
         async with self._turn:
-            body, content_type = metrics.render(request.headers.get("Accept", ""), self._common.engine_pid)
+            body, content_type = metrics.render(request.headers.get("Accept", ""), self._shared.engine_pid)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def take_metrics(self) -> Metrics:
-        stats, counts = await self._common.read_books(self.counts)
+        stats, counts = await self._shared.read_books(self.counts)
         return Metrics(self._llm, self._model_name, stats, counts, self._has_vllm_metrics)
 
     async def version(self, _: web.Request) -> web.Response:
@@ -194,11 +194,11 @@ class Api:
 
     async def openapi(self, _: web.Request) -> web.Response:
         async with self._turn:
-            return await self._quick_workers.for_client(_READERS)(openapi_reply)
+            return await self._quick_threads.for_client(_READERS)(openapi_reply)
 
     async def docs(self, _: web.Request) -> web.Response:
         async with self._turn:
-            return await self._quick_workers.for_client(_READERS)(docs_page)
+            return await self._quick_threads.for_client(_READERS)(docs_page)
 
     async def _generate(self, request: web.Request, body_type: type[BaseModel]) -> web.StreamResponse:
         """Two coroutines, so that nothing keeps the body or what was read out of it while the request runs."""
@@ -206,12 +206,12 @@ class Api:
 
     async def _make_job(self, request: web.Request, body_type: type[BaseModel]) -> Job:
         client = self.keys.client_of(request)
-        draft, off_loop = await self._read(request, client, body_type, lambda body: self._job_maker.draft(body, client))
-        generations = await self._job_maker.prepare(draft, off_loop)
+        job, off_loop = await self._read(request, client, body_type, lambda body: self._job_maker.read(body, client))
+        generations = await self._job_maker.prepare(job, off_loop)
         observation = request[OBSERVATION]
-        observation.note_job(draft.reply.id, generations, is_streamed=draft.is_streamed)
-        off_loop = self._reply_workers.for_client(client.name)
-        return Job(generations, draft.reply, observation, off_loop, self._common.store.settled, draft.headers)
+        observation.note_job(job.reply.id, generations, is_streamed=job.is_streamed)
+        off_loop = self._reply_threads.for_client(client.name)
+        return Job(generations, job.reply, observation, off_loop, self._shared.store.settled, job.headers)
 
     async def _answer_at_once(
         self, request: web.Request, body_type: type[_Body], make_reply: Callable[[_Body], BaseModel]
@@ -224,9 +224,9 @@ class Api:
     async def _read(
         self, request: web.Request, client: Client, body_type: type[_Body], make: Callable[[_Body], _Made]
     ) -> tuple[_Made, OffLoop]:
-        """What is made of the checked body, in a worker's thread; and where to do more of that kind."""
+        """The job of the checked body, made in a worker's thread; and where to run more such work."""
         raw = await self._bodies.read(request, client.name)
-        off_loop = (self._slow_workers if raw.is_large else self._quick_workers).for_client(client.name)
+        off_loop = (self._slow_threads if raw.is_large else self._quick_threads).for_client(client.name)
 
         def parse() -> _Made:
             body = raw.parse(body_type)
@@ -236,7 +236,7 @@ class Api:
         return await off_loop(parse), off_loop
 
     def _check_model(self, name: str | None) -> None:
-        """A request that names no model means the one there is."""
+        """`ModelNotFound` for another model's name. Without a name the served model is meant."""
         if name not in (None, self._model_name):
             raise ModelNotFound(f"there is no model {name!r} here, only {self._model_name!r}", "model")
 
@@ -256,9 +256,9 @@ class Api:
             self.num_active -= 1
             await self._bodies.release(request)
 
-    async def _close_workers(self, _: web.Application) -> AsyncIterator[None]:
+    async def _close_threads(self, _: web.Application) -> AsyncIterator[None]:
         yield
-        for workers in self._all_workers:
+        for workers in self._all_threads:
             workers.close()
 
 

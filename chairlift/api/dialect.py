@@ -67,7 +67,7 @@ class Dialect:
             return _structure_of(forced_calls_grammar(family, functions, is_parallel, self._call_tokens()), functions)
         if wanted is not None and wanted.schema is None:
             raise InvalidRequest(
-                f'with tools, {wanted.field} can only ask for JSON; or say tool_choice "none"', wanted.field
+                f'with tools, {wanted.field} can only ask for JSON; or set tool_choice to "none"', wanted.field
             )
         if wanted is None and not any(function.strict for function in functions):
             return None
@@ -78,7 +78,7 @@ class Dialect:
     def check_effort(self, body: Conversation) -> None:
         """InvalidRequest for thoughts of a model that has none, and for none of a model that always thinks."""
         if self._marks is None and body.effort not in (None, "none"):
-            what = 'only "none" is supported: this model does not think apart from its answer'
+            what = 'only "none" is supported: this model does not write its thoughts apart from its answer'
         elif self._marks is not None and body.effort == "none" and not self._can_refrain:
             what = '"none" is not supported: this model\'s chat template cannot keep it from thinking'
         else:
@@ -145,10 +145,10 @@ def _thought_marks(tokenizer: Tokenizer, wanted: ReasoningFamily | None) -> _Tho
     begin_id, end_id = map(tokenizer.backend.token_to_id, (begin, end))
     if begin_id is not None and end_id is not None:
         return _ThoughtMarks(begin, end, begin_id, end_id)
-    problem = f"{begin} and {end} are no tokens of this model's tokenizer"
+    problem = f"{begin} and {end} are not tokens of this model's tokenizer"
     if wanted is not None:
         raise ConfigurationError(f"reasoning_parser {wanted} cannot be used: {problem}; set none, or leave it out")
-    logger.warning("thoughts are not told apart from answers: %s, though the chat template has them", problem)
+    logger.warning("thoughts stay in the answers: %s, though the chat template has them", problem)
     return None
 
 

@@ -72,7 +72,7 @@ class ErrorReply:
     retry_after_s: int = _RETRY_AFTER_S  # of a 429 or 503
 
     def body(self, request: web.BaseRequest | None = None) -> str:
-        """As the clients of the request's path expect it."""
+        """The body in the format of the path: OpenAI's or Anthropic's."""
         body: BaseModel = ErrorBody(error=self.detail)
         if request is not None and is_anthropics(request):
             body = AnthropicErrorBody.of(self.status, self.detail, request_id_of(request))
@@ -122,7 +122,7 @@ def _detail(status: int, message: str, param: str | None = None, code: str | Non
 
 
 def _shorten(text: str, max_bytes: int) -> str:
-    """As much of its beginning as JSON writes in so many bytes."""
+    """Its longest beginning that JSON writes in so many bytes."""
     shorter = text[:max_bytes]
     while len(json.dumps(shorter)) > max_bytes + 2:
         shorter = shorter[: len(shorter) * 3 // 4]

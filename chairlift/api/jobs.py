@@ -41,7 +41,7 @@ _MAX_TYPES_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class UncheckedJob:
     """What a body asks for, while its prompts are not checked yet."""
 
     prompts: list[Prompt]
@@ -76,7 +76,7 @@ class Store(Protocol):
 
 
 class JobMaker:
-    """Makes drafts of bodies, in a worker's thread, and generations of drafts, on the event loop."""
+    """Reads bodies, in a worker's thread, and makes generations of what they ask for, on the event loop."""
 
     def __init__(self, llm: AsyncLLM, model_name: str, store: Store, config: ServerConfig) -> None:
         """ConfigurationError if the model does not have the marks that are configured."""
@@ -88,35 +88,35 @@ class JobMaker:
         served = f"{chairlift.__version__} {model_name} {llm.config}"
         self._fingerprint = f"fp_{hashlib.sha256(served.encode()).hexdigest()[:10]}"
 
-    def draft(self, body: object, client: Client) -> Draft:
+    def read(self, body: object, client: Client) -> UncheckedJob:
         """Raises `InvalidRequest` or `pydantic.ValidationError` if the body asks for something that is not offered."""
         if isinstance(body, CompletionRequest):
-            return self._draft_completion(body, client)
+            return self._read_completion(body, client)
         assert isinstance(body, Conversation), "what the table of endpoints has"
-        return self._draft_conversation(body, client)
+        return self._read_conversation(body, client)
 
     def count_tokens(self, body: CountTokensRequest) -> TokenCount:
         """Counts the tokens of the prompt that the same body would have as a request for an answer."""
         return TokenCount(input_tokens=len(self._encode(body, body.chat_options())))
 
-    async def prepare(self, draft: Draft, off_loop: OffLoop) -> list[Generation]:
+    async def prepare(self, job: UncheckedJob, off_loop: OffLoop) -> list[Generation]:
         """One generation per prompt, checked and tokenized. Complaints name the fields that the client wrote."""
-        params, structure = draft.params, draft.structure
-        self._check_number(len(draft.prompts), params.n, draft.prompt_field)
+        params, structure = job.params, job.structure
+        self._check_number(len(job.prompts), params.n, job.prompt_field)
         if structure is not None:
             params = params.model_copy(update={"structured_outputs": structure.outputs})
         generations: list[Generation] = []
-        for index, prompt in enumerate(draft.prompts):
-            request_id = f"{draft.reply.id}-{index}"
+        for index, prompt in enumerate(job.prompts):
+            request_id = f"{job.reply.id}-{index}"
             try:
-                with own_field_names(draft.field_names):
+                with own_field_names(job.field_names):
                     generation = await self._llm.prepare(
-                        prompt, params, request_id, draft.prompt_field, draft.options, draft.text_options, off_loop
+                        prompt, params, request_id, job.prompt_field, job.options, job.text_options, off_loop
                     )
             except InvalidGrammar as error:
                 assert structure is not None, "nothing else asks for a grammar"
                 raise structure.refusal(error) from error
-            generations.append(generation if draft.keeps_text else replace(generation, prompt=None))
+            generations.append(generation if job.keeps_text else replace(generation, prompt=None))
         return generations
 
     def _check_number(self, num_prompts: int, num_choices: int, field: str) -> None:
@@ -128,8 +128,8 @@ class JobMaker:
                 field,
             )
 
-    def _draft_completion(self, body: CompletionRequest, client: Client) -> Draft:
-        return Draft(
+    def _read_completion(self, body: CompletionRequest, client: Client) -> UncheckedJob:
+        return UncheckedJob(
             prompts=list(body.prompts()),
             params=body.params(self._llm.inputs.default_params),
             options=client.options_of(body),
@@ -140,7 +140,7 @@ class JobMaker:
             keeps_text=bool(body.echo),
         )
 
-    def _draft_conversation(self, body: Conversation, client: Client) -> Draft:
+    def _read_conversation(self, body: Conversation, client: Client) -> UncheckedJob:
         if isinstance(body, ResponsesRequest):
             body = self._with_earlier_messages(body, client)
         inputs = self._llm.inputs
@@ -158,7 +158,7 @@ class JobMaker:
             room = max(1, inputs.max_seq_len - len(token_ids))
             params = params.model_copy(update={"max_tokens": min(body.max_tokens, room)})
         reading = self._dialect.reading(body, functions, token_ids, chat_options.continue_final_message)
-        return Draft(
+        return UncheckedJob(
             prompts=[token_ids],
             params=params,
             options=options,

@@ -326,9 +326,7 @@ class SnapshotFeed:
         Raises `HTTPServiceUnavailable` if too many watch already, or what the engine says if there is no snapshot.
         """
         if self.num_watchers >= self._max_watchers:
-            message = (
-                f"{self.num_watchers} pages watch this server already, and no more may; close one, or try again later"
-            )
+            message = f"{self.num_watchers} pages watch this server already, the limit; close one, or try again later"
             raise web.HTTPServiceUnavailable(text=message)
         self.num_watchers += 1
         sent: str | None = None

@@ -32,9 +32,10 @@ class TokenizeRequest(Rendering):
     prompt: str | None = None
     messages: list[AnyMessage] | None = None  # type: ignore[assignment]  # may be left out here
     add_special_tokens: StrictBool | None = Field(
-        None, description="of a text, true if left out; in a conversation the chat template writes them"
+        None,
+        description="add special tokens to a text (default: true); the chat template writes those of a conversation",
     )
-    return_token_strs: StrictBool | None = Field(None, description="tell each token's entry in the vocabulary as well")
+    return_token_strs: StrictBool | None = Field(None, description="also return each token's entry in the vocabulary")
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -143,11 +144,11 @@ class Route:
 
 _CHAT = "Answer a conversation"
 _RESPONSES = "Answer a conversation, in items and named events"
-_MESSAGES = "Answer a conversation, as Anthropic's clients have it"
-_COUNT = "How many tokens the prompt of such a conversation has"
+_MESSAGES = "Answer a conversation, in the format of Anthropic's clients"
+_COUNT = "Count the tokens of such a conversation's prompt"
 _TOKENIZE = "Token ids of a text or of a conversation"
 _INFO = "Special tokens and chat template of the tokenizer"
-_RESET = "Forget what earlier prompts left, so that a benchmark starts afresh; no body"
+_RESET = "Empty the prefix cache, so that a benchmark starts cold; no body"
 _CHAT_SHAPES = (ChatCompletion, ChatCompletionRequest, ChatCompletionChunk)
 _RESPONSES_SHAPES = (ResponseObject, ResponsesRequest, ResponsesEvent)
 _COUNT_SHAPES = (TokenCount, CountTokensRequest, None, AnthropicErrorBody)
@@ -161,7 +162,7 @@ ROUTES = (
     Route("POST", MESSAGES_PATH, "messages", _MESSAGES, *_MESSAGES_SHAPES),
     Route("POST", f"{MESSAGES_PATH}/count_tokens", "count_tokens", _COUNT, *_COUNT_SHAPES),
     Route("POST", "/v1/completions", "completions", "Continue texts", Completion, CompletionRequest, Completion),
-    Route("GET", "/v1/models", "models", "The models that are served: one", ModelList),
+    Route("GET", "/v1/models", "models", "The served models: always one", ModelList),
     Route("GET", "/v1/models/{model}", "model", "One model", ModelCard),
     Route("POST", "/tokenize", "tokenize", _TOKENIZE, TokenizeReply, TokenizeRequest),
     Route("POST", "/detokenize", "detokenize", "The text of token ids", DetokenizeReply, DetokenizeRequest),

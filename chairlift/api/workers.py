@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, NoReturn, Self
 
 from chairlift.api import ServerConfig
-from chairlift.api.app import Api, Common
+from chairlift.api.app import Api, SharedState
 from chairlift.api.http.access import KeyLimits, gather_keys
 from chairlift.api.http.listening import Listener
 from chairlift.api.replies.responses import ResponseStore, StoredResponse
@@ -371,7 +371,7 @@ async def _serve(parent: socket.socket, welcome: Welcome) -> int:
             return link.stats, counts
         return link.stats, own
 
-    api = Api(llm, welcome.config, Common(welcome.keys, _Store(link), read_books, welcome.engine_pid))
+    api = Api(llm, welcome.config, SharedState(welcome.keys, _Store(link), read_books, welcome.engine_pid))
     link.offer("counts", lambda: api.counts)
     with Listener(welcome.config, is_shared=True) as listener:
         code = await serve_api(api, llm, welcome.config, listener, signals.catch, partial(link.ask, "ready"))

@@ -104,7 +104,7 @@ class MappedMemory:
             self._bytes[last_page:end].zero_()
 
     def _call(self, name: str, offset: int, size: int, last: object) -> None:
-        """Of libc's, about a range. `mmap.madvise` would keep other threads waiting while pages are given back."""
+        """Calls a function of libc on a range. `mmap.madvise` would hold the interpreter's lock meanwhile."""
         address = ctypes.c_void_p(self._bytes.data_ptr() + offset)
         if self._libc[name](address, ctypes.c_size_t(size), last):
             number = ctypes.get_errno()

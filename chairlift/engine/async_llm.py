@@ -181,7 +181,7 @@ class AsyncLLM:
                 yield output.copy()
 
     async def run_all(self, generations: Sequence[Generation], *, wants_steps: bool = True) -> AsyncGenerator[Numbered]:
-        """Runs what `prepare` made, side by side: all of them are taken, or none (`QueueFull`).
+        """Runs several generations that `prepare` made at once: all are queued, or none (`QueueFull`).
 
         Each has one output, which goes on to grow. `wants_steps`: news of every step, not only when a generation begins
         and ends. Leaving the iterator early, or an error in one of them, ends them all. Otherwise like `generate`.
@@ -276,11 +276,11 @@ class AsyncLLM:
         return self._engine
 
     async def _watch_over(self) -> None:
-        """So that nobody waits for an engine that does nothing any more."""
+        """Fails all readers of an engine that has died."""
         self._die(await self._engine.until_dead())
 
     def _take(self) -> None:
-        """On the event loop: brings readers all news that there are."""
+        """On the event loop: hands each reader its news."""
         begin = time.thread_time()
         if not (update := self._engine.take()):
             return
@@ -292,7 +292,7 @@ class AsyncLLM:
         asyncio.get_running_loop().call_soon(self._rest, begin)  # behind the readers, which run next
 
     def _rest(self, begin: float) -> None:
-        """For as long as the news took, so that under load they come several steps at a time, which costs less."""
+        """Sleeps as long as the news took: under load several steps then come at once, which costs less."""
         took = time.thread_time() - begin
         asyncio.get_running_loop().call_later(min(took, _MAX_REST_S), self._take)
 
@@ -330,6 +330,6 @@ def _resolve(answer: asyncio.Future[_Result], result: _Result) -> None:
 
 
 def call_if_open(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *args: Any) -> None:
-    """Has the loop call it soon. From any thread."""
+    """Schedules the call on the loop. From any thread."""
     with contextlib.suppress(RuntimeError):  # the loop was closed while a step was running
         loop.call_soon_threadsafe(callback, *args)

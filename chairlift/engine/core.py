@@ -64,7 +64,7 @@ class EngineCore:
         grouped = grouped_size(checkpoint) if config.load_format is LoadFormat.SAFETENSORS else None
         self.config = resolve(config, shape, count_parameters(shape), machine, find_obstacle, grouped)
         if self.config.fallback_reason is not None:
-            logger.warning("attention backend torch rather than cpu: %s", self.config.fallback_reason)
+            logger.warning("the attention backend is torch instead of cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)
         forward = load_forward(checkpoint, self.config)
         self.ranks.meet()  # from here on they compute together
@@ -135,13 +135,13 @@ class EngineCore:
 
     @on_every_rank
     def hold(self, request_ids: Sequence[str], is_held: bool) -> None:
-        """Has rows rest in their slots without getting tokens, or go on. Requests that have ended are left out."""
+        """Pauses rows in their slots, or resumes them. Requests that have ended are skipped."""
         for request in filter(None, map(self._scheduler.find, request_ids)):
             request.is_held = is_held
 
     @on_every_rank
     def reset_prefix_cache(self) -> None:
-        """Forgets all prompts and answers: later requests reuse nothing of those so far. Running ones go on."""
+        """Empties the prefix cache: later requests reuse nothing computed so far. Running ones go on."""
         self._scheduler.reset_prefix_cache()
         if self._speculation is not None:
             self._speculation.answers.forget()
@@ -149,7 +149,7 @@ class EngineCore:
 
     @on_every_rank
     def rest(self) -> bool:
-        """For when there has been no work for a while: gives memory back that nobody uses, and records a graph.
+        """To be called after some time without work: gives unused memory back, and records a graph.
 
         Frees some warm slots. True if there is more to do.
         """
@@ -159,7 +159,7 @@ class EngineCore:
             self._scheduler.placement.rest()
             self.cache.settle()
             self._journal.look_around()
-        # Of several ranks one might have no memory for a graph, and the others would wait for it.
+        # One of several ranks might lack memory for a graph, and the others would wait for it.
         return self.config.tensor_parallel_size == 1 and self._runner.record_missing()
 
     @on_every_rank
@@ -227,11 +227,11 @@ class EngineCore:
         return graphs
 
     def take_snapshot(self) -> Snapshot:
-        """What can be seen from outside, between two steps."""
+        """The state that observers see, between two steps."""
         return self._journal.take_snapshot(self.config.num_slots, self.config.slot_len)
 
     def read_stats(self) -> EngineStats:
-        """What the engine has done so far. From any thread, and of a dead engine as well."""
+        """The engine's counts so far. From any thread, also when the engine is dead."""
         return self._journal.read_stats()
 
     def check(self) -> None:

@@ -160,7 +160,7 @@ class LLM:
 
 
 def _rest(of: "ref[LLM]") -> None:
-    """In a thread of its own, which does not keep the `LLM` alive."""
+    """Runs in its own thread, which does not keep the `LLM` alive."""
     llm = of()
     if llm is not None:
         with llm._turn:

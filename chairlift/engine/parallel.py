@@ -88,11 +88,11 @@ class Ranks:
         return checkpoint, machine
 
     def least(self, own: int) -> int:
-        """Of all ranks, while the engine is made. EngineDead if one is lost."""
+        """The least of all ranks' numbers, while the engine is made. EngineDead if a rank is lost."""
         return own
 
     def meet(self) -> None:
-        """Returns when all ranks have come so far; as `least`."""
+        """Waits until all ranks have arrived here; errors as in `least`."""
         self.least(0)
 
     def clock(self) -> float:
@@ -100,21 +100,21 @@ class Ranks:
         return time.perf_counter()
 
     def agree(self, own: _T) -> _T:
-        """What rank 0 has of this."""
+        """Rank 0's value of this."""
         return own
 
     def share(self, request: Request) -> Request:
-        """As it can be worked on by all ranks."""
+        """The request in a form that all ranks can run."""
         return request
 
     def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """That method of the engine is called. EngineDead if it is a step, and a rank is lost."""
+        """That method of the engine is about to be called. EngineDead if it is a step and a rank is lost."""
 
     def give_up(self, error: BaseException) -> None:
         """A call failed in the middle, so that the ranks differ. EngineDead if one was lost."""
 
     def close(self) -> None:
-        """Nothing more will be asked of the engine."""
+        """The engine is closed."""
 
 
 class _Divided(Ranks):
@@ -135,11 +135,11 @@ class _Divided(Ranks):
         return CheckpointPart.of(checkpoint, group), machine
 
     def clock(self) -> float:
-        """`time.perf_counter()` of rank 0 when it last said something."""
+        """`time.perf_counter()` of rank 0 in its last message."""
         return self._now
 
     def share(self, request: Request) -> Request:
-        """With a grammar that goes on everywhere as rank 0's does."""
+        """The request with a grammar that follows rank 0's on every rank."""
         if request.new_grammar is None:
             return request
         return replace(request, new_grammar=functools.partial(_SharedGrammar, self, request.new_grammar))
@@ -161,7 +161,7 @@ class Follower(_Divided):
         return agreed
 
     def receive(self) -> Any:
-        """What rank 0 says next."""
+        """Rank 0's next message."""
         self._now, message = pickle.loads(self._link.recv_bytes())
         return message
 
@@ -213,7 +213,7 @@ class Leader(_Divided):
 
 
 class _SharedGrammar:
-    """A sequence's grammar, which rank 0 has; the others are told what comes of it. See `scheduler.Grammar`."""
+    """A sequence's grammar. Rank 0 has the real one and sends its answers to the others. See `scheduler.Grammar`."""
 
     def __init__(self, ranks: Ranks, new: Callable[[], Grammar | None]) -> None:
         self._ranks = ranks
@@ -230,7 +230,7 @@ class _SharedGrammar:
         return self._ranks.agree(self._attempt(lambda: self.own is not None and self.own.advance(token_id)))
 
     def _attempt(self, act: Callable[[], _T]) -> _T:
-        """What comes of it here. If it fails on rank 0, all raise."""
+        """Rank 0's answer. If it fails there, all ranks raise."""
         result, problem = None, None
         try:
             result = act()
@@ -242,7 +242,7 @@ class _SharedGrammar:
 
 
 def _without_grammar(argument: object) -> object:
-    """As other ranks get it: what makes a grammar makes None there."""
+    """The request as other ranks get it: without what makes the grammar."""
     if isinstance(argument, Request) and argument.new_grammar is not None:
         return replace(argument, new_grammar=cast("Any", NoneType))
     return argument
@@ -280,7 +280,7 @@ class _Others:
         return answers
 
     def tell(self, message: object) -> None:
-        """Sends it to all; in vain if one is lost, which will be noticed."""
+        """Sends it to all. A lost rank is noticed elsewhere."""
         if not self.is_over.is_set():
             pickled = pickle.dumps(message)
             with suppress(OSError):
@@ -300,7 +300,7 @@ class _Others:
             self.group.abort()
 
     def end(self) -> None:
-        """Has them end, and waits for that."""
+        """Asks them to end, and waits."""
         self._is_ending = True
         self.tell((0.0, None))
         deadline = time.monotonic() + _END_S

@@ -69,14 +69,14 @@ class _NumberedAdd:
 
 @dataclass(frozen=True, slots=True)
 class _Release:
-    """The worker needs that grammar no more."""
+    """The worker no longer needs that grammar."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class EnginesGrammar:
-    """A worker's word for a compiled grammar, as a request's `new_grammar`."""
+    """Stands for a compiled grammar in a worker, as a request's `new_grammar`."""
 
     number: int
 
@@ -130,7 +130,7 @@ class PackedUpdate:
 
 
 def _is_plain(event: TokenEvent) -> bool:
-    """Whether it says no more than tokens: neither a sequence's beginning nor its end."""
+    """Whether it holds tokens only: neither a sequence's beginning nor its end."""
     if event.times is not None or event.finish_reason is not None or not event.new_token_ids:
         return False
     return event.token_seconds is not None and not (event.logprobs or event.prompt_logprobs or event.num_drafted)

@@ -221,14 +221,14 @@ class LocalEngine:
             progress = self.progress
             num_looks = num_looks + 1 if progress is not None and progress == seen else 0
             seen = progress
-        return EngineHung(f"a step did not come back within {limit:g} s")
+        return EngineHung(f"a step took longer than {limit:g} s")
 
     async def close(self, *, waits: bool = True) -> None:
         if self._thread is not None:
             self.send(Stop())
             await asyncio.to_thread(self._thread.join, _JOIN_TIMEOUT_S if waits else 0.0)
             if self._thread.is_alive():
-                logger.error("the engine thread did not stop; it is left behind")
+                logger.error("the engine thread did not stop in time; it runs until the process ends")
             else:
                 self._thread = self.port = None
                 self._ports.clear()  # and with them the way to the readers: the memory is free at once

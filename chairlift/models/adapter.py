@@ -66,7 +66,7 @@ def _record(
     if unknown := [name for name, given in others.items() if given is not None]:
         raise CheckpointError(f"its attention takes {unknown[0]}, which is not supported")
     if value.shape != key.shape or key.shape[-1] != query.shape[-1]:
-        raise CheckpointError("its queries, keys and values differ in size, which the cache has no room for")
+        raise CheckpointError("its queries, keys and values differ in size, which the cache does not support")
     heads = {
         "num_heads": query.shape[1],
         "num_kv_heads": key.shape[1],
@@ -224,4 +224,4 @@ class AdaptedDecoder(nn.Module):
         twice = torch.ones(2, dtype=torch.int64, device=self.device)
         first, second = self(twice, twice, lambda _, query, key, value: query)  # noqa: ARG005
         if not torch.allclose(first, second, rtol=1e-2, atol=1e-2):
-            raise CheckpointError("the model counts positions itself, and cannot be told those of a batch")
+            raise CheckpointError("the model computes positions itself, so those of a batch cannot be given to it")

@@ -74,7 +74,7 @@ class CheckpointPart(Checkpoint):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, group: Group) -> "CheckpointPart":
-        """Of a checkpoint for which there is no obstacle."""
+        """To be called if the model can be divided (`find_obstacle`)."""
         whole, size = checkpoint.config, group.size
         assert isinstance(whole, ModelConfig), "other decoders are not divided"
         part = replace(

@@ -58,7 +58,7 @@ class Rates:
         self._shares: list[float] = list(_FIRST_RATES if like is None else like._shares)
 
     def follow(self, ended: "Rates") -> None:
-        """A row has ended, and these are its rates: what to expect of the next one."""
+        """Records the rates of a row that has ended, as an estimate for the next one."""
         towards = zip(self._shares, ended._shares, _FIRST_RATES, strict=True)
         mixed = ((share + _NEWEST_ANSWER * (newest - share), first) for share, newest, first in towards)
         self._shares = [share + _HOPE * (first - share) for share, first in mixed]
@@ -68,7 +68,7 @@ class Rates:
         return self._shares[bisect_right(_MATCHES, guess.num_matched)]
 
     def note(self, guess: Guess, num_accepted: int) -> None:
-        """So many of its tokens were right. What came after the first wrong one shows nothing."""
+        """So many of its tokens were right; those after the first wrong one are not counted."""
         kind = bisect_right(_MATCHES, guess.num_matched)
         num_tried = min(num_accepted + 1, len(guess.tokens))
         weight = 1 - (1 - _NEWEST_TOKEN) ** num_tried
@@ -122,9 +122,9 @@ class _Client:
 
 
 class Answers:
-    """What clients were answered lately, each client's apart: who asks alike is often answered alike.
+    """Recent answers, by client: similar questions often have similar answers.
 
-    Nobody's guesses come from another's answers, so that neither their time nor their number tells of them.
+    Guesses never come from another client's answers, so that timing and counts reveal nothing of these.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Answers:
         self._num_tokens = 0
 
     def of(self, client: Hashable) -> Sequence[Text]:
-        """Where to look for that client's next one."""
+        """That client's earlier answers, to search for its next one."""
         known = self._clients.get(client)
         return () if known is None else known.texts
 

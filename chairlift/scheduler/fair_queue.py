@@ -31,7 +31,7 @@ _Member = TypeVar("_Member")
 
 
 class LazyHeap(Generic[_Member]):
-    """Finds the member with the lowest key, where a key only ever grows, or becomes None when its member has left.
+    """Finds the member with the lowest key, where a key only grows, or becomes None when its member has left.
 
     An entry whose key is out of date comes up too early, and is corrected then.
     """
@@ -165,7 +165,7 @@ class FairQueue:
 
 
 class _Turn(NamedTuple):
-    """When a request is served within its level: the earlier, the smaller."""
+    """A request's order within its level: the smaller, the earlier."""
 
     counter: float
     place: float  # of the tenant: breaks ties: the tenant that came first
@@ -223,7 +223,7 @@ class _Level:
 
     @property
     def urgency(self) -> float:
-        """The lower, the sooner."""
+        """The level's order: the lower, the earlier."""
         return AGEING_S * self._priority + self._since
 
     def next_tenant(self) -> _Tenant:

@@ -156,7 +156,7 @@ class Placement:
         self._owners.clear()
 
     def forget_prefixes(self) -> None:
-        """Makes what slots hold now unfindable, for new requests and for those that wait for a leader.
+        """Removes everything from the index, for new requests and for those that wait for a leader.
 
         Owners keep their slots, which will not be warm, since the index does not know them.
         """
@@ -165,7 +165,7 @@ class Placement:
             self._slots.shrink_warm(slot, 0)
 
     def rest(self) -> None:
-        """Without work for a while: gives memory back, but for a small share that the last prompts keep."""
+        """After some time without work: gives memory back, except for a small share that the last prompts keep."""
         use = self._slots.budget.use
         num_kept = min(int(_KEPT_AT_REST * use.num_tokens), _MAX_KEPT_AT_REST)
         self._shrink_warm(use.num_warm - num_kept, None)

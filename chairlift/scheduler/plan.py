@@ -25,7 +25,7 @@ class RowPlan:
     guess: Guess = NO_GUESS
 
     def take(self, result: "RowResult", num_expected: int, placement: Placement) -> list[int]:
-        """Books the tokens that it got, and takes back what was computed in vain. Returns those that count."""
+        """Records the tokens that it got, and rewinds what a wrong guess computed. Returns the tokens that count."""
         if result.is_late:
             placement.step_back(self.request, num_expected)
             return []
@@ -51,7 +51,7 @@ class StepPlan:
 
 
 def share_of(num_tokens: int) -> int:
-    """What one prompt may have of a step's tokens though others are more urgent or shorter: so that none starves."""
+    """The part of a step's tokens that one prompt may have before more urgent or shorter ones: none starves."""
     return -(-num_tokens // 4)
 
 

@@ -262,7 +262,7 @@ class RequestState(_Progress):
 
     @property
     def may_allow_nothing(self) -> bool:
-        """Whether it may fail by what it asks for, though all numbers are sound."""
+        """Whether its own constraints may leave no token, though all logits are numbers."""
         return self.grammar is not None or self.token_filter is not None
 
     def accept(self, sampled: list[int], error: str | None = None, stop_reason: str | None = None) -> list[int]:

@@ -27,7 +27,7 @@ from tests.engine.support import make_tiny_checkpoint
 from tests.support.server_process import running
 
 LONG: dict[str, Any] = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
-HUNG = "a step did not come back within 0.3 s"
+HUNG = "a step took longer than 0.3 s"
 
 
 async def read_stream(client: AsyncOpenAI, **body: Any) -> None:

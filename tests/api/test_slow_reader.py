@@ -308,7 +308,7 @@ async def test_leaving_while_the_mask_of_a_grammar_is_computed(stream: bool) -> 
         constrained = {**LEAVING, "prompt": "Tim", "guided_regex": "[a-z ]{100,200}"}
         await text_of(server, {**constrained, "max_tokens": 1})
         assert isinstance(server.llm.inputs.grammars, GrammarCompiler)
-        (workers,) = server.llm.inputs.grammars._workers
+        (workers,) = server.llm.inputs.grammars._mask_threads
         with recorded(server.llm) as launches, held(workers, "_compute") as gate:
             leaving = await post(server, {**constrained, "stream": stream})
             await gate.entered()

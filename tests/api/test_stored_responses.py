@@ -34,7 +34,7 @@ async def test_nothing_is_stored_unasked(server: Server, fields: dict[str, Any])
         reply = await client.responses.create(model="bundled", input=QUESTION, **fields)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(reply.id)
-        with pytest.raises(openai.BadRequestError, match="previous_response_id: there is no such response") as caught:
+        with pytest.raises(openai.BadRequestError, match="previous_response_id: there is no such stored") as caught:
             await client.responses.create(model="bundled", input="And?", previous_response_id=reply.id)
     assert caught.value.param == "previous_response_id"
 

@@ -10,7 +10,7 @@ import gpu
 import pytest
 import torch
 from on_gpu.device import Idle, measure_idle
-from on_gpu.parts import PARTS, Measurement, Setup
+from on_gpu.measurements import PARTS, Measurement, Setup
 from on_gpu.report import Line, make_lines, table
 from on_gpu.scale import SCALES, hugging_face_config, model_shape
 

@@ -16,7 +16,7 @@ from chairlift.models.cpu import CpuDecoder, load_library
 from tests.support.kernels import needs_kernels
 
 SMALL: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_batch_size": 4, "max_seq_len": 192}
-SLOWER = "attention backend torch rather than cpu: "
+SLOWER = "the attention backend is torch instead of cpu: "
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 QUESTIONS = {
     "What is 17 + 25?": "42",

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from chairlift.engine.async_llm import AsyncLLM
 from chairlift.engine.core import EngineCore
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
-from chairlift.engine.sampling.masks import Workers
+from chairlift.engine.sampling.masks import MaskThreads
 from chairlift.engine.sampling.token_rules import TokenRules
 from chairlift.params import StructuredOutputs
 from chairlift.scheduler import Request, RequestState
@@ -23,7 +23,7 @@ from tests.engine.support import GREEDY
 CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType, torch.dtype, torch.device)
 IMMUTABLE = (str, bytes, int, float, complex, bool, type(None), range, Enum, *CODE)
 # Made once for many requests: their texts and tables stay as they are, and what they remember the loop never reads.
-COMPILED = (CompiledGrammar, Workers, TokenRules)
+COMPILED = (CompiledGrammar, MaskThreads, TokenRules)
 
 
 def reachable(roots: Iterable[object], walls: set[int]) -> dict[int, object]:

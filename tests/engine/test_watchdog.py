@@ -32,7 +32,7 @@ def engine_threads() -> list[str]:
 async def test_a_step_that_hangs_ends_what_runs_and_waits_and_nothing_new_is_taken(
     tiny: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = "a step did not come back within 0.3 s"
+    said = "a step took longer than 0.3 s"
     async with watched(tiny) as engine:
         with hold_back(engine) as gate:
             tasks = [asyncio.create_task(last(engine.generate("hi", LONG))) for _ in range(5)]
@@ -47,7 +47,10 @@ async def test_a_step_that_hangs_ends_what_runs_and_waits_and_nothing_new_is_tak
                 await last(engine.generate("hi", GREEDY))
             await asyncio.wait_for(engine.close(), 5.0)  # which does not wait for what hangs, nor 10 s for its thread
     errors = [record.getMessage() for record in caplog.records if record.levelno > logging.WARNING]
-    assert errors == [f"the engine is dead: {said}", "the engine thread did not stop; it is left behind"]
+    assert errors == [
+        f"the engine is dead: {said}",
+        "the engine thread did not stop in time; it runs until the process ends",
+    ]
 
 
 async def test_a_hung_step_that_comes_back_later_does_no_harm(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -60,7 +63,7 @@ async def test_a_hung_step_that_comes_back_later_does_no_harm(tiny: str, caplog:
                 caplog.clear()
                 gate.open()
                 await wait_until(lambda: not engine_threads(), "the thread sees that it shall stop")
-                with pytest.raises(EngineDead, match="did not come back"):
+                with pytest.raises(EngineDead, match="a step took longer than"):
                     await anext(outputs)
     assert caplog.records == []
     assert engine.num_unfinished == 0

@@ -133,7 +133,7 @@ def test_a_model_that_counts_positions_itself_is_refused(tmp_path: Path, monkeyp
         return forward(self, **given)
 
     monkeypatch.setattr(GPT2Model, "forward", count_alone)
-    with pytest.raises(CheckpointError, match="counts positions itself"):
+    with pytest.raises(CheckpointError, match="computes positions itself"):
         load_adapted(open_checkpoint(str(tmp_path)), DType.FLOAT32, "cpu")
 
 

@@ -200,7 +200,7 @@ async def meet_expectation(request: web.Request) -> None:
     """`Expect: 100-continue` is told to go on; every other expectation is a 417 with an error body."""
     expectation = request.headers.get("Expect", "")
     if expectation.lower() != "100-continue":
-        reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} cannot be met"))
+        reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} is not supported; leave it out"))
         raise web.HTTPExpectationFailed(text=reply.body(request), content_type="application/json")
     assert request.transport is not None, "the client waits for this"
     request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

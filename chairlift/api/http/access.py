@@ -58,7 +58,7 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who sent a request: whoever holds a key or, where no keys are asked for, whoever has an address."""
+    """The sender of a request: a key or, on a server without keys, an address."""
 
     name: str  # clients take turns by it; of a key it is a digest
     limits: KeyLimits | None = None  # None: no keys are asked for
@@ -66,7 +66,7 @@ class Client:
 
     @property
     def owner(self) -> str:
-        """Whose the client's stored responses are. Where no key is asked for they are everybody's who knows an id."""
+        """The owner of the client's stored responses. Without keys, whoever knows an id may read them."""
         return "" if self.limits is None else self.name
 
     def options_of(self, body: GenerationRequest) -> RequestOptions:
@@ -85,7 +85,7 @@ class Client:
 
 
 class KeyRing:
-    """The keys that are valid; an empty ring lets everybody in."""
+    """The valid keys; without any, every client is admitted."""
 
     def __init__(
         self, keys: Mapping[str, KeyLimits], shares_prefixes: bool = False, open_paths: Collection[str] = ()
@@ -138,7 +138,7 @@ def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
     """
     keys = [key.get_secret_value().strip() for key in config.api_key]
     if not all(keys):
-        raise ConfigurationError("api_key is empty; give a key, or leave the flag out to let everybody in")
+        raise ConfigurationError("api_key is empty; give a key, or leave the flag out to ask for none")
     if (listed := os.environ.get(KEYS_VARIABLE)) is not None:
         in_environment = [key.strip() for key in listed.split(",") if key.strip()]
         if not in_environment:

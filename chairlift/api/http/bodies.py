@@ -28,14 +28,14 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A client's turn to have something called."""
+    """A client's place in the turns."""
 
     client: str
     has_come: asyncio.Future[None]
     begin: float | None = None  # None: it waits
 
 
-class Workers:
+class CallThreads:
     """Threads for the calls of many clients, who take turns. Used from one event loop.
 
     One thread at least is left for others than the client who has the most. A call whose client left before its turn is
@@ -54,7 +54,7 @@ class Workers:
 
     @property
     def is_stuck(self) -> bool:
-        """True if some call runs for so long that it may never end."""
+        """True if a call has been running so long that it may never end."""
         now = time.monotonic()
         return any(turn.begin is not None and now - turn.begin > _STUCK_AFTER_S for turn in self._running)
 
@@ -118,7 +118,7 @@ class Workers:
                 turn.has_come.set_result(None)
 
     def _end(self, turn: _Turn) -> None:
-        """Its call is over, or will not be made."""
+        """Its call has ended, or is not made."""
         if turn.begin is None:
             self._waiting[turn.client].remove(turn)
             if not self._waiting[turn.client]:
@@ -215,7 +215,7 @@ class BodyReader:
         return RawBody(b"".join(chunks), encoding, self._max_bytes)
 
     def close(self) -> None:
-        """Gives up on bodies that have not come whole: the server is shutting down."""
+        """Drops incomplete bodies: the server is shutting down."""
         self._is_closed = True
         for deadline in self._deadlines:
             deadline.reschedule(asyncio.get_running_loop().time())
@@ -244,7 +244,7 @@ class BodyReader:
 
 @dataclass(slots=True)
 class _Hold:
-    """What one request's body takes of what may wait."""
+    """One body's share of the bytes that may wait."""
 
     client: str
     num_bytes: int = 0

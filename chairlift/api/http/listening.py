@@ -53,7 +53,7 @@ class Listener:
             self._loop.add_reader(each, self._accept_some, each, make_protocol)
 
     def let_share(self) -> None:
-        """From here on this user's shared listeners may have the address, too. The system spreads the connections."""
+        """Lets this user's shared listeners take the address too. The system spreads the connections."""
         for each in self.sockets:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
@@ -65,7 +65,7 @@ class Listener:
         self._loop = None
 
     def _accept_some(self, waiting: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
-        """The loop's own servers accept all that wait at once, and read from all of them in the next turn."""
+        """Accepts a few at a time: the loop's own servers accept all that wait, and read from all in the next turn."""
         try:
             for _ in range(_ACCEPTED_IN_A_TURN):
                 connection, _ = waiting.accept()
@@ -78,7 +78,7 @@ class Listener:
             self._rest(waiting, make_protocol, error)
 
     def _rest(self, waiting: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], error: OSError) -> None:
-        """For want of files or memory there can be no more connections now; those that wait stay in the queue."""
+        """Without free files or memory no connection can be accepted now; those that wait stay in the queue."""
         assert self._loop is not None, "it accepts"
         now = time.monotonic()
         if now - self._last_alarm >= _ALARM_INTERVAL_S:

@@ -1,4 +1,4 @@
-"""What is new of a growing choice: its text as thoughts, content and calls, and its tokens with their scores."""
+"""The new part of a growing choice: its text as thoughts, content and calls, and its tokens with their scores."""
 
 from abc import abstractmethod
 from bisect import bisect_left

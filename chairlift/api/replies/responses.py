@@ -250,7 +250,7 @@ def _response_at_its_start(
 MAX_STORED_BYTES = 2**26
 """Limit of all conversations and replies together."""
 
-NOT_STORED = "there is no such response here (any more); ask for responses with store: true to have them kept"
+NOT_STORED = "there is no such stored response, or no longer; ask for responses with store: true to have them kept"
 
 _OVERHEAD_BYTES = 1024  # that a response takes beside its texts
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(InputItems)

@@ -177,7 +177,7 @@ class Observer:
         self._note_end = note_end
 
     def install(self, app: web.Application) -> None:
-        """Before any other middleware, as it wants to see what they make of errors."""
+        """Must be the outermost middleware, to see what the others make of errors."""
         app.middlewares.insert(0, self._observe)
         app.on_response_prepare.append(self._begin_reply)
 
@@ -200,7 +200,7 @@ class Observer:
                     note(observation)
 
     async def _begin_reply(self, request: web.Request, response: web.StreamResponse) -> None:
-        """A signal: streams begin before their handlers return, and some errors end out of reach of middlewares."""
+        """A signal, since streams begin before their handlers return, and some errors bypass middlewares."""
         for name in _HEADERS_OF_IDS:
             response.headers[name] = request_id_of(request)
         self._note_response(self._path_of(request), response.status)

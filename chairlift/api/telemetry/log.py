@@ -96,7 +96,7 @@ class QueuedHandler(logging.Handler):
             self._num_dropped += 1
 
     def flush(self) -> None:
-        """Waits until all is written, but not for long: perhaps nobody reads."""
+        """Waits until all is written, but not for long: the reader may have stopped."""
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, _FLUSH_S)
 
@@ -178,7 +178,7 @@ def log_request(observation: Observation) -> None:
 
 
 async def log_activity(read_stats: "Callable[[], EngineStats]", num_slots: int, interval_s: float) -> None:
-    """Writes a line every so many seconds, for ever, but for times in which nothing ran."""
+    """Writes a line every so many seconds, except while nothing runs."""
     before = read_stats()
     while True:
         await asyncio.sleep(interval_s)
@@ -189,7 +189,7 @@ async def log_activity(read_stats: "Callable[[], EngineStats]", num_slots: int, 
 
 
 def activity_fields(before: "EngineStats", now: "EngineStats", num_slots: int) -> dict[str, Field]:
-    """What was done between two looks: rates per second, the mean of rows in a step, and who runs and waits."""
+    """The work between two reads: rates per second, mean rows of a step, and requests that run and wait."""
     seconds = now.time - before.time
     num_prompt = now.totals.num_prompt_tokens - before.totals.num_prompt_tokens
     num_cached = now.totals.num_cached_tokens - before.totals.num_cached_tokens

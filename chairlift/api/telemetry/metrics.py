@@ -52,10 +52,10 @@ _COUNTERS: _Table = {
         "totals.num_preemptions",
         "Times that a request lost its slot, to another or for lack of memory.",
     ),
-    "chairlift_spec_drafted_tokens": ("totals.num_drafted_tokens", "Tokens that were guessed and verified."),
+    "chairlift_spec_drafted_tokens": ("totals.num_drafted_tokens", "Guessed tokens that were verified."),
     "chairlift_spec_accepted_tokens": (
         "totals.num_accepted_tokens",
-        "Tokens that were guessed and are part of an answer.",
+        "Guessed tokens that became part of an answer.",
     ),
 }
 _HISTOGRAMS: _Table = {
@@ -90,7 +90,7 @@ _VLLM_BLOCK = 16  # tokens. Our cache has no blocks; routers multiply by their n
 
 
 class Counts:
-    """What the HTTP side has counted."""
+    """Counts of the HTTP side."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[Outcome] = Counter()
@@ -174,18 +174,18 @@ class Metrics(Collector):
         yield _labelled(
             CounterMetricFamily(
                 "chairlift_spec_accepted_tokens_by_position",
-                "Tokens that were guessed and are part of an answer, by their place in the guess, from 1.",
+                "Guessed tokens that became part of an answer, by their place in the guess, from 1.",
                 labels=["position"],
             ),
             {(str(place),): count for place, count in enumerate(stats.accepted_at or (0,), 1)},
         )
-        description = "Sequences that came to an end, one per prompt and choice."
+        description = "Finished sequences, one per prompt and choice."
         yield _labelled(
             CounterMetricFamily("chairlift_requests", description, labels=["outcome"]),
             {(outcome,): counts.outcomes[outcome] for outcome in Outcome},
         )
         yield _labelled(
-            CounterMetricFamily("chairlift_http_responses", "Replies that were begun.", labels=["path", "status"]),
+            CounterMetricFamily("chairlift_http_responses", "HTTP replies that have begun.", labels=["path", "status"]),
             {(path, str(status)): count for (path, status), count in sorted(counts.responses.items())},
         )
         for name, (source, description) in _HISTOGRAMS.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from chairlift.api.tools.formats import CallFormat, Hermes, Llama3Json, Mistral, Pythonic, Qwen3Coder, Schemas
-from chairlift.api.tools.text import Piece, Pieces, Reading, Text
+from chairlift.api.tools.text import Piece, PieceBuffer, Reading, Text
 
 
 class ToolFamily(StrEnum):
@@ -89,7 +89,7 @@ class Thoughts:
     end: str
     has_begun: bool  # in the prompt; otherwise an answer without the mark at its beginning has no thoughts
 
-    def read(self, text: Text, out: Pieces) -> Reading[None]:
+    def read(self, text: Text, out: PieceBuffer) -> Reading[None]:
         if not (yield from text.accept(self.begin)):
             text.back_to(0)
             if not self.has_begun:
@@ -119,7 +119,7 @@ class AnswerReader:
         self._schemas = schemas
         self._thoughts = thoughts
         self._text = Text()
-        self._pieces = Pieces(max_calls)
+        self._pieces = PieceBuffer(max_calls)
         self._reading = self._read()
 
     @property

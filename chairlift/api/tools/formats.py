@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from chairlift.api.tools.text import WHITESPACE, Pieces, Reading, Text, is_sendable, json_of_literal, parsed
+from chairlift.api.tools.text import WHITESPACE, PieceBuffer, Reading, Text, is_sendable, json_of_literal, parsed
 
 NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
@@ -44,7 +44,7 @@ class CallFormat:
         """What marks a call: often a special token of the vocabulary, which is otherwise no part of a text."""
         return tuple(mark for mark in (self.opening, self.closing, *self.other_marks) if mark)
 
-    def read(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[None]:
+    def read(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[None]:
         """Reads an answer, or the rest of one behind its thoughts. All text after the last wanted call is dropped."""
         may_be_bare = self.is_bare
         openings = (self.opening, *self.other_openings)
@@ -60,11 +60,13 @@ class CallFormat:
                 out.content(text.take())
             may_be_bare = is_call and self.is_bare
 
-    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
+    def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
         """Reads what stands between the marks. False if it is not a call: what was read is held, and is content."""
         return self.read_object(text, out)
 
-    def read_list(self, text: Text, out: Pieces, read_one: Callable[[Text, Pieces], Reading[bool]]) -> Reading[bool]:
+    def read_list(
+        self, text: Text, out: PieceBuffer, read_one: Callable[[Text, PieceBuffer], Reading[bool]]
+    ) -> Reading[bool]:
         """Reads calls up to the closing bracket. False if the first is not one."""
         if not (yield from read_one(text, out)):
             return False
@@ -86,7 +88,7 @@ class CallFormat:
         if not self.is_bare:
             text.back_to(0)
 
-    def read_object(self, text: Text, out: Pieces) -> Reading[bool]:
+    def read_object(self, text: Text, out: PieceBuffer) -> Reading[bool]:
         """Reads a call that is a JSON object. False: what was read, up to what is wrong, is held.
 
         Without marks an object with a name, but without arguments, is no call.
@@ -116,7 +118,7 @@ class CallFormat:
         out.end_call()
         return True
 
-    def read_arguments(self, text: Text, out: Pieces) -> Reading[bool]:
+    def read_arguments(self, text: Text, out: PieceBuffer) -> Reading[bool]:
         """Reads the arguments of the call that has begun. False if they are not JSON, and go up to a mark."""
         yield from text.skip()
         text.take()
@@ -149,12 +151,12 @@ class Mistral(CallFormat):
     brackets = ("[", "]")
     between = ", "
 
-    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
+    def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
         if not (yield from text.accept("[")):
             return (yield from self._read_named(text, out))
         return (yield from self.read_list(text, out, self.read_object))
 
-    def _read_named(self, text: Text, out: Pieces) -> Reading[bool]:
+    def _read_named(self, text: Text, out: PieceBuffer) -> Reading[bool]:
         name = yield from text.word(NAME)
         if (yield from text.accept("[CALL_ID]")):
             yield from text.word(NAME)
@@ -226,7 +228,7 @@ class Qwen3Coder(CallFormat):
     between = "\n"
     _ends = ("\n</parameter>", "</parameter>")
 
-    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:
+    def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:
         name = yield from self._read_tag(text, "<function=")
         if not name:
             return False
@@ -252,7 +254,7 @@ class Qwen3Coder(CallFormat):
         name = (yield from text.word(_IN_TAG)).strip()
         return name if (yield from text.accept(">")) else ""
 
-    def _read_value(self, text: Text, out: Pieces, schema: object) -> Reading[bool]:
+    def _read_value(self, text: Text, out: PieceBuffer, schema: object) -> Reading[bool]:
         """Reads up to the end of an element; False if the answer ends before. One line break at each end does
         not belong to the value.
         """
@@ -285,10 +287,10 @@ class Pythonic(CallFormat):
     between = ", "
     is_bare = True
 
-    def read_calls(self, text: Text, out: Pieces, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
+    def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
         return (yield from text.accept("[")) and (yield from self.read_list(text, out, self._read_call))
 
-    def _read_call(self, text: Text, out: Pieces) -> Reading[bool]:
+    def _read_call(self, text: Text, out: PieceBuffer) -> Reading[bool]:
         name = yield from text.word(NAME)
         if not name or not (yield from text.accept("(")):
             return False
@@ -316,14 +318,14 @@ class Pythonic(CallFormat):
         return True
 
 
-def _begin_argument(text: Text, out: Pieces, name: str, key: str, num_read: int) -> None:
+def _begin_argument(text: Text, out: PieceBuffer, name: str, key: str, num_read: int) -> None:
     text.take()
     if num_read == 0:
         out.begin_call(name)
     out.arguments(("{" if num_read == 0 else ", ") + _quoted(key) + ": ")
 
 
-def _end_call(text: Text, out: Pieces, name: str, num_read: int, is_closed: bool) -> None:
+def _end_call(text: Text, out: PieceBuffer, name: str, num_read: int, is_closed: bool) -> None:
     """Unless it was closed, what was read last is not part of it."""
     if is_closed:
         text.take()

@@ -252,7 +252,7 @@ def _json(schema: dict[str, Any], is_lenient: bool = False) -> str:
 
 
 def _check_size(functions: Sequence[FunctionSpec]) -> None:
-    """Before anything is made of schemas that are too large to be enforced."""
+    """Refuses schemas that are too large to be enforced, before any work on them."""
     for function in functions:
         excess = find_excess(function.schema)
         if excess is not None:

@@ -48,7 +48,7 @@ class CallPiece:
 Piece = ContentPiece | ReasoningPiece | CallPiece
 
 
-class Pieces:
+class PieceBuffer:
     """What readers have found since it was last emptied."""
 
     def __init__(self, max_calls: int | None) -> None:
@@ -238,7 +238,7 @@ def _num_begun(text: str, mark: str) -> int:
 
 
 def parsed(raw: str) -> object:
-    """None for what is not JSON, and for null. Line breaks inside strings, a habit of small models, are accepted."""
+    """None for null and for what is not JSON. Line breaks in strings, which small models write, are accepted."""
     try:
         value: object = json.loads(raw, strict=False)
     except (ValueError, RecursionError):

@@ -335,7 +335,7 @@ def _path(complaint: ErrorDetails) -> list[str]:
 
 
 def _joined(complaints: list[ErrorDetails]) -> str:
-    """What is said of each form that a field may have, in one sentence."""
+    """All forms that a field may have, in one sentence."""
     messages = list(dict.fromkeys(_MESSAGES.get(each["type"], each["msg"]) for each in complaints))
     if not all(message.startswith(_SHOULD_BE) for message in messages):
         return messages[0]

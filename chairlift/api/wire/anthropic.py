@@ -48,7 +48,7 @@ class TextBlock(Body):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
-    citations: Annotated[list[Any] | None, Ignored("comes along when a reply is sent back")] = None
+    citations: Annotated[list[Any] | None, Ignored("part of a reply that is sent back")] = None
 
 
 class ToolResultBlock(Body):
@@ -151,7 +151,7 @@ Turn = Annotated[UserTurn | ModelTurn, OneOf(lambda turn: ModelTurn if is_of_ass
 
 
 def joined(content: str | Sequence[TextBlock | WrittenTextBlock]) -> str:
-    """Clients cut between blocks where people would begin a new line."""
+    """Joined by line breaks: clients cut blocks where a new line would begin."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
@@ -183,10 +183,10 @@ class CustomTool(Body):
     input_schema: dict[str, Any] = Field(description="JSON Schema of an object")
     strict: StrictBool | None = Field(None, description="true: calls are made to fit the schema, token by token")
     cache_control: CacheControl = None
-    input_examples: Annotated[list[Any] | None, Ignored("the model is not told; show them in the description")] = None
-    eager_input_streaming: Annotated[StrictBool | None, Ignored("arguments are always told as they come")] = None
+    input_examples: Annotated[list[Any] | None, Ignored("put examples into the description")] = None
+    eager_input_streaming: Annotated[StrictBool | None, Ignored("arguments are always streamed")] = None
     defer_loading: Annotated[StrictBool | None, Ignored("the model sees all tools from the beginning")] = None
-    allowed_callers: Annotated[list[str] | None, only(["direct"], "calls are made by the model itself")] = None
+    allowed_callers: Annotated[list[str] | None, only(["direct"], "only the model itself calls tools")] = None
 
     def spec(self) -> FunctionSpec:
         return FunctionSpec(self.name, self.input_schema, self.strict, self.description)
@@ -202,7 +202,7 @@ class ToolChoice(Body):
     """Whether to call a tool, or which; any and tool are enforced token by token."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, description="of the tool, with type tool")
+    name: str | None = Field(None, description="the tool's name; only with type tool")
     disable_parallel_tool_use: StrictBool | None = Field(None, description="true: at most one call")
 
     @model_validator(mode="after")
@@ -221,7 +221,7 @@ class Thinking(Body):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Annotated[StrictInt | None, Ignored("max_tokens bounds thoughts and answer together")] = None
     display: Literal["summarized", "omitted"] | None = Field(
-        None, description="omitted: blocks of thoughts come without their text"
+        None, description="omitted: thinking blocks are sent without their text"
     )
 
 
@@ -236,7 +236,7 @@ class OutputConfig(Body):
     """How to answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="how much to think, as far as the chat template knows such a thing"
+        None, description="how much to think, if the chat template supports it"
     )
     format: OutputFormat | None = None
     task_budget: Annotated[dict[str, Any] | None, Ignored("max_tokens bounds an answer")] = None
@@ -273,7 +273,7 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
     speed: Annotated[Literal["standard", "fast"] | None, Ignored("there is one speed")] = None
     user_profile_id: Annotated[Label | None, Ignored("metadata.user_id says who sent the request")] = None
     workspace_id: Annotated[Label | None, Ignored("there are no workspaces")] = None
-    billing_policy: Annotated[dict[str, Any] | None, Ignored("there are no bills")] = None
+    billing_policy: Annotated[dict[str, Any] | None, Ignored("nothing is billed")] = None
 
     @model_validator(mode="after")
     def _check_end(self) -> Self:
@@ -324,13 +324,14 @@ class MessagesRequest(
     """Answer a conversation."""
 
     max_tokens: StrictInt = Field(
-        ge=0, description="most new tokens; the room in the slot also bounds it; 0: the prompt is only computed ahead"
+        ge=0,
+        description="most new tokens, which the context length limits as well; 0: only compute the prompt",
     )
     stop_sequences: list[String] | None = Field(None, description="strings that end the text and are not part of it")
     metadata: RequestMetadata | None = Field(None, description="who sent the request")
     service_tier: Annotated[Label | None, Ignored("there is one tier")] = None
     inference_geo: Annotated[Label | None, Ignored("there is one place")] = None
-    diagnostics: Annotated[dict[str, Any] | None, Ignored("usage tells what was reused")] = None
+    diagnostics: Annotated[dict[str, Any] | None, Ignored("usage reports what was reused")] = None
 
     @property
     def sender(self) -> str:

@@ -24,7 +24,7 @@ class Thoughts(BaseModel):
 
 
 class MadeCall(BaseModel):
-    """What the model wants to be called."""
+    """A call that the model makes."""
 
     type: Literal["tool_use"] = "tool_use"
     id: str
@@ -109,7 +109,7 @@ _ERROR_TYPES: dict[int, ErrorType] = {
 
 
 class ErrorDetails(BaseModel):
-    """By this a client knows that it has to send the whole conversation from here on."""
+    """Tells a client to send the whole conversation from here on."""
 
     error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
     unsupported: list[str] = ["thread"]
@@ -130,7 +130,7 @@ class AnthropicErrorBody(NamedEvent):
 
     @classmethod
     def of(cls, status: int, detail: ErrorDetail, request_id: str | None = None) -> "AnthropicErrorBody":
-        """By the words "prompt is too long" clients know that they have to shorten a conversation."""
+        """Clients look for the words "prompt is too long" to shorten a conversation."""
         is_too_long = detail.code == "context_length_exceeded"
         message = f"prompt is too long: {detail.message}" if is_too_long else detail.message
         kind = _ERROR_TYPES.get(status, "invalid_request_error")
@@ -177,7 +177,7 @@ class SignatureDelta(BaseModel):
 
 
 class ContentBlockDelta(NamedEvent):
-    """What a block has more."""
+    """The new part of a block."""
 
     type: Literal["content_block_delta"] = "content_block_delta"
     index: int

@@ -39,7 +39,7 @@ class CompletionRequest(CompletionsRequest, refuses=("suffix",)):
         None,
         description="log-probabilities of the tokens and of this many likeliest ones (with echo, of the prompt's too)",
     )
-    best_of: StrictInt | None = Field(None, description="only the value of n: none of several answers is picked")
+    best_of: StrictInt | None = Field(None, description="must be the value of n: all answers are returned")
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -157,16 +157,19 @@ class ChatCompletionRequest(
     max_completion_tokens: StrictInt | None = Field(None, ge=1, description="newer name of max_tokens")
     logprobs: StrictBool | None = Field(None, description="report the log-probability of each token")
     top_logprobs: StrictInt | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="and of this many likeliest ones, 0 to 20; only with logprobs"
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="also this many of the likeliest tokens, 0 to 20; only with logprobs",
     )
     tool_choice: Annotated[ToolChoiceMode | NamedTool | None, only_types("tool_choice", "function")] = Field(
         None, description="whether to call a tool, or which; required and named calls are enforced token by token"
     )
     reasoning_effort: Effort | None = Field(
-        None, description="how much to think, as far as the chat template knows such a thing; none: not at all"
+        None, description="how much to think, if the chat template supports it; none: not at all"
     )
     prediction: Prediction | None = Field(
-        None, description="text that much of the answer may repeat: with --speculation, guesses come from it"
+        None, description="text that the answer is likely to repeat; with --speculation, guesses are taken from it"
     )
     modalities: Annotated[list[Literal["text"]] | None, Ignored("this server makes text only")] = None
 

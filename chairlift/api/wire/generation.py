@@ -277,7 +277,7 @@ class CompletionsRequest(OpenAIRequest):
     n: StrictInt | None = None
     max_tokens: StrictInt | None = None
     prompt_logprobs: StrictInt | None = Field(None, description="log-probabilities of the prompt; not with stream")
-    return_token_ids: StrictBool | None = Field(None, description="tell the tokens of prompt and answer as well")
+    return_token_ids: StrictBool | None = Field(None, description="also return the token ids of prompt and answer")
 
     response_format: ResponseFormat | None = Field(
         None, description="text, json_object or json_schema; the last two are enforced token by token"

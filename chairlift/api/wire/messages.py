@@ -56,7 +56,7 @@ class ChatMessage(Body):
 
     role: Literal["system", "developer", "user", "tool"]
     content: str | list[Annotated[TextPart, only_types("messages", "text", "refusal")]]
-    name: str | None = Field(None, description="who speaks, for templates that show it")
+    name: str | None = Field(None, description="the speaker's name, for templates that show it")
     tool_call_id: str | None = Field(None, description="of a tool: the call that this answers")
     cache_control: Annotated[dict[str, Any] | None, FOR_CACHING] = None
 
@@ -75,11 +75,11 @@ class AssistantTurn(Written, refuses=("audio", "function_call")):
 
     role: Literal["assistant"]
     content: str | list[Annotated[WrittenPart, only_types("messages", "text", "refusal")]] | None = None
-    name: str | None = Field(None, description="who speaks, for templates that show it")
+    name: str | None = Field(None, description="the speaker's name, for templates that show it")
     reasoning_content: str | None = Field(None, description="for templates that show it")
     reasoning: str | None = Field(None, description="other name of reasoning_content")
     tool_calls: list[ToolCall] | None = None
-    images: Annotated[list[Any] | None, only([], "only text is understood here")] = None
+    images: Annotated[list[Any] | None, only([], "this server takes text only")] = None
 
     def as_template_input(self) -> Message:
         calls = [template_call(each.id, each.function.name, each.function.arguments) for each in self.tool_calls or []]
@@ -165,8 +165,8 @@ class FunctionTool(Function, refuses=("output_schema",)):
     """A function that the model may call, as `/v1/responses` has it."""
 
     type: Literal["function"]
-    allowed_callers: Annotated[list[str] | None, only(["direct"], "calls are made by the model itself")] = None
-    async_: Annotated[StrictBool | None, only(False, "calls wait for their outputs", "async")] = Field(
+    allowed_callers: Annotated[list[str] | None, only(["direct"], "only the model itself calls tools")] = None
+    async_: Annotated[StrictBool | None, only(False, "every call waits for its output", "async")] = Field(
         None, alias="async"
     )
     defer_loading: Annotated[StrictBool | None, only(False, "the model sees all tools from the beginning")] = None
@@ -321,7 +321,7 @@ class ParallelToolUse(ToolUse):
         return self.parallel_tool_calls is not False
 
 
-PARSE_SPECIAL_TOKENS = Field(None, description="special tokens written in messages count as such, rather than as text")
+PARSE_SPECIAL_TOKENS = Field(None, description="special tokens that messages contain are special tokens, not text")
 Tools = Annotated[list[Tool] | None, Field(max_length=128, description="functions that the model may call")]
 
 

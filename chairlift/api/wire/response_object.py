@@ -43,7 +43,7 @@ class OutputMessage(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """What the model wants to be called."""
+    """A call that the model makes."""
 
     id: str
     type: Literal["function_call"] = "function_call"

@@ -37,8 +37,8 @@ from chairlift.params import MAX_LOGPROBS, SamplingParams
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
-_COMES_ALONG = Ignored("comes along when an item of a reply is sent back")
-_Caller = Annotated[dict[str, Any] | None, only({"type": "direct"}, "calls are made by the model itself")]
+_COMES_ALONG = Ignored("part of an item of a reply that is sent back")
+_Caller = Annotated[dict[str, Any] | None, only({"type": "direct"}, "only the model itself calls tools")]
 
 
 class InputText(Body):
@@ -122,7 +122,7 @@ class InputCall(Written, refuses=("namespace",)):
     name: str
     arguments: str = Field(description="a JSON object as text")
     caller: _Caller = None
-    async_: Annotated[StrictBool | None, only(False, "calls wait for their outputs", "async")] = Field(
+    async_: Annotated[StrictBool | None, only(False, "every call waits for its output", "async")] = Field(
         None, alias="async"
     )
 
@@ -214,10 +214,10 @@ class ReasoningOptions(Body):
     """How to think before the answer."""
 
     effort: Effort | None = Field(
-        None, description="how much to think, as far as the chat template knows such a thing; none: not at all"
+        None, description="how much to think, if the chat template supports it; none: not at all"
     )
-    summary: Annotated[str | None, Ignored("reasoning is told as it is")] = None
-    generate_summary: Annotated[str | None, Ignored("reasoning is told as it is")] = None
+    summary: Annotated[str | None, Ignored("reasoning is returned in full")] = None
+    generate_summary: Annotated[str | None, Ignored("reasoning is returned in full")] = None
     context: Annotated[str | None, Ignored("there is no earlier reasoning to keep")] = None
     mode: Annotated[Literal["standard"] | None, only("standard", "there is one mode", "reasoning.mode")] = None
 
@@ -242,13 +242,14 @@ class ResponsesRequest(
     )
     instructions: str | None = Field(None, description="a system message before all others")
     max_output_tokens: StrictInt | None = Field(
-        None, ge=1, description="most new tokens; the room in the slot also bounds it"
+        None, ge=1, description="most new tokens, which the context length limits as well"
     )
     include: list[str] | None = Field(
-        None, description=f'"{LOGPROBS}": report the log-probability of each token; "{_REASONING}": it is told as it is'
+        None,
+        description=f'"{LOGPROBS}": report the log-probability of each token; "{_REASONING}": reasoning comes in full',
     )
     top_logprobs: StrictInt | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="and of this many likeliest ones; only with include"
+        None, ge=0, le=MAX_LOGPROBS, description="also this many of the likeliest tokens; only with include"
     )
     text: TextOptions | None = Field(None, description="what the answer must look like")
     tools: list[AnyTool] | None = Field(
@@ -271,7 +272,7 @@ class ResponsesRequest(
         None, description="a stored response whose conversation this one goes on with; instructions are not kept"
     )
     client_metadata: Annotated[dict[str, Any] | None, FOR_STATISTICS] = None
-    background: Annotated[StrictBool | None, only(False, "there is no way to come back for a reply")] = Field(
+    background: Annotated[StrictBool | None, only(False, "a reply cannot be fetched later")] = Field(
         None, description="only false"
     )
 

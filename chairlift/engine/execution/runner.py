@@ -275,7 +275,7 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
 
 
 def _show_to_grammars(results: Mapping[int, RowResult], masks: PendingMasks) -> None:
-    """By place: notes in them what their grammars make of them."""
+    """By place: records what the grammars accept of the tokens."""
     masks.take({place: result.token_ids for place, result in results.items()})
     for place, result in results.items():
         if result.error is not None:
@@ -295,7 +295,7 @@ def _results_without_memory(plan: StepPlan) -> list[RowResult]:
 
 
 def _logprobs_by_place(outputs: _Outputs) -> list[list[TokenLogprobs]]:
-    """For each place that wants them: one per step."""
+    """Log-probabilities of each step, for each place that wants them."""
     if outputs.logprobs is None or outputs.sampling is None:
         return []
     num_top = outputs.sampling.num_top_logprobs

@@ -49,7 +49,7 @@ _BYTES_PER_S = 2e8  # that a lexer grows by while it is busy with nothing else
 
 @dataclass(frozen=True, slots=True)
 class GrammarProblem:
-    """What is wrong with a grammar, in words."""
+    """Why a grammar cannot be compiled."""
 
     reason: str
     line: int | None = None  # of what llguidance compiled
@@ -57,7 +57,7 @@ class GrammarProblem:
 
 
 def explain(error: str) -> GrammarProblem:
-    """An error of llguidance in words."""
+    """An error of llguidance as a message."""
     place = _LINE.match(error)
     line = None if place is None else int(place[1])
     for said, words in _LIMITS_IN_WORDS.items():
@@ -109,7 +109,7 @@ class CompiledGrammar:
         return () if matcher.is_error() else [mask for mask in masks[1:] if mask.any()]
 
     def note_foresight(self, seconds: float) -> None:
-        """Notes the processor time that it took to say what comes next."""
+        """Notes the processor time of computing what comes next."""
         self.is_foreseeable = seconds <= _LONG_FORESIGHT_S
 
     def note_cost(self, seconds: float) -> None:

@@ -32,7 +32,7 @@ _Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DrawKind(IntEnum):
-    """What a row needs to be sampled; a launch needs what any of its rows does, which the others do not notice."""
+    """What sampling a row needs. A launch uses the most that any row needs, which does not change the others."""
 
     GREEDY = 0
     RANDOM = 1  # a temperature
@@ -60,7 +60,7 @@ class DrawBatch:
     def of(
         cls, requests: Sequence[RequestState], num_steps: int, device: torch.device, guessed: Guessed = NOTHING_GUESSED
     ) -> Self | None:
-        """None if no row draws."""
+        """None if every row is greedy."""
         rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
         if not rows:
             return None

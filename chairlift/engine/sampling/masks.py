@@ -43,7 +43,7 @@ _Lane = SimpleQueue[Callable[[], None] | None]
 _Pair = tuple[LLMatcher, int]
 
 
-class Draft:
+class GuessMasks:
     """The masks behind the tokens of a guess, while they are computed."""
 
     def __init__(self, guess: Sequence[int]) -> None:
@@ -55,21 +55,21 @@ class Draft:
 class TokenGrammar:
     """One sequence's state in a grammar.
 
-    A turn: a mask, a token sampled under it, `Workers.take`, `advance`; with a guess, several of each at once.
+    A turn: a mask, a token sampled under it, `MaskThreads.take`, `advance`; with a guess, several of each at once.
 
     After an error the mask allows no token, so the launch that samples the next one reports the error.
     """
 
-    def __init__(self, compiled: CompiledGrammar, workers: "Workers") -> None:
+    def __init__(self, compiled: CompiledGrammar, threads: "MaskThreads") -> None:
         self.is_ready = True  # see `scheduler.Grammar`
         self.is_complete = False  # nothing can follow what was taken
         self.error: str | None = None
         self.hit_limit = False  # the error is the grammar's own fault
-        self.sampled: list[int] = []  # what `Workers.take` was told and `advance` was not yet
+        self.sampled: list[int] = []  # what `MaskThreads.take` was told and `advance` was not yet
         self.is_taken = False  # the matcher has consumed them
         self.next_mask: torch.Tensor | None = compiled.first_mask  # None: not yet computed
         self.compiled = compiled
-        self.workers = workers
+        self.threads = threads
         self.matcher = compiled.matcher.deep_copy()
         self.ahead: LLMatcher | None = None  # a copy of it for a draft
         self._foresees = False
@@ -91,23 +91,23 @@ class TokenGrammar:
         return None if self.sampled or self.ahead is None else self._forced
 
     def advance(self, token_id: int) -> bool:
-        """See `scheduler.Grammar`. Takes the token unless `Workers.take` was told of it; waits until it is taken."""
+        """See `scheduler.Grammar`. Takes the token if `MaskThreads.take` has not; waits until it is taken."""
         if not self.sampled:
-            self.workers.wait(lambda: self.next_mask is not None)
-            self.workers.take([(self, [token_id])])
-        self.workers.wait(lambda: self.is_taken)
+            self.threads.wait(lambda: self.next_mask is not None)
+            self.threads.take([(self, [token_id])])
+        self.threads.wait(lambda: self.is_taken)
         if self.sampled[0] != token_id:
             raise ValueError(f"token {self.sampled[0]} had been taken, not {token_id}")
         del self.sampled[0]
         if self.sampled:
             return False
         if self.compiled.is_slow:  # a launch without its mask would be in vain
-            self.workers.put_off([self], lambda each: each.next_mask is not None)
+            self.threads.put_off([self], lambda each: each.next_mask is not None)
         return self.is_complete
 
     @property
     def has_broken_lexer(self) -> bool:
-        """Perhaps another sequence broke it."""
+        """Another sequence may have broken the shared lexer."""
         return self.matcher.is_error() and "lexer error" in self.matcher.get_error()
 
     def consume_sampled(self, consume: Callable[[list[_Pair]], object]) -> None:
@@ -172,7 +172,7 @@ def _token_taker(tokenizer: LLTokenizer) -> Callable[[list[_Pair]], object]:
     return lambda pairs: executor.consume_token_par([*pairs, (spare, 0)])
 
 
-class Workers:
+class MaskThreads:
     """Threads in three lanes: one takes tokens, some compute masks, and one does both for slow sequences."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
@@ -193,7 +193,7 @@ class Workers:
             raise RuntimeError(f"no threads for grammars: {error}") from error
 
     def take(self, sampled: Iterable[tuple[TokenGrammar, list[int]]]) -> None:
-        """Begins to take these tokens and to compute the masks after them."""
+        """Starts to consume these tokens and to compute the masks after them."""
         together: list[TokenGrammar] = []
         for grammar, tokens in sampled:
             grammar.sampled, grammar.is_taken, grammar.next_mask = tokens, False, None
@@ -204,22 +204,22 @@ class Workers:
         if together:
             self._tokens.put(partial(self._take_together, together))
 
-    def draft(self, grammar: TokenGrammar, guess: Sequence[int]) -> Draft:
+    def mask_guess(self, grammar: TokenGrammar, guess: Sequence[int]) -> GuessMasks:
         """Begins to compute the masks behind the tokens of a guess at what follows those that were taken."""
-        draft, matcher = Draft(guess), grammar.ahead
+        draft, matcher = GuessMasks(guess), grammar.ahead
         assert matcher is not None, "a guess was made though none can be verified"
         grammar.ahead = None
         self._masks.put(partial(self._go_ahead, grammar.compiled, matcher, draft))
         return draft
 
     def wait(self, is_done: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits until so much has been computed, or the time is up."""
+        """Waits until so many are computed, or the time is up."""
         if not is_done():
             with self._changed:
                 self._changed.wait_for(is_done, timeout)
 
     def put_off(self, grammars: Iterable[TokenGrammar], is_done: Callable[[TokenGrammar], bool]) -> set[TokenGrammar]:
-        """Has those that are not done sit out until their masks are there, and returns them."""
+        """Makes unfinished rows sit out until their masks are ready, and returns them."""
         with self._changed:
             late = {grammar for grammar in grammars if not is_done(grammar)}
             for grammar in late:
@@ -227,7 +227,7 @@ class Workers:
         return late
 
     def close(self) -> None:
-        """Ends the threads once they have done what they were given."""
+        """Ends the threads when their queues are empty."""
         for lane in self._lanes:
             lane.put(None)
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
@@ -257,8 +257,8 @@ class Workers:
         grammar.compiled.note_cost(time.thread_time() - begin)
         self._deliver(grammar, mask)
 
-    def _go_ahead(self, compiled: CompiledGrammar, matcher: LLMatcher, draft: Draft) -> None:
-        """If that fails, the row gets one token, and the sequence itself will meet the problem."""
+    def _go_ahead(self, compiled: CompiledGrammar, matcher: LLMatcher, draft: GuessMasks) -> None:
+        """If that fails, the row gets one token, and the sequence fails when it gets there."""
         begin = time.thread_time()
         try:
             draft.masks = compiled.compute_masks(matcher, draft.guess)
@@ -313,9 +313,9 @@ class PendingMasks:
     def __init__(self, grammars: dict[int, TokenGrammar], guesses: Mapping[int, Sequence[int]]) -> None:
         """Both by the first row of a request."""
         self._grammars = grammars
-        self._workers = next(iter(grammars.values())).workers
+        self._threads = next(iter(grammars.values())).threads
         self._begin = time.perf_counter()
-        self._drafts = {row: self._workers.draft(grammars[row], guess) for row, guess in guesses.items()}
+        self._drafts = {row: self._threads.mask_guess(grammars[row], guess) for row, guess in guesses.items()}
         self._drafted: dict[int, Sequence[torch.Tensor]] = {}  # masks behind the tokens of guesses, that were in time
         self.late: set[int] = set()  # rows that get no token in this launch
 
@@ -339,7 +339,7 @@ class PendingMasks:
     def apply(self, logits: torch.Tensor) -> None:
         """Forbids in those rows of `[N, vocab]`, in place, what their grammars do not allow. Waits if it must."""
         self._settle(lambda grammar: grammar.mask is not None)
-        self._workers.wait(lambda: all(draft.is_over for draft in self._drafts.values()), self._patience)
+        self._threads.wait(lambda: all(draft.is_over for draft in self._drafts.values()), self._patience)
         masks = {row: each.mask for row, each in self._in_time()}
         self._drafted = {row: draft.masks for row, draft in self._drafts.items()}
         for row, drafted in self._drafted.items():
@@ -360,7 +360,7 @@ class PendingMasks:
     def take(self, sampled: Mapping[int, list[int]]) -> None:
         """Shows the grammars what was sampled, by row. Waits for them if it must."""
         new = [(grammar, list(sampled[row])) for row, grammar in self._in_time() if sampled[row]]
-        self._workers.take(pair for pair in new if not pair[0].sampled)  # one that was late repeats its tokens
+        self._threads.take(pair for pair in new if not pair[0].sampled)  # one that was late repeats its tokens
         self._settle(lambda grammar: not grammar.sampled or grammar.is_taken)
 
     def error_of(self, row: int) -> str | None:
@@ -385,7 +385,7 @@ class PendingMasks:
         """Waits a little, though not for slow sequences, and notes which are late."""
         rows = self._in_time()
         awaited = [grammar for _, grammar in rows if not grammar.compiled.is_slow]
-        self._workers.wait(lambda: all(map(is_done, awaited)), self._patience)
+        self._threads.wait(lambda: all(map(is_done, awaited)), self._patience)
         if not all(is_done(grammar) for _, grammar in rows):
-            late = self._workers.put_off([grammar for _, grammar in rows], is_done)
+            late = self._threads.put_off([grammar for _, grammar in rows], is_done)
             self.late.update(row for row, grammar in rows if grammar in late)

@@ -172,7 +172,7 @@ class Sampler:
         self.sample(logits, self.prepare(requests, num_steps=1), step=0)
 
     def start_anew(self) -> None:
-        """A launch failed in its middle: nobody knows which of its tokens were counted."""
+        """A launch failed: which of its tokens were counted is unknown."""
         self._penalties.forget_owners()
 
     def _additions(self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed) -> list[_Additions | None]:

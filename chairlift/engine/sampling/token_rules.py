@@ -122,7 +122,7 @@ class Automaton:
 
 
 class BadWords:
-    """Words that must not be written: the last token of each must not follow the others."""
+    """Forbidden words: the last token of each must not follow the others."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         """`words`: token ids of each, at least one; the same word may be there in several ways."""

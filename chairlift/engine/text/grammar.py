@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
-from chairlift.engine.sampling.masks import TokenGrammar, Workers
+from chairlift.engine.sampling.masks import MaskThreads, TokenGrammar
 from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, try_out
 from chairlift.engine.text.tokenizer import Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar
@@ -45,15 +45,15 @@ class GrammarCompiler:
         self._rehearsal = Rehearsal(self._settings)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="chairlift-compiler")
         self._lock = threading.Lock()
-        self._workers: list[Workers] = []  # one, from the first grammar on
+        self._mask_threads: list[MaskThreads] = []  # one, from the first grammar on
         self._unfinished: dict[str, Future[CompiledGrammar]] = {}
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the least recently used comes first
-        self._end = weakref.finalize(self, _end, self._threads, self._rehearsal, self._workers)
+        self._end = weakref.finalize(self, _end, self._threads, self._rehearsal, self._mask_threads)
         if not IS_POSSIBLE:
             logger.warning("grammars are compiled without a process of their own, because this system has no fork")
 
     def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[CompiledGrammar]":
-        """What others may be compiling, or have compiled. Its exception may be `InvalidGrammar` or `GrammarsBusy`.
+        """Compiles it, if nobody has yet. The future's exception may be `InvalidGrammar` or `GrammarsBusy`.
 
         `thinking`: the grammar begins behind the thoughts, in which every token but an end token is free.
 
@@ -79,7 +79,7 @@ class GrammarCompiler:
 
     def starter(self, compiled: CompiledGrammar) -> Callable[[], TokenGrammar]:
         """See `inputs.Grammars`."""
-        return partial(TokenGrammar, compiled, self._workers[0])
+        return partial(TokenGrammar, compiled, self._mask_threads[0])
 
     def close(self) -> None:
         """Ends threads and process; pending grammars fail with `GrammarsBusy`, running sequences get no more masks."""
@@ -110,8 +110,8 @@ class GrammarCompiler:
             raise InvalidGrammar(f"llguidance cannot read this model's kind of tokenizer: {self._vocabulary.problem}")
         try:
             with self._lock:
-                if not self._workers:
-                    self._workers.append(Workers(tokenizer))
+                if not self._mask_threads:
+                    self._mask_threads.append(MaskThreads(tokenizer))
             verdict = (
                 self._rehearsal.perform(key) if IS_POSSIBLE else try_out(tokenizer, json.loads(key), PARSER_LIMITS)
             )
@@ -144,7 +144,7 @@ def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[i
 
 
 def _as_json(outputs: StructuredOutputs, thinking: Thinking | None = None) -> str:
-    """What tells it from others, and all that is needed to compile it."""
+    """Its key, and all that is needed to compile it."""
     fields = {name: getattr(outputs, name) for name in ("json", "regex", "choice", "grammar")}
     fields["thinking"] = None if thinking is None else asdict(thinking)
     try:
@@ -153,9 +153,9 @@ def _as_json(outputs: StructuredOutputs, thinking: Thinking | None = None) -> st
         raise InvalidGrammar(TOO_LARGE) from error
 
 
-def _end(threads: ThreadPoolExecutor, rehearsal: Rehearsal, workers: list[Workers]) -> None:
-    """Not a method: it is called when the compiler is garbage."""
+def _end(threads: ThreadPoolExecutor, rehearsal: Rehearsal, mask_threads: list[MaskThreads]) -> None:
+    """Not a method, since a finalizer calls it."""
     threads.shutdown(wait=False)
     rehearsal.close()
-    for each in workers:
+    for each in mask_threads:
         each.close()

@@ -44,7 +44,7 @@ _NUM_PREPARED = 4
 
 @dataclass(frozen=True, slots=True)
 class _PreparedParams:
-    """What takes time to make of parameters; all prompts with the same ones share it."""
+    """What is costly to derive from parameters; prompts with the same ones share it."""
 
     params: SamplingParams
     stops: StopStrings
@@ -296,7 +296,7 @@ class InputProcessor:
         if not params.min_tokens or params.structured_outputs is not None:
             ends = set()
         if len(ends) == self._vocab_size:
-            raise InvalidRequest("with every token an end token, min_tokens cannot be reached", "stop_token_ids")
+            raise InvalidRequest("min_tokens cannot be reached: every token ends the text; lower it", "stop_token_ids")
         words = [] if rules is None or rules.bad_words is None else rules.bad_words.single.tolist()
         if params.allowed_token_ids is not None and ends.union(words).issuperset(params.allowed_token_ids):
             raise InvalidRequest(
@@ -304,4 +304,4 @@ class InputProcessor:
                 "allowed_token_ids",
             )
         if len(ends.union(words)) == self._vocab_size:
-            raise InvalidRequest("bad_words leave no token that can be sampled", "bad_words")
+            raise InvalidRequest("bad_words leave no token that can be sampled; give fewer", "bad_words")

@@ -176,8 +176,8 @@ class OutputProcessor:
                 if state.take(index, event):
                     delivery.to_abort.append(event.request_id)
             except Exception as error:  # one text that cannot be made is no reason for the others to end
-                logger.error("making text of %s failed", event.request_id, exc_info=error)
-                delivery.failed[state] = RequestFailed(f"its text could not be made: {type(error).__name__}: {error}")
+                logger.error("detokenizing %s failed", event.request_id, exc_info=error)
+                delivery.failed[state] = RequestFailed(f"its text failed to decode: {type(error).__name__}: {error}")
                 delivery.to_abort.extend(state.unfinished_ids)
             if event.rejection is not None:
                 delivery.failed[state] = event.rejection

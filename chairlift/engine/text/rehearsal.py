@@ -196,7 +196,7 @@ def main() -> None:
             try:
                 pid = os.fork()
             except OSError as error:
-                _answer(connection, {"failure": f"no process to compile a grammar: {error}"})
+                _answer(connection, {"failure": f"there is no process to compile a grammar: {error}"})
                 continue
             if pid == 0:
                 _perform(tokenizer, limits, connection)
@@ -235,7 +235,7 @@ def _perform(tokenizer: "LLTokenizer", limits: dict[str, Any], connection: socke
         thread.join()
     finally:
         with suppress(OSError):
-            _answer(connection, {"failure": "no thread to compile a grammar"})
+            _answer(connection, {"failure": "there is no thread to compile a grammar"})
         os._exit(1)
 
 

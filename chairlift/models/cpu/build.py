@@ -294,7 +294,7 @@ def _own_directory(path: Path) -> Iterator[int]:
         if not _is_own(info):
             raise CpuKernelsUnavailable(refusal % "it belongs to another user")
         if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise CpuKernelsUnavailable(refusal % "other users can write to it, and may have")
+            raise CpuKernelsUnavailable(refusal % "other users can write to it")
         if info.st_mode & (stat.S_IRWXG | stat.S_IRWXO) and info.st_uid == os.geteuid():
             os.fchmod(directory, stat.S_IRWXU)
         yield directory
@@ -359,7 +359,7 @@ def _remove_unused(directory: Path) -> None:
 
 
 def file_name(instruction_set: InstructionSet) -> str:
-    """Of the library. It tells all that the library depends on but the compiler, so other sources have another name."""
+    """The library's name: a digest of everything it depends on except the compiler."""
     flags = (instruction_set, _COMPILE_FLAGS, _LINK_FLAGS, platform.machine())
     digest = hashlib.sha256(repr(flags).encode())
     for source in sorted(_SOURCES.iterdir()):

@@ -318,7 +318,7 @@ def test_a_directory_that_others_can_write_to_is_refused_and_nothing_in_it_is_ru
     shutil.copy(library, planted)
     cache.chmod(before)
     assert refusal() == (
-        f"compiled kernels cannot be kept in {cache}: other users can write to it, and may have; delete it, or name"
+        f"compiled kernels cannot be kept in {cache}: other users can write to it; delete it, or name"
         " another in $CHAIRLIFT_CACHE_DIR"
     )
     assert (mode(cache), names(cache)) == (before, [planted.name])
@@ -348,7 +348,7 @@ def test_with_auto_the_log_says_why_it_is_torch(
     monkeypatch.setattr(cpu, "load_library", build.load_library)
     with LLM(device="cpu", max_batch_size=1, max_seq_len=64, num_threads=1) as llm:
         assert llm.config.attention_backend == "torch"
-    assert f"attention backend torch rather than cpu: compiled kernels cannot be kept in {cache}" in caplog.text
+    assert f"the attention backend is torch instead of cpu: compiled kernels cannot be kept in {cache}" in caplog.text
 
 
 def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is_made(

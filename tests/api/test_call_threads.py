@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from chairlift.api import jobs
 from chairlift.api.http import bodies as module
-from chairlift.api.http.bodies import Workers
+from chairlift.api.http.bodies import CallThreads
 from chairlift.api.replies.choices import ChatReply
 from chairlift.errors import ClientTooBusy, ServerTooBusy
 from chairlift.params import RequestOutput
@@ -41,20 +41,20 @@ class Calls:
 
 
 @asynccontextmanager
-async def closing(workers: Workers) -> AsyncIterator[Workers]:
+async def closing(workers: CallThreads) -> AsyncIterator[CallThreads]:
     try:
         yield workers
     finally:
         workers.close()
 
 
-def begin(workers: Workers, client: str, calls: Calls, name: str) -> asyncio.Task[str]:
+def begin(workers: CallThreads, client: str, calls: Calls, name: str) -> asyncio.Task[str]:
     return asyncio.create_task(workers.for_client(client)(calls.call, name))
 
 
 async def test_clients_take_turns_however_many_calls_one_of_them_has() -> None:
     calls = Calls()
-    async with closing(Workers(1)) as workers:
+    async with closing(CallThreads(1)) as workers:
         tasks = [begin(workers, "a", calls, f"a{number}") for number in range(4)]
         tasks += [begin(workers, "b", calls, f"b{number}") for number in range(2)]
         await wait_until(lambda: calls.begun == ["a0"], "the first began")
@@ -65,7 +65,7 @@ async def test_clients_take_turns_however_many_calls_one_of_them_has() -> None:
 
 async def test_a_client_leaves_one_thread_to_the_others() -> None:
     calls = Calls()
-    async with closing(Workers(2)) as workers:
+    async with closing(CallThreads(2)) as workers:
         tasks = [begin(workers, "a", calls, f"a{number}") for number in range(3)]
         await wait_until(lambda: calls.begun == ["a0"], "the first began")
         tasks.append(begin(workers, "b", calls, "b"))
@@ -76,7 +76,7 @@ async def test_a_client_leaves_one_thread_to_the_others() -> None:
 
 async def test_the_call_of_a_client_that_left_before_its_turn_is_not_made() -> None:
     calls = Calls()
-    async with closing(Workers(1, max_per_client=2)) as workers:
+    async with closing(CallThreads(1, max_per_client=2)) as workers:
         first, leaving = begin(workers, "a", calls, "first"), begin(workers, "a", calls, "leaving")
         await wait_until(lambda: calls.begun == ["first"], "the first began")
         leaving.cancel()
@@ -89,7 +89,7 @@ async def test_the_call_of_a_client_that_left_before_its_turn_is_not_made() -> N
 
 async def test_turns_of_clients_that_leave_at_once_are_given_to_the_next() -> None:
     calls = Calls()
-    async with closing(Workers(1)) as workers:
+    async with closing(CallThreads(1)) as workers:
         first, second, third = (begin(workers, name, calls, name) for name in "abc")
         await wait_until(lambda: calls.begun == ["a"], "the first began")
         calls.end(2)
@@ -105,7 +105,7 @@ async def test_turns_of_clients_that_leave_at_once_are_given_to_the_next() -> No
 
 async def test_a_call_that_runs_counts_even_if_its_client_has_left() -> None:
     calls = Calls()
-    async with closing(Workers(1, max_per_client=1)) as workers:
+    async with closing(CallThreads(1, max_per_client=1)) as workers:
         leaving = begin(workers, "a", calls, "leaving")
         await wait_until(lambda: calls.begun == ["leaving"], "it began")
         leaving.cancel()
@@ -125,7 +125,7 @@ async def test_a_call_that_fails_after_its_client_has_left_is_no_complaint(caplo
         assert may_fail.wait(DEADLINE_S)
         raise ValueError("nobody hears this")
 
-    async with closing(Workers(1)) as workers:
+    async with closing(CallThreads(1)) as workers:
         leaving = asyncio.create_task(workers.for_client("a")(fail))
         await wait_until(has_begun.is_set, "it began")
         leaving.cancel()
@@ -138,7 +138,7 @@ async def test_a_call_that_fails_after_its_client_has_left_is_no_complaint(caplo
 
 async def test_what_waits_is_bounded_for_each_client_and_for_all() -> None:
     calls = Calls()
-    async with closing(Workers(1, max_per_client=2, max_waiting=2)) as workers:
+    async with closing(CallThreads(1, max_per_client=2, max_waiting=2)) as workers:
         tasks = [begin(workers, client, calls, client) for client in ("a", "a", "b")]
         await wait_until(lambda: calls.begun == ["a"], "the first began")
         with pytest.raises(ClientTooBusy):
@@ -151,7 +151,7 @@ async def test_what_waits_is_bounded_for_each_client_and_for_all() -> None:
 
 async def test_a_call_that_does_not_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
-    async with closing(Workers(1)) as workers:
+    async with closing(CallThreads(1)) as workers:
         task = begin(workers, "a", calls, "a")
         await wait_until(lambda: calls.begun == ["a"], "it began")
         states = [workers.is_stuck]
@@ -175,7 +175,7 @@ async def test_nothing_of_a_call_is_kept_once_it_is_over(function: Callable[[Hea
     """Without the collector of garbage: it comes by too rarely for bodies of ten megabytes."""
     gc.disable()
     try:
-        async with closing(Workers(1)) as workers:
+        async with closing(CallThreads(1)) as workers:
             heavy = Heavy()
             is_there = weakref.ref(heavy)
             with contextlib.suppress(ValueError):
@@ -190,7 +190,7 @@ async def test_where_the_system_has_no_thread_left_a_call_is_refused(monkeypatch
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    async with closing(Workers(2)) as workers:
+    async with closing(CallThreads(2)) as workers:
         monkeypatch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(ServerTooBusy, match="no thread for this request"):
             await workers.for_client("a")(str, 5)
@@ -209,7 +209,7 @@ async def test_a_check_that_does_not_end_is_seen_in_health(server: Server, monke
                 async with http.get(f"{server.url}/health") as response:
                     assert response.status == 503
                     message = (await response.json())["error"]["message"]
-        assert message == "a request is being checked for too long; the server may have to be started again"
+        assert message == "a request has been in checks for too long; restart the server if this lasts"
 
 
 async def test_small_requests_do_not_wait_behind_large_ones(server: Server) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from pydantic_core import from_json
 from ray import serve
@@ -25,12 +26,14 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Gauge
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from yarl import URL
 
 from chairlift.api import ServerConfig
+from chairlift.api.errors import error_reply
+from chairlift.api.telemetry import REQUEST_ID_HEADER
 from chairlift.config import EngineConfig
-from chairlift.errors import ConfigurationError
+from chairlift.errors import ConfigurationError, EngineClosed
 from chairlift.routing import PrefixRouter, name_blocks
 
 logger = logging.getLogger(__name__)
@@ -183,14 +186,18 @@ class Replica:
 
 
 class Ingress:
-    """Where requests come in."""
+    """Where requests come in. What it refuses by itself, it refuses in the words of a server."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
         self._forward = replicas.options(stream=True).forward
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, request: Request) -> Response:
-        """A replica's answer; 503 if no replica can give one."""
-        body = await request.body()
+        """A replica's answer; 413 if the body is too large, 503 if no replica can give an answer."""
+        try:
+            body = await self._read(request)
+        except web.HTTPRequestEntityTooLarge as error:
+            return _refuse(request, error)
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         blocks = _name_prompt(request.headers, body) if request.method == "POST" else []
         call = Call(request.method, target, _end_to_end(request.headers), body, blocks)
@@ -201,16 +208,30 @@ class Ingress:
             except RayActorError:
                 continue
             except (BackPressureError, DeploymentUnavailableError) as error:
-                return _unavailable(str(error))
+                return _refuse(request, EngineClosed(str(error)))
             answer = StreamingResponse(chunks, head.status)  # if the replica dies, the client's connection is cut
             answer.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.headers]
             return answer
-        return _unavailable("the replicas that this request was sent to died; try again")
+        return _refuse(request, EngineClosed("the replicas that this request was sent to died; try again"))
+
+    async def _read(self, request: Request) -> bytes:
+        """The whole body, of which no more is kept than a replica would take."""
+        chunks, num_bytes = [], 0
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, int(announced))
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > self._max_body_bytes:
+                raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, num_bytes)
+            chunks.append(chunk)
+        return b"".join(chunks)
 
 
-def _unavailable(message: str) -> Response:
-    error = {"message": message, "type": "server_error", "param": None, "code": "unavailable"}
-    return JSONResponse({"error": error}, 503, {"Retry-After": "1"})
+def _refuse(request: Request, error: Exception) -> Response:
+    reply = error_reply(error)
+    body = reply.body(request.url.path, request.headers.get(REQUEST_ID_HEADER))
+    return Response(body, reply.status, reply.headers, "application/json")
 
 
 def _end_to_end(headers: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -273,7 +294,7 @@ def deployment(
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=server.drain_timeout,
     )
-    return before.bind(behind.bind(engine, server, replicas.stream_interval))
+    return before.bind(behind.bind(engine, server, replicas.stream_interval), server.max_body_bytes)
 
 
 def build_app(settings: dict[str, Any]) -> serve.Application:

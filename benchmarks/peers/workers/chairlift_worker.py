@@ -14,6 +14,7 @@ def load(session: Session) -> Generate:
     import torch
 
     import chairlift
+    from chairlift.models.cpu.build import usable_instruction_sets, wanted_level
 
     session.imported(chairlift=chairlift.__version__, torch=torch.__version__)
     settings = session.settings
@@ -28,6 +29,8 @@ def load(session: Session) -> Generate:
         **own,
     )
     session.about["attention_backend"] = str(llm.config.attention_backend)
+    if llm.config.attention_backend == "cpu":
+        session.about["cpu_level"] = wanted_level() or usable_instruction_sets()[0]
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[int]:
         params = chairlift.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

@@ -22,6 +22,7 @@ from comparison.contest import Score, Standing, Trial, record
 from comparison.report import table
 from peers.engines import Engine, UsageError
 
+from chairlift.models.cpu.build import usable_instruction_sets
 from tests.benchmarks.fakes import FAKE_WORKER, FIELDS, SETTINGS, SHAPE, RunScript
 
 # --- the command
@@ -57,6 +58,7 @@ def test_a_comparison_ends_in_a_line_of_json(model: Path, tmp_path: Path, run_sc
     assert report["settings"]["max_prompt_tokens"] == 8
     assert report["settings"]["cache_gigabytes"] == 1
     assert report["machine"]["cores"] >= 1
+    assert report["machine"]["cpu_level"] == next(iter(usable_instruction_sets()), None)
     assert report["engines"]["transformers"]["about"]["fake"] == "1.0"
 
 

@@ -15,6 +15,7 @@ def load(session: Session) -> Generate:
     import torch
 
     import chairlift
+    from chairlift.models.cpu.build import usable_instruction_sets, wanted_level
     from chairlift.params import RequestOptions
 
     session.imported(chairlift=chairlift.__version__, torch=torch.__version__)
@@ -30,6 +31,8 @@ def load(session: Session) -> Generate:
         **own,
     )
     session.about["attention_backend"] = str(llm.config.attention_backend)
+    if llm.config.attention_backend == "cpu":
+        session.about["cpu_level"] = wanted_level() or usable_instruction_sets()[0]
 
     clients = map(str, itertools.count())  # one a batch, so that none is guessed from an earlier batch's answers
 

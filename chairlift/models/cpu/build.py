@@ -37,8 +37,9 @@ _SYSTEM_OPENMP = "libgomp.so.1"
 _ROOT = 0
 _MARK = b"chairlift-sha256"  # begins what is behind the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
+_SCRATCH = "compiling-"  # begins the names of folders that are there for as long as a compiler runs
 _UNUSED_AFTER_S = 30 * 24 * 3600.0
-_LINUX, _MACOS = "Linux", "Darwin"  # as Python calls them
+_LINUX, _MACOS = "Linux", "Darwin"
 _AT_HWCAPS = (16, 26)  # in the vector of facts that Linux hands to every process: 64 bits each
 _MAC_FACTS = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
 _ARM_HWCAPS = {"asimd": 1, "asimddp": 20, "i8mm": 64 + 13, "bf16": 64 + 14}  # their bits
@@ -79,8 +80,7 @@ _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 _VNNI = (*_AVX512, "avx512_vnni")
 _BF16 = (*_VNNI, "avx512_bf16")
 _AMX = (*_BF16, "amx_tile", "amx_bf16")
-_AVX512_FLAGS = ("-march=x86-64-v4",)
-_VNNI_FLAGS = (*_AVX512_FLAGS, "-mavx512vnni")
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 _PLAIN_SET = InstructionSet(PLAIN, (), ())
 
@@ -90,7 +90,7 @@ _BY_MACHINE = {  # the best first
         # Intel's take a vdpbf16ps every second cycle, and two products in float32 in each.
         InstructionSet("avx512_bf16", _BF16, _BF16_FLAGS, slow_on="GenuineIntel"),
         InstructionSet("avx512_vnni", _VNNI, _VNNI_FLAGS),
-        InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
+        InstructionSet("avx512", _AVX512, ("-march=x86-64-v4",)),
         InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
         InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
         _PLAIN_SET,
@@ -246,9 +246,9 @@ def _load(path: Path) -> ctypes.CDLL:
     with _own_directory(path.parent) as directory:
         try:
             library = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
             raise _Damaged(f"cannot be opened ({error.strerror})") from error
     try:
         _verify(library)
@@ -322,17 +322,17 @@ def _trailer(library: bytes) -> bytes:
 
 
 def _compile(instruction_set: InstructionSet, path: Path) -> None:
-    compiler, start = find_compiler(), time.perf_counter()
-    logger.info("compiling CPU kernels (%s); they are kept in %s", instruction_set.name, path.parent)
+    compiler, home, start = find_compiler(), path.parent, time.perf_counter()
+    logger.info("compiling CPU kernels (%s); they are kept in %s", instruction_set.name, home)
     try:
-        path.parent.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
-        with _own_directory(path.parent) as directory, tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        home.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
+        with _own_directory(home) as directory, tempfile.TemporaryDirectory("", _SCRATCH, home) as scratch:
             library = Path(scratch) / path.name
             compile_library(compiler, instruction_set, library)
             _seal(library)
             library.replace(path)  # at once, so that two processes starting together do no harm
             os.fsync(directory)
-            _remove_unused(path.parent)
+            _remove_unused(home)
     except OSError as error:
         raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {error}") from error
     logger.info("compiled CPU kernels in %.1f s", time.perf_counter() - start)
@@ -347,11 +347,11 @@ def _seal(library: Path) -> None:
 
 
 def _remove_unused(directory: Path) -> None:
-    """Deletes libraries that no process has loaded for a month: those of other versions."""
-    for path in directory.glob("kernels-*.so"):
+    """Deletes libraries that no process has loaded for a month (of other versions), and folders of killed processes."""
+    for path in (*directory.glob("kernels-*.so"), *directory.glob(f"{_SCRATCH}*")):
         with contextlib.suppress(FileNotFoundError):  # another process removes it as well
             if time.time() - path.stat().st_mtime > _UNUSED_AFTER_S:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
                 logger.info("removed %s, which was not used for long", path)
 
 

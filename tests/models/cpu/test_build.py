@@ -333,6 +333,20 @@ def test_a_directory_of_another_user_is_refused(cache: Path, copying: Path, monk
     assert num_compiled(copying) == 1
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("what", ["directory", "library"])
+def test_what_another_user_has_planted_is_not_run(cache: Path, copying: Path, what: str) -> None:
+    load()
+    planted = only_library(cache)
+    os.chown(cache if what == "directory" else planted, 12345, -1)
+    if what == "directory":
+        assert f"compiled kernels cannot be kept in {cache}: it belongs to another user; " in refusal()
+        assert num_compiled(copying) == 1
+    else:
+        load()
+        assert (num_compiled(copying), planted.stat().st_uid) == (2, os.geteuid())
+
+
 def test_a_directory_that_is_a_link_is_refused(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     cache.parent.mkdir()
@@ -360,13 +374,16 @@ def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is
     os.utime(used, (month_ago, month_ago))
     load()  # which is a use
     old, recent, other = cache / "kernels-plain-0.so", cache / "kernels-plain-1.so", cache / "notes.txt"
-    for path in (old, recent, other):
+    killed = cache / "compiling-x" / "kernels-plain-2.so"  # of a process that was killed meanwhile
+    killed.parent.mkdir()
+    for path in (old, recent, other, killed):
         path.touch()
-    for path in (old, other):
+    for path in (old, other, killed.parent):
         os.utime(path, (month_ago, month_ago))
     monkeypatch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
     load()
     assert not old.exists()
+    assert not killed.parent.exists()
     assert used.exists()
     assert recent.exists()
     assert other.exists()

@@ -65,11 +65,12 @@ ray: setup ## install Ray for the tests of replicas, where pip finds it; without
 	|| $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(RAY) \
 	|| echo "$(RAY) cannot be installed: the tests of replicas are skipped"
 
-lint: setup ## ruff, mypy strict, import-linter
+lint: setup ## ruff, mypy strict, import-linter, limits of size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/house.py --quiet
 
 bench: setup ## offline throughput of a random 135 M model beside transformers (ARGS="--workloads 8x128+128 ...")
 	$(BIN)/python benchmarks/compare.py --peer transformers --workloads 1x128+128 8x128+128 32x128+128 $(ARGS)

@@ -4,6 +4,7 @@ The cpu backend has that property anyway; the torch backend has it on demand.
 """
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 
 from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore
+from chairlift.engine.sampling import NOTHING_GUESSED, Guessed
 from chairlift.engine.sampling.sampler import Sampled, SamplingBatch
 from chairlift.models import InvariantForward
 from chairlift.models.cpu import CpuDecoder
-from chairlift.scheduler import Request
+from chairlift.scheduler import Request, RequestState
 from tests.support.checkpoints import make_checkpoint
 from tests.support.kernels import needs_kernels
 
@@ -44,14 +46,20 @@ class Recorder:
         self._rows: list[str] = []
         self._seen: list[torch.Tensor] = []
         sampler = self.core._runner._sampler
-        sample = sampler.sample
+        sample, gather = sampler.sample, sampler.prepare
 
         def record(logits: torch.Tensor, batch: SamplingBatch, step: int) -> Sampled:
             if "x" in self._rows:
                 self._seen.append(logits[self._rows.index("x")].clone())
             return sample(logits, batch, step)
 
-        sampler.sample = record  # type: ignore[method-assign]
+        def prepare(
+            requests: Sequence[RequestState], num_steps: int, guessed: Guessed = NOTHING_GUESSED
+        ) -> SamplingBatch:
+            self._rows = [request.request_id for request in requests]
+            return gather(requests, num_steps, guessed)
+
+        sampler.sample, sampler.prepare = record, prepare  # type: ignore[method-assign]
 
     def logits(self, prompt: list[int], others: list[list[int]], place: int = 0) -> torch.Tensor:
         """`[NUM_TOKENS, vocab]` of the prompt's steps, among others that come before (up to `place`) and after it."""
@@ -61,11 +69,7 @@ class Recorder:
         for name, token_ids in names:
             self.core.add(Request(name, token_ids, PARAMS, NUM_TOKENS, seed=0))
         while self.core.has_work:
-            plan = self.core._scheduler.schedule()
-            self._rows = [row.request.request_id for row in plan.rows if row.is_sampled]
-            launch = self.core._runner.launch(plan)
-            self.core._scheduler.advance(plan, launch.reservation)
-            self.core._scheduler.update(plan, launch.wait())
+            self.core.step()
         return torch.stack(self._seen[:NUM_TOKENS])
 
 

@@ -5,7 +5,7 @@ Here is what all shapes share: strictness, fields that do not simply work, and t
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,31 +38,47 @@ Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(ma
 _STATELESS = "use previous_response_id, or send the whole conversation as input"
 _TEXT_ONLY = "this server reads and writes text only"
 
+_CALLS = "deprecated; use tools, tool_choice and tool_calls"
+_MODERATION = "there is no moderation here"
+_NAMESPACE = "functions have no namespaces here"
+_ONE_MODEL = "there is one model here"
+
 REFUSED = {
-    "access_programs": "there are no access programs here",
-    "audio": _TEXT_ONLY,
-    "comparison_response_id": _STATELESS,
-    "context_management": "leave out of input what the model may forget",
-    "conversation": _STATELESS,
-    "function_call": "deprecated; use tools, tool_choice and tool_calls",
-    "functions": "deprecated; use tools",
-    "image": _TEXT_ONLY,
-    "compaction": "leave out of messages what the model may forget",
-    "container": "there are no containers here",
-    "fallback_credit_token": "there is one model here",
-    "fallbacks": "there is one model here",
-    "max_tool_calls": "there are no built-in tools here",
-    "mcp_servers": "the client connects to such servers, and sends their tools",
-    "moderation": "there is no moderation here",
-    "namespace": "functions have no namespaces here",
-    "output_schema": "the model does not see it; describe it in description",
-    "prompt": "no prompts are stored here; send its text",
-    "suffix": "the model continues texts, it does not fill gaps",
-    "thread": "conversations are not stored; send all of their messages",
-    "verbosity": "ask for it in a message",
-    "web_search_options": "there is no web search here",
+    "AssistantTurn": {"audio": _TEXT_ONLY, "function_call": _CALLS},
+    "ChatCompletionRequest": {
+        "audio": _TEXT_ONLY,
+        "functions": "deprecated; use tools",
+        "function_call": _CALLS,
+        "verbosity": "ask for it in a message",
+        "web_search_options": "there is no web search here",
+        "moderation": _MODERATION,
+    },
+    "CompletionRequest": {"suffix": "the model continues texts, it does not fill gaps"},
+    "CountTokensRequest": {
+        "mcp_servers": "the client connects to such servers, and sends their tools",
+        "compaction": "leave out of messages what the model may forget",
+    },
+    "FunctionTool": {"output_schema": "the model does not see it; describe it in description"},
+    "InputCall": {"namespace": _NAMESPACE},
+    "InputCallOutput": {"namespace": _NAMESPACE},
+    "MessagesRequest": {
+        "container": "there are no containers here",
+        "fallbacks": _ONE_MODEL,
+        "fallback_credit_token": _ONE_MODEL,
+        "thread": "conversations are not stored; send all of their messages",
+    },
+    "PromptCacheOptions": {"comparison_response_id": _STATELESS},
+    "ResponsesRequest": {
+        "conversation": _STATELESS,
+        "prompt": "no prompts are stored here; send its text",
+        "max_tool_calls": "there are no built-in tools here",
+        "moderation": _MODERATION,
+        "context_management": "leave out of input what the model may forget",
+        "access_programs": "there are no access programs here",
+        "image": _TEXT_ONLY,
+    },
 }
-"""Fields of the specifications that bodies refuse, and why; each body says which (`Body`)."""
+"""By class: fields of the specifications that it refuses, and why."""
 
 _MAX_FIELDS = 256  # of one object whose fields have names
 _COLLECTIONS = ("list", "set", "frozenset", "tuple", "dict")
@@ -152,14 +168,14 @@ class Refused(Ignored):
 class Body(BaseModel):
     """A request's body, or a part of one. A field that is null counts as left out, also one that is not known here.
 
-    `refuses`, a class argument, names fields of `REFUSED` that it has as well.
+    It has the fields that `REFUSED` lists under its class, too.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def __init_subclass__(cls, refuses: Collection[str] = (), **config: Any) -> None:
+    def __init_subclass__(cls, **config: Any) -> None:
         super().__init_subclass__(**config)
-        marks = {name: Annotated[None, Refused(REFUSED[name])] for name in refuses}
+        marks = {name: Annotated[None, Refused(why)] for name, why in REFUSED.get(cls.__name__, {}).items()}
         cls.__annotations__ = {**inspect.get_annotations(cls), **marks}
         for name in marks:
             setattr(cls, name, None)

@@ -248,7 +248,7 @@ class RequestMetadata(Body):
     user_id: Label | None = Field(None, description=SENDER)
 
 
-class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
+class CountTokensRequest(ToolUse):
     """A conversation whose tokens are to be counted."""
 
     model: str | None = Field(None, description="the served model's name; left out: the one there is")
@@ -316,11 +316,7 @@ class CountTokensRequest(ToolUse, refuses=("mcp_servers", "compaction")):
         return {} if self.thinking is None else {"enable_thinking": True}
 
 
-class MessagesRequest(
-    CountTokensRequest,
-    GenerationRequest,
-    refuses=("container", "fallbacks", "fallback_credit_token", "thread"),
-):
+class MessagesRequest(CountTokensRequest, GenerationRequest):
     """Answer a conversation."""
 
     max_tokens: StrictInt = Field(

@@ -28,7 +28,7 @@ from chairlift.errors import InvalidRequest
 from chairlift.params import MAX_LOGPROBS, FinishReason, RequestOptions, SamplingParams
 
 
-class CompletionRequest(CompletionsRequest, refuses=("suffix",)):
+class CompletionRequest(CompletionsRequest):
     """Continue a text, or several."""
 
     prompt: str | Texts | TokenIds | list[TokenIds] = Field(
@@ -146,12 +146,7 @@ class Prediction(Body):
     content: str | list[PredictedPart] = Field(description="the text, or its pieces")
 
 
-class ChatCompletionRequest(
-    Rendering,
-    ParallelToolUse,
-    CompletionsRequest,
-    refuses=("audio", "functions", "function_call", "verbosity", "web_search_options", "moderation"),
-):
+class ChatCompletionRequest(Rendering, ParallelToolUse, CompletionsRequest):
     """Answer a conversation."""
 
     max_completion_tokens: StrictInt | None = Field(None, ge=1, description="newer name of max_tokens")

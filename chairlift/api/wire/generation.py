@@ -149,7 +149,7 @@ def _structure_of(field: str, kind: str, schema: dict[str, Any] | None) -> Struc
 # --- requests
 
 
-class PromptCacheOptions(Body, refuses=("comparison_response_id",)):
+class PromptCacheOptions(Body):
     """Hints about caching."""
 
     mode: Annotated[str | None, FOR_CACHING] = None

@@ -70,7 +70,7 @@ class ChatMessage(Body):
         return template_message(self.role, _text(self.content), name=self.name, tool_call_id=self.tool_call_id)
 
 
-class AssistantTurn(Written, refuses=("audio", "function_call")):
+class AssistantTurn(Written):
     """What the assistant said or called, as any server may have told it."""
 
     role: Literal["assistant"]
@@ -161,7 +161,7 @@ class Tool(Body):
         return self.function.spec()
 
 
-class FunctionTool(Function, refuses=("output_schema",)):
+class FunctionTool(Function):
     """A function that the model may call, as `/v1/responses` has it."""
 
     type: Literal["function"]

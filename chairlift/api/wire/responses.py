@@ -114,7 +114,7 @@ class Reasoning(Written):
         return "".join(part.text or "" for part in self.content or [])
 
 
-class InputCall(Written, refuses=("namespace",)):
+class InputCall(Written):
     """A call that the model made."""
 
     type: Literal["function_call"]
@@ -130,7 +130,7 @@ class InputCall(Written, refuses=("namespace",)):
         return template_message("assistant", "", tool_calls=[template_call(self.call_id, self.name, self.arguments)])
 
 
-class InputCallOutput(Body, refuses=("namespace",)):
+class InputCallOutput(Body):
     """What a call returned."""
 
     type: Literal["function_call_output"]
@@ -222,19 +222,7 @@ class ReasoningOptions(Body):
     mode: Annotated[Literal["standard"] | None, only("standard", "there is one mode", "reasoning.mode")] = None
 
 
-class ResponsesRequest(
-    ParallelToolUse,
-    OpenAIRequest,
-    refuses=(
-        "conversation",
-        "prompt",
-        "max_tool_calls",
-        "moderation",
-        "context_management",
-        "access_programs",
-        "image",
-    ),
-):
+class ResponsesRequest(ParallelToolUse, OpenAIRequest):
     """Answer a conversation."""
 
     input: str | InputItems = Field(

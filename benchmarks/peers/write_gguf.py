@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def write(checkpoint: Path, file: Path, type_name: str) -> None:
-    """Norms in float32, everything else in the given type; but 8 bits for the embedding beside 4, which is the head too."""
+    """Norms in float32, all else in the given type; beside 4 bits the embedding, which is the head too, has 8."""
     fields = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     matrix_type, file_type = _TYPES[type_name]
     writer = gguf.GGUFWriter(file, "llama")

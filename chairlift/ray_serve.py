@@ -33,7 +33,7 @@ from chairlift.api import ServerConfig
 from chairlift.api.errors import error_reply
 from chairlift.api.telemetry import REQUEST_ID_HEADER
 from chairlift.config import EngineConfig
-from chairlift.errors import ConfigurationError, EngineClosed
+from chairlift.errors import ConfigurationError, EngineClosed, QueueFull
 from chairlift.routing import PrefixRouter, name_blocks
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,16 @@ _OWN_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te"
 _READ_BUFFER_BYTES = 2**20
 
 
+_RAYS_BUSINESS = dict.fromkeys(
+    ("host", "port", "ssl_certfile", "ssl_keyfile", "allowed_host"), "Ray's proxy listens"
+) | {
+    "api_workers": "a replica is one process; set num_replicas",
+    "drain_delay": "Ray sends a replica that leaves no more requests",
+    "log_format": "Ray writes the log",
+    "log_interval": "Ray's metrics say what it would",
+}
+
+
 class ReplicaConfig(BaseModel):
     """How many replicas there are, and what each may take of a node."""
 
@@ -56,6 +66,10 @@ class ReplicaConfig(BaseModel):
     max_replicas: PositiveInt | None = Field(None, description="replicas are added up to so many as requests come")
     target_requests: PositiveInt = Field(16, description="requests at a replica at which another one is added")
     max_requests: PositiveInt = Field(256, description="requests that a replica may hold, waiting ones included")
+    max_queued_requests: PositiveInt | None = Field(
+        None,
+        description="requests that may wait at an ingress for a replica, more are refused; left out: max_queue_size",
+    )
     upscale_delay: float = Field(10.0, ge=0.0, description="seconds of more load before replicas are added")
     downscale_delay: float = Field(300.0, ge=0.0, description="seconds of less load before replicas are taken away")
     num_cpus: float = Field(1.0, ge=0.0, description="CPUs of a replica, fractions allowed")
@@ -193,7 +207,7 @@ class Ingress:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, request: Request) -> Response:
-        """A replica's answer; 413 if the body is too large, 503 if no replica can give an answer."""
+        """A replica's answer; 413 if the body is too large, 429 if too many wait, 503 if no replica lives."""
         try:
             body = await self._read(request)
         except web.HTTPRequestEntityTooLarge as error:
@@ -207,7 +221,9 @@ class Ingress:
                 head = await anext(aiter(chunks))
             except RayActorError:
                 continue
-            except (BackPressureError, DeploymentUnavailableError) as error:
+            except BackPressureError:
+                return _refuse(request, QueueFull("too many requests wait for a replica; try again later"))
+            except DeploymentUnavailableError as error:
                 return _refuse(request, EngineClosed(str(error)))
             answer = StreamingResponse(chunks, head.status)  # if the replica dies, the client's connection is cut
             answer.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.headers]
@@ -262,7 +278,13 @@ def deployment(
     server: ServerConfig = ServerConfig(),  # noqa: B008
     replicas: ReplicaConfig = ReplicaConfig(),  # noqa: B008
 ) -> serve.Application:
-    """The application, for `serve.run`. A replica that is taken away ends its requests first, for `drain_timeout`."""
+    """The application, for `serve.run`. A replica that is taken away ends its requests first, for `drain_timeout`.
+
+    `ConfigurationError` for settings of a server that are Ray's business.
+    """
+    if rays := server.model_fields_set & _RAYS_BUSINESS.keys():
+        name = min(rays)
+        raise ConfigurationError(f"{name} has no effect on Ray Serve; leave it out: {_RAYS_BUSINESS[name]}")
     scaling: dict[str, Any] = {"num_replicas": replicas.num_replicas}
     if replicas.max_replicas is not None:
         window = max(replicas.upscale_delay, _MIN_WINDOW_S)
@@ -281,6 +303,7 @@ def deployment(
     behind = serve.deployment(
         Replica,
         max_ongoing_requests=replicas.max_requests,
+        max_queued_requests=replicas.max_queued_requests or max(1, engine.max_queue_size),
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
         health_check_period_s=_HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=server.drain_timeout,

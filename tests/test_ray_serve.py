@@ -127,6 +127,18 @@ def test_settings_come_as_texts_from_the_command_line_and_unknown_ones_are_refus
         build_app({"num_replicas": "none"})
 
 
+@pytest.mark.parametrize(
+    "name", ["api_workers", "allowed_host", "drain_delay", "host", "log_format", "log_interval", "port"]
+)
+def test_settings_that_have_no_effect_under_ray_are_refused(name: str) -> None:
+    from chairlift.api import ServerConfig
+    from chairlift.ray_serve import build_app
+
+    default = ServerConfig().model_dump()[name]
+    with pytest.raises(ConfigurationError, match=f"^{name} has no effect on Ray Serve; leave it out: "):
+        build_app({name: default})
+
+
 async def test_the_openai_client_gets_a_stream_a_body_an_error_and_one_request_id() -> None:
     client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
     question: Any = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -265,6 +277,23 @@ async def test_the_dead_replica_comes_back_and_with_less_load_one_goes_and_no_re
         await until(lambda: num_replicas() == len(pids_of("Replica")) == 1)
 
     await keep_asking_until(change(), num_clients=1)
+
+
+async def test_what_finds_no_room_is_refused_as_a_server_does() -> None:
+    await asyncio.to_thread(deploy, max_replicas=1, max_requests=1, max_queued_requests=2)
+    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
+
+        async def ask() -> httpx.Response:
+            return await client.post("/v1/completions", json={**LONG, "max_tokens": 200, "stream": False})
+
+        answers = await asyncio.gather(*(ask() for _ in range(12)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert 0 < len(refused) < 12
+    for answer in refused:
+        error = answer.json()["error"]
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+        message = "too many requests wait for a replica; try again later"
+        assert error == {"message": message, "type": "rate_limit_error", "param": None, "code": "queue_full"}
 
 
 async def test_ray_has_the_metrics_of_a_replica_with_its_name() -> None:

@@ -10,12 +10,15 @@ import zipfile
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
+import yaml
 from openai import OpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
 from chairlift.__main__ import COMMANDS
+from chairlift.api.routes import ROUTES
 from chairlift.flags import read_settings
 from chairlift.models.cpu.build import find_compiler, instruction_sets, usable_instruction_sets
 from hatch_build import KernelsHook
@@ -116,6 +119,101 @@ def test_the_server_in_a_cluster_is_started_with_settings_that_there_are() -> No
     grace = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
     assert grace is not None
     assert server.drain_delay + server.drain_timeout < int(grace[1])
+
+
+class Strict(BaseModel):
+    """A type of llm-d's router: names as in JSON, none beside them, as its decoder has it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Plugin(Strict):
+    """`PluginSpec` of apix/config/v1alpha1; each plugin reads its own parameters."""
+
+    type: str
+    name: str = ""
+    parameters: "ExtractorParameters | None" = None
+
+
+class EngineMetrics(Strict):
+    """`engineConfigParams` of the plugin core-metrics-extractor; the values are names of metrics."""
+
+    name: str = Field(min_length=1)
+    queuedRequestsSpec: str
+    runningRequestsSpec: str
+    kvUsageSpec: str
+    loraSpec: str = ""
+    cacheInfoSpec: str = ""
+
+
+class ExtractorParameters(Strict):
+    """`modelServerExtractorParams` of the same plugin."""
+
+    engineLabelKey: str = "llm-d.ai/engine-type"
+    defaultEngine: str = "vllm"
+    engineConfigs: list[EngineMetrics]
+
+
+class Reference(Strict):
+    """`SchedulingPlugin` and `DataLayerExtractor`."""
+
+    pluginRef: str
+    weight: float | None = Field(None, strict=False)
+
+
+class Profile(Strict):
+    """`SchedulingProfile`."""
+
+    name: str
+    plugins: list[Reference]
+
+
+class Source(Strict):
+    """`DataLayerSource`."""
+
+    pluginRef: str
+    extractors: list[Reference]
+
+
+class DataLayer(Strict):
+    """`DataLayerConfig`, of which the example uses the sources."""
+
+    sources: list[Source]
+
+
+class EndpointPickerConfig(Strict):
+    """The file, as llm-d-router's apix/config/v1alpha1/endpointpickerconfig_types.go declares it."""
+
+    apiVersion: Literal["llm-d.ai/v1alpha1"]
+    kind: Literal["EndpointPickerConfig"]
+    plugins: list[Plugin]
+    schedulingProfiles: list[Profile]
+    dataLayer: DataLayer
+
+
+def test_the_endpoint_pickers_file_follows_llm_ds_types_and_names_the_servers_pods() -> None:
+    file = EXAMPLES / "kubernetes" / "endpoint-picker.yaml"
+    config = EndpointPickerConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    names = {plugin.name or plugin.type for plugin in config.plugins}
+    sources = config.dataLayer.sources
+    references = [each for holder in config.schedulingProfiles for each in holder.plugins]
+    references += [each for source in sources for each in source.extractors]
+    assert {each.pluginRef for each in references} | {source.pluginRef for source in sources} == names
+    (extractor,) = (plugin.parameters for plugin in config.plugins if plugin.parameters is not None)
+    (engine,) = extractor.engineConfigs
+    assert extractor.defaultEngine == engine.name
+    manifest = yaml.safe_load_all((file.parent / "chairlift.yaml").read_text(encoding="utf-8"))
+    (pod,) = (each["spec"]["template"] for each in manifest if each["kind"] == "Deployment")
+    assert pod["metadata"]["labels"][extractor.engineLabelKey] == engine.name
+
+
+def test_probes_of_a_cluster_ask_for_no_key_and_only_readiness_ends_with_the_drain() -> None:
+    manifest = yaml.safe_load_all((EXAMPLES / "kubernetes" / "chairlift.yaml").read_text(encoding="utf-8"))
+    (pod,) = (each["spec"]["template"]["spec"] for each in manifest if each["kind"] == "Deployment")
+    (container,) = pod["containers"]
+    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    assert paths == {"startup": "/health", "readiness": "/health", "liveness": "/version"}
+    assert set(paths.values()) <= {route.path for route in ROUTES if route.is_open}
 
 
 # --- the wheel and the archive of sources

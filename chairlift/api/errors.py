@@ -94,7 +94,7 @@ def is_anthropics(request: web.BaseRequest) -> bool:
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """What to tell a client. An exception that nobody expected is logged and becomes a 500."""
+    """What to tell a client. An unexpected exception is logged and becomes a 500."""
     if isinstance(error, ValidationError):
         error = complaint_of(error)
     elif isinstance(error, RecursionError):

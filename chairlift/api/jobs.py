@@ -285,7 +285,7 @@ async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.St
             closing = await job.make(sum(sizes.values()), job.reply.closing)
             await job.settled()
             await stream.send(*events, *closing)
-    except ConnectionError:  # the client left, so nobody reads an error
+    except ConnectionError:  # the client left
         return stream.response
     except Exception as error:
         if not stream.is_open:

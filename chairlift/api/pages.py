@@ -293,7 +293,7 @@ def add_page_routes(app: web.Application, feed: "SnapshotFeed") -> None:
     async def watch(request: web.Request) -> web.StreamResponse:
         """Sends snapshots until the watcher leaves or the engine is gone. What fails before the first is raised."""
         stream = EventStream(request)
-        with suppress(ConnectionError):  # the watcher left, so nobody reads an error
+        with suppress(ConnectionError):  # the watcher left
             async with stream, aclosing(feed.events()) as events:
                 async for event in events:
                     await stream.send(event)
@@ -338,7 +338,7 @@ class SnapshotFeed:
                 while newest is sent:
                     newest = await self._next_look()
         except Exception:
-            self._event = None  # who comes later is told, too
+            self._event = None  # so that later watchers are told, too
             if sent is None:
                 raise
         finally:

@@ -183,7 +183,7 @@ class Speculation:
 
 
 def _client_of(request: RequestState) -> tuple[str, str]:
-    """Whoever gets guesses from each other's answers: with keys the holder of one, and never two with another salt."""
+    """The group that shares answers for guesses: a key's requests, and never those of different salts."""
     return request.options.tenant, request.options.cache_salt
 
 

@@ -128,7 +128,7 @@ class EventStream:
         await self.response.write(data)
 
     async def _keep_alive(self) -> None:
-        with contextlib.suppress(ConnectionError):  # whoever sends next will notice
+        with contextlib.suppress(ConnectionError):  # the next write will notice
             while True:
                 num_sent = self._num_sent
                 await asyncio.sleep(KEEP_ALIVE_S)

@@ -232,7 +232,7 @@ _FAILURES = {Outcome.TIMEOUT, Outcome.ERROR, Outcome.REJECTED}
 
 
 class Tracing:
-    """A span for each request for tokens; none at all where nobody has configured OpenTelemetry."""
+    """A span for each request for tokens; none if OpenTelemetry is not configured."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name

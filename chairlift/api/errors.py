@@ -59,7 +59,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MESSAGES_PATH = "/v1/messages"
 
 ENDPOINTS = web.AppKey("chairlift_endpoints", str)
-"""What a client who asks for another path is told."""
+"""The endpoints that a 404 lists."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ def without_billing_line(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _warning(left_out: Sequence[str]) -> Mapping[str, str]:
-    """The header that says which tools the model is not told of."""
+    """The header that names the tools that were left out."""
     if not left_out:
         return {}
     types = ", ".join(sorted(set(left_out))[:_MAX_TYPES_TOLD])

@@ -7,7 +7,7 @@ The page is `/` and its files, and `/watch`, the batch as it is, as server-sent 
 `chairlift.engine.journal.Snapshot` without the fields that have their default value. All watchers wait for the same
 look at the engine, and nobody looks while nobody waits; each snapshot is serialized once. A watcher has no queue of its
 own: it takes the newest snapshot when it has written the one before, so a slow one misses some and costs nothing else.
-Nothing is sent while nothing changes. A stream that ends means that the engine is gone; who asks again is told why.
+Nothing is sent while nothing changes. A stream ends when the engine is gone; the next request gets the reason.
 """
 
 import asyncio

@@ -197,7 +197,7 @@ def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Con
 
 
 async def meet_expectation(request: web.Request) -> None:
-    """`Expect: 100-continue` is told to go on; every other expectation is a 417 with an error body."""
+    """`Expect: 100-continue` gets a 100; every other expectation is a 417 with an error body."""
     expectation = request.headers.get("Expect", "")
     if expectation.lower() != "100-continue":
         reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} is not supported; leave it out"))

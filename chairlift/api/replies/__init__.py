@@ -1,4 +1,4 @@
-"""How the endpoints dress the same outputs: whole replies, events of streamed ones, and the frame around these."""
+"""How the endpoints present the same outputs: whole replies, events of streamed ones, and the frame around these."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ _HEADERS = {
 
 
 class Reply(ABC):
-    """One reply: its identity, its dress, and how much of it has gone out. Events are ready to be sent."""
+    """One reply: its identity, its form, and how much of it has been sent. Events are ready to be sent."""
 
     id: str  # what the client knows it by
     keep_alive = KEEP_ALIVE  # tells the client of a silent stream that it goes on

@@ -111,7 +111,7 @@ class ModelRunner:
         assert reservation is not None, "fetch always reserves"
         with on_device(self._device):
             outputs = self._try(plan, inputs)
-            if outputs is None:  # and all that it had allocated is let go of
+            if outputs is None:  # and everything that it had allocated is freed
                 torch.cuda.empty_cache()
             return Launch(plan, reservation, outputs, Arrival.mark(self._device), begin)
 

@@ -62,7 +62,7 @@ class Format:
         return 8 * CpuDecoder(model, _PIECE, quantization=rounding).weight_bytes / count_parameters(checkpoint.config)
 
     def perplexity(self, text: str) -> float:
-        """Of the text in pieces, whose first tokens have no probability."""
+        """Perplexity of the text in pieces, whose first tokens have no probability."""
         with LLM(
             self.model,
             tokenizer=self.tokenizer,

@@ -3,9 +3,9 @@
     python benchmarks/http_cost.py --model DIRECTORY --requests 1 32
 
 Prompts are random tokens, so that nothing of them is reused. A server of the same settings is a process of its own, and
-the client that reads its streams is this one: a bare socket for each. Of each round the ratio of the times counts, from
-the first byte that is sent to the last one that comes; the median of the rounds is told, and the ratio of the fastest
-of each, since what else runs on a machine only adds. The last line is JSON.
+the client that reads its streams is this one: a bare socket for each. Each round gives the ratio of the times from the
+first byte sent to the last one received. The median of the rounds is printed, and the ratio of the fastest of each,
+since other load on a machine only adds time. The last line is JSON.
 """
 
 import argparse

@@ -57,7 +57,7 @@ class AnswerConfig(SamplingConfig):
 
 
 class ChatConfig(SamplingConfig):
-    """What `chairlift chat` is told besides the engine's settings."""
+    """Settings of `chairlift chat` beside the engine's."""
 
     url: str | None = Field(None, description="server to talk with; unset: a model in this process")
     api_key: SecretStr | None = Field(None, description="key for the server")

@@ -21,7 +21,7 @@ _R = TypeVar("_R")
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of the host's tensor on the device, for which nobody waits; the tensor must not change any more."""
+    """Starts a copy of the host's tensor to the device and does not wait; the tensor must not change any more."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -99,7 +99,7 @@ class Api:
         self.num_active = 0  # requests from their headers to the last byte of their replies
 
     def make_app(self) -> web.Application:
-        """The application, ready for a runner with `handler_cancellation=True`: who leaves must be noticed."""
+        """The application, for a runner with `handler_cancellation=True`, which notices clients that leave."""
         app = web.Application(middlewares=[error_middleware, self.keys.middleware, self._count_active])
         app[ENDPOINTS] = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
         app.on_response_prepare.append(self._bodies.release)

@@ -59,7 +59,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MESSAGES_PATH = "/v1/messages"
 
 ENDPOINTS = web.AppKey("chairlift_endpoints", str)
-"""What a client who asks for another path is told."""
+"""The endpoints that a 404 lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def is_anthropics(path: str) -> bool:
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """What to tell a client. An exception that nobody expected is logged and becomes a 500."""
+    """What to tell a client. An unexpected exception is logged and becomes a 500."""
     if isinstance(error, ValidationError):
         error = complaint_of(error)
     elif isinstance(error, RecursionError):

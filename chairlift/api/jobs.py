@@ -223,7 +223,7 @@ def without_billing_line(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _warning(left_out: Sequence[str]) -> Mapping[str, str]:
-    """The header that says which tools the model is not told of."""
+    """The header that names the tools that were left out."""
     if not left_out:
         return {}
     types = ", ".join(sorted(set(left_out))[:_MAX_TYPES_TOLD])
@@ -285,7 +285,7 @@ async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.St
             closing = await job.make(sum(sizes.values()), job.reply.closing)
             await job.settled()
             await stream.send(*events, *closing)
-    except ConnectionError:  # the client left, so nobody reads an error
+    except ConnectionError:  # the client left
         return stream.response
     except Exception as error:
         if not stream.is_open:

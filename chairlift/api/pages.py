@@ -7,7 +7,7 @@ The page is `/` and its files, and `/watch`, the batch as it is, as server-sent 
 `chairlift.engine.journal.Snapshot` without the fields that have their default value. All watchers wait for the same
 look at the engine, and nobody looks while nobody waits; each snapshot is serialized once. A watcher has no queue of its
 own: it takes the newest snapshot when it has written the one before, so a slow one misses some and costs nothing else.
-Nothing is sent while nothing changes. A stream that ends means that the engine is gone; who asks again is told why.
+Nothing is sent while nothing changes. A stream ends when the engine is gone; the next request gets the reason.
 """
 
 import asyncio
@@ -293,7 +293,7 @@ def add_page_routes(app: web.Application, feed: "SnapshotFeed") -> None:
     async def watch(request: web.Request) -> web.StreamResponse:
         """Sends snapshots until the watcher leaves or the engine is gone. What fails before the first is raised."""
         stream = EventStream(request)
-        with suppress(ConnectionError):  # the watcher left, so nobody reads an error
+        with suppress(ConnectionError):  # the watcher left
             async with stream, aclosing(feed.events()) as events:
                 async for event in events:
                     await stream.send(event)
@@ -338,7 +338,7 @@ class SnapshotFeed:
                 while newest is sent:
                     newest = await self._next_look()
         except Exception:
-            self._event = None  # who comes later is told, too
+            self._event = None  # so that later watchers are told, too
             if sent is None:
                 raise
         finally:

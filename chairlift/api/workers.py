@@ -227,7 +227,7 @@ class Crew:
         return worker
 
     def _note_start(self, worker: _Worker) -> None:
-        """The address is told when all are there. One that cannot start at first never will."""
+        """Logs the address when all are ready. A worker that fails at the start is an error."""
         if worker.is_ready.is_set():
             self._num_ready += 1
             if self._num_ready == self._size:
@@ -324,7 +324,7 @@ class _Signals:
 
 def nurse(fd: int, run: Callable[[Coroutine[Any, Any, int]], int]) -> NoReturn:
     """The nursery's program. `run` runs a worker's loop."""
-    for number in _SIGNALS:  # which are the parent's business
+    for number in _SIGNALS:  # which the parent handles
         signal.signal(number, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # a collection in a worker would write to, and so copy, all that it shares with others

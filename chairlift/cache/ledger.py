@@ -201,7 +201,7 @@ class SlotPool:
             return self._common.num_read(seq_id, self._lengths)
 
     def give_back(self) -> None:
-        """Gives back all memory in which nothing is valid and that nobody has asked for."""
+        """Gives back all memory that holds nothing valid and is not reserved."""
         with self._lock:
             self.owed += self.budget.cut_all()
 

@@ -46,7 +46,7 @@ class _Mailbox:
     """News of generations that run together. A slow reader finds the newest states, not a backlog; an error ends it."""
 
     def __init__(self, states: list[GenerationState], wants_steps: bool) -> None:
-        """`wants_steps`: whether the reader is told of every step, or only when a generation begins and ends."""
+        """`wants_steps`: whether the reader gets news of every step, or only when a generation begins and ends."""
         self.states = {state.generation.request_id: state for state in states}
         self._indices = {request_id: index for index, request_id in enumerate(self.states)}
         self._unheard_of = None if wants_steps else set(self.states)

@@ -142,7 +142,7 @@ class LLM:
             bar.update(sum(state.is_finished for state in delivery.changed))
 
     def _rest_later(self) -> None:
-        """If no other call comes for a while, the engine gives back the memory that nobody uses."""
+        """If no other call comes for a while, the engine gives back unused memory."""
         self._resting = threading.Timer(REST_AFTER_S, _rest, [ref(self)])
         self._resting.daemon = True
         self._resting.start()

@@ -359,7 +359,7 @@ def _describe_end(rank: int, process: "subprocess.Popen[bytes]", last_words: str
 
 def follow(fd: int) -> None:
     """The program of a rank other than 0, whose end of the link to rank 0 is that file. Ends the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # these are rank 0's business
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles these
         signal.signal(number, signal.SIG_IGN)
     logging.getLogger("chairlift").setLevel(logging.ERROR)  # the rest rank 0 says as well
     threading.Thread(target=_end_with_link, args=(fd,), daemon=True).start()
@@ -389,6 +389,6 @@ def _obey(ranks: Follower) -> None:
 def _end_with_link(fd: int) -> None:
     """In a thread: ends this process when rank 0 is gone, also if a device waits for that for ever."""
     poll = select.poll()
-    poll.register(fd, 0)  # that the other end is closed is told always
+    poll.register(fd, 0)  # a closed other end is reported in any case
     poll.poll()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The load test behind `chairlift bench`: a client for any OpenAI-compatible server, and here what a test is told.
+"""The load test behind `chairlift bench`: a client for any OpenAI-compatible server, and here its settings.
 
 It needs nothing of the engine, so its figures compare servers of any make. Metrics are those of `vllm bench serve`.
 

@@ -33,7 +33,7 @@ class Grammar(Protocol):
     def foresee(self) -> Sequence[int] | None:
         """Tokens that are likely to come next, since nothing else may be said; None: no guess can be verified now.
 
-        It is None the first time: what comes next is worked out for whoever has asked.
+        It is None the first time: it is computed after the first call.
         """
         ...
 
@@ -146,7 +146,7 @@ class _Progress:
     # Whether the host works out from the newest token what may come next. Then nothing can be planned before that token
     # is known, and launches are of one step while it runs: of several it would have only one token.
     needs_newest_token: bool = False
-    is_held: bool = False  # it gets no tokens for now, because whoever reads them is far behind
+    is_held: bool = False  # it gets no tokens for now, because its reader is far behind
     # In its slot
     slot: int | None = None
     contents: Contents = field(default_factory=Contents)

@@ -82,7 +82,7 @@ class Speculation:
         self._max_tokens = max_tokens
         self.times = StepTimes()
         self.answers = Answers()
-        # Since it was made. What was verified and is not part of an answer was in vain.
+        # Since it was made. Verified tokens that are not part of an answer were wasted.
         self.num_drafted = self.num_accepted = 0
         self.accepted_at: list[int] = []  # by place in the guess
 
@@ -183,7 +183,7 @@ class Speculation:
 
 
 def _client_of(request: RequestState) -> tuple[str, str]:
-    """Whoever gets guesses from each other's answers: with keys the holder of one, and never two with another salt."""
+    """The group that shares answers for guesses: a key's requests, and never those of different salts."""
     return request.options.tenant, request.options.cache_salt
 
 

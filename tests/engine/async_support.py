@@ -74,7 +74,7 @@ def held(owner: object, name: str) -> Iterator[Gate]:
 
 
 def port_of(engine: AsyncLLM) -> Port:
-    """Of an engine that runs."""
+    """The port of a running engine."""
     port = thread_of(engine).port
     assert port is not None
     return port

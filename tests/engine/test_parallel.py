@@ -64,7 +64,7 @@ def expected(model: str) -> dict[str, list[RequestOutput]]:
 
 
 def answers(llm: LLM) -> dict[str, list[RequestOutput]]:
-    """Of all that the scheduler does: chunks, drawing, reuse, stop strings, rows that yield memory, rest."""
+    """Requests for all that the scheduler does: chunks, drawing, reuse, stop strings, rows that yield memory, rest."""
     letters = SamplingParams(max_tokens=20, seed=1, logit_bias=LETTERS, ignore_eos=True)
     written = llm.generate(PROMPTS[:4], letters)
     stops = [letters.model_copy(update={"stop": [output.outputs[0].text[5:8]]}) for output in written]

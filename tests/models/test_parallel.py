@@ -64,7 +64,7 @@ def load_part(path: Path, group: Group) -> Decoder:
 
 
 def logits_of(model: Decoder) -> torch.Tensor:
-    """Of a prompt, a prompt beside a decoding row, and two decoding rows: `[tokens, vocab]`."""
+    """Logits `[tokens, vocab]` of a prompt, a prompt beside a decoding row, and two decoding rows."""
     first, second = random_prompts(6, [40, 30], 317)
     bench = Bench(model.config, model.dtype, TorchForward(model, TorchBackend(model.config.attention)))
     steps = [[Row(3, first)], [Row(3, [7]), Row(1, second)], [Row(1, [8]), Row(3, [9])]]

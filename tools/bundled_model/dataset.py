@@ -63,9 +63,9 @@ _TURN_COUNTS = ((1, 36), (2, 30), (3, 18), (4, 11), (8, 4), (16, 1))
 class Stage:
     """What a stage of the training makes more or less of.
 
-    Of all rows, `documents` and `tools` are the shares of plain documents and of chats with tools. Of the questions
-    in a chat with tools, `unfit` is the share that none of them is for; of those, `foreign` are for tools that are
-    not there. `subtraction` is the weight of that skill among the others.
+    `documents` and `tools` are the shares of plain documents and of chats with tools among all rows. `unfit` is the
+    share of questions in a chat with tools that fit none of them; `foreign` is the share of those that are for tools
+    that are not there. `subtraction` is the weight of that skill among the others.
     """
 
     documents: float

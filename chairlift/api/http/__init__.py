@@ -19,13 +19,13 @@ from chairlift.api.telemetry import REQUEST_ID_HEADER, request_id_of
 _NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it rests
 _REST_S = 0.001
 _BEGUN_IN_A_TURN = 16  # requests, at 0.1 ms each
-_READ_BUFFER_BYTES = 2**16  # of a body that nobody reads yet; aiohttp takes up to twice as many
+_READ_BUFFER_BYTES = 2**16  # of a body that is not read yet; aiohttp takes up to twice as many
 
 
 class Turns:
     """When many connections send at once, few requests begin in a turn of the event loop; streams go on in between.
 
-    Half of the places are for who came last: one who comes amid a burst does not wait for all of it.
+    Half of the places go to the newest requests, so that one amid a burst does not wait for all of it.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Con
 
 
 async def meet_expectation(request: web.Request) -> None:
-    """`Expect: 100-continue` is told to go on; every other expectation is a 417 with an error body."""
+    """`Expect: 100-continue` gets a 100; every other expectation is a 417 with an error body."""
     expectation = request.headers.get("Expect", "")
     if expectation.lower() != "100-continue":
         reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} is not supported; leave it out"))

@@ -1,4 +1,4 @@
-"""Who may use the server: whoever has an API key, and the web pages that a browser or the server itself lets in.
+"""Who may use the server: clients with an API key, and web pages that a browser or the server itself admits.
 
 A server that asks for no key and listens on this machine only trusts whoever is here; but any web page that somebody
 looks at here can send requests, too. Those say which page they come from, and, where the page's own name was made to
@@ -91,7 +91,7 @@ class KeyRing:
         self, keys: Mapping[str, KeyLimits], shares_prefixes: bool = False, open_paths: Collection[str] = ()
     ) -> None:
         """`shares_prefixes`: keys reuse each other's prompts; `open_paths` need no key."""
-        if len(keys) == 1:  # there is nobody to leave the rest of the queue to
+        if len(keys) == 1:  # no other key needs the rest of the queue
             keys = {key: replace(limits, queue_share=1.0) for key, limits in keys.items()}
         digests = {_digest(key): limits for key, limits in keys.items()}
         self._clients = {
@@ -134,7 +134,7 @@ def check_access(config: ServerConfig) -> None:
 def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
     """The keys of all three places (flags, file and environment), and what each of them may.
 
-    A place that is named but holds no key is a `ConfigurationError`: who wrote it did not want an open server.
+    A place that is named but holds no key is a `ConfigurationError`: an open server was not intended.
     """
     keys = [key.get_secret_value().strip() for key in config.api_key]
     if not all(keys):

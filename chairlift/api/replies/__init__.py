@@ -1,4 +1,4 @@
-"""How the endpoints dress the same outputs: whole replies, events of streamed ones, and the frame around these."""
+"""How the endpoints present the same outputs: whole replies, events of streamed ones, and the frame around these."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ _HEADERS = {
 
 
 class Reply(ABC):
-    """One reply: its identity, its dress, and how much of it has gone out. Events are ready to be sent."""
+    """One reply: its identity, its form, and how much of it has been sent. Events are ready to be sent."""
 
     id: str  # what the client knows it by
     keep_alive = KEEP_ALIVE  # tells the client of a silent stream that it goes on
@@ -128,7 +128,7 @@ class EventStream:
         await self.response.write(data)
 
     async def _keep_alive(self) -> None:
-        with contextlib.suppress(ConnectionError):  # whoever sends next will notice
+        with contextlib.suppress(ConnectionError):  # the next write will notice
             while True:
                 num_sent = self._num_sent
                 await asyncio.sleep(KEEP_ALIVE_S)

@@ -115,7 +115,7 @@ class ConversationReply(Reply):
 
     @abstractmethod
     def _opening_of(self, part: Part) -> list[str]:
-        """Events of its beginning; none of its text is told in them, though more may be known already."""
+        """Events of its beginning, without its text, though some may be known already."""
 
     @abstractmethod
     def _delta(self, part: Part, text: str) -> NamedEvent:

@@ -1,4 +1,4 @@
-"""How `/v1/messages` dresses its outputs: blocks that grow, and the events that tell of them."""
+"""How `/v1/messages` presents its outputs: blocks that grow, and their events."""
 
 from collections.abc import Sequence
 from hashlib import sha256

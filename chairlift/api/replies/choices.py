@@ -1,4 +1,4 @@
-"""How `/v1/completions` and `/v1/chat/completions` dress their outputs: in choices."""
+"""How `/v1/completions` and `/v1/chat/completions` present their outputs: as choices."""
 
 import time
 from abc import abstractmethod
@@ -149,7 +149,7 @@ class ChatReply(_ChoicesReply):
         )
 
     def _events_of(self, index: int, output: RequestOutput, choice: CompletionOutput) -> list[str]:  # noqa: ARG002
-        """One per piece; what is told of tokens goes with the first, the end with one of its own."""
+        """One per piece; data of tokens go with the first, the end with one of its own."""
         news = self._progress[choice.index].advance(choice)
         if news is None:
             return []
@@ -196,7 +196,7 @@ class ChatReply(_ChoicesReply):
 
 
 def _call(named: Part | None, index: int | None = None, **function: Any) -> wire.MessageToolCall:
-    """`named`: the call, where it is told which it is."""
+    """`named`: the call, in the piece that introduces it."""
     call = wire.MessageToolCall(index=index, function=wire.FunctionCall(**function))
     if named is not None:
         call.id, call.type = named.call_id, "function"
@@ -269,7 +269,7 @@ class CompletionReply(_ChoicesReply):
     def _choice(
         self, index: int, output: RequestOutput, choice: CompletionOutput, news: News | None, is_first: bool
     ) -> wire.CompletionChoice:
-        """What is new of a choice; `is_first`: and the prompt, as far as it is told."""
+        """The new part of a choice; `is_first`: with the prompt, if that is part of the reply."""
         if index not in self._echoes:
             self._echoes[index] = self._echo(output)
         echo = self._echoes[index]

@@ -1,4 +1,4 @@
-"""How `/v1/responses` dresses its outputs: items that grow, and the events that tell of them. Responses that clients
+"""How `/v1/responses` presents its outputs: items that grow, and their events. Responses that clients
 ask to keep (`store: true`) stay in memory, for GET, DELETE and `previous_response_id`.
 """
 

@@ -170,7 +170,7 @@ class Observer:
         note_response: Callable[[str, int], None],
         note_end: Sequence[Callable[[Observation], None]],
     ) -> None:
-        """`paths`: those that are told apart; `span` surrounds a request; `note_response`: a path and a status."""
+        """`paths`: those with labels of their own; `span` surrounds a request; `note_response`: a path and a status."""
         self._paths = frozenset(paths)
         self._span = span
         self._note_response = note_response
@@ -232,7 +232,7 @@ _FAILURES = {Outcome.TIMEOUT, Outcome.ERROR, Outcome.REJECTED}
 
 
 class Tracing:
-    """A span for each request for tokens; none at all where nobody has configured OpenTelemetry."""
+    """A span for each request for tokens; none if OpenTelemetry is not configured."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name

@@ -173,7 +173,7 @@ class FunctionTool(Function):
 
 
 class LeftOutTool(Body):
-    """A tool of a type that is not understood here. The model is not told of it, and the client is warned."""
+    """A tool of an unsupported type. It is not shown to the model, and the client is warned."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -267,7 +267,7 @@ class TemplateInput(Body):
         raise NotImplementedError
 
     def chat_options(self) -> ChatOptions:
-        """What the template is told besides the messages; not of tools that must not be called."""
+        """The template's variables beside the messages, without tools that must not be called."""
         shown = [] if self.call_mode == "none" else self.callable_functions
         return ChatOptions(
             tools=[function.as_template_input() for function in shown],

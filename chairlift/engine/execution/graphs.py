@@ -82,7 +82,7 @@ class CudaRecorder:
                     work()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile, which is no business of this graph.
+            # Other threads may use the device meanwhile, without any effect on this graph.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 work()
         return graph.replay

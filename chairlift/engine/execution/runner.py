@@ -109,7 +109,7 @@ class ModelRunner:
         reservation = self._cache.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         with on_device(self._device):
             outputs = self._try(plan, reservation)
-            if outputs is None:  # and all that it had allocated is let go of
+            if outputs is None:  # and everything that it had allocated is freed
                 torch.cuda.empty_cache()
             return Launch(plan, reservation, outputs, Arrival.mark(self._device), begin)
 

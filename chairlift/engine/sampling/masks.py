@@ -1,7 +1,7 @@
 """Grammars in the engine: which tokens each allows next, computed by a few threads beside the forward pass.
 
 Between two tokens of a sequence its grammar takes the first one and computes the mask for the second. How long that
-takes depends on what a stranger wrote, so none of it happens on the engine's thread or while the interpreter's lock is
+takes depends on what a client wrote, so none of it happens on the engine's thread or while the interpreter's lock is
 held. A launch waits a little for the masks of all its rows together. A row whose mask is late gets no token, sits out
 until the mask is there, and is computed again. A sequence that is slow, by processor time rather than by the clock, has
 a lane of its own, and no launch waits for it.
@@ -36,7 +36,7 @@ _MIN_PATIENCE_S = 0.005  # beyond the forward pass for masks, and after it for t
 _MAX_PATIENCE_S = 0.05
 _PATIENCE = 0.25  # of what the launch has taken so far, within these bounds
 _MAX_MASK_THREADS = 8
-_MAX_FORCED = 64  # tokens, that are told of at a time
+_MAX_FORCED = 64  # tokens that are reported at a time
 _JOIN_TIMEOUT_S = 2.0  # for all; a thread that hangs is left behind
 
 _Lane = SimpleQueue[Callable[[], None] | None]
@@ -101,7 +101,7 @@ class TokenGrammar:
         del self.sampled[0]
         if self.sampled:
             return False
-        if self.compiled.is_slow:  # a launch without its mask would be in vain
+        if self.compiled.is_slow:  # a launch without its mask would compute nothing for it
             self.threads.put_off([self], lambda each: each.next_mask is not None)
         return self.is_complete
 

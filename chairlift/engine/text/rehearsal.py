@@ -1,6 +1,6 @@
 """Grammars are compiled first where nothing is lost if that goes wrong: in a child of a helper process, under limits.
 
-llguidance compiles in native code what strangers write. Deep nesting overflows its stack, and small texts can take
+llguidance compiles clients' grammars in native code. Deep nesting overflows its stack, and small texts can take
 minutes or gigabytes; its own limits do not stop all of that, and inside the server each would end the server. So this
 file is also a program, which the server starts by its path: it imports llguidance and nothing of ours, and forks a
 child for every grammar, with limits of processor time, memory and stack. Only what a child survived is compiled in the

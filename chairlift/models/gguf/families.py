@@ -70,7 +70,7 @@ _CONTROL = 3  # the type of a special token
 
 
 class _Fields:
-    """A file's metadata, asked for once: what nobody has asked for must not matter."""
+    """A file's metadata, and which of it was read: an unread number must not matter."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self._prefix = f"{architecture}."
@@ -101,7 +101,7 @@ class _Fields:
         return value
 
     def refuse_leftover(self) -> None:
-        """CheckpointError for a number that is set and that nobody has asked for."""
+        """CheckpointError for a number that is set but was never read."""
         for name, value in self._left.items():
             if name.removeprefix(self._prefix) not in _HARMLESS and _is_set(value):
                 raise CheckpointError(f"its {named(name)} ({shown(value)}) is not supported")

@@ -128,7 +128,7 @@ def test_weights_of_values_lose_next_to_nothing(isa: str) -> None:
     rounded, exact = cpu_bench(config, FLOAT32_INT4, isa), torch_bench(make_model(config, torch.float32))
     for bench in (rounded, exact):
         bench.run([Row(0, list(range(1, 30)))])
-    # Of the first layer, [keys or values, tokens, ...]; the embedding has 8 bits, and so have the rows of the product.
+    # The first layer, [keys or values, tokens, ...]; the embedding has 8 bits, and so have the rows of the product.
     ours, theirs = (bench.blocks[0, :, 0, :29].flatten(1) for bench in (rounded, exact))
     lost_of_keys, lost_of_values = ((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).tolist()
     assert lost_of_keys > 0.05

@@ -95,7 +95,14 @@ def load_forward(checkpoint: Checkpoint, config: ResolvedConfig) -> Forward:
     if config.load_format is LoadFormat.DUMMY:
         model = make_dummy_model(checkpoint, config.dtype, config.device, config.seed, *lengths)
     else:
-        model = load_model(checkpoint, config.dtype, config.device, *lengths, keeps_groups=config.keeps_groups)
+        model = load_model(
+            checkpoint,
+            config.dtype,
+            config.device,
+            *lengths,
+            keeps_groups=config.keeps_groups,
+            reads_late=config.attention_backend is AttentionBackend.CPU,
+        )
     if config.attention_backend is AttentionBackend.CPU:
         return cpu.CpuDecoder(model, config.slot_len, quantization=config.quantization)
     model.pack()

@@ -107,14 +107,14 @@ class Decoder(nn.Module):
         is_head = self.config.is_tied and name == _EMBEDDING
         return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))
 
-    def take_grouped(self, name: str, weight: Callable[[], GroupedWeight]) -> None:
+    def take(self, name: str, weight: Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """In the place of a product's matrix. A tied head takes the embedding's, which then has no weight."""
         if name == _EMBEDDING:
             self._add_tied_head()
             del self.model.embed_tokens.weight
-            self.lm_head.take_grouped(weight)
+            self.lm_head.take(weight)
         else:
-            cast("Linear", self.get_submodule(name.removesuffix(".weight"))).take_grouped(weight)
+            cast("Linear", self.get_submodule(name.removesuffix(".weight"))).take(weight)
 
     def finalize(self, max_seq_len: int, num_positions: int | None = None) -> None:
         """Once the weights are loaded: ties the head and prepares rotary tables.

@@ -18,26 +18,27 @@ from chairlift.models.grouped import GroupedWeight
 class Linear(nn.Linear):
     """`x W^T + b`. On a CPU in bfloat16 the weight can be packed once, which oneDNN otherwise does in every call."""
 
-    _grouped: GroupedWeight | Callable[[], GroupedWeight] | None = None
+    _taken: GroupedWeight | torch.Tensor | Callable[[], GroupedWeight | torch.Tensor] | None = None
     _packed: torch.Tensor | None = None
 
     @property
     def grouped(self) -> GroupedWeight | None:
         """The weight where it is small integers that the kernels multiply; then there is no `weight`."""
-        if callable(self._grouped):
-            self._grouped = self._grouped()
-        return self._grouped
+        if callable(self._taken):
+            self._taken = self._taken()
+        return self._taken if isinstance(self._taken, GroupedWeight) else None
 
-    def take_grouped(self, weight: GroupedWeight | Callable[[], GroupedWeight]) -> None:
+    def take(self, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
         """In the place of `weight`. A function is called when the weight is wanted: so each is packed as it is read."""
-        self._grouped = weight
+        self._taken = weight
         del self.weight
 
     def let_go(self) -> torch.Tensor | GroupedWeight:
         """The weight, which it has no longer."""
-        if (grouped := self.grouped) is not None:
-            self._grouped = None
-            return grouped
+        if self._taken is not None:
+            taken = self._taken() if callable(self._taken) else self._taken
+            self._taken = None
+            return taken
         weight = self.weight.detach()
         del self.weight
         return weight

@@ -44,11 +44,13 @@ def load_model(
     num_positions: int | None = None,
     *,
     keeps_groups: bool = False,
+    reads_late: bool = False,
 ) -> Decoder:
     """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
 
     `num_positions` that slots have memory for; None: `max_seq_len`. `keeps_groups`: what takes the model multiplies
-    weights in groups, so those of products stay as they are stored.
+    weights in groups, so those of products stay as they are stored. `reads_late`: it packs one matrix of a product at a
+    time and lets go of it, so each is read when it is its turn.
     """
     start = time.perf_counter()
     model, reader = _describe_model(checkpoint), checkpoint.open_weights()
@@ -67,7 +69,9 @@ def load_model(
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats:
-                model.take_grouped(name, functools.partial(_read_groups, reader, stored))
+                model.take(name, functools.partial(_read_groups, reader, stored))
+            elif reads_late and model.is_product(name):
+                model.take(name, functools.partial(_read_plain, reader, stored, TORCH_DTYPES[dtype], device))
             else:
                 _set(model, name, _read_plain(reader, stored, TORCH_DTYPES[dtype], device))
     model.finalize(max_seq_len, num_positions)

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from chairlift.config import AttentionBackend, LoadFormat
+from chairlift.config import AttentionBackend, DType, LoadFormat, Quantization
 from chairlift.errors import CheckpointError
-from chairlift.models import TorchForward, load_forward, open_checkpoint
+from chairlift.models import TorchForward, load_forward, load_model, open_checkpoint
+from chairlift.models.cpu import CpuDecoder
 from tests.engine.support import resolved_config
 from tests.support import flash_attn_reference
 from tests.support.checkpoints import make_checkpoint
+from tests.support.kernels import needs_kernels
 
 SHAPE: dict[str, Any] = {"vocab_size": 261, "hidden_size": 64}
 
@@ -49,3 +51,30 @@ def test_dummy_weights_are_made_up_without_a_look_at_the_files(directory: str, t
     forward = load_forward(checkpoint, resolved_config(tmp_path, load_format=LoadFormat.DUMMY))
     assert isinstance(forward, TorchForward)
     assert forward.logits(torch.ones(2, SHAPE["hidden_size"])).shape == (2, SHAPE["vocab_size"])
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("quantization", [None, Quantization.INT4], ids=["bfloat16", "int4"])
+def test_matrices_are_read_one_at_a_time_where_they_are_packed(
+    tmp_path: Path, is_tied: bool, quantization: Quantization | None
+) -> None:
+    make_checkpoint(tmp_path, tie_word_embeddings=is_tied, hidden_size=64, num_attention_heads=2, head_dim=32)
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = load_model(checkpoint, DType.BFLOAT16, "cpu", 64, reads_late=True)
+    left = {name for name, _ in model.named_parameters() if not name.endswith("norm.weight")}
+    assert left == (set() if is_tied else {"model.embed_tokens.weight"})
+    whole = CpuDecoder(load_model(checkpoint, DType.BFLOAT16, "cpu", 64), 64, quantization=quantization)
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(CpuDecoder(model, 64, quantization=quantization).logits(hidden), whole.logits(hidden))
+
+
+@needs_kernels
+def test_a_file_that_ends_early_is_refused_although_it_is_read_late(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, hidden_size=64, num_attention_heads=2, head_dim=32)
+    path = tmp_path / "model.safetensors"
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = load_model(checkpoint, DType.BFLOAT16, "cpu", 64, reads_late=True)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        CpuDecoder(model, 64)

@@ -58,7 +58,7 @@ def random_weight(name: str, num_inputs: int) -> GroupedWeight:
 def decoder(weight: GroupedWeight, dtype: torch.dtype, isa: str | None = None) -> CpuDecoder:
     """A model with that head; its other matrices are plain."""
     model = make_model(config_of(weight.num_inputs), dtype)
-    model.lm_head.take_grouped(weight)
+    model.lm_head.take(weight)
     return CpuDecoder(model, SLOT_LEN, isa=isa)
 
 
@@ -126,10 +126,10 @@ def test_a_tied_head_is_the_embedding_to_the_bit(name: str, isa: str) -> None:
     weight = random_weight(name, 192)
     tied, untied = (make_model(config_of(192, is_tied=is_tied), torch.float32) for is_tied in (True, False))
     untied.model.embed_tokens.weight.copy_(weight.dequantize())
-    tied.lm_head.take_grouped(weight)
+    tied.lm_head.take(weight)
     del tied.model.embed_tokens.weight
     rows = [Row(0, [0, 15, 16, 100, 260])]
-    untied.lm_head.take_grouped(weight)
+    untied.lm_head.take(weight)
     logits = [
         Bench(each.config, each.dtype, CpuDecoder(each, SLOT_LEN, isa=isa)).run(rows)[0] for each in (tied, untied)
     ]
@@ -140,7 +140,7 @@ def test_matrices_of_one_model_may_differ_in_format() -> None:
     config = config_of(128)
     mixed, same = (make_model(config, torch.float32) for _ in range(2))
     for layer in mixed.layers:
-        layer.mlp.gate_up_proj.take_grouped(quantize(layer.mlp.gate_up_proj.weight.detach(), 4))
+        layer.mlp.gate_up_proj.take(quantize(layer.mlp.gate_up_proj.weight.detach(), 4))
     for layer in same.layers:
         weight = quantize(layer.mlp.gate_up_proj.weight.detach(), 4).dequantize()
         layer.mlp.gate_up_proj.weight.copy_(weight)
@@ -160,7 +160,7 @@ def with_groups(config: ModelConfig, dtype: torch.dtype, plain: str) -> Decoder:
     model = make_model(config, dtype)
     for name, parameter in list(model.named_parameters()):
         if model.is_product(name) and plain not in name.replace("embed_tokens", "lm_head"):
-            model.take_grouped(name, partial(quantize, parameter.detach(), 8))
+            model.take(name, partial(quantize, parameter.detach(), 8))
     return model
 
 

@@ -128,7 +128,18 @@ def test_settings_come_as_texts_from_the_command_line_and_unknown_ones_are_refus
 
 
 @pytest.mark.parametrize(
-    "name", ["api_workers", "allowed_host", "drain_delay", "host", "log_format", "log_interval", "port"]
+    "name",
+    [
+        "allowed_host",
+        "api_workers",
+        "client_timeout",
+        "drain_delay",
+        "host",
+        "idle_timeout",
+        "log_format",
+        "log_interval",
+        "port",
+    ],
 )
 def test_settings_that_have_no_effect_under_ray_are_refused(name: str) -> None:
     from chairlift.api import ServerConfig

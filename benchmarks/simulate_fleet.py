@@ -15,6 +15,7 @@ from time import perf_counter
 
 from machine import format_table, parser_of, print_report
 from simulation.costs import COSTS
+from simulation.figures import Spread
 from simulation.fleet import ROUTERS, Fleet, FleetFigures, Loss
 from simulation.simulation import Machine
 from simulation.workload import Synthetic, capacity, conversations
@@ -68,23 +69,29 @@ def _table(figures: list[FleetFigures]) -> str:
 
 
 def _plot(figures: list[FleetFigures], file: Path) -> None:
-    """Three bars for each router: reuse, TTFT, use of the replicas."""
+    """A bar of each router for reuse, for the slowest first tokens, and for how unevenly the replicas are used."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
+    def p99s(spreads: list[Spread | None]) -> list[float]:
+        return [each.p99 if each else 0.0 for each in spreads]
+
     panels = {
         "prompt tokens reused, %": [100 * each.hit_rate for each in figures],
-        "TTFT p99, s": [each.ttft.p99 if each.ttft else 0.0 for each in figures],
-        "replicas' time in steps, %": [100 * each.utilization for each in figures],
+        "TTFT p99, s": p99s([each.ttft for each in figures]),
+        "TTFT p99 while one is away, s": p99s([each.ttft_after_loss for each in figures]),
+        "busiest replica over the mean": [each.imbalance for each in figures],
     }
-    figure, axes = plt.subplots(1, len(panels), figsize=(10, 2.6), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 2.6), layout="constrained", sharey=True)
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
+        if title.startswith("TTFT") and min(values) > 0:
+            axis.set_xscale("log")
         bars = axis.barh([each.router for each in figures], values, color="#4878a8")
         axis.bar_label(bars, fmt="%.3g", padding=3)
         axis.set_title(title, fontsize=10)
-        axis.margins(x=0.2)
+        axis.margins(x=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
     figure.savefig(file, dpi=110)

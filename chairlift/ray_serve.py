@@ -47,14 +47,16 @@ _OWN_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te"
 _READ_BUFFER_BYTES = 2**20
 
 
-_RAYS_BUSINESS = dict.fromkeys(
-    ("host", "port", "ssl_certfile", "ssl_keyfile", "allowed_host"), "Ray's proxy listens"
-) | {
+_RAYS_BUSINESS = {
     "api_workers": "a replica is one process; set num_replicas",
-    "drain_delay": "Ray sends a replica that leaves no more requests",
+    "drain_delay": "Ray sends a replica that goes no more requests",
     "log_format": "Ray writes the log",
     "log_interval": "Ray's metrics say what it would",
-}
+    "client_timeout": "Ray's proxy has request_timeout_s in its http_options",
+    "idle_timeout": "Ray's proxy has keep_alive_timeout_s in its http_options",
+} | dict.fromkeys(
+    ("host", "port", "ssl_certfile", "ssl_keyfile", "allowed_host"), "Ray's proxy listens, by its http_options"
+)
 
 
 class ReplicaConfig(BaseModel):
@@ -188,7 +190,8 @@ class Replica:
         gauges: dict[str, Gauge] = {}
         try:
             while True:
-                for family in (await self._api.take_metrics()).collect():
+                families = (await self._api.take_metrics()).collect()
+                for family in (each for each in families if ":" not in each.name):  # Ray warns of vLLM's names
                     for sample in family.samples:
                         if sample.name not in gauges:
                             keys = tuple(sample.labels)

@@ -50,7 +50,7 @@ def cluster() -> Iterator[None]:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
     serve.start(http_options={"port": 8129})
-    deploy(max_replicas=1)
+    deploy(max_replicas=1, max_requests=8, max_queued_requests=8)
     yield
     serve.shutdown()
     ray.shutdown()
@@ -128,7 +128,18 @@ def test_settings_come_as_texts_from_the_command_line_and_unknown_ones_are_refus
 
 
 @pytest.mark.parametrize(
-    "name", ["api_workers", "allowed_host", "drain_delay", "host", "log_format", "log_interval", "port"]
+    "name",
+    [
+        "allowed_host",
+        "api_workers",
+        "client_timeout",
+        "drain_delay",
+        "host",
+        "idle_timeout",
+        "log_format",
+        "log_interval",
+        "port",
+    ],
 )
 def test_settings_that_have_no_effect_under_ray_are_refused(name: str) -> None:
     from chairlift.api import ServerConfig
@@ -220,6 +231,22 @@ async def test_clients_that_come_and_leave_cost_no_file_descriptors() -> None:
         assert num_open() <= num_before + 8  # two ends of as many connections as there were at once
 
 
+async def test_what_finds_no_room_is_refused_as_a_server_does() -> None:
+    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
+
+        async def ask() -> httpx.Response:
+            return await client.post("/v1/completions", json={**LONG, "max_tokens": 100, "stream": False})
+
+        answers = await asyncio.gather(*(ask() for _ in range(48)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert 0 < len(refused) < 48
+    for answer in refused:
+        error = answer.json()["error"]
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+        message = "too many requests wait for a replica; try again later"
+        assert error == {"message": message, "type": "rate_limit_error", "param": None, "code": "queue_full"}
+
+
 async def test_under_load_a_replica_is_added_and_no_request_is_lost() -> None:
     assert num_replicas() == 1
     await asyncio.to_thread(deploy)
@@ -277,23 +304,6 @@ async def test_the_dead_replica_comes_back_and_with_less_load_one_goes_and_no_re
         await until(lambda: num_replicas() == len(pids_of("Replica")) == 1)
 
     await keep_asking_until(change(), num_clients=1)
-
-
-async def test_what_finds_no_room_is_refused_as_a_server_does() -> None:
-    await asyncio.to_thread(deploy, max_replicas=1, max_requests=1, max_queued_requests=2)
-    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
-
-        async def ask() -> httpx.Response:
-            return await client.post("/v1/completions", json={**LONG, "max_tokens": 200, "stream": False})
-
-        answers = await asyncio.gather(*(ask() for _ in range(12)))
-    refused = [answer for answer in answers if answer.status_code != 200]
-    assert 0 < len(refused) < 12
-    for answer in refused:
-        error = answer.json()["error"]
-        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
-        message = "too many requests wait for a replica; try again later"
-        assert error == {"message": message, "type": "rate_limit_error", "param": None, "code": "queue_full"}
 
 
 async def test_ray_has_the_metrics_of_a_replica_with_its_name() -> None:

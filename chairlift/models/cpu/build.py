@@ -251,19 +251,22 @@ def _load(path: Path) -> ctypes.CDLL:
                 raise
             raise _Damaged(f"cannot be opened ({error.strerror})") from error
     try:
-        _verify(library)
+        content = _verify(library)
         with contextlib.suppress(OSError):  # a cache that cannot be written to works, too
             os.utime(library)  # it is in use: see `_remove_unused`
         # Not closed: the loader takes a name that it has seen for the library that it has seen there.
-        return ctypes.CDLL(f"/proc/self/fd/{library}" if platform.system() == _LINUX else str(path))
-    except OSError as error:
+        if platform.system() == _LINUX:
+            return ctypes.CDLL(f"/proc/self/fd/{library}")
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_SCRATCH) as own:  # macOS: as the linker signed it
+            own.write(content)
+            own.flush()
+            return ctypes.CDLL(own.name)
+    except (OSError, _Damaged) as error:
         os.close(library)
-        raise CpuKernelsUnavailable(
-            f"{path} cannot be loaded ({error}); delete it to have it compiled again"
-        ) from error
-    except _Damaged:
-        os.close(library)
-        raise
+        if isinstance(error, _Damaged):
+            raise
+        message = f"{path} cannot be loaded ({error}); delete it to have it compiled again"
+        raise CpuKernelsUnavailable(message) from error
 
 
 def cache_directory() -> Path:
@@ -273,9 +276,7 @@ def cache_directory() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chairlift"
     except RuntimeError as error:
-        raise CpuKernelsUnavailable(
-            f"there is no place for compiled kernels ({error}); set ${CACHE_VARIABLE}"
-        ) from error
+        raise CpuKernelsUnavailable(f"there is no place for kernels ({error}); set ${CACHE_VARIABLE}") from error
 
 
 @contextlib.contextmanager
@@ -307,7 +308,8 @@ def _is_own(info: os.stat_result) -> bool:
     return info.st_uid in (os.geteuid(), _ROOT)
 
 
-def _verify(library: int) -> None:
+def _verify(library: int) -> bytes:
+    """What is before the digest."""
     info = os.fstat(library)
     if not stat.S_ISREG(info.st_mode) or not _is_own(info):
         raise _Damaged("is not this user's file")
@@ -315,6 +317,7 @@ def _verify(library: int) -> None:
         content = file.read()
     if content[-_NUM_TRAILING:] != _trailer(content[:-_NUM_TRAILING]):
         raise _Damaged("is damaged")
+    return content[:-_NUM_TRAILING]
 
 
 def _trailer(library: bytes) -> bytes:
@@ -370,18 +373,13 @@ def file_name(instruction_set: InstructionSet) -> str:
 def find_compiler() -> list[str]:
     """The command, as a list: $CXX, or else the first that is installed. CpuKernelsUnavailable if it is not there."""
     advice = f"install g++ or clang, or name one in ${COMPILER_VARIABLE}"
-    own = os.environ.get(COMPILER_VARIABLE)
-    if own is None:
-        found = next(filter(shutil.which, _COMPILERS), None)
-        if found is None:
-            raise CpuKernelsUnavailable(f"there is no C++ compiler; {advice}")
-        return [found]
+    own = os.environ.get(COMPILER_VARIABLE, next(filter(shutil.which, _COMPILERS), ""))
     try:
         command = shlex.split(own)
     except ValueError as error:
         raise CpuKernelsUnavailable(f"${COMPILER_VARIABLE} is not a command: {error}") from error
     if not command or shutil.which(command[0]) is None:
-        raise CpuKernelsUnavailable(f"there is no C++ compiler {own!r}; {advice}")
+        raise CpuKernelsUnavailable(f"there is no C++ compiler{f' {own!r}' if own else ''}; {advice}")
     return command
 
 

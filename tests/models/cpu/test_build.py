@@ -205,7 +205,7 @@ def test_without_a_compiler_the_message_says_what_to_install_or_to_set(
     if compiler is not None:
         monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("PATH", "")
-    wanted = "" if compiler is None else f" {compiler!r}"
+    wanted = f" {compiler!r}" if compiler else ""
     assert refusal() == f"there is no C++ compiler{wanted}; install g++ or clang, or name one in $CXX"
     assert not cache.exists()
 
@@ -297,6 +297,20 @@ def test_what_a_compiler_made_that_cannot_be_loaded_is_named_with_what_to_do(
     message = refusal()
     assert message.startswith(f"{only_library(cache)} cannot be loaded")
     assert message.endswith("delete it to have it compiled again")
+
+
+def test_where_the_loader_takes_no_descriptor_a_copy_without_the_digest_is_loaded(
+    cache: Path, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS, where the linker signs a library."""
+    cache.mkdir(parents=True)
+    kept = cache / Path(library).name
+    shutil.copy(library, kept)
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    loaded = build._load(kept)
+    assert loaded.chairlift_start() == 0
+    assert Path(loaded._name).name.startswith("compiling-")
+    assert names(cache) == [kept.name]
 
 
 def test_the_cache_directory_is_its_owners_alone(cache: Path, copying: Path) -> None:

@@ -41,8 +41,16 @@ class Server:
             *("--no-webui", "--threads-http", str(num_rows + 2), "--log-verbosity", "1", "--jinja"),
         ]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        wait_until_healthy(self.process, self._port)
+        try:
+            wait_until_healthy(self.process, self._port)
+        except BaseException:
+            self.close()
+            raise
         self.process.send_signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -82,9 +90,10 @@ def main() -> None:
     exit_on_signals()
     figures: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        servers = [Server(arguments, spec_type) for spec_type in ("none", arguments.spec_type)]
-        for server in servers:
-            stack.callback(server.process.kill)
+        servers: list[Server] = []
+        for spec_type in ("none", arguments.spec_type):
+            servers.append(Server(arguments, spec_type))
+            stack.callback(servers[-1].close)
         for kind, num_rows in itertools.product(arguments.kinds, arguments.rows):
             pairs = [
                 [_seconds(server, kind, num_rows, arguments.tokens) for server in servers]

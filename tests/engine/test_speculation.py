@@ -3,9 +3,12 @@
 import json
 import random
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
+from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore, Pacing
@@ -13,8 +16,10 @@ from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
 from chairlift.engine.text.inputs import Generation
 from chairlift.engine.text.outputs import GenerationState
 from chairlift.errors import ConfigurationError
+from chairlift.models import open_checkpoint
 from chairlift.params import CompletionOutput, RequestOptions, StructuredOutputs
 from chairlift.scheduler import Request
+from tests.support.gguf_files import write_model
 from tests.support.kernels import needs_kernels
 
 NATIVE: dict[str, Any] = {"attention_backend": "cpu"}
@@ -107,9 +112,9 @@ class Run:
         return llm.inputs.prepare(f"r{index}", make_prompt(rng), params, options=options)
 
 
-def compare(num_requests: int, backend: str, num_guessed: int | str) -> Run:
+def compare(num_requests: int, backend: str, num_guessed: int | str, **more: Any) -> Run:
     """Asserts that all is the same with speculation, and returns that run."""
-    config = BACKENDS[backend]
+    config = BACKENDS[backend] | more
     without = Run(num_requests, **config)
     run = Run(num_requests, **config, speculation="ngram", num_speculative_tokens=num_guessed)
     for own, other in zip(run.answers, without.answers, strict=True):
@@ -135,6 +140,15 @@ def test_everything_is_the_same_with_speculation(backend: str, num_guessed: int 
     assert totals.num_accepted_tokens > 10 or num_guessed == "auto"  # which depends on what steps take
     assert sum(stats.accepted_at) == totals.num_accepted_tokens
     assert list(stats.accepted_at) == sorted(stats.accepted_at, reverse=True)
+
+
+@needs_kernels
+def test_everything_is_the_same_with_the_weights_of_a_gguf_file(tmp_path: Path) -> None:
+    bundled = open_checkpoint("bundled").path
+    model = AutoModelForCausalLM.from_pretrained(bundled)
+    path = write_model(model, tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)
+    run = compare(len(KINDS), "native bfloat16", 5, model=str(path), tokenizer=str(bundled))
+    assert run.stats.totals.num_accepted_tokens > 10
 
 
 @needs_kernels

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks browser emulator ray lint bench wheel gpu clean
+.PHONY: help setup serve test test-all attacks browser emulator ray lint bench wheel compilers gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench: setup ## offline throughput of a random 135 M model beside transformers (
 
 wheel: setup ## a wheel in dist/ with the kernels of every instruction set, so that installing it takes no compiler
 	CHAIRLIFT_WHEEL_KERNELS=all $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+compilers: setup ## compile the kernels with gcc 11 to 14 and clang, as far as they are installed, for every instruction set
+	$(PYTEST) -n 2 tests/models/cpu/test_toolchains.py -k no_compiler_warns $(ARGS)
 
 # Where a GPU is there may be no network: then the environment is the one of $(PYTHON), as it is.
 gpu: ## on a CUDA GPU: every GPU test, and the benchmark beside the device's ceilings (ARGS="--parts large ...")

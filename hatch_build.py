@@ -15,6 +15,13 @@ VARIABLE = "CHAIRLIFT_WHEEL_KERNELS"
 ROOM = Path("chairlift/models/cpu")
 
 
+def _platform_tag() -> str:
+    """https://packaging.python.org/en/latest/specifications/platform-compatibility-tags/"""
+    if platform.system() == "Darwin":
+        return f"macosx_11_0_{platform.machine()}"  # the first for Apple's processors
+    return f"manylinux_2_17_{platform.machine()}"  # the kernels ask for nothing newer of the C library
+
+
 class KernelsHook(BuildHookInterface[Any]):
     """Makes a wheel for one platform of a package that is otherwise plain Python."""
 
@@ -29,6 +36,8 @@ class KernelsHook(BuildHookInterface[Any]):
         if wanted != ["all"] and (unknown := set(wanted) - names):
             raise ValueError(f"${VARIABLE} names {min(unknown)!r}; it takes all, or any of {', '.join(sorted(names))}")
         command, libraries = build.find_compiler(), Path(self.directory) / "libraries"
+        # What is compiled on a newer macOS runs on the tag's, too; elsewhere nobody reads this.
+        os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "11.0")
         libraries.mkdir(parents=True, exist_ok=True)
         for instruction_set in available:
             if wanted == ["all"] or instruction_set.name in wanted:
@@ -36,8 +45,7 @@ class KernelsHook(BuildHookInterface[Any]):
                 build.compile_library(command, instruction_set, library)
                 build_data["force_include"][str(library)] = str(ROOM / "libraries" / library.name)
         build_data["pure_python"] = False
-        # The kernels ask for nothing newer of the C library (https://peps.python.org/pep-0600/).
-        build_data["tag"] = f"py3-none-manylinux_2_17_{platform.machine()}"
+        build_data["tag"] = f"py3-none-{_platform_tag()}"
 
     def _load_build(self) -> Any:
         """By its path: the package itself would import torch, which is not there."""

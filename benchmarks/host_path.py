@@ -8,10 +8,10 @@
 
 A case is STREAMSxMILLISECONDS of a step. The server is a process of its own, with all but the model in it
 (`fake_server`; for vLLM `peers/workers/vllm_sleeper`). The client is this one, bare sockets behind one epoll, of which
-its own CPU time is shown. Requests are chats; each connection sends its next one as soon as a reply is over. Measured
-from when every stream has had its first token:
+its own CPU time is shown. Requests are chats; each connection sends its next one as soon as a reply is over, and no two
+have the same prompt. Measured from when every stream has had its first token:
 
-tokens/s     that reached the client; ideal: STREAMS per step
+tokens/s     that reached the client; ideal: STREAMS per step; computed: that were in steps, those of prompts included
 idle         share of the time in which the device had nothing to do
 gap          between two arrivals of tokens in one stream
 ttft         from a request to its first token, of all requests
@@ -23,6 +23,7 @@ The last line is JSON.
 """
 
 import argparse
+import itertools
 import json
 import os
 import select
@@ -53,7 +54,7 @@ _OK = b"HTTP/1.1 200"
 _POST = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _END = b"0\r\n\r\n"  # of a streamed reply
 _HEAD = (
-    f"{'':<24}{'tokens/s':>9}{'ideal':>9}{'idle':>8}{'gap p50':>9}{'p99':>7}{'ttft p50':>9}{'p99':>7}"
+    f"{'':<24}{'tokens/s':>9}{'ideal':>9}{'computed':>10}{'idle':>8}{'gap p50':>9}{'p99':>7}{'ttft p50':>9}{'p99':>7}"
     f"{'loop us':>9}{'engine':>8}{'server':>8}{'workers':>8}{'client':>8}"
 )
 _HERE = Path(__file__).parent
@@ -80,7 +81,7 @@ class _Stream:
     """One connection."""
 
     socket: socket.socket
-    request: bytes
+    requests: Iterator[bytes]
     num_tokens_wanted: int
     is_whole: bool
     num_tokens: int = 0  # of the present reply
@@ -89,7 +90,7 @@ class _Stream:
 
     def send(self) -> None:
         self.num_tokens, self.last, self.sent = 0, 0.0, time.perf_counter()
-        self.socket.sendall(self.request)
+        self.socket.sendall(next(self.requests))
 
     def is_over(self, data: bytes) -> bool:
         return self.num_tokens == self.num_tokens_wanted and (self.is_whole or data.endswith(_END))
@@ -111,10 +112,10 @@ class Client:
     def __init__(self, port: int, num_streams: int, arguments: argparse.Namespace) -> None:
         self._poll = select.epoll()
         self._streams: dict[int, _Stream] = {}
-        self.arrivals = _Arrivals()
-        for number in range(num_streams):
+        self.arrivals, requests = _Arrivals(), make_requests(arguments)
+        for _ in range(num_streams):
             connection = socket.create_connection(("127.0.0.1", port))
-            stream = _Stream(connection, _request(number, arguments), arguments.output_tokens, arguments.whole)
+            stream = _Stream(connection, requests, arguments.output_tokens, arguments.whole)
             self._streams[connection.fileno()] = stream
             self._poll.register(connection, select.EPOLLIN)
 
@@ -160,18 +161,21 @@ class Client:
                 stream.send()
 
 
-def _request(number: int, arguments: argparse.Namespace) -> bytes:
-    """A chat whose prompt has no beginning in common with others, but for the template's."""
+def make_requests(arguments: argparse.Namespace) -> Iterator[bytes]:
+    """Chats without end, of equal length. Behind the template's beginning no two prompts agree in more than some
+    digits, so that no server can take one for another's.
+    """
+    numbers = (f"{number:08}"[::-1].encode() for number in itertools.count())
     body = {
-        "messages": [{"role": "user", "content": f"{number:06}".ljust(arguments.prompt_tokens, "a")}],
+        "messages": [{"role": "user", "content": "########".ljust(arguments.prompt_tokens, "a")}],
         "max_tokens": arguments.output_tokens,
         "ignore_eos": True,
         "temperature": 0,
         "stream": not arguments.whole,
     }
-    data = json.dumps(body).encode()
-    head = f"{_POST}Content-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    before, after = json.dumps(body).encode().split(b"########")
+    head = f"{_POST}Content-Length: {len(before) + 8 + len(after)}\r\n\r\n".encode()
+    return (b"".join((head, before, number, after)) for number in numbers)
 
 
 @contextmanager
@@ -214,10 +218,11 @@ def _environment(case: Case, arguments: argparse.Namespace, file: str) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Seconds since the server began: those of which the device was busy, and CPU time."""
+    """Seconds since the server began: those of which the device was busy, and CPU time. `computed`: tokens."""
 
     time: float
     busy: float
+    computed: float
     loop: float
     engine: float
     server: float
@@ -228,7 +233,7 @@ class Counters:
         work, now = Work.read(file), time.perf_counter()
         server, *others = [sum(each.cpu_times()[:2]) for each in (process, *process.children(recursive=True))]
         threads = (_thread_cpu(process.pid, process.pid), _thread_cpu(work.pid, work.thread))
-        return cls(now, work.done_by(now), *threads, server, sum(others))
+        return cls(now, work.done_by(now), work.num_tokens, *threads, server, sum(others))
 
     def since(self, earlier: "Counters") -> "Counters":
         return Counters(*(after - before for after, before in zip(astuple(self), astuple(earlier), strict=True)))
@@ -259,6 +264,7 @@ def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
         "step_ms": case.step_ms,
         "tokens_per_s": round(arrivals.num_tokens / spent.time),
         "ideal": round(1e3 * case.num_streams / case.step_ms),
+        "computed_per_s": round(spent.computed / spent.time),
         "idle": round(1.0 - spent.busy / spent.time, 3),
         "gap_ms": _percentiles(arrivals.gaps),
         "ttft_ms": _percentiles(first + arrivals.first),
@@ -280,7 +286,7 @@ def _line(figures: dict[str, Any]) -> str:
     cpu = figures["cpu_us"]
     times = "".join(_pair(figures[name]) for name in ("gap_ms", "ttft_ms"))
     return (
-        f"{figures['tokens_per_s']:>9,}{figures['ideal']:>9,}{figures['idle']:>8.0%}{times}"
+        f"{figures['tokens_per_s']:>9,}{figures['ideal']:>9,}{figures['computed_per_s']:>10,}{figures['idle']:>8.0%}{times}"
         f"{cpu['loop']:>9.1f}{cpu['engine']:>8.1f}{cpu['server']:>8.1f}{cpu['workers']:>8.1f}{cpu['client']:>8.1f}"
     )
 

@@ -29,9 +29,12 @@ def usable_cores() -> int:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Model name, cores, memory, system."""
+    """Model name, the level that Chairlift's kernels take here unless told otherwise, cores, memory, system."""
+    from chairlift.models.cpu.build import usable_instruction_sets, wanted_level  # torch, after what is measured
+
     return {
         "cpu": _cpu_model(),
+        "cpu_level": wanted_level() or next(iter(usable_instruction_sets()), None),
         "cores": usable_cores(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "system": platform.platform(),

@@ -1,11 +1,12 @@
 """What speculation gains: the same requests with and without it, in turns, by one engine.
 
     python benchmarks/speculation.py --rows 1 2 4 8 16 32
-    python benchmarks/speculation.py --shape 1b --rows 1 2 4 8 16 32 --kinds prediction free
+    python benchmarks/speculation.py --shape 1b --rows 1 2 4 8 16 32 --kinds prediction free --format int8
 
 Kinds of work: a text to be repeated with a change, an object to be written as JSON, a code edit, an object under a JSON
 schema, and free text; a text again that was answered before; and one with the right answer as its prediction, which is
-the most that can be gained. A shape has random weights and bytes for tokens, so that only the last two say anything.
+the most that can be gained. A shape has random weights and words for tokens, drawn at temperature 1, so that only
+`free` (there is nothing to find), `again` and `prediction` say anything.
 
 Figures are medians of the ratios of pairs. Whether both ways made the same tokens is checked. The last line is JSON.
 These are the figures of docs/speculation.md.
@@ -24,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from machine import parser_of, print_report
-from shapes import SHAPES, make_checkpoint
+from shapes import SHAPES, make_checkpoint, make_servable
 
 from chairlift import LLM, SamplingParams
+from chairlift.config import Quantization
 from chairlift.params import RequestOptions, StructuredOutputs
 
 _STORY = (
@@ -83,19 +85,30 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape rather than a model")
+    parser.add_argument("--format", choices=("bfloat16", *Quantization), default="bfloat16", help="of the weights")
+    parser.add_argument("--guessed", default="auto", help="num_speculative_tokens")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--kinds", nargs="+", choices=PROMPTS, default=list(PROMPTS))
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        model = arguments.model if arguments.shape is None else str(make_checkpoint(arguments.shape, Path(scratch)))
+        model = arguments.model if arguments.shape is None else _make_model(arguments.shape, Path(scratch))
         settings: dict[str, Any] = {"dtype": "bfloat16", "max_seq_len": 1024, "max_batch_size": max(arguments.rows)}
-        with LLM(model, device="cpu", speculation="ngram", **settings) as llm:
+        settings |= {"quantization": None if arguments.format == "bfloat16" else arguments.format}
+        with LLM(model, device="cpu", speculation="ngram", num_speculative_tokens=arguments.guessed, **settings) as llm:
             contest = Contest(llm, arguments.tokens, arguments.rounds, is_chat=arguments.shape is None)
             pairs = itertools.product(arguments.kinds, arguments.rows)
             figures = [contest.measure(kind, num_rows) for kind, num_rows in pairs]
     print_report(arguments, figures=figures)
+
+
+def _make_model(shape: str, directory: Path) -> str:
+    """Random weights, and words for tokens: any tokens are the same again after their way through text, as bytes are
+    not, which need not be characters.
+    """
+    weights = make_checkpoint(shape, directory / "weights")
+    return str(make_servable(weights, directory / "model", max_positions=1024))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +162,14 @@ class Contest:
         return without, speculating
 
     def _run(self, kind: str, options: Sequence[RequestOptions]) -> Run:
-        """Answers all prompts at once: the first greedily, the others with a seed of their own."""
+        """Answers all prompts at once: the first greedily, the others with a seed of their own, as are all of random
+        weights, whose likeliest token is always the same.
+        """
         structure = {"structured_outputs": StructuredOutputs(json=_SCHEMA)} if kind == "schema" else {}
+        temperatures = itertools.chain([0.0], itertools.repeat(0.3)) if self._is_chat else itertools.repeat(1.0)
         params = [
-            SamplingParams(
-                max_tokens=self._num_tokens, ignore_eos=True, temperature=0.3 if row else 0.0, seed=row, **structure
-            )
-            for row in range(len(options))
+            SamplingParams(max_tokens=self._num_tokens, ignore_eos=True, temperature=each, seed=row, **structure)
+            for row, each in zip(range(len(options)), temperatures, strict=False)
         ]
         prompts = [PROMPTS[kind]] * len(options)
         begin = time.perf_counter()

@@ -21,6 +21,7 @@ ChairliftError
     └── EngineHung                   a step took longer than its limit
 """
 
+import re
 from typing import Any
 
 
@@ -76,8 +77,33 @@ class ConfigurationError(ChairliftError, ValueError):
     """A setting that cannot work on this machine or with this model."""
 
 
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_./-]{1,100}")
+_MOST_OF_VALUE = 60  # characters
+_MOST_OF_MESSAGE = 1000
+
+
+def shown(value: object) -> str:
+    """What a file holds as it may stand in a message: quoted, and no longer than a few words."""
+    text = repr(value)
+    return text if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]}..."
+
+
+def named(name: object) -> str:
+    """A name from a file: as it is if that is what names look like, else as `shown`."""
+    return str(name) if _PLAIN_NAME.fullmatch(str(name)) else shown(name)
+
+
 class CheckpointError(ConfigurationError):
-    """A checkpoint that is missing, damaged, or of a kind that is not supported."""
+    """A checkpoint that is missing, damaged, or of a kind that is not supported.
+
+    Its files may hold anything, and so may what libraries say of them: the message is one line, and has an end.
+    """
+
+    def __init__(self, message: str) -> None:
+        if len(message) > _MOST_OF_MESSAGE:
+            message = f"{message[: _MOST_OF_MESSAGE // 2]}...{message[-_MOST_OF_MESSAGE // 2 :]}"
+        printable = (" " if each.isspace() else each if each.isprintable() else repr(each)[1:-1] for each in message)
+        super().__init__("".join(printable))
 
 
 class CacheFull(ChairliftError, ValueError):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from pydantic_core import from_json
 from ray import serve
@@ -25,12 +26,14 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.metrics import Gauge
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from yarl import URL
 
 from chairlift.api import ServerConfig
+from chairlift.api.errors import error_reply
+from chairlift.api.telemetry import REQUEST_ID_HEADER
 from chairlift.config import EngineConfig
-from chairlift.errors import ConfigurationError
+from chairlift.errors import ConfigurationError, EngineClosed, QueueFull
 from chairlift.routing import PrefixRouter, name_blocks
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,16 @@ _OWN_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te"
 _READ_BUFFER_BYTES = 2**20
 
 
+_RAYS_BUSINESS = dict.fromkeys(
+    ("host", "port", "ssl_certfile", "ssl_keyfile", "allowed_host"), "Ray's proxy listens"
+) | {
+    "api_workers": "a replica is one process; set num_replicas",
+    "drain_delay": "Ray sends a replica that leaves no more requests",
+    "log_format": "Ray writes the log",
+    "log_interval": "Ray's metrics say what it would",
+}
+
+
 class ReplicaConfig(BaseModel):
     """How many replicas there are, and what each may take of a node."""
 
@@ -53,6 +66,10 @@ class ReplicaConfig(BaseModel):
     max_replicas: PositiveInt | None = Field(None, description="replicas are added up to so many as requests come")
     target_requests: PositiveInt = Field(16, description="requests at a replica at which another one is added")
     max_requests: PositiveInt = Field(256, description="requests that a replica may hold, waiting ones included")
+    max_queued_requests: PositiveInt | None = Field(
+        None,
+        description="requests that may wait at an ingress for a replica, more are refused; left out: max_queue_size",
+    )
     upscale_delay: float = Field(10.0, ge=0.0, description="seconds of more load before replicas are added")
     downscale_delay: float = Field(300.0, ge=0.0, description="seconds of less load before replicas are taken away")
     num_cpus: float = Field(1.0, ge=0.0, description="CPUs of a replica, fractions allowed")
@@ -183,14 +200,18 @@ class Replica:
 
 
 class Ingress:
-    """Where requests come in."""
+    """Where requests come in. What it refuses by itself, it refuses in the words of a server."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
         self._forward = replicas.options(stream=True).forward
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, request: Request) -> Response:
-        """A replica's answer; 503 if no replica can give one."""
-        body = await request.body()
+        """A replica's answer; 413 if the body is too large, 429 if too many wait, 503 if no replica lives."""
+        try:
+            body = await self._read(request)
+        except web.HTTPRequestEntityTooLarge as error:
+            return _refuse(request, error)
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         blocks = _name_prompt(request.headers, body) if request.method == "POST" else []
         call = Call(request.method, target, _end_to_end(request.headers), body, blocks)
@@ -200,17 +221,33 @@ class Ingress:
                 head = await anext(aiter(chunks))
             except RayActorError:
                 continue
-            except (BackPressureError, DeploymentUnavailableError) as error:
-                return _unavailable(str(error))
+            except BackPressureError:
+                return _refuse(request, QueueFull("too many requests wait for a replica; try again later"))
+            except DeploymentUnavailableError as error:
+                return _refuse(request, EngineClosed(str(error)))
             answer = StreamingResponse(chunks, head.status)  # if the replica dies, the client's connection is cut
             answer.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head.headers]
             return answer
-        return _unavailable("the replicas that this request was sent to died; try again")
+        return _refuse(request, EngineClosed("the replicas that this request was sent to died; try again"))
+
+    async def _read(self, request: Request) -> bytes:
+        """The whole body, of which no more is kept than a replica would take."""
+        chunks, num_bytes = [], 0
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, int(announced))
+        async for chunk in request.stream():
+            num_bytes += len(chunk)
+            if num_bytes > self._max_body_bytes:
+                raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, num_bytes)
+            chunks.append(chunk)
+        return b"".join(chunks)
 
 
-def _unavailable(message: str) -> Response:
-    error = {"message": message, "type": "server_error", "param": None, "code": "unavailable"}
-    return JSONResponse({"error": error}, 503, {"Retry-After": "1"})
+def _refuse(request: Request, error: Exception) -> Response:
+    reply = error_reply(error)
+    body = reply.body(request.url.path, request.headers.get(REQUEST_ID_HEADER))
+    return Response(body, reply.status, reply.headers, "application/json")
 
 
 def _end_to_end(headers: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -241,7 +278,13 @@ def deployment(
     server: ServerConfig = ServerConfig(),  # noqa: B008
     replicas: ReplicaConfig = ReplicaConfig(),  # noqa: B008
 ) -> serve.Application:
-    """The application, for `serve.run`. A replica that is taken away ends its requests first, for `drain_timeout`."""
+    """The application, for `serve.run`. A replica that is taken away ends its requests first, for `drain_timeout`.
+
+    `ConfigurationError` for settings of a server that are Ray's business.
+    """
+    if rays := server.model_fields_set & _RAYS_BUSINESS.keys():
+        name = min(rays)
+        raise ConfigurationError(f"{name} has no effect on Ray Serve; leave it out: {_RAYS_BUSINESS[name]}")
     scaling: dict[str, Any] = {"num_replicas": replicas.num_replicas}
     if replicas.max_replicas is not None:
         window = max(replicas.upscale_delay, _MIN_WINDOW_S)
@@ -260,6 +303,7 @@ def deployment(
     behind = serve.deployment(
         Replica,
         max_ongoing_requests=replicas.max_requests,
+        max_queued_requests=replicas.max_queued_requests or max(1, engine.max_queue_size),
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
         health_check_period_s=_HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=server.drain_timeout,
@@ -273,7 +317,7 @@ def deployment(
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=server.drain_timeout,
     )
-    return before.bind(behind.bind(engine, server, replicas.stream_interval))
+    return before.bind(behind.bind(engine, server, replicas.stream_interval), server.max_body_bytes)
 
 
 def build_app(settings: dict[str, Any]) -> serve.Application:

@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200), pytest.mark.filterwarn
 
 URL = "http://127.0.0.1:8129"
 SCALING = {"max_replicas": 2, "target_requests": 2, "upscale_delay": 0.5}
-SETTINGS: dict[str, Any] = {"num_threads": 1, "num_cpus": 0.25, "log_interval": 0, **SCALING}
+MAX_BODY_BYTES = 2**17
+SETTINGS: dict[str, Any] = {"num_threads": 1, "num_cpus": 0.25, "max_body_bytes": MAX_BODY_BYTES, **SCALING}
 LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "stream": True}
 BATCH = Path(__file__).parent.parent / "examples" / "ray" / "batch.py"
 
@@ -49,7 +50,7 @@ def cluster() -> Iterator[None]:
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
     serve.start(http_options={"port": 8129})
-    deploy()
+    deploy(max_replicas=1)
     yield
     serve.shutdown()
     ray.shutdown()
@@ -63,13 +64,27 @@ def num_replicas() -> int:
     return running
 
 
-def replica_pids() -> list[int]:
+def pids_of(*deployments: str) -> list[int]:
+    """Of the processes of their replicas."""
     pids = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
-            if " ".join(process.cmdline()).startswith("ray::ServeReplica:default:Replica"):
+            if " ".join(process.cmdline()).startswith(
+                tuple(f"ray::ServeReplica:default:{each}" for each in deployments)
+            ):
                 pids.append(process.pid)
     return pids
+
+
+async def begin(client: httpx.AsyncClient, body: dict[str, Any], has_begun: asyncio.Event | None = None) -> None:
+    """Asks, reads the first line, and leaves; with `has_begun` when it is cancelled."""
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        lines = answer.aiter_lines()  # which ends the stream when it is dropped
+        await anext(lines)
+        if has_begun is not None:
+            has_begun.set()
+            await asyncio.Event().wait()
 
 
 async def stream_whole(client: httpx.AsyncClient) -> int:
@@ -112,6 +127,18 @@ def test_settings_come_as_texts_from_the_command_line_and_unknown_ones_are_refus
         build_app({"num_replicas": "none"})
 
 
+@pytest.mark.parametrize(
+    "name", ["api_workers", "allowed_host", "drain_delay", "host", "log_format", "log_interval", "port"]
+)
+def test_settings_that_have_no_effect_under_ray_are_refused(name: str) -> None:
+    from chairlift.api import ServerConfig
+    from chairlift.ray_serve import build_app
+
+    default = ServerConfig().model_dump()[name]
+    with pytest.raises(ConfigurationError, match=f"^{name} has no effect on Ray Serve; leave it out: "):
+        build_app({name: default})
+
+
 async def test_the_openai_client_gets_a_stream_a_body_an_error_and_one_request_id() -> None:
     client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
     question: Any = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -132,25 +159,70 @@ async def test_the_openai_client_gets_a_stream_a_body_an_error_and_one_request_i
     await client.close()
 
 
-async def test_a_client_that_leaves_frees_its_slot() -> None:
+@pytest.mark.parametrize(
+    ("head", "piece"), [("Content-Length: 131073", b""), ("Transfer-Encoding: chunked", b" " * 1024)]
+)
+async def test_a_body_that_is_too_large_is_refused_before_it_is_there(head: str, piece: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", 8129)
+    writer.write(
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}\r\n\r\n".encode()
+    )
+    for _ in range(129 if piece else 0):  # the chunk that would be the last one never comes
+        writer.write(b"400\r\n" + piece + b"\r\n")
+    head_of_answer = await reader.readuntil(b"\r\n\r\n")
+    assert head_of_answer.startswith(b"HTTP/1.1 413 ")
+    complaint = json.loads(await reader.readuntil(b"}}"))["error"]
+    assert complaint.pop("message").startswith("the body is too large: Maximum request body size 131072 exceeded")
+    assert complaint == {"type": "invalid_request_error", "param": None, "code": None}
+    writer.close()
+
+
+async def value_of(client: httpx.AsyncClient, metric: str) -> float:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(f"{metric} ")))
+
+
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["in a stream", "before any reply"])
+async def test_a_client_that_leaves_frees_its_slot(is_streamed: bool) -> None:
+    aborted = 'chairlift_requests_total{outcome="abort"}'
+    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
+        num_aborted = await value_of(client, aborted)
+        body = {**LONG, "max_tokens": 1900, "stream": is_streamed}
+        has_begun = asyncio.Event()
+        asking = asyncio.create_task(begin(client, body, has_begun))
+        while await value_of(client, "chairlift_requests_running") != 1:
+            pass
+        if is_streamed:
+            await has_begun.wait()
+        asking.cancel()
+        while await value_of(client, "chairlift_requests_running"):
+            pass
+        assert await value_of(client, aborted) == num_aborted + 1
+
+
+async def test_clients_that_come_and_leave_cost_no_file_descriptors() -> None:
+    def num_open() -> int:
+        return sum(psutil.Process(pid).num_fds() for pid in pids_of("Replica", "Ingress"))
+
     async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
 
-        async def num_running() -> float:
-            lines = (await client.get("/metrics")).text.splitlines()
-            return float(next(line.split()[1] for line in lines if line.startswith("chairlift_requests_running ")))
+        async def ask(number: int) -> None:
+            if number % 2:
+                answer = await client.post("/v1/completions", json={"prompt": "1, 2,", "max_tokens": 1})
+                assert answer.status_code == 200
+            else:
+                await begin(client, LONG)
 
-        async with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 1900}) as answer:
-            lines = answer.aiter_lines()
-            await anext(lines)
-            while await num_running() != 1:
-                pass
-        while await num_running():
-            pass
-        assert 'chairlift_requests_total{outcome="abort"} 1.0' in (await client.get("/metrics")).text
+        await asyncio.gather(*map(ask, range(4)))
+        num_before = num_open()
+        for _ in range(10):
+            await asyncio.gather(*map(ask, range(4)))
+        assert num_open() <= num_before + 8  # two ends of as many connections as there were at once
 
 
 async def test_under_load_a_replica_is_added_and_no_request_is_lost() -> None:
     assert num_replicas() == 1
+    await asyncio.to_thread(deploy)
     await keep_asking_until(until(lambda: num_replicas() == 2), num_clients=4)
 
 
@@ -184,7 +256,7 @@ async def test_when_a_replica_is_killed_every_request_is_answered_or_fails_with_
     async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
         asking = [asyncio.create_task(stream_whole(client)) for _ in range(8)]
         whole = [asyncio.create_task(client.post("/v1/completions", json={**LONG, "stream": False})) for _ in range(8)]
-        victim, _ = replica_pids()
+        victim, _ = pids_of("Replica")
         async with client.stream("POST", "/v1/completions", json=LONG) as answer:
             lines = answer.aiter_lines()
             await anext(lines)  # so the others have come, too
@@ -200,11 +272,28 @@ async def test_when_a_replica_is_killed_every_request_is_answered_or_fails_with_
 
 async def test_the_dead_replica_comes_back_and_with_less_load_one_goes_and_no_request_is_lost() -> None:
     async def change() -> None:
-        await until(lambda: num_replicas() == len(replica_pids()) == 2)
+        await until(lambda: num_replicas() == len(pids_of("Replica")) == 2)
         await asyncio.to_thread(deploy, downscale_delay=0.5)
-        await until(lambda: num_replicas() == len(replica_pids()) == 1)
+        await until(lambda: num_replicas() == len(pids_of("Replica")) == 1)
 
     await keep_asking_until(change(), num_clients=1)
+
+
+async def test_what_finds_no_room_is_refused_as_a_server_does() -> None:
+    await asyncio.to_thread(deploy, max_replicas=1, max_requests=1, max_queued_requests=2)
+    async with httpx.AsyncClient(base_url=URL, timeout=60) as client:
+
+        async def ask() -> httpx.Response:
+            return await client.post("/v1/completions", json={**LONG, "max_tokens": 200, "stream": False})
+
+        answers = await asyncio.gather(*(ask() for _ in range(12)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert 0 < len(refused) < 12
+    for answer in refused:
+        error = answer.json()["error"]
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
+        message = "too many requests wait for a replica; try again later"
+        assert error == {"message": message, "type": "rate_limit_error", "param": None, "code": "queue_full"}
 
 
 async def test_ray_has_the_metrics_of_a_replica_with_its_name() -> None:

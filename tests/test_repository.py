@@ -1,6 +1,7 @@
 """What stands around the package: documents, examples, the wheel."""
 
 import asyncio
+import platform
 import re
 import runpy
 import subprocess
@@ -9,14 +10,18 @@ import zipfile
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import pytest
+import yaml
 from openai import OpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
 from chairlift.__main__ import COMMANDS
+from chairlift.api.routes import ROUTES
 from chairlift.flags import read_settings
-from chairlift.models.cpu.build import usable_instruction_sets
+from chairlift.models.cpu.build import find_compiler, instruction_sets, usable_instruction_sets
+from hatch_build import KernelsHook
 from tests.api.conftest import SLOTS
 from tests.api.contract import serving
 from tests.support.kernels import needs_kernels
@@ -116,7 +121,102 @@ def test_the_server_in_a_cluster_is_started_with_settings_that_there_are() -> No
     assert server.drain_delay + server.drain_timeout < int(grace[1])
 
 
-# --- the wheel
+class Strict(BaseModel):
+    """A type of llm-d's router: names as in JSON, none beside them, as its decoder has it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Plugin(Strict):
+    """`PluginSpec` of apix/config/v1alpha1; each plugin reads its own parameters."""
+
+    type: str
+    name: str = ""
+    parameters: "ExtractorParameters | None" = None
+
+
+class EngineMetrics(Strict):
+    """`engineConfigParams` of the plugin core-metrics-extractor; the values are names of metrics."""
+
+    name: str = Field(min_length=1)
+    queuedRequestsSpec: str
+    runningRequestsSpec: str
+    kvUsageSpec: str
+    loraSpec: str = ""
+    cacheInfoSpec: str = ""
+
+
+class ExtractorParameters(Strict):
+    """`modelServerExtractorParams` of the same plugin."""
+
+    engineLabelKey: str = "llm-d.ai/engine-type"
+    defaultEngine: str = "vllm"
+    engineConfigs: list[EngineMetrics]
+
+
+class Reference(Strict):
+    """`SchedulingPlugin` and `DataLayerExtractor`."""
+
+    pluginRef: str
+    weight: float | None = Field(None, strict=False)
+
+
+class Profile(Strict):
+    """`SchedulingProfile`."""
+
+    name: str
+    plugins: list[Reference]
+
+
+class Source(Strict):
+    """`DataLayerSource`."""
+
+    pluginRef: str
+    extractors: list[Reference]
+
+
+class DataLayer(Strict):
+    """`DataLayerConfig`, of which the example uses the sources."""
+
+    sources: list[Source]
+
+
+class EndpointPickerConfig(Strict):
+    """The file, as llm-d-router's apix/config/v1alpha1/endpointpickerconfig_types.go declares it."""
+
+    apiVersion: Literal["llm-d.ai/v1alpha1"]
+    kind: Literal["EndpointPickerConfig"]
+    plugins: list[Plugin]
+    schedulingProfiles: list[Profile]
+    dataLayer: DataLayer
+
+
+def test_the_endpoint_pickers_file_follows_llm_ds_types_and_names_the_servers_pods() -> None:
+    file = EXAMPLES / "kubernetes" / "endpoint-picker.yaml"
+    config = EndpointPickerConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    names = {plugin.name or plugin.type for plugin in config.plugins}
+    sources = config.dataLayer.sources
+    references = [each for holder in config.schedulingProfiles for each in holder.plugins]
+    references += [each for source in sources for each in source.extractors]
+    assert {each.pluginRef for each in references} | {source.pluginRef for source in sources} == names
+    (extractor,) = (plugin.parameters for plugin in config.plugins if plugin.parameters is not None)
+    (engine,) = extractor.engineConfigs
+    assert extractor.defaultEngine == engine.name
+    manifest = yaml.safe_load_all((file.parent / "chairlift.yaml").read_text(encoding="utf-8"))
+    (pod,) = (each["spec"]["template"] for each in manifest if each["kind"] == "Deployment")
+    assert pod["metadata"]["labels"][extractor.engineLabelKey] == engine.name
+
+
+def test_probes_of_a_cluster_ask_for_no_key_and_only_readiness_ends_with_the_drain() -> None:
+    manifest = yaml.safe_load_all((EXAMPLES / "kubernetes" / "chairlift.yaml").read_text(encoding="utf-8"))
+    (pod,) = (each["spec"]["template"]["spec"] for each in manifest if each["kind"] == "Deployment")
+    (container,) = pod["containers"]
+    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
+    assert paths == {"startup": "/health", "readiness": "/health", "liveness": "/version"}
+    assert set(paths.values()) <= {route.path for route in ROUTES if route.is_open}
+
+
+# --- the wheel and the archive of sources
 
 
 def run_pip(*arguments: str) -> None:
@@ -147,3 +247,49 @@ def test_a_wheel_with_kernels_serves_without_a_compiler(tmp_path: Path, monkeypa
         assert any(f"CPU kernels: {best}" in line for line in process.log)
         assert any(str(tmp_path / "site") in line for line in process.log), "another chairlift is served"
     assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "tag"),
+    [
+        ("Linux", "x86_64", "py3-none-manylinux_2_17_x86_64"),
+        ("Linux", "aarch64", "py3-none-manylinux_2_17_aarch64"),
+        ("Darwin", "arm64", "py3-none-macosx_11_0_arm64"),
+    ],
+)
+def test_a_wheel_says_where_its_kernels_run(
+    tmp_path: Path, system: str, machine: str, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\n: > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CHAIRLIFT_WHEEL_KERNELS", "all")
+    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "11.0")  # so that what the hook sets is taken back
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    build_data: dict[str, Any] = {"force_include": {}}
+    KernelsHook(str(ROOT), {}, None, cast(Any, None), str(tmp_path), "wheel").initialize("standard", build_data)
+    assert build_data["tag"] == tag
+    levels = {Path(name).name.split("-")[1] for name in build_data["force_include"].values()}
+    assert levels == {each.name for each in instruction_sets(machine)}
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_the_archive_of_sources_has_all_that_a_wheel_with_kernels_is_compiled_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec {find_compiler()[0]} "$@" -O0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CHAIRLIFT_WHEEL_KERNELS", "plain")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    (archive,) = tmp_path.glob("chairlift-*.tar.gz")
+    run_pip("wheel", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(archive))
+    (wheel,) = tmp_path.glob("chairlift-*.whl")
+    files = zipfile.ZipFile(wheel).namelist()
+    assert [name.split("-")[1] for name in files if name.endswith(".so")] == ["plain"]
+    assert "chairlift/models/cpu/csrc/decoder.cpp" in files

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE_VARIABLE, STEP_VARIABLE = "FAKE_DEVICE_FILE", "FAKE_DEVICE_STEP_S"
-_LAYOUT = struct.Struct("ddqq")
+_LAYOUT = struct.Struct("ddqqq")
 
 
 class Work(NamedTuple):
-    """`busy_s`: all that was launched, which ends at `end`; `pid` and `thread` launched it."""
+    """`busy_s`: all that was launched, of `num_tokens`, which ends at `end`; `pid` and `thread` launched it."""
 
     busy_s: float
     end: float
+    num_tokens: int
     pid: int
     thread: int
 
@@ -39,16 +40,20 @@ class Device:
     def __init__(self) -> None:
         self._step_s = float(os.environ[STEP_VARIABLE])
         self._busy_s = self.end = 0.0
+        self._num_tokens = 0
         file = Path(os.environ[FILE_VARIABLE])
         file.write_bytes(bytes(_LAYOUT.size))
         with file.open("r+b") as opened:
             self._told = mmap.mmap(opened.fileno(), _LAYOUT.size)
 
-    def launch(self) -> None:
-        """One step."""
+    def launch(self, num_tokens: int) -> None:
+        """One step, which computes so many."""
         self.end = max(self.end, time.perf_counter()) + self._step_s
         self._busy_s += self._step_s
-        _LAYOUT.pack_into(self._told, 0, self._busy_s, self.end, os.getpid(), threading.get_native_id())
+        self._num_tokens += num_tokens
+        _LAYOUT.pack_into(
+            self._told, 0, self._busy_s, self.end, self._num_tokens, os.getpid(), threading.get_native_id()
+        )
 
     @staticmethod
     def wait_until(end: float) -> None:

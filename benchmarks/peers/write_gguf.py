@@ -19,6 +19,7 @@ _TYPES = {
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def write(checkpoint: Path, file: Path, type_name: str) -> None:
-    """Norms in float32, everything else in the given type."""
+    """Norms in float32, all else in the given type; beside 4 bits the embedding, which is the head too, has 8."""
     fields = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     matrix_type, file_type = _TYPES[type_name]
     writer = gguf.GGUFWriter(file, "llama")
@@ -57,7 +58,9 @@ def write(checkpoint: Path, file: Path, type_name: str) -> None:
         if array.ndim == 1:
             writer.add_tensor(_gguf_name(name), array)
         else:
-            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, matrix_type), raw_dtype=matrix_type)
+            is_wide = type_name == "q4_0" and name == "model.embed_tokens.weight"
+            kind = gguf.GGMLQuantizationType.Q8_0 if is_wide else matrix_type
+            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

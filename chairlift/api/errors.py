@@ -71,26 +71,30 @@ class ErrorReply:
     allow: str | None = None  # of a 405: the methods that there are
     retry_after_s: int = _RETRY_AFTER_S  # of a 429 or 503
 
-    def body(self, request: web.BaseRequest | None = None) -> str:
+    def body(self, path: str, request_id: str | None) -> str:
         """The body in the format of the path: OpenAI's or Anthropic's."""
         body: BaseModel = ErrorBody(error=self.detail)
-        if request is not None and is_anthropics(request):
-            body = AnthropicErrorBody.of(self.status, self.detail, request_id_of(request))
+        if is_anthropics(path):
+            body = AnthropicErrorBody.of(self.status, self.detail, request_id)
         return body.model_dump_json()
 
-    def response(self, request: web.BaseRequest | None = None) -> web.Response:
+    @property
+    def headers(self) -> dict[str, str]:
         headers = {"Retry-After": str(self.retry_after_s)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.allow is not None:
             headers["Allow"] = self.allow
-        text = self.body(request)
-        return web.Response(status=self.status, text=text, content_type="application/json", headers=headers)
+        return headers
+
+    def response(self, request: web.BaseRequest | None = None) -> web.Response:
+        text = self.body("", None) if request is None else self.body(request.path, request_id_of(request))
+        return web.Response(status=self.status, text=text, content_type="application/json", headers=self.headers)
 
 
-def is_anthropics(request: web.BaseRequest) -> bool:
+def is_anthropics(path: str) -> bool:
     """Whether the path is one of Anthropic's API, whose clients expect other headers and errors."""
-    return request.path == MESSAGES_PATH or request.path.startswith(f"{MESSAGES_PATH}/")
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def error_reply(error: Exception) -> ErrorReply:

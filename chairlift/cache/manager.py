@@ -88,7 +88,8 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
     """The ledger together with its tensors: one object is the whole cache. Thread-safe.
 
     In the engine the scheduler claims, commits and releases on this very object, which it knows as a `SlotLedger`, and
-    the runner fetches. Nothing in the engine calls `step`, which is for programs that use the cache by itself.
+    the runner calls `reserve` and `view`, which `fetch` is together. `fetch` and `step` are the same doors for programs
+    that use the cache by itself; nothing in the engine calls them.
     """
 
     def __init__(
@@ -170,7 +171,10 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         `new_tokens[i]` tokens of row i are about to be written (1 each if None), then one more in each of
         `num_steps - 1` further steps. ValueError as in `SlotLedger.reserve`, before anything changes.
         """
-        reservation = self.reserve(seq_ids, new_tokens, num_steps)
+        return self.view(self.reserve(seq_ids, new_tokens, num_steps), num_steps)
+
+    def view(self, reservation: Reservation, num_steps: int = 1) -> list[ContinuousBatchingKVCacheCollection]:
+        """What `fetch` returns, of rows that are reserved already: only this part takes memory of the device."""
         self.settle()
         first = [reserved - (num_steps - 1) for reserved in reservation.num_reserved]
         lengths = torch.tensor(reservation.lengths, dtype=torch.int32)

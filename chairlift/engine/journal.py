@@ -93,6 +93,11 @@ class Totals:
     num_drafted_tokens: int = 0  # that were guessed and verified
     num_accepted_tokens: int = 0  # those of them that are part of an answer
 
+    @property
+    def cached_share(self) -> float:
+        """The share of all prompt tokens that was reused, 0 to 1; 0 before the first prompt."""
+        return self.num_cached_tokens / max(1, self.num_prompt_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

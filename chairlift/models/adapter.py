@@ -16,7 +16,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, named
 from chairlift.models.attention import Attend
 from chairlift.models.config import LAYER_TYPES, AdaptedConfig, LayerConfig
 from chairlift.models.families import read_dtype, refuse_unreadable
@@ -89,8 +89,8 @@ def describe_decoder(architecture: str, raw: dict[str, Any]) -> AdaptedConfig:
     if quantization := raw.get("quantization_config") or raw.get("compression_config"):
         method = quantization.get("quant_method", "an unnamed method")
         raise CheckpointError(
-            f"its weights are quantized with {method}, which cannot be read; choose a checkpoint in bfloat16, float16"
-            " or float32"
+            f"its weights are quantized with {named(method)}, which cannot be read; choose a checkpoint in bfloat16,"
+            " float16 or float32"
         )
     config = _read_config(architecture, raw)
     max_position_embeddings = _fix_rope(config)

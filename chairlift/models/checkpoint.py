@@ -17,7 +17,7 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, shown
 from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import FAMILIES, describe_family
 from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, open_gguf, parts_of
@@ -132,7 +132,9 @@ def _indexed_files(index: Path) -> list[Path]:
     for name in names:
         # A link may lead elsewhere, as in the hub's cache: its maker is the folder's, not this file's.
         if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
-            raise CheckpointError(f"{index} names {name!r}; weights must be files beside it, ending in .safetensors")
+            raise CheckpointError(
+                f"{index} names {shown(name)}; weights must be files beside it, ending in .safetensors"
+            )
     return [index.parent / name for name in names]
 
 

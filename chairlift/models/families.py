@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 
 from chairlift.config import DType
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.config import LAYER_TYPES, Activation, LayerConfig, ModelConfig, Norms, QKNorm, RopeConfig
 
 _ROPE_FIELDS = {
@@ -129,7 +129,9 @@ def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
 def _read_windows(config: Any) -> list[int | None]:
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     if unknown := set(kinds) - LAYER_TYPES:
-        raise CheckpointError(f"layer type {min(unknown)!r} is not supported, only {', '.join(sorted(LAYER_TYPES))}")
+        raise CheckpointError(
+            f"layer type {shown(min(unknown))} is not supported, only {', '.join(sorted(LAYER_TYPES))}"
+        )
     window = config.sliding_window if getattr(config, "use_sliding_window", True) else None
     if window is not None and window < 1:
         raise CheckpointError(f"sliding_window must be at least 1, not {window}")
@@ -155,7 +157,7 @@ def _check_sizes(config: Any) -> None:
 def _read_activation(config: Any) -> Activation:
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     if name not in _ACTIVATIONS:
-        raise CheckpointError(f"activation {name!r} is not supported, only {', '.join(_ACTIVATIONS)}")
+        raise CheckpointError(f"activation {shown(name)} is not supported, only {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
@@ -163,7 +165,7 @@ def read_dtype(config: Any) -> DType:
     """The number format of the weights. CheckpointError for one that is not computed in."""
     name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     if name not in tuple(DType):
-        raise CheckpointError(f"dtype {name} is not supported, only {', '.join(DType)}")
+        raise CheckpointError(f"dtype {named(name)} is not supported, only {', '.join(DType)}")
     return DType(name)
 
 
@@ -172,7 +174,7 @@ def read_rope(parameters: dict[str, Any], max_position_embeddings: int) -> RopeC
     kind = parameters.get("rope_type", "default")
     if kind not in _ROPE_FIELDS or "mrope_section" in parameters:
         kind = "mrope" if kind in _ROPE_FIELDS else kind
-        raise CheckpointError(f"rope type {kind!r} is not supported, only {', '.join(_ROPE_FIELDS)}")
+        raise CheckpointError(f"rope type {shown(kind)} is not supported, only {', '.join(_ROPE_FIELDS)}")
     if missing := [name for name in _ROPE_FIELDS[kind] if parameters.get(name) is None]:
         raise CheckpointError(f"rope type {kind} needs {', '.join(missing)}")
     given = {name: value for name, value in parameters.items() if name not in ("rope_type", "type", "rope_theta")}

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from chairlift.config import DType
-from chairlift.errors import CheckpointError, ConfigurationError
+from chairlift.errors import CheckpointError, ConfigurationError, named
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import NORM_NAMES, AdaptedConfig, ModelConfig, ModelShape
 from chairlift.models.decoder import Decoder
@@ -56,8 +56,14 @@ def load_model(
     parts = _match(model, reader)
     formats = _formats_of(model, reader, parts)
     if grouped := _size_in_groups(model, formats):
-        fate = "stay so, and are read when they are packed" if keeps_groups else f"become {dtype} here"
+        fate = (
+            "stay so, and are read when they are packed"
+            if keeps_groups
+            else f"become {dtype}: only the cpu backend multiplies them"
+        )
         logger.info("%.1f MB of weights in groups of small integers %s", grouped.num_bytes / 1e6, fate)
+    if keeps_groups:
+        _log_widened(reader, parts, formats, dtype)
     with _room_for(model, dtype, device):
         for name, stored in parts.items():
             if keeps_groups and name in formats:
@@ -181,6 +187,22 @@ def _formats_of(model: Decoder, reader: WeightReader, parts: dict[str, list[str]
     return found
 
 
+def _log_widened(
+    reader: WeightReader, parts: dict[str, list[str]], formats: dict[str, list[GroupFormat]], dtype: DType
+) -> None:
+    widened = [
+        name
+        for name, stored in parts.items()
+        if name not in formats and any(reader.tensors[part].groups for part in stored)
+    ]
+    if widened:
+        logger.info(
+            "%s become %s: an embedding is not multiplied, and what is stacked for a product must have groups of one"
+            " size",
+            *(_listed(widened), dtype),
+        )
+
+
 def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]]) -> GroupedSize | None:
     num_parameters = num_bytes = 0
     for name, stored in formats.items():
@@ -229,6 +251,7 @@ def _match(model: Decoder, reader: WeightReader) -> dict[str, list[str]]:
     }
     needed = {name: shape for shapes in parts.values() for name, shape in shapes.items()}
     leftover = reader.tensors.keys() - needed.keys() - _ignored(model.config, reader.tensors)
+    leftover = {name for name in leftover if not _is_zero_bias(reader, name)}
     _refuse_differences(needed.keys() - reader.tensors.keys(), leftover)
     for name, shape in needed.items():
         if (found := reader.tensors[name].shape) != shape:
@@ -251,6 +274,20 @@ def _ignored(config: ModelConfig, names: Iterable[str]) -> set[str]:
     """Tensors that a checkpoint may hold without a use: a tied head's copy, and rotary tables of older formats."""
     tied = {"lm_head.weight"} if config.is_tied else set()
     return tied | {name for name in names if name.endswith(".rotary_emb.inv_freq")}
+
+
+def _is_zero_bias(reader: WeightReader, name: str) -> bool:
+    """A bias beside a matrix in groups, all zeros: GPTQ's tools write such for products that have none.
+
+    CheckpointError if it is not all zeros.
+    """
+    matrix = reader.tensors.get(f"{name.removesuffix('.bias')}.weight")
+    if not name.endswith(".bias") or matrix is None or matrix.groups is None:
+        return False
+    bias = _read(reader, name)
+    if not isinstance(bias, torch.Tensor) or bool(bias.any()):
+        raise CheckpointError(f"tensor {named(name)} is not zero, and this model has no such bias")
+    return True
 
 
 def _refuse_differences(missing: Iterable[str], leftover: Iterable[str]) -> None:
@@ -276,7 +313,7 @@ def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
     except CheckpointError:
         raise
     except Exception as error:  # a file that ends early shows only when its bytes are touched
-        raise CheckpointError(f"tensor {name} cannot be read: {error}") from error
+        raise CheckpointError(f"tensor {named(name)} cannot be read: {error}") from error
 
 
 def _read_groups(reader: WeightReader, stored: list[str]) -> GroupedWeight:
@@ -306,5 +343,5 @@ def _set(model: Decoder, name: str, weight: torch.Tensor) -> None:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    listed = ", ".join(named(name) for name in names[:3])
+    return listed if len(names) <= 3 else f"{listed} and {len(names) - 3} more"

@@ -21,7 +21,7 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional as F
 
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, named
 from chairlift.models.checkpoint import Checkpoint
 from chairlift.models.config import ModelConfig, QKNorm
 from chairlift.models.decoder import Decoder
@@ -108,7 +108,8 @@ def find_split_obstacle(checkpoint: Checkpoint, size: int) -> str | None:
     """Why that checkpoint cannot be divided over so many ranks; None if it can."""
     config = checkpoint.config
     if checkpoint.gguf is not None or checkpoint.compression is not None:
-        return "its weights are quantized"
+        what = "it is a GGUF file" if checkpoint.gguf else "its weights are quantized"
+        return f"{what}, which one process reads; choose safetensors in bfloat16, float16 or float32, or leave it out"
     if not isinstance(config, ModelConfig):
         return f"{config.architecture} is none of the families that docs/models.md lists"
     if config.num_heads % size:
@@ -153,7 +154,7 @@ class _WeightsPart:
         if cut is not None:
             if shape[cut.dim : cut.dim + 1] != [cut.whole_length]:
                 raise CheckpointError(
-                    f"tensor {name} has shape {shape}; the model needs {cut.whole_length} in dimension {cut.dim}"
+                    f"tensor {named(name)} has shape {shape}; the model needs {cut.whole_length} in dimension {cut.dim}"
                 )
             shape[cut.dim] = cut.length
         return tuple(shape)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.grouped import GroupedWeight
 
 
@@ -110,16 +110,16 @@ def read_compression(raw: dict[str, Any]) -> Compression | None:
     if not stated:
         return None
     if not isinstance(stated, dict):
-        raise CheckpointError(f"quantization_config must be an object, not {stated!r}")
+        raise CheckpointError(f"quantization_config must be an object, not {shown(stated)}")
     method = stated.get("quant_method", "an unnamed method")
     if method not in _READERS_OF_CONFIGS:
-        raise _unreadable(f"quantized with {method}")
+        raise _unreadable(f"quantized with {named(method)}")
     return _READERS_OF_CONFIGS[method](stated)
 
 
 def _read_compressed_tensors(stated: dict[str, Any]) -> Compression:
     if (layout := stated.get("format")) != "pack-quantized":
-        raise _unreadable(f"compressed-tensors in the format {layout}")
+        raise _unreadable(f"compressed-tensors in the format {named(layout)}")
     if stated.get("kv_cache_scheme") or (stated.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _unreadable("compressed-tensors with a sparse format or a quantized cache")
     found = set()
@@ -128,7 +128,9 @@ def _read_compressed_tensors(stated: dict[str, Any]) -> Compression:
         if group.get("input_activations") or group.get("output_activations"):
             raise _unreadable("compressed-tensors with quantized activations")
         if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
-            raise _unreadable(f"compressed-tensors of {weights.get('type')} values by {weights.get('strategy')}")
+            raise _unreadable(
+                f"compressed-tensors of {named(weights.get('type'))} values by {named(weights.get('strategy'))}"
+            )
         if weights.get("actorder") in ("group", True):
             raise _unreadable("compressed-tensors in the order of activations (actorder)")
         found.add((weights.get("num_bits"), weights.get("group_size") or -1))
@@ -140,17 +142,17 @@ def _read_compressed_tensors(stated: dict[str, Any]) -> Compression:
 
 def _read_awq(stated: dict[str, Any]) -> Compression:
     if (version := str(stated.get("version", "gemm")).lower()) != "gemm":
-        raise _unreadable(f"AWQ in the version {version}")
+        raise _unreadable(f"AWQ in the version {named(version)}")
     num_bits = stated.get("bits", stated.get("w_bit"))
     if num_bits != 4:
-        raise _unreadable(f"AWQ in {num_bits} bits")
+        raise _unreadable(f"AWQ in {named(num_bits)} bits")
     return Compression("awq", _checked(num_bits, stated.get("group_size", stated.get("q_group_size"))))
 
 
 def _read_gptq(stated: dict[str, Any]) -> Compression:
     layout = stated.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
-        raise _unreadable(f"GPTQ in the format {layout}")
+        raise _unreadable(f"GPTQ in the format {named(layout)}")
     # The first format stores zero points less one.
     return Compression("gptq", _checked(stated.get("bits"), stated.get("group_size")), int(layout == "gptq"))
 
@@ -160,7 +162,7 @@ _READERS_OF_CONFIGS = {"compressed-tensors": _read_compressed_tensors, "awq": _r
 
 def _checked(num_bits: object, group_size: object) -> int:
     if type(num_bits) is not int or num_bits not in _BITS or group_size not in (*_GROUP_SIZES, -1):
-        raise _unreadable(f"values of {num_bits} bits in groups of {group_size}")
+        raise _unreadable(f"values of {named(num_bits)} bits in groups of {named(group_size)}")
     return num_bits
 
 
@@ -205,7 +207,7 @@ class CompressedWeights:
         consumed = {f"{base}.{part}" for base in self._matrices.values() for part in parts}
         for base in self._matrices.values():
             if f"{base}.{layout.scales}" not in files.tensors:
-                raise CheckpointError(f"the checkpoint lacks {base}.{layout.scales}")
+                raise CheckpointError(f"the checkpoint lacks {named(base)}.{layout.scales}")
         self.tensors = {name: each for name, each in files.tensors.items() if name not in consumed}
         self.tensors |= {name: StoredTensor(self._shape_of(name), self._format_of(name)) for name in self._matrices}
 
@@ -220,7 +222,9 @@ class CompressedWeights:
         num_bits, num_inputs = self._compression.num_bits, self._shape_of(name)[1]
         num_groups = self._part_shape(name, self._layout.scales)[0 if self._layout.is_transposed else 1]
         if num_groups < 1 or num_inputs % num_groups:
-            raise CheckpointError(f"tensor {name} has {num_inputs} inputs, which do not make {num_groups} groups")
+            raise CheckpointError(
+                f"tensor {named(name)} has {num_inputs} inputs, which do not make {num_groups} groups"
+            )
         size = num_inputs // num_groups
         if num_groups == 1:
             size = next((each for each in (_SPREAD_OVER, 64, 32) if num_inputs % each == 0), size)
@@ -236,7 +240,7 @@ class CompressedWeights:
         scales = self._part(name, self._layout.scales).float()
         scales = scales.T if self._layout.is_transposed else scales
         if scales.shape[0] != len(values) or (zeros is not None and zeros.shape != scales.shape):
-            raise CheckpointError(f"tensor {name} and its scales have shapes that do not fit each other")
+            raise CheckpointError(f"tensor {named(name)} and its scales have shapes that do not fit each other")
         if stored.groups.num_bits == 8:
             values = (values ^ 128).view(torch.int8)
             zeros = None if zeros is None else zeros - 128
@@ -282,14 +286,14 @@ class CompressedWeights:
         tensor = self._files.read(f"{self._matrices[name]}.{part}")
         is_packed = part != self._layout.scales
         if tensor.dim() != 2 or is_packed != (tensor.dtype == torch.int32):
-            raise CheckpointError(f"tensor {self._matrices[name]}.{part} is {tensor.dtype} {list(tensor.shape)}")
+            raise CheckpointError(f"tensor {named(self._matrices[name])}.{part} is {tensor.dtype} {list(tensor.shape)}")
         return tensor
 
     def _part_shape(self, name: str, part: str) -> tuple[int, int]:
         stated = f"{self._matrices[name]}.{part}"
         shape = self._files.tensors[stated].shape
         if len(shape) != 2:
-            raise CheckpointError(f"tensor {stated} has {len(shape)} dimensions, not 2")
+            raise CheckpointError(f"tensor {named(stated)} has {len(shape)} dimensions, not 2")
         return shape[0], shape[1]
 
 

@@ -271,20 +271,22 @@ def test_without_a_certificate_there_is_none_to_read_again(caplog: pytest.LogCap
     assert caplog.messages == ["SIGHUP: there is no certificate to read again; nothing was done"]
 
 
-def test_sighup_reads_the_certificate_again_and_cuts_no_stream(files: Files) -> None:
-    flags = ("--ssl-certfile", str(files.cert), "--ssl-keyfile", str(files.key))
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_sighup_reads_the_certificate_again_and_cuts_no_stream(num_workers: int, files: Files) -> None:
+    flags = ["--ssl-certfile", str(files.cert), "--ssl-keyfile", str(files.key), "--api-workers", str(num_workers)]
     with running(SERVE, *flags) as process, streaming(process, 1500) as lines:
         first = certificate_of(process)
         files.key.write_text("no PEM at all\n")
         process.popen.send_signal(signal.SIGHUP)
-        process.until_logged("the certificate was not renewed: ssl_certfile")
+        process.until_logged("the certificate was not renewed: ssl_certfile", num_workers)
         assert certificate_of(process) == first
         issued = trustme.CA().issue_cert("127.0.0.1")
         issued.private_key_pem.write_to_path(files.key)
         issued.cert_chain_pems[0].write_to_path(files.cert)
         process.popen.send_signal(signal.SIGHUP)
-        process.until_logged("the certificate was read again")
-        assert certificate_of(process) == ssl.PEM_cert_to_DER_cert(files.cert.read_text()) != first
+        process.until_logged("the certificate was read again", num_workers)
+        renewed = ssl.PEM_cert_to_DER_cert(files.cert.read_text())
+        assert {certificate_of(process) for _ in range(8 * num_workers)} == {renewed} != {first}
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 

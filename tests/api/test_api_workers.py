@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -150,6 +151,19 @@ def step(self):
 EngineCore.step = step
 sys.exit(main())
 """
+HANGS = """
+import sys, threading
+from chairlift.__main__ import main
+from chairlift.engine.execution.runner import ModelRunner
+
+launch = ModelRunner.launch
+
+def hang(*_):
+    threading.Event().wait()
+
+ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].request.params.seed == 13 else launch)(self, plan)
+sys.exit(main())
+"""
 LONG, LONGEST = long_stream(600), long_stream(2000)  # three and ten seconds at least
 KEYS = ("--api-key", "one", "--api-key", "two")
 
@@ -262,3 +276,42 @@ def test_the_engines_death_ends_what_all_workers_serve_and_the_process_with_1() 
         for stream in streams:
             assert '"a step failed: RuntimeError: injected fault"' in [line for line in stream.iter_lines() if line][-1]
         assert process.exit_code() == 1
+
+
+def test_a_step_that_hangs_ends_what_all_workers_serve_and_the_process_with_1() -> None:
+    with running(HANGS, *TWO, *FLAGS, "--step-timeout", "1.5") as process, client_of_each(process) as clients:
+        one, other = clients
+        with one.stream("POST", "/v1/completions", json=LONGEST) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            answer = other.post("/v1/completions", json={"prompt": "hi", "seed": 13})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
+            assert '"engine_dead"' in [line for line in lines if line][-1]
+        assert process.exit_code() == 1
+
+
+def test_a_keys_share_of_the_queue_and_its_turns_count_over_all_workers() -> None:
+    flags = ("--max-batch-size", "1", "--max-queue-size", "4", "--dtype", "float32")
+    waiting = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "n": 2}
+    short = {"prompt": "hi", "max_tokens": 1}
+    with (
+        running(SLOW, *TWO, *flags, *KEYS) as process,
+        client_of_each(process, Authorization="Bearer one") as (busy, there),
+        client_of_each(process, Authorization="Bearer one") as here,
+        httpx.Client(base_url=process.url, timeout=60, headers={"Authorization": "Bearer two"}) as second,
+        ThreadPoolExecutor() as pool,
+    ):
+        with busy.stream("POST", "/v1/completions", json=LONGEST) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            first = pool.submit(there.post, "/v1/completions", json=waiting)
+            until(lambda: metrics_of(here[0])["chairlift_requests_waiting"] == 2, "both choices wait")
+            refused = [client.post("/v1/completions", json=short) for client in here]
+            assert [each.status_code for each in refused] == [429, 429]
+            message = "your share of the waiting queue is full (2 of 4 requests); try again later"
+            assert [each.json()["error"]["message"] for each in refused] == [message] * 2
+            later = pool.submit(second.post, "/v1/completions", json=short)
+            until(lambda: metrics_of(here[0])["chairlift_requests_waiting"] == 3, "the second key's waits")
+        assert later.result().status_code == 200
+        assert not first.done()  # of its two choices one is behind the second key's
+        assert first.result().status_code == 200

@@ -146,6 +146,9 @@ async def test_routers_find_vllms_names_where_they_are_wanted() -> None:
         "gpu_cache_usage_perc": 0,
         "prefix_cache_queries_total": 16,
         "prefix_cache_hits_total": 7,
+        "gpu_prefix_cache_queries_total": 16,
+        "gpu_prefix_cache_hits_total": 7,
+        "gpu_prefix_cache_hit_rate": 7 / 16,
     }
     assert {name: seen.value(f"vllm:{name}", model_name="bundled") for name in expected} == expected
     size = {"model_name": "bundled", "block_size": "16", "num_gpu_blocks": str(cache_tokens // 16)}

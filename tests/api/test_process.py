@@ -183,13 +183,14 @@ def test_a_router_reads_503_before_requests_are_refused() -> None:
         assert process.exit_code() == 0
 
 
+@pytest.mark.parametrize("num_workers", ["1", "2"])
 @pytest.mark.parametrize("second", [None, signal.SIGTERM, signal.SIGINT])
-def test_what_is_cut_short_ends_with_a_proper_last_chunk(second: signal.Signals | None) -> None:
+def test_what_is_cut_short_ends_with_a_proper_last_chunk(second: signal.Signals | None, num_workers: str) -> None:
     """By the drain timeout, or at once by a second signal."""
     drain_timeout = "0.3" if second is None else "60"
     body = {**long_stream(2000), "stream_options": {"include_usage": True}}
     with (
-        running(SERVE, "--drain-timeout", drain_timeout) as process,
+        running(SERVE, "--drain-timeout", drain_timeout, "--api-workers", num_workers) as process,
         httpx.Client(base_url=process.url, timeout=60) as client,
     ):
         with client.stream("POST", "/v1/completions", json=body) as stream:

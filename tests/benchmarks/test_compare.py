@@ -7,6 +7,7 @@ from pathlib import Path
 
 import compare
 import pytest
+import speculation_peers
 from comparison.ceiling import (
     ModelShape,
     Pass,
@@ -21,6 +22,7 @@ from comparison.contest import Score, Standing, Trial, record
 from comparison.report import table
 from peers.engines import Engine, UsageError
 
+from chairlift.models.cpu.build import usable_instruction_sets
 from tests.benchmarks.fakes import FAKE_WORKER, FIELDS, SETTINGS, SHAPE, RunScript
 
 # --- the command
@@ -56,6 +58,7 @@ def test_a_comparison_ends_in_a_line_of_json(model: Path, tmp_path: Path, run_sc
     assert report["settings"]["max_prompt_tokens"] == 8
     assert report["settings"]["cache_gigabytes"] == 1
     assert report["machine"]["cores"] >= 1
+    assert report["machine"]["cpu_level"] == next(iter(usable_instruction_sets()), None)
     assert report["engines"]["transformers"]["about"]["fake"] == "1.0"
 
 
@@ -307,3 +310,30 @@ def test_the_most_tokens_per_second_are_in_the_workload_s_unit() -> None:
     assert most_tokens_per_second(SHAPE, Workload(1, 3, 1), rates) == 3.0  # prompt tokens in one second
     two = most_tokens_per_second(SHAPE, Workload(1, 3, 2), rates)
     assert two == pytest.approx(2 / (1 + 2720 / 7456))
+
+
+# --- what guesses gain each engine
+
+
+def test_each_engine_guesses_in_turns_with_itself(model: Path, tmp_path: Path, run_script: RunScript) -> None:
+    journal = tmp_path / "journal"
+    flags = ["--model", "bundled", "--kinds", "copy", "--rows", "1", "3", "--rounds", "2"]
+    peer = f"openvino={sys.executable},model={model},journal={journal},raises=3"
+    ran = run_script(speculation_peers, *flags, "--peer", peer)
+    chairlift, openvino, _, failed = ran.report["figures"]
+    assert (ran.code, failed["failure"]) == (1, "RuntimeError: out of blocks")
+    assert [len(pair) for pair in chairlift["seconds"]] == [len(pair) for pair in openvino["seconds"]] == [2, 2]
+    assert ran.out.splitlines()[2].split() == [
+        "copy,",
+        "3",
+        "rows",
+        f"{ran.report['figures'][2]['ratio']:.2f}",
+        "failed",
+    ]
+    begun = [line.split()[0] for line in journal.read_text(encoding="ascii").splitlines() if line.endswith("begins")]
+    without, guessing = dict.fromkeys(begun)
+    assert begun[:8] == [without, without, guessing, guessing, without, guessing, without, guessing]  # a start, rounds
+
+    stranger = run_script(speculation_peers, *flags, "--peer", "transformers")
+    assert stranger.code == 2
+    assert "--peer transformers: it does not guess from the text" in stranger.err

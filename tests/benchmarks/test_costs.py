@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -98,6 +99,19 @@ def test_a_small_case(run_script: RunScript, tmp_path: Path) -> None:
     assert min(figures["cpu_us"].values()) > 0.0
 
 
+def test_every_prompt_is_computed(run_script: RunScript) -> None:
+    ran = run_script(host_path, "--cases", "3x2", "--seconds", "1", "--prompt-tokens", "300", "--output-tokens", "3")
+    (figures,) = ran.report["cases"]
+    assert figures["computed_per_s"] > 80 * figures["tokens_per_s"]  # 100, but that requests are cut off by both ends
+
+
+def test_no_two_prompts_begin_alike() -> None:
+    requests = host_path.make_requests(Namespace(prompt_tokens=12, output_tokens=3, whole=False))
+    bodies = [json.loads(next(requests).partition(b"\r\n\r\n")[2]) for _ in range(12)]
+    prompts = [body["messages"][0]["content"] for body in bodies]
+    assert prompts[:2] + prompts[10:] == ["00000000aaaa", "10000000aaaa", "01000000aaaa", "11000000aaaa"]
+
+
 # --- vLLM's server with a model that sleeps
 
 
@@ -123,7 +137,7 @@ def scheduled(counts: dict[str, int], new: dict[str, int], running: dict[str, in
     requests = [SimpleNamespace(req_id=name, prompt_len=length, num_computed_tokens=0) for name, length in new.items()]
     cached = SimpleNamespace(req_ids=list(running), num_computed_tokens=list(running.values()))
     parts = {"scheduled_new_reqs": requests, "scheduled_cached_reqs": cached, "finished_req_ids": ended}
-    return SimpleNamespace(num_scheduled_tokens=counts, **parts)
+    return SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), **parts)
 
 
 @pytest.fixture
@@ -151,9 +165,9 @@ def test_a_row_says_a_letter_in_every_step_that_ends_its_prompt_or_follows_it(sl
     assert sleeper.sample_tokens(None) == FakeOutput(["b", "a"], {"b": 0, "a": 1}, [[90], [90]])
     assert sleeper.execute_model(scheduled({}, {}, {}, {"a", "b"})) == "nothing"
     work = Work.read(tmp_path / "device")
-    assert (work.busy_s, work.pid, work.thread) == (0.0, os.getpid(), threading.get_native_id())
+    assert work == Work(0.0, work.end, 10, os.getpid(), threading.get_native_id())
 
 
 def test_what_is_still_to_come_of_a_device_s_work_is_not_done() -> None:
-    work = Work(busy_s=5.0, end=12.0, pid=1, thread=1)
+    work = Work(busy_s=5.0, end=12.0, num_tokens=0, pid=1, thread=1)
     assert [work.done_by(now) for now in (10.0, 12.0, 13.0)] == [3.0, 5.0, 5.0]

@@ -72,7 +72,7 @@ def test_float16_is_done_in_torch_with_a_warning(caplog: pytest.LogCaptureFixtur
 def test_without_a_compiler_torch_runs_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(make_core()._runner._forward, TorchForward)
     assert warnings(caplog) == [
-        f"{SLOWER}there is no C++ compiler 'no-such-compiler'; install g++, or name one in $CXX"
+        f"{SLOWER}there is no C++ compiler 'no-such-compiler'; install g++ or clang, or name one in $CXX"
     ]
 
 

@@ -101,29 +101,38 @@ def test_as_many_threads_as_physical_cores_that_may_be_used(
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(psutil, "cpu_count", count)
-    monkeypatch.setattr(machine, "_CGROUP_QUOTAS", ())  # whatever this machine has
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", Path("none"))  # whatever this machine has
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_usable)))
     assert choose_num_threads() == num_threads
 
 
+V1 = "4:memory:/docker/f00\n3:cpu,cpuacct:/docker/f00\n"
+
+
 @pytest.mark.parametrize(
-    ("files", "num_threads"),
+    ("own", "files", "num_threads"),
     [
-        ({"cpu.max": "250000 100000\n"}, 2),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu.max": "max 100000\n"}, 8),
-        ({"cpu.cfs_quota_us": "300000\n", "cpu.cfs_period_us": "100000\n"}, 3),
-        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 8),
-        ({}, 8),
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),
+        ("0::/a/b\n", {"a/cpu.max": "600000 100000\n", "a/b/cpu.max": "500000 100000\n", "c/cpu.max": "1 1\n"}, 5),
+        (V1, {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        (V1, {"cpu/docker/f00/cpu.cfs_quota_us": "400000\n", "cpu/docker/f00/cpu.cfs_period_us": "100000\n"}, 4),
+        (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ("0::/somewhere/else\n", {"cpu.max": "200000 100000\n"}, 2),
+        ("", {}, 8),
     ],
 )
 def test_no_more_threads_than_a_container_has_time_for(
-    files: dict[str, str], num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: str, files: dict[str, str], num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    quotas = (tmp_path / "cpu.max",), (tmp_path / "cpu.cfs_quota_us", tmp_path / "cpu.cfs_period_us")
-    monkeypatch.setattr(machine, "_CGROUP_QUOTAS", quotas)
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)  # noqa: ARG005
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
+from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.device import on_device
 from chairlift.engine import core as core_module
 from chairlift.engine.core import Pacing
@@ -70,6 +71,25 @@ def test_a_prompt_ends_with_an_error_and_rows_that_decode_beside_it_go_on(
         assert errors_of(outputs) == [None, None, None, SAID]
         assert tokens_of(outputs) == [*expected[:3], []]
         assert_all_finite(llm)
+        assert_idle(llm)
+
+
+def test_no_memory_for_the_smallest_copy_is_no_end_either(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows are looked up on the device, before anything is computed."""
+    view = ContinuousBatchingKVCacheManager.view
+
+    def view_if_it_fits(self: ContinuousBatchingKVCacheManager, *rest: Any) -> list[Any]:
+        inputs = view(self, *rest)
+        if inputs[0].max_cache_length > 50:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inputs
+
+    monkeypatch.setattr(ContinuousBatchingKVCacheManager, "view", view_if_it_fits)
+    with make(lambda _: False) as llm:
+        assert errors_of(llm.generate([LONG_PROMPT], GREEDY)) == [SAID]
+        assert errors_of(llm.generate([PROMPTS[0]], asking(GREEDY, 3))) == [None]
         assert_idle(llm)
 
 

@@ -104,6 +104,18 @@ def test_a_slot_that_another_request_used_before_starts_with_fresh_counts(fields
     assert after == fresh == expected_tokens(0, 1, [1], params)
 
 
+def test_a_request_that_returns_to_a_slot_is_counted_anew() -> None:
+    params = SamplingParams(temperature=0.0, frequency_penalty=2.0)
+    sampler, request = new_sampler(), make_request(params, slot=1)
+    tokens = []
+    for slot in (1, 2, 1, 1):  # it was preempted twice
+        request.slot = slot
+        logits = torch.tensor([[3.0, 2.5, 2.0, 1.5] + [-9.0] * 8])
+        tokens.append(int(sampler.sample(logits, sampler.prepare([request], 1), 0).tokens))
+        request.accept(tokens[-1:])
+    assert tokens == [0, 1, 2, 3]
+
+
 def test_counts_survive_launches_in_which_the_row_stands_elsewhere_or_not_at_all() -> None:
     params = SamplingParams(temperature=0.0, frequency_penalty=2.0)
     logits = [3.0, 2.5, 2.0, 1.5] + [-9.0] * 8

@@ -31,6 +31,7 @@ CPU = MachineFacts(
 )
 SLOW = "this processor has no AVX2"
 AVX2_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}))  # it widens bfloat16 in registers
+FLOAT16_CPU = replace(CPU, fast_dtypes=frozenset(DType))  # as with avx512_fp16
 OLD_CPU = replace(CPU, fast_dtypes=frozenset({DType.FLOAT32}), cpu_drawback=SLOW)
 GPU = MachineFacts("cuda:0", frozenset(DType), free_bytes=128 * GIB)
 
@@ -38,6 +39,7 @@ Obstacles = Mapping[AttentionBackend, str]
 NO_OBSTACLES: Obstacles = {}
 NO_CHANGES: Mapping[str, Any] = {}
 NO_COMPILER: Obstacles = {AttentionBackend.CPU: "there is no C++ compiler"}
+NOT_IN_FLOAT16 = "not in float16"
 NOT_INSTALLED: Obstacles = {AttentionBackend.FLASH_ATTN: "the package is not installed"}
 
 
@@ -54,6 +56,8 @@ def resolved(
         assert (model, device, num_ranks) == (shape, machine.device, config.get("tensor_parallel_size", 1))
         if backend is AttentionBackend.FLASH_ATTN and dtype is DType.FLOAT32:
             return "not in float32"
+        if backend is AttentionBackend.CPU and dtype is DType.FLOAT16:
+            return NOT_IN_FLOAT16
         return obstacles.get(backend)
 
     return resolve(EngineConfig(**config), shape, NUM_PARAMETERS, machine, find_obstacle, grouped)
@@ -121,6 +125,19 @@ CASES = {
     "the second gpu": case(replace(GPU, device="cuda:1"), {"device": "cuda:1"}, device="cuda"),
     # The number format is the checkpoint's where the machine multiplies it, or where the kernels widen it.
     "float16 on a cpu": case(CPU, {"dtype": DType.FLOAT32}, model={"dtype": DType.FLOAT16}),
+    # Native code does not compute in float16.
+    "float16 on a cpu that multiplies it": case(
+        FLOAT16_CPU, {"dtype": DType.BFLOAT16, "attention_backend": ON_CPU}, model={"dtype": DType.FLOAT16}
+    ),
+    "float16 on such a cpu in torch": case(
+        FLOAT16_CPU, {"dtype": DType.FLOAT16}, model={"dtype": DType.FLOAT16}, attention_backend="torch"
+    ),
+    "float16 on such a cpu without a compiler": case(
+        FLOAT16_CPU, {"dtype": DType.FLOAT16}, model={"dtype": DType.FLOAT16}, obstacles=NO_COMPILER
+    ),
+    "float16 that is asked for": case(
+        FLOAT16_CPU, {"dtype": DType.FLOAT16, "fallback_reason": NOT_IN_FLOAT16}, dtype="float16"
+    ),
     "float32 on a cpu": case(CPU, {"dtype": DType.FLOAT32}, model={"dtype": DType.FLOAT32}),
     "float16 on a gpu": case(GPU, {"dtype": DType.FLOAT16}, model={"dtype": DType.FLOAT16}),
     "bfloat16 with AVX2": case(AVX2_CPU, {"dtype": DType.BFLOAT16}),
@@ -219,6 +236,15 @@ def test_the_cache_takes_its_share_of_what_is_free_beside_the_weights() -> None:
         assert resolved(machine, **fields).kv_cache_memory_bytes == int(1.5 * GIB * share)
     given = resolved(machine, memory_fraction=0.5, kv_cache_memory_bytes=GIB)
     assert given.kv_cache_memory_bytes == GIB
+
+
+@pytest.mark.parametrize("machine", [CPU, FLOAT16_CPU, AVX2_CPU], ids=["bf16", "fp16", "AVX2"])
+def test_beside_groups_float16_becomes_bfloat16_unless_it_is_asked_for(machine: MachineFacts) -> None:
+    shape, grouped = replace(MODEL, dtype=DType.FLOAT16), GroupedSize(1, 1)
+    chosen, given = (resolved(machine, shape, grouped=grouped, dtype=dtype) for dtype in ("auto", "float16"))
+    assert (chosen.dtype, chosen.attention_backend, chosen.keeps_groups) == (DType.BFLOAT16, ON_CPU, True)
+    assert (given.dtype, given.attention_backend, given.keeps_groups) == (DType.FLOAT16, IN_TORCH, False)
+    assert resolved(GPU, shape, grouped=grouped).dtype is DType.FLOAT16
 
 
 def test_weights_that_are_stored_in_groups_are_kept_by_the_cpu_backend_unless_float32_is_asked_for() -> None:

@@ -121,7 +121,7 @@ def test_without_a_compiler_there_is_no_native_code(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(cpu, "load_library", cpu.load_library.__wrapped__)
     monkeypatch.setenv("CHAIRLIFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    said = "there is no C++ compiler 'no-such-compiler'; install g++, or name one in $CXX"
+    said = "there is no C++ compiler 'no-such-compiler'; install g++ or clang, or name one in $CXX"
     assert find_obstacle(AttentionBackend.CPU, shape(64), DType.FLOAT32, "cpu") == said
 
 

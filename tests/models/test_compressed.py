@@ -251,6 +251,23 @@ def test_act_order_is_refused_by_its_indices(tmp_path: Path) -> None:
     assert "GPTQ in the order of activations (act-order, desc_act)" in refusal(tmp_path)
 
 
+def test_biases_of_zeros_are_dropped_where_the_model_has_none(tmp_path: Path) -> None:
+    write(tmp_path, "gptq, 4 bits")
+    before = load(tmp_path).state_dict()
+    edit(tmp_path, {f"{DOWN}.bias": torch.zeros(128, dtype=torch.float16)})
+    loaded = load(tmp_path).state_dict()
+    assert loaded.keys() == before.keys()
+    assert grouped_size(open_checkpoint(str(tmp_path))) is not None
+    edit(tmp_path, {f"{DOWN}.bias": torch.arange(128) / 100})
+    assert refusal(tmp_path) == f"tensor {DOWN}.bias is not zero, and this model has no such bias"
+
+
+def test_a_bias_of_zeros_beside_a_plain_matrix_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "gptq, 4 bits")
+    edit(tmp_path, {"lm_head.bias": torch.zeros(64)})
+    assert "tensors that this model has no place for: lm_head.bias" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

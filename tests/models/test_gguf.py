@@ -1,6 +1,7 @@
 """GGUF files: blocks become the numbers that the package gguf reads, and what is wrong with a file is one line."""
 
 import contextlib
+import logging
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from gguf import GGML_QUANT_SIZES, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chairlift.config import DType
+from chairlift.config import DType, EngineConfig
+from chairlift.engine.execution.resolver import MachineFacts, resolve
 from chairlift.errors import CheckpointError
 from chairlift.models import load_model, open_checkpoint
 from chairlift.models.checkpoint import find_model
@@ -137,6 +139,35 @@ def test_products_keep_their_groups_and_are_weighed_before_they_are_read(tmp_pat
         part.nbytes for each in grouped for part in (each.values, each.scales, each.offsets) if part is not None
     )
     assert size.num_parameters == sum(each.num_outputs * each.num_inputs for each in grouped)
+
+
+def test_on_a_gpu_what_is_in_groups_becomes_numbers_and_the_log_says_so(
+    valid: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.models.loader")
+    checkpoint = open_checkpoint(str(valid))
+    shape, gpu = checkpoint.config, MachineFacts("cuda:0", frozenset(DType), free_bytes=2**30)
+    config = resolve(EngineConfig(), shape, 2**17, gpu, lambda *_: None, grouped_size(checkpoint))
+    loaded = load_model(checkpoint, config.dtype, "cpu", MAX_SEQ_LEN, keeps_groups=config.keeps_groups)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    exact = load(valid).layers[1].mlp.down_proj.weight
+    assert torch.equal(loaded.layers[1].mlp.down_proj.weight, exact.bfloat16())
+    said = [message for message in caplog.messages if "small integers" in message]
+    assert (
+        said[0] == "0.0 MB of weights in groups of small integers become bfloat16: only the cpu backend multiplies them"
+    )
+
+
+def test_what_cannot_stay_in_groups_is_logged(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.models.loader")
+    path = write_model(model, tmp_path / "model.gguf", {".0.self_attn.v_proj.": Kind.F16, "": Kind.Q8_0})
+    loaded = load(path, keeps_groups=True)
+    assert loaded.layers[0].self_attn.qkv_proj.grouped is None
+    assert loaded.layers[1].self_attn.qkv_proj.grouped is not None
+    assert (
+        "model.embed_tokens.weight, model.layers.0.self_attn.qkv_proj.weight become float32: an embedding is not"
+        " multiplied, and what is stacked for a product must have groups of one size"
+    ) in caplog.messages
 
 
 def test_matrices_of_four_and_eight_bits_are_stacked_in_eight(model: Any, valid: Path, tmp_path: Path) -> None:

@@ -13,14 +13,16 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from chairlift.config import DType
-from chairlift.errors import CheckpointError
+from chairlift.config import DType, EngineConfig
+from chairlift.engine.core import EngineCore
+from chairlift.errors import CheckpointError, ConfigurationError
 from chairlift.models import TorchForward, load_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.decoder import Decoder
 from chairlift.models.parallel import CheckpointPart, Group, find_split_obstacle
 from tests.support.checkpoints import make_checkpoint, random_prompts
 from tests.support.forward_bench import SLOT_LEN, Bench, Row
+from tests.support.gguf_files import Kind, write_model
 
 Result = TypeVar("Result")
 
@@ -176,3 +178,13 @@ def test_what_cannot_be_divided_has_an_obstacle(
     make_checkpoint(tmp_path, num_hidden_layers=1, **shape)
     found = find_split_obstacle(open_checkpoint(str(tmp_path)), size)
     assert found == obstacle if obstacle is None or found is None else found.startswith(obstacle)
+
+
+def test_a_gguf_file_cannot_be_divided_and_what_can_is_said(tmp_path: Path) -> None:
+    path = write_model(make_checkpoint(tmp_path, num_hidden_layers=1), tmp_path / "file" / "model.gguf", Kind.Q8_0)
+    with pytest.raises(ConfigurationError) as caught:
+        EngineCore(EngineConfig(model=str(path), tensor_parallel_size=2))
+    assert str(caught.value) == (
+        "tensor_parallel_size 2 does not work with this model: it is a GGUF file, which one process reads; choose"
+        " safetensors in bfloat16, float16 or float32, or leave it out"
+    )

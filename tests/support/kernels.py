@@ -1,12 +1,16 @@
 """For tests that need the cpu backend's kernels."""
 
-import os
-import shutil
-
 import pytest
 
-_COMPILER = os.environ.get("CXX", "g++").split()[0]
+from chairlift.models.cpu.build import CpuKernelsUnavailable, find_compiler
 
-HAS_COMPILER = shutil.which(_COMPILER) is not None
+try:
+    find_compiler()
+except CpuKernelsUnavailable as error:
+    _obstacle = str(error)
+else:
+    _obstacle = ""
 
-needs_kernels = pytest.mark.skipif(not HAS_COMPILER, reason=f"there is no C++ compiler {_COMPILER}")
+HAS_COMPILER = not _obstacle
+
+needs_kernels = pytest.mark.skipif(not HAS_COMPILER, reason=_obstacle)

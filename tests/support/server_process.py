@@ -31,10 +31,10 @@ class Process:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
-    def until_logged(self, words: str) -> None:
-        """Waits for a line with these words."""
+    def until_logged(self, words: str, num_lines: int = 1) -> None:
+        """Waits for so many lines with these words."""
         deadline = time.monotonic() + 20
-        while not any(words in line for line in self.log):
+        while sum(words in line for line in self.log) < num_lines:
             assert time.monotonic() < deadline, f"not logged: {words}"
             time.sleep(0.01)
 

@@ -4,6 +4,7 @@ Options: fields of `EngineConfig`, also another `model` of the same shape; `leve
 the driver puts into the environment.
 """
 
+import itertools
 from typing import Any
 
 from peers.workers.protocol import Generate, Session, serve
@@ -14,6 +15,8 @@ def load(session: Session) -> Generate:
     import torch
 
     import chairlift
+    from chairlift.models.cpu.build import usable_instruction_sets, wanted_level
+    from chairlift.params import RequestOptions
 
     session.imported(chairlift=chairlift.__version__, torch=torch.__version__)
     settings = session.settings
@@ -28,10 +31,15 @@ def load(session: Session) -> Generate:
         **own,
     )
     session.about["attention_backend"] = str(llm.config.attention_backend)
+    if llm.config.attention_backend == "cpu":
+        session.about["cpu_level"] = wanted_level() or usable_instruction_sets()[0]
+
+    clients = map(str, itertools.count())  # one a batch, so that none is guessed from an earlier batch's answers
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[int]:
         params = chairlift.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        options = RequestOptions(tenant=next(clients))
+        outputs = llm.generate(prompts, params, use_tqdm=False, options=options)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
     return generate

@@ -2,9 +2,9 @@
 
 The server, and not `llama-batched-bench`: only the server is given the same token ids, samples, and has a time to the
 first token; it was seen within a few percent of what batched-bench's two rates come to. Options: `binary`, its path;
-`gguf`, its model; `ubatch`, its physical batch; `repack=off` keeps weights from being rearranged for the CPU, without
-which its AMX code crashes on q8_0 (llama.cpp's issue 20824, seen with 0.5.0). Any Python runs this: the standard
-library is enough.
+`gguf`, its model; `ubatch`, its physical batch; `spec_type`, how it guesses tokens (none unless given); `repack=off`
+keeps weights from being rearranged for the CPU, without which its AMX code crashes on q8_0 (llama.cpp's issue 20824,
+seen with 0.5.0). Any Python runs this: the standard library is enough.
 """
 
 import http.client
@@ -52,6 +52,7 @@ def _command(settings: Settings, port: int) -> list[str]:
         *("--parallel", str(settings.max_requests), "--ctx-size", str(slot_tokens * settings.max_requests)),
         *("--batch-size", str(_BATCH_TOKENS), "--ubatch-size", settings.options.get("ubatch", "512")),
         *("--no-kv-unified", "--no-cache-prompt", "--cache-ram", "0", "--slot-prompt-similarity", "0"),
+        *("--spec-type", settings.options.get("spec_type", "none")),
         *(["--no-repack"] if settings.options.get("repack") == "off" else []),
         *("--no-webui", "--threads-http", str(settings.max_requests + 2), "--log-verbosity", "1"),
     ]

@@ -2,13 +2,17 @@
 
 Options: `model`, the exported folder; `hint`, its performance hint (LATENCY unless given: THROUGHPUT, which splits the
 cores into streams, ended version 2026.4 by SIGFPE on two cores); `cache`, the number format of keys and values (as the
-weights compute, unless given, as everyone's: its own default is u8); `max_num_batched_tokens`, a step's budget.
+weights compute, unless given, as everyone's: its own default is u8); `max_num_batched_tokens`, a step's budget;
+`prompt_lookup`, how many tokens a step it guesses from the text.
 """
+
+from typing import Any
 
 from peers.workers.protocol import Generate, Session, serve
 
 _PRECISIONS = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}
 _BATCHED_TOKENS = 4096
+_NGRAM_TOKENS = 3  # the longest end of a text that is looked up, as its documentation has it
 
 
 def load(session: Session) -> Generate:
@@ -19,12 +23,15 @@ def load(session: Session) -> Generate:
 
     session.imported(openvino_genai=openvino_genai.__version__, openvino=openvino.__version__)
     settings = session.settings
-    properties = {
+    properties: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": _PRECISIONS[settings.dtype],
         "PERFORMANCE_HINT": settings.options.get("hint", "LATENCY"),
         "INFERENCE_NUM_THREADS": settings.num_threads,
         "KV_CACHE_PRECISION": settings.options.get("cache", _PRECISIONS[settings.dtype]),
     }
+    num_guessed = int(settings.options.get("prompt_lookup", "0"))
+    if num_guessed:
+        properties["prompt_lookup"] = True
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.max_num_batched_tokens = int(settings.options.get("max_num_batched_tokens", _BATCHED_TOKENS))
     scheduling.max_num_seqs = settings.max_requests
@@ -42,6 +49,8 @@ def load(session: Session) -> Generate:
         config.max_new_tokens = num_tokens
         config.ignore_eos = True
         config.do_sample = False
+        if num_guessed:
+            config.num_assistant_tokens, config.max_ngram_size = num_guessed, _NGRAM_TOKENS
         inputs = [openvino.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]
         outputs = pipeline.generate(inputs, [config] * len(prompts))
         return [len(output.m_generation_ids[0]) for output in outputs]

@@ -59,7 +59,7 @@ class SleepingExecutor(UniProcExecutor):  # type: ignore[misc]
         ]
         if not names:
             return _Arrival(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
-        self._device.launch()
+        self._device.launch(scheduler_output.total_num_scheduled_tokens)
         output = ModelRunnerOutput(names, {name: place for place, name in enumerate(names)}, said)
         self._launched = _Arrival(output, self._device.end)
         return _Arrival(None) if non_block else None

@@ -201,7 +201,8 @@ async def meet_expectation(request: web.Request) -> None:
     expectation = request.headers.get("Expect", "")
     if expectation.lower() != "100-continue":
         reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} is not supported; leave it out"))
-        raise web.HTTPExpectationFailed(text=reply.body(request), content_type="application/json")
+        body = reply.body(request.path, request_id_of(request))
+        raise web.HTTPExpectationFailed(text=body, content_type="application/json")
     assert request.transport is not None, "the client waits for this"
     request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

@@ -188,7 +188,7 @@ def _keys_of(request: web.Request) -> Iterator[str]:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield key.strip()
-    if is_anthropics(request):
+    if is_anthropics(request.path):
         yield request.headers.get("x-api-key", "").strip()
 
 

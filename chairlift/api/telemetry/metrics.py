@@ -80,11 +80,17 @@ _VLLM_GAUGES: _Table = {
     "vllm:num_requests_running": ("num_running", "chairlift_requests_running."),
     "vllm:num_requests_waiting": ("num_waiting", "chairlift_requests_waiting."),
     "vllm:kv_cache_usage_perc": ("cache.share", "chairlift_cache_usage, a share in spite of its name."),
-    "vllm:gpu_cache_usage_perc": ("cache.share", "chairlift_cache_usage, as older routers ask for it."),
+    "vllm:gpu_cache_usage_perc": ("cache.share", "chairlift_cache_usage, as the production stack asks for it."),
+    "vllm:gpu_prefix_cache_hit_rate": (
+        "totals.cached_share",
+        "chairlift_cached_tokens_total over chairlift_prompt_tokens_total.",
+    ),
 }
 _VLLM_COUNTERS: _Table = {
     "vllm:prefix_cache_queries": ("totals.num_prompt_tokens", "chairlift_prompt_tokens_total."),
     "vllm:prefix_cache_hits": ("totals.num_cached_tokens", "chairlift_cached_tokens_total."),
+    "vllm:gpu_prefix_cache_queries": ("totals.num_prompt_tokens", "chairlift_prompt_tokens_total, for the stack."),
+    "vllm:gpu_prefix_cache_hits": ("totals.num_cached_tokens", "chairlift_cached_tokens_total, for the stack."),
 }
 _VLLM_BLOCK = 16  # tokens. Our cache has no blocks; routers multiply by their number, and hash prompts in such pieces
 

@@ -9,7 +9,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -25,7 +26,7 @@ from chairlift.engine.sampling.sampler import Sampler
 from chairlift.errors import ConfigurationError
 from chairlift.models.attention import Forward
 from chairlift.models.config import ModelShape
-from chairlift.models.cpu.build import find_drawback
+from chairlift.models.cpu.build import find_drawback, wanted_level
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +38,19 @@ _CGROUP_FILES = (
     (_CGROUP / "memory.max", _CGROUP / "memory.current"),
     (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
 )
-_CGROUP_QUOTAS = (  # microseconds of each period, and the period
-    (_CGROUP / "cpu.max",),
-    (_CGROUP / "cpu/cpu.cfs_quota_us", _CGROUP / "cpu/cpu.cfs_period_us"),
-)
+_OWN_CGROUPS = Path("/proc/self/cgroup")  # lines of a number, controllers (none: version 2) and a path
+_QUOTA_FILES = {"": ("cpu.max",), "cpu": ("cpu.cfs_quota_us", "cpu.cfs_period_us")}
 
 
 def inspect_machine(device: str) -> MachineFacts:
-    """Facts about the named device ("auto": the first GPU, else the CPU). ConfigurationError if there is none such."""
+    """Facts about the named device ("auto": the first GPU, else the CPU).
+
+    ConfigurationError if there is none such, or if $CHAIRLIFT_CPU_LEVEL names what the CPU does not have.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
+        wanted_level()
         return MachineFacts(
             device="cpu",
             fast_dtypes=_fast_cpu_dtypes(),
@@ -90,12 +93,25 @@ def choose_num_threads() -> int:
 
 
 def _cpu_quota() -> int:
-    """CPUs whose time a container may use, whole ones; many without a limit. More threads than that are halted."""
-    for files in _CGROUP_QUOTAS:
-        words = " ".join(file.read_text() for file in files if file.exists()).split()
-        if len(words) == 2 and words[0].isdecimal():  # otherwise "max", or -1
-            return int(words[0]) // int(words[1])
-    return sys.maxsize
+    """CPUs whose time this process may use, whole ones; many without a limit. More threads than that are halted.
+
+    A quota of any group around the process's own holds. Where a container sees its own group as the root, the path that
+    it is told may lead nowhere, and the root counts.
+    """
+    quotas = [sys.maxsize]
+    for line in _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        for controller in _QUOTA_FILES.keys() & controllers.split(","):
+            root = _CGROUP / controller
+            folders = [root, *(root / part for part in accumulate(Path(path).parts[1:], os.path.join))]
+            quotas += filter(None, (_read_quota(folder, _QUOTA_FILES[controller]) for folder in folders))
+    return min(quotas)
+
+
+def _read_quota(folder: Path, names: Sequence[str]) -> int | None:
+    """Microseconds of each period, and the period. None: "max", or -1, or there is no such file."""
+    words = " ".join((folder / name).read_text() for name in names if (folder / name).exists()).split()
+    return max(1, int(words[0]) // int(words[1])) if len(words) == 2 and words[0].isdecimal() else None
 
 
 def _fast_cpu_dtypes() -> frozenset[DType]:

@@ -67,7 +67,7 @@ def resolve(
 
     dtype = config.dtype
     if dtype == "auto":
-        dtype = model.dtype if _is_fast(model.dtype, machine, choose_backend) else DType.FLOAT32
+        dtype = _choose_dtype(model.dtype, machine, choose_backend, has_groups=grouped is not None)
     backend = choose_backend(dtype)
     if config.speculation is not None:
         _check_speculation(config, machine, backend.name)
@@ -193,6 +193,20 @@ def _fit_elastic_slots(config: EngineConfig, resolved: ResolvedConfig, memory: _
             "lower max_batch_size or raise kv_cache_memory_bytes",
         )
     return {"max_batch_size": wanted, "max_seq_len": longest, "cache_tokens": num_tokens}
+
+
+def _choose_dtype(
+    stored: DType, machine: MachineFacts, choose_backend: Callable[[DType], _Backend], *, has_groups: bool
+) -> DType:
+    """The checkpoint's, or float32 where that is slow.
+
+    On a CPU bfloat16 stands for float16, in which native code does not compute: else such a checkpoint would be left
+    to torch where the processor multiplies float16, and there miss the products with groups.
+    """
+    is_halved = stored is DType.FLOAT16 and not machine.is_gpu and (has_groups or stored in machine.fast_dtypes)
+    if is_halved and machine.cpu_drawback is None and choose_backend(DType.BFLOAT16).name is AttentionBackend.CPU:
+        return DType.BFLOAT16
+    return stored if _is_fast(stored, machine, choose_backend) else DType.FLOAT32
 
 
 def _is_fast(dtype: DType, machine: MachineFacts, choose_backend: Callable[[DType], _Backend]) -> bool:

@@ -106,11 +106,9 @@ class ModelRunner:
         """
         begin = time.perf_counter()
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
-        inputs = self._cache.fetch(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
-        reservation = inputs[0].reservation
-        assert reservation is not None, "fetch always reserves"
+        reservation = self._cache.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         with on_device(self._device):
-            outputs = self._try(plan, inputs)
+            outputs = self._try(plan, reservation)
             if outputs is None:  # and everything that it had allocated is freed
                 torch.cuda.empty_cache()
             return Launch(plan, reservation, outputs, Arrival.mark(self._device), begin)
@@ -119,9 +117,10 @@ class ModelRunner:
         """See `DecodeGraphs`."""
         return self._graphs is not None and self._graphs.record_missing()
 
-    def _try(self, plan: StepPlan, inputs: list[ContinuousBatchingKVCacheCollection]) -> _Outputs | None:
+    def _try(self, plan: StepPlan, reservation: Reservation) -> _Outputs | None:
         """None if there is no memory for it."""
         try:
+            inputs = self._cache.view(reservation, plan.num_steps)
             if self._graphs is not None and plan.is_decode:
                 return self._replay(self._graphs, plan, inputs[0])
             return self._compute(plan, inputs)

@@ -336,6 +336,8 @@ class PenaltyState:
         if not self._num_generated.numel():
             self._num_generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
             self._is_in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        # If it had another slot before, the counts there end here, lest it returns to them.
+        self._owners = {each: owner for each, owner in self._owners.items() if owner() not in (request, None)}
         self._owners[slot] = ref(request)
         token_ids = to_device(request.token_ids, torch.int64, self._device)
         prompt, generated = token_ids[: request.num_prompt_tokens], token_ids[request.num_prompt_tokens :]

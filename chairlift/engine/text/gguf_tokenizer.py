@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, shown
 from chairlift.models.gguf import GGUFFile
 
 _PREFIX = "tokenizer.ggml."
@@ -38,7 +38,7 @@ def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     given = {name.removeprefix(_PREFIX): value for name, value in file.metadata.items() if name.startswith(_PREFIX)}
     kind, rule = given.get("model"), given.get("pre")
     if kind not in (_SENTENCE_PIECE, _BYTE_LEVEL):
-        raise CheckpointError(f"its tokenizer is of the kind {kind!r}, and only gpt2 and llama can be read")
+        raise CheckpointError(f"its tokenizer is of the kind {shown(kind)}, and only gpt2 and llama can be read")
     described = {
         theirs: value.tolist() if isinstance(value := given[ours], np.ndarray) else value
         for ours, theirs in _NAMES.items()
@@ -60,7 +60,7 @@ def _wrapped(backend: BackendTokenizer, file: GGUFFile, given: dict[str, Any], b
     special = {name: given.get(f"{theirs}_token_id") for name, theirs in _SPECIALS.items()}
     for name, token in special.items():
         if token is not None and not (type(token) is int and 0 <= token < len(tokens)):
-            raise CheckpointError(f"its {name} is {token!r}, and there are {len(tokens)} tokens")
+            raise CheckpointError(f"its {name} is {shown(token)}, and there are {len(tokens)} tokens")
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         chat_template=file.metadata.get("tokenizer.chat_template"),
@@ -94,7 +94,7 @@ def _set_rule(backend: BackendTokenizer, rule: object) -> None:
         writing.model.ignore_merges = True
     elif rule not in _GPT2_RULES and isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
         raise CheckpointError(
-            f"its tokenizer splits text by an unknown rule ({_PREFIX}pre {rule!r}); name a directory with"
+            f"its tokenizer splits text by an unknown rule ({_PREFIX}pre {shown(rule)}); name a directory with"
             " the model's own tokenizer as tokenizer"
         )
 

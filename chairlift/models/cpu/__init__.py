@@ -100,8 +100,8 @@ class CpuDecoder:
     the batch.
 
     Takes the weights of `model`, which is of no use afterwards: so there is never more than one matrix twice. Matrices
-    that are integers in groups are multiplied as they are. Others are quantized if asked for, or if some are such
-    integers, to 8 bits: one pass has rows of one format. ValueError for heads that the kernels do not take.
+    that are integers in groups are multiplied as they are, and others in the model's number format unless they are to
+    be quantized. ValueError for heads that the kernels do not take.
     """
 
     def __init__(
@@ -116,12 +116,14 @@ class CpuDecoder:
         self._forward.restype = self._logits.restype = c_int64
         self._config = model.config
         self._dtype = model.dtype
-        if any(linear.grouped is not None for linear in model.modules() if isinstance(linear, Linear)):
-            quantization = quantization or Quantization.INT8
-        self._format = _FORMATS[self._dtype] + (_GROUPED_FORMATS if quantization else 0)
         self._weights = _Weights(quantization)
         self._model = self._weights.take(model, max_seq_len)
+        self._format = self._format_for(self._weights.has_groups)
+        self._head_format = self._format_for(self._model.head.num_bits <= 8)
         self._workspace = torch.empty(0, dtype=torch.uint8)
+
+    def _format_for(self, has_groups: bool) -> int:
+        return _FORMATS[self._dtype] + (_GROUPED_FORMATS if has_groups else 0)
 
     @property
     def weight_bytes(self) -> int:
@@ -135,7 +137,7 @@ class CpuDecoder:
         cached, whose keys the threads share, with a result for each chunk of them; then logits.
         """
         num_threads = torch.get_num_threads()
-        passes: int = self._logits(self._model, None, num_rows, self._format, None, None, num_threads)
+        passes: int = self._logits(self._model, None, num_rows, self._head_format, None, None, num_threads)
         passes += self._pass_bytes(num_tokens, 0) + self._pass_bytes(1, cache_tokens)
         hidden = num_tokens * self._config.hidden_size * self._dtype.itemsize
         return passes + hidden + num_rows * self._config.vocab_size * torch.float32.itemsize
@@ -178,7 +180,7 @@ class CpuDecoder:
         """`[N, hidden]` -> float32 `[N, vocab]`."""
         logits = torch.empty(len(hidden), self._config.vocab_size)
         if len(hidden):
-            self._call(self._logits, _address(hidden), len(hidden), self._format, logits.data_ptr())
+            self._call(self._logits, _address(hidden), len(hidden), self._head_format, logits.data_ptr())
         return logits
 
     def _call(self, function: "ctypes._NamedFuncPointer", *arguments: object) -> None:
@@ -206,6 +208,7 @@ class _Weights:
         self._quantization = quantization
         self._kept: list[object] = []
         self.num_bytes = 0
+        self.has_groups = False  # whether some matrices are integers in groups
 
     def take(self, model: Decoder, max_seq_len: int) -> _Model:
         config = model.config
@@ -273,6 +276,7 @@ class _Weights:
         weight = linear.let_go()
         if isinstance(weight, torch.Tensor) and self._quantization is None:
             return self._place(pack(arrange(weight), bias))
+        self.has_groups = True
         if isinstance(weight, GroupedWeight):
             weight = weight.map_rows(arrange)  # whose first order is not needed any more
             return self._place(pack_grouped(weight, bias))

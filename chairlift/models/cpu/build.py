@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -33,21 +33,26 @@ CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 COMPILER_VARIABLE = "CXX"
 
 _PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, which are trusted as its other code is
+_SYSTEM_OPENMP = "libgomp.so.1"
 _ROOT = 0
 _MARK = b"chairlift-sha256"  # begins what is behind the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
+_SCRATCH = "compiling-"  # begins the names of folders that are there for as long as a compiler runs
 _UNUSED_AFTER_S = 30 * 24 * 3600.0
+_LINUX, _MACOS = "Linux", "Darwin"
 _AT_HWCAPS = (16, 26)  # in the vector of facts that Linux hands to every process: 64 bits each
+_MAC_FACTS = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
 _ARM_HWCAPS = {"asimd": 1, "asimddp": 20, "i8mm": 64 + 13, "bf16": 64 + 14}  # their bits
 
 _SOURCES = Path(__file__).parent / "csrc"
 _COMPILE_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-Wno-psabi"),
-    *("-fno-math-errno", "-ffp-contract=off"),
+    *("-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden"),
 )
 # Linked to the C library alone: a process should have one OpenMP runtime, which is loaded first, and the compiler's own
 # libraries may be newer than those of the machine where the kernels run.
 _LINK_FLAGS = ("-shared", "-nodefaultlibs")
+_COMPILERS = ("g++", "clang++", "c++")
 _COMPILE_TIMEOUT = 300.0
 
 
@@ -75,8 +80,7 @@ _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 _VNNI = (*_AVX512, "avx512_vnni")
 _BF16 = (*_VNNI, "avx512_bf16")
 _AMX = (*_BF16, "amx_tile", "amx_bf16")
-_AVX512_FLAGS = ("-march=x86-64-v4",)
-_VNNI_FLAGS = (*_AVX512_FLAGS, "-mavx512vnni")
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 _PLAIN_SET = InstructionSet(PLAIN, (), ())
 
@@ -86,12 +90,12 @@ _BY_MACHINE = {  # the best first
         # Intel's take a vdpbf16ps every second cycle, and two products in float32 in each.
         InstructionSet("avx512_bf16", _BF16, _BF16_FLAGS, slow_on="GenuineIntel"),
         InstructionSet("avx512_vnni", _VNNI, _VNNI_FLAGS),
-        InstructionSet("avx512", _AVX512, _AVX512_FLAGS),
+        InstructionSet("avx512", _AVX512, ("-march=x86-64-v4",)),
         InstructionSet("avx2_vnni", (*_AVX2, "avx_vnni"), ("-march=x86-64-v3", "-mavxvnni")),
         InstructionSet("avx2", _AVX2, ("-march=x86-64-v3",)),
         _PLAIN_SET,
     ),
-    "aarch64": (
+    "aarch64": (  # of macOS as well, which calls it arm64
         InstructionSet("neon_bf16", ("asimd", "asimddp", "i8mm", "bf16"), ("-march=armv8.2-a+dotprod+i8mm+bf16",)),
         InstructionSet("neon_dotprod", ("asimd", "asimddp"), ("-march=armv8.2-a+dotprod",)),
         # Atomics that are chosen at run time are in the compiler's own library.
@@ -102,23 +106,21 @@ _BY_MACHINE = {  # the best first
 
 def instruction_sets(machine: str) -> tuple[InstructionSet, ...]:
     """Those of a kind of machine, as `platform.machine` names it; the best first."""
-    return _BY_MACHINE.get(machine, (_PLAIN_SET,))
+    return _BY_MACHINE.get("aarch64" if machine == "arm64" else machine, (_PLAIN_SET,))
 
 
 @functools.cache
 def load_library(isa: str | None = None) -> ctypes.CDLL:
     """The compiled kernels, of the best instruction set this machine has or the one named.
 
-    CpuKernelsUnavailable if they have to be compiled and there is no compiler, or it fails; if this machine lacks the
-    named set; if there is no OpenMP runtime.
+    CpuKernelsUnavailable if this machine lacks the named set, or if compiling fails, as without a compiler.
     """
-    wanted = isa or os.environ.get(LEVEL_VARIABLE)
     usable = usable_instruction_sets()
     if not usable:
-        raise CpuKernelsUnavailable(f"the kernels are made for Linux, not {platform.system()}")
+        raise CpuKernelsUnavailable(find_drawback() or "there is no native code for this machine")
+    wanted = isa or wanted_level()
     if wanted is not None and wanted not in usable:
-        source = "" if isa else f"{LEVEL_VARIABLE} "
-        raise CpuKernelsUnavailable(f"{source}{wanted!r} is not one that this processor has: {', '.join(usable)}")
+        raise CpuKernelsUnavailable(f"{wanted!r} is not a level of this processor, which has {', '.join(usable)}")
     by_name = {each.name: each for each in instruction_sets(platform.machine())}
     for name in (wanted,) if wanted else usable:
         library = _open(by_name[name])
@@ -129,12 +131,28 @@ def load_library(isa: str | None = None) -> ctypes.CDLL:
     raise CpuKernelsUnavailable(f"the system does not let this process use {wanted}")
 
 
+def wanted_level() -> str | None:
+    """The instruction set that $CHAIRLIFT_CPU_LEVEL names. ConfigurationError if this processor has none such."""
+    from chairlift.errors import ConfigurationError
+
+    wanted, usable = os.environ.get(LEVEL_VARIABLE), usable_instruction_sets()
+    if not wanted or wanted in usable:
+        return wanted or None
+    has = ", ".join(usable) or "none"
+    raise ConfigurationError(f"${LEVEL_VARIABLE}: {wanted!r} is not a level of this processor, which has {has}")
+
+
 def usable_instruction_sets() -> list[str]:
     """Names of the sets whose features this processor has, the best first; last what its vendor made slow."""
-    if platform.system() != "Linux":
+    system, machine, vendor = platform.system(), platform.machine(), None
+    if system == _MACOS and machine == "arm64":
+        features = _mac_features()
+    elif system != _LINUX:
         return []
-    machine, vendor = platform.machine(), _vendor()
-    features = _arm_features(_hwcap()) if machine == "aarch64" else _x86_features()
+    elif machine == "aarch64":
+        features = _arm_features(_hwcap())
+    else:
+        features, vendor = _x86_features(), _vendor()
     usable = [each for each in instruction_sets(machine) if features.issuperset(each.features)]
     return [each.name for each in sorted(usable, key=lambda each: each.slow_on == vendor)]
 
@@ -157,19 +175,40 @@ def _hwcap() -> int:
     return sum(int(getauxval(kind)) << 64 * place for place, kind in enumerate(_AT_HWCAPS))
 
 
+def _mac_features() -> frozenset[str]:
+    """https://developer.apple.com/documentation/kernel/1387446-sysctlbyname/determining_instruction_set_characteristics"""
+    return frozenset(["asimd", *(name for name, fact in _MAC_FACTS.items() if _sysctl(f"hw.optional.arm.{fact}"))])
+
+
+def _sysctl(name: str) -> int:
+    """A fact of macOS; 0 where it does not know the name."""
+    value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    failed = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return 0 if failed else value.value
+
+
 def _vendor() -> str:
-    """The processor's, as Linux tells it of x86; elsewhere nothing."""
+    """The processor's, as Linux tells it of x86."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def find_drawback() -> str | None:
-    """Why torch's own kernels are faster on this processor; None if it has AVX2 or NEON at least."""
-    return None if any(name != PLAIN for name in usable_instruction_sets()) else "this processor has no AVX2"
+    """Why this machine had better compute with torch's own kernels, as far as it is known; None if it had not."""
+    system, machine = platform.system(), platform.machine()
+    if system == _MACOS and usable_instruction_sets():
+        return "the native code was never run on macOS; attention_backend cpu tries it"
+    if system != _LINUX:
+        name = "macOS on Intel" if system == _MACOS else system
+        return f"the native code runs on Linux, not on {name}; a Linux container or virtual machine has it"
+    if any(name != PLAIN for name in usable_instruction_sets()):
+        return None
+    return "this processor has no AVX2" if machine == "x86_64" else f"the native code is slow on {machine} processors"
 
 
 def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
-    _load_openmp()
+    if platform.system() == _LINUX and not _load_openmp():  # elsewhere nothing of it is asked for: see team.h
+        instruction_set = replace(instruction_set, flags=(*instruction_set.flags, "-DCHAIRLIFT_OWN_THREADS"))
     packaged = _PACKAGED / file_name(instruction_set)
     if packaged.is_file():
         return ctypes.CDLL(str(packaged))
@@ -187,16 +226,19 @@ def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
         raise CpuKernelsUnavailable(f"{path} was compiled just now and {error}; is something changing it?") from error
 
 
-def _load_openmp() -> None:
-    """Torch's own OpenMP runtime, so that both have one pool of threads: two would take the cores from each other."""
+def _load_openmp() -> bool:
+    """Torch's own, so that both have one pool of threads: two would take the cores from each other. False: none."""
     import torch
 
-    own = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-    runtime = str(own[0]) if own else "libgomp.so.1"
-    try:
-        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels look for what they were not linked to
-    except OSError as error:
-        raise CpuKernelsUnavailable(f"the OpenMP runtime {runtime} cannot be loaded: {error}") from error
+    package = Path(torch.__file__).parent
+    # Wheels for Arm have it beside the package, with a digest in its name.
+    own = [*package.glob("lib/libgomp*"), *package.with_name("torch.libs").glob("libgomp*")]
+    for runtime in (*map(str, own), _SYSTEM_OPENMP):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels look for what they were not linked to
+            return True
+    logger.info("there is no OpenMP runtime: the kernels make threads of their own")
+    return False
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -204,16 +246,16 @@ def _load(path: Path) -> ctypes.CDLL:
     with _own_directory(path.parent) as directory:
         try:
             library = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory)
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
             raise _Damaged(f"cannot be opened ({error.strerror})") from error
     try:
         _verify(library)
         with contextlib.suppress(OSError):  # a cache that cannot be written to works, too
             os.utime(library)  # it is in use: see `_remove_unused`
         # Not closed: the loader takes a name that it has seen for the library that it has seen there.
-        return ctypes.CDLL(f"/proc/self/fd/{library}")
+        return ctypes.CDLL(f"/proc/self/fd/{library}" if platform.system() == _LINUX else str(path))
     except OSError as error:
         os.close(library)
         raise CpuKernelsUnavailable(
@@ -280,17 +322,17 @@ def _trailer(library: bytes) -> bytes:
 
 
 def _compile(instruction_set: InstructionSet, path: Path) -> None:
-    compiler, start = find_compiler(), time.perf_counter()
-    logger.info("compiling CPU kernels (%s); they are kept in %s", instruction_set.name, path.parent)
+    compiler, home, start = find_compiler(), path.parent, time.perf_counter()
+    logger.info("compiling CPU kernels (%s); they are kept in %s", instruction_set.name, home)
     try:
-        path.parent.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
-        with _own_directory(path.parent) as directory, tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        home.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
+        with _own_directory(home) as directory, tempfile.TemporaryDirectory("", _SCRATCH, home) as scratch:
             library = Path(scratch) / path.name
             compile_library(compiler, instruction_set, library)
             _seal(library)
             library.replace(path)  # at once, so that two processes starting together do no harm
             os.fsync(directory)
-            _remove_unused(path.parent)
+            _remove_unused(home)
     except OSError as error:
         raise CpuKernelsUnavailable(f"compiling CPU kernels failed: {error}") from error
     logger.info("compiled CPU kernels in %.1f s", time.perf_counter() - start)
@@ -305,11 +347,11 @@ def _seal(library: Path) -> None:
 
 
 def _remove_unused(directory: Path) -> None:
-    """Deletes libraries that no process has loaded for a month: those of other versions."""
-    for path in directory.glob("kernels-*.so"):
+    """Deletes libraries that no process has loaded for a month (of other versions), and folders of killed processes."""
+    for path in (*directory.glob("kernels-*.so"), *directory.glob(f"{_SCRATCH}*")):
         with contextlib.suppress(FileNotFoundError):  # another process removes it as well
             if time.time() - path.stat().st_mtime > _UNUSED_AFTER_S:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
                 logger.info("removed %s, which was not used for long", path)
 
 
@@ -326,15 +368,20 @@ def file_name(instruction_set: InstructionSet) -> str:
 
 
 def find_compiler() -> list[str]:
-    """The command, as a list. CpuKernelsUnavailable if it is not there."""
+    """The command, as a list: $CXX, or else the first that is installed. CpuKernelsUnavailable if it is not there."""
+    advice = f"install g++ or clang, or name one in ${COMPILER_VARIABLE}"
+    own = os.environ.get(COMPILER_VARIABLE)
+    if own is None:
+        found = next(filter(shutil.which, _COMPILERS), None)
+        if found is None:
+            raise CpuKernelsUnavailable(f"there is no C++ compiler; {advice}")
+        return [found]
     try:
-        command = shlex.split(os.environ.get(COMPILER_VARIABLE, "g++"))
+        command = shlex.split(own)
     except ValueError as error:
         raise CpuKernelsUnavailable(f"${COMPILER_VARIABLE} is not a command: {error}") from error
     if not command or shutil.which(command[0]) is None:
-        raise CpuKernelsUnavailable(
-            f"there is no C++ compiler {' '.join(command)!r}; install g++, or name one in ${COMPILER_VARIABLE}"
-        )
+        raise CpuKernelsUnavailable(f"there is no C++ compiler {own!r}; {advice}")
     return command
 
 

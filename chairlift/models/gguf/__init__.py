@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import GroupFormat
 
@@ -76,7 +76,7 @@ def open_gguf(path: Path) -> GGUFFile:
         except (OSError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{part} is no GGUF file that can be read: {error}") from error
         if twice := sorted(tensors.keys() & header.tensors):
-            raise CheckpointError(f"{part} holds tensor {twice[0]} again")
+            raise CheckpointError(f"{part} holds tensor {named(twice[0])} again")
         metadata = metadata or header.metadata
         tensors |= header.tensors
     count = metadata.get("split.count", 1)
@@ -109,14 +109,16 @@ def _read_header(path: Path) -> GGUFFile:
         metadata = dict(_unique(cursor.field() for _ in range(num_fields)))
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment must be a power of two, not {alignment!r}")
+            raise ValueError(f"general.alignment must be a power of two, not {shown(alignment)}")
         places = dict(_unique(_tensor_place(cursor) for _ in range(num_tensors)))
         start = -(-cursor.position // alignment) * alignment
     infos = {}
     for name, (shape, kind, offset) in places.items():
         infos[name] = info = TensorInfo(shape, kind, path, start + offset, _num_bytes(name, shape, kind))
         if info.offset + info.num_bytes > size:
-            raise ValueError(f"it is truncated: tensor {name} ends at byte {info.offset + info.num_bytes} of {size}")
+            raise ValueError(
+                f"it is truncated: tensor {named(name)} ends at byte {info.offset + info.num_bytes} of {size}"
+            )
     return GGUFFile(path, metadata, infos)
 
 
@@ -124,7 +126,7 @@ def _unique(items: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     seen = set()
     for name, value in items:
         if name in seen:
-            raise ValueError(f"it has {name!r} twice")
+            raise ValueError(f"it has {named(name)} twice")
         seen.add(name)
         yield name, value
 
@@ -133,19 +135,19 @@ def _tensor_place(cursor: "_Cursor") -> tuple[str, tuple[tuple[int, ...], GGMLQu
     name = cursor.text()
     (num_dimensions,) = cursor.numbers("I")
     if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-        raise ValueError(f"tensor {name!r} has {num_dimensions} dimensions")
+        raise ValueError(f"tensor {named(name)} has {num_dimensions} dimensions")
     shape = cursor.numbers("Q" * num_dimensions)[::-1]
     kind, offset = cursor.numbers("IQ")
     try:
         return name, (shape, GGMLQuantizationType(kind), offset)
     except ValueError:
-        raise ValueError(f"tensor {name!r} is of type {kind}, which is not known") from None
+        raise ValueError(f"tensor {named(name)} is of type {kind}, which is not known") from None
 
 
 def _num_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
     num_elements, num_bytes = GGML_QUANT_SIZES[kind]  # of a block
     if min(shape) < 1 or shape[-1] % num_elements:
-        raise ValueError(f"tensor {name!r} of shape {list(shape)} cannot be of type {kind.name}")
+        raise ValueError(f"tensor {named(name)} of shape {list(shape)} cannot be of type {kind.name}")
     return math.prod(shape) // num_elements * num_bytes
 
 
@@ -202,7 +204,7 @@ class _Cursor:
 
 def _format(name: str, kind: int) -> str:
     if kind not in _SCALARS:
-        raise ValueError(f"{name!r} is of type {kind}, which is not known")
+        raise ValueError(f"{named(name)} is of type {kind}, which is not known")
     return _SCALARS[kind]
 
 

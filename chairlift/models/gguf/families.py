@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chairlift.errors import CheckpointError
+from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.config import LAYER_TYPES, NORM_NAMES, ModelConfig
 from chairlift.models.gguf import PLAIN, READABLE, GGUFFile, Kind, format_of, read_tensor
 from chairlift.models.grouped import GroupedWeight
@@ -80,14 +80,14 @@ class _Fields:
         """A number of things. CheckpointError if it is none, or missing and without a default."""
         value = self.any(name, default)
         if type(value) is not int or not 1 <= value <= _MAX_SIZE:
-            raise CheckpointError(f"{self._prefix}{name} must be a number from 1 to {_MAX_SIZE}, not {_short(value)}")
+            raise CheckpointError(f"{self._prefix}{name} must be a number from 1 to {_MAX_SIZE}, not {shown(value)}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """Above 0. CheckpointError as above."""
         value = self.any(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise CheckpointError(f"{self._prefix}{name} must be a positive number, not {_short(value)}")
+            raise CheckpointError(f"{self._prefix}{name} must be a positive number, not {shown(value)}")
         return float(value)
 
     def has(self, name: str) -> bool:
@@ -97,14 +97,14 @@ class _Fields:
     def text(self, name: str, default: str) -> str:
         value = self.any(name, default)
         if not isinstance(value, str):
-            raise CheckpointError(f"{self._prefix}{name} must be a text, not {_short(value)}")
+            raise CheckpointError(f"{self._prefix}{name} must be a text, not {shown(value)}")
         return value
 
     def refuse_leftover(self) -> None:
         """CheckpointError for a number that is set but was never read."""
         for name, value in self._left.items():
             if name.removeprefix(self._prefix) not in _HARMLESS and _is_set(value):
-                raise CheckpointError(f"its {name} ({_short(value)}) is not supported")
+                raise CheckpointError(f"its {named(name)} ({shown(value)}) is not supported")
 
     def any(self, name: str, default: Any) -> Any:
         value = self._left.pop(f"{self._prefix}{name}", default)
@@ -183,7 +183,7 @@ def describe_gguf(file: GGUFFile) -> _Config:
     for tensor, info in file.tensors.items():
         if info.kind not in READABLE or (info.kind not in PLAIN and len(info.shape) != 2):
             readable = ", ".join(kind.name for kind in READABLE)
-            raise CheckpointError(f"tensor {tensor} is {info.kind.name}, and only {readable} can be read")
+            raise CheckpointError(f"tensor {named(tensor)} is {info.kind.name}, and only {readable} can be read")
     fields = _Fields(file, name)
     config = {
         "architectures": [architecture.family if isinstance(architecture.family, str) else architecture.family(fields)],
@@ -223,7 +223,7 @@ def sampling_of(file: GGUFFile) -> dict[str, float]:
 def _architecture_of(file: GGUFFile) -> tuple[str, _Architecture]:
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in _ARCHITECTURES:
-        raise CheckpointError(f"architecture {_short(name)} is not supported, only {', '.join(sorted(_ARCHITECTURES))}")
+        raise CheckpointError(f"architecture {shown(name)} is not supported, only {', '.join(sorted(_ARCHITECTURES))}")
     return name, _ARCHITECTURES[name]
 
 
@@ -283,7 +283,7 @@ def _rope(file: GGUFFile, fields: _Fields, config: _Config, architecture: _Archi
         rope |= {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[-1]}
         return rope | {"original_max_position_embeddings": original, "attention_factor": attention_factor}
     if kind == "longrope" or attention_factor != 1.0:
-        raise CheckpointError(f"rope scaling {kind!r} needs factors, and the file has none")
+        raise CheckpointError(f"rope scaling {shown(kind)} needs factors, and the file has none")
     if kind == "yarn":
         rope["original_max_position_embeddings"] = original
     return rope if kind == "none" else rope | {"rope_type": kind, "factor": factor}
@@ -339,8 +339,3 @@ class GGUFWeights:
 
 def _is_set(value: object) -> bool:
     return bool(value.any() if isinstance(value, np.ndarray) else value)
-
-
-def _short(value: object) -> str:
-    text = repr(value.tolist() if isinstance(value, np.ndarray) else value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

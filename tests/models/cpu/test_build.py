@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from chairlift import LLM
+from chairlift.errors import ConfigurationError
 from chairlift.models import cpu
 from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library
 from chairlift.models.cpu.build import usable_instruction_sets
@@ -105,6 +106,14 @@ def test_a_library_is_compiled_once_and_kept_under_its_instruction_set(
     assert len(names(cache)) == 1
 
 
+def test_a_library_shows_its_c_interface_alone(library: str) -> None:
+    if shutil.which("nm") is None:
+        pytest.skip("there is no nm")
+    command = ["nm", "--dynamic", "--defined-only", library]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {line.split()[-1] for line in lines} == {"chairlift_forward", "chairlift_logits", "chairlift_start"}
+
+
 def test_every_instruction_set_has_a_library_of_its_own(cache: Path, copying: Path) -> None:
     usable = usable_instruction_sets()
     for isa in usable:
@@ -123,6 +132,49 @@ def test_products_of_bf16_are_taken_where_the_vendor_made_them_fast(
     monkeypatch.setattr(build, "_vendor", lambda: vendor)
     assert usable_instruction_sets()[0] == first
     assert "avx512_bf16" in usable_instruction_sets()
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "said"),
+    [
+        ("Linux", "x86_64", "this processor has no AVX2"),
+        ("Linux", "ppc64le", "the native code is slow on ppc64le processors"),
+        ("Darwin", "arm64", "the native code was never run on macOS; attention_backend cpu tries it"),
+        (
+            "Darwin",
+            "x86_64",
+            "the native code runs on Linux, not on macOS on Intel; a Linux container or virtual machine has it",
+        ),
+        (
+            "Windows",
+            "AMD64",
+            "the native code runs on Linux, not on Windows; a Linux container or virtual machine has it",
+        ),
+    ],
+)
+def test_it_is_said_why_torch_computes(system: str, machine: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    monkeypatch.setattr(build, "_sysctl", lambda _: 0)
+    assert build.find_drawback() == said
+
+
+@pytest.mark.parametrize(
+    ("facts", "levels"),
+    [
+        ([], ["neon"]),  # of macOS 11, which does not know these names
+        (["FEAT_DotProd"], ["neon_dotprod", "neon"]),  # M1
+        (["FEAT_DotProd", "FEAT_I8MM", "FEAT_BF16"], ["neon_bf16", "neon_dotprod", "neon"]),  # M2
+    ],
+)
+def test_a_mac_says_what_its_processor_has(
+    facts: list[str], levels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(build, "_sysctl", lambda name: int(name.removeprefix("hw.optional.arm.") in facts))
+    assert usable_instruction_sets() == levels
 
 
 def test_other_sources_or_flags_make_another_library(
@@ -153,9 +205,20 @@ def test_without_a_compiler_the_message_says_what_to_install_or_to_set(
     if compiler is not None:
         monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("PATH", "")
-    wanted = "g++" if compiler is None else compiler
-    assert refusal() == f"there is no C++ compiler {wanted!r}; install g++, or name one in $CXX"
+    wanted = "" if compiler is None else f" {compiler!r}"
+    assert refusal() == f"there is no C++ compiler{wanted}; install g++ or clang, or name one in $CXX"
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("installed", [["c++"], ["c++", "clang++"], ["c++", "clang++", "g++"]])
+def test_the_best_compiler_that_is_installed_is_taken(
+    tmp_path: Path, installed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in installed:
+        (tmp_path / name).touch(0o755)
+    assert build.find_compiler() == [installed[-1]]
 
 
 @pytest.mark.parametrize(
@@ -270,6 +333,20 @@ def test_a_directory_of_another_user_is_refused(cache: Path, copying: Path, monk
     assert num_compiled(copying) == 1
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("what", ["directory", "library"])
+def test_what_another_user_has_planted_is_not_run(cache: Path, copying: Path, what: str) -> None:
+    load()
+    planted = only_library(cache)
+    os.chown(cache if what == "directory" else planted, 12345, -1)
+    if what == "directory":
+        assert f"compiled kernels cannot be kept in {cache}: it belongs to another user; " in refusal()
+        assert num_compiled(copying) == 1
+    else:
+        load()
+        assert (num_compiled(copying), planted.stat().st_uid) == (2, os.geteuid())
+
+
 def test_a_directory_that_is_a_link_is_refused(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     cache.parent.mkdir()
@@ -297,29 +374,35 @@ def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is
     os.utime(used, (month_ago, month_ago))
     load()  # which is a use
     old, recent, other = cache / "kernels-plain-0.so", cache / "kernels-plain-1.so", cache / "notes.txt"
-    for path in (old, recent, other):
+    killed = cache / "compiling-x" / "kernels-plain-2.so"  # of a process that was killed meanwhile
+    killed.parent.mkdir()
+    for path in (old, recent, other, killed):
         path.touch()
-    for path in (old, other):
+    for path in (old, other, killed.parent):
         os.utime(path, (month_ago, month_ago))
     monkeypatch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
     load()
     assert not old.exists()
+    assert not killed.parent.exists()
     assert used.exists()
     assert recent.exists()
     assert other.exists()
     assert num_compiled(copying) == 2
 
 
-@pytest.mark.parametrize("is_parameter", [False, True])
-def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(
-    cache: Path, is_parameter: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not is_parameter:
-        monkeypatch.setenv("CHAIRLIFT_CPU_LEVEL", "avx9")
-    source = "" if is_parameter else "CHAIRLIFT_CPU_LEVEL "
-    message = refusal("avx9" if is_parameter else None)
-    assert message == (f"{source}'avx9' is not one that this processor has: {', '.join(usable_instruction_sets())}")
+def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(cache: Path) -> None:
+    levels = ", ".join(usable_instruction_sets())
+    assert refusal("avx9") == f"'avx9' is not a level of this processor, which has {levels}"
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "torch"])
+def test_a_mistyped_level_is_an_error_that_names_the_levels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAIRLIFT_CPU_LEVEL", "avx9")
+    levels = ", ".join(usable_instruction_sets())
+    with pytest.raises(ConfigurationError) as caught:
+        LLM(device="cpu", max_batch_size=1, max_seq_len=64, attention_backend=backend)
+    assert str(caught.value) == f"$CHAIRLIFT_CPU_LEVEL: 'avx9' is not a level of this processor, which has {levels}"
 
 
 def test_the_environment_names_the_instruction_set(cache: Path, copying: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,3 +448,37 @@ def test_two_processes_may_compile_at_the_same_time_and_each_has_one_openmp_runt
     for out, _ in results:
         (runtime,) = out.split()
         assert "/torch/lib/" in runtime
+
+
+def mapped(name: str) -> list[str]:
+    """Files of that name whose code this process has loaded."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [path for line in lines if (path := line.split()[-1]).endswith(name)]
+
+
+def test_the_openmp_runtime_is_found_beside_torch_under_a_name_with_a_digest(
+    copying: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There torch's wheels for Arm have it."""
+    (torchs,) = (Path(torch.__file__).parent / "lib").glob("libgomp*")
+    own = tmp_path / "torch.libs" / "libgomp-947d5fa1.so.1.0.0"
+    own.parent.mkdir()
+    shutil.copy(torchs, own)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
+    load()
+    assert str(own) in mapped(own.name)
+    assert "-DCHAIRLIFT_OWN_THREADS" not in copying.read_text()
+
+
+def test_without_an_openmp_runtime_the_kernels_have_threads_of_their_own(
+    cache: Path, copying: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
+    load()
+    shared, own = copying.read_text().splitlines()
+    assert "-DCHAIRLIFT_OWN_THREADS" not in shared
+    assert "-DCHAIRLIFT_OWN_THREADS" in own
+    assert len(names(cache)) == 2

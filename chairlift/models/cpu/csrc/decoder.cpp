@@ -76,19 +76,19 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
         default: return function<bf16, Group>(__VA_ARGS__);                   \
     }
 
-extern "C" {
+// What Python calls; the compiler is told to hide the rest.
+#define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // 0 if this machine lets the library run.
-int chairlift_start() { return enable_tiles() ? 0 : 1; }
+EXPORTED int chairlift_start() { return enable_tiles() ? 0 : 1; }
 
 // Both return the bytes of workspace they need, and compute only if there is one; -1 if the vocabulary lacks a token.
-int64_t chairlift_forward(const Model* model, const Batch* batch, int format, void* hidden, void* workspace,
-                          int num_threads) {
+EXPORTED int64_t chairlift_forward(const Model* model, const Batch* batch, int format, void* hidden, void* workspace,
+                                   int num_threads) {
     CHAIRLIFT_FOR_FORMAT(format, forward, *model, *batch, hidden, workspace, num_threads)
 }
 
-int64_t chairlift_logits(const Model* model, const void* hidden, int64_t num_rows, int format, float* out,
-                         void* workspace, int num_threads) {
+EXPORTED int64_t chairlift_logits(const Model* model, const void* hidden, int64_t num_rows, int format, float* out,
+                                  void* workspace, int num_threads) {
     CHAIRLIFT_FOR_FORMAT(format, logits, *model, hidden, num_rows, out, workspace, num_threads)
-}
 }

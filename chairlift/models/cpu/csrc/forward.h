@@ -1,7 +1,7 @@
 // A decoder's forward pass in one parallel region: see models/decoder.py for the same in torch, operator by operator.
 //
-// Residuals are float32; what is multiplied is the model's number format T, or 8-bit integers in groups. Rotary
-// embedding happens where queries and keys leave their product, and keys and values go from there into their slots.
+// Residuals are float32; what is multiplied is the model's number format T, or 8-bit integers in groups, where W is Group
+// and the matrix is not plain: of the model's format, as T everywhere. Rotary embedding happens where queries and keys leave their product, and keys and values go from there into their slots.
 // Every function below that takes a Team is run by all of its threads.
 #pragma once
 
@@ -24,9 +24,9 @@ template <class T, class W> struct Forward {
     float* heads;  // if norms span all heads: queries, keys and values [T][num_columns]
     Rows<W> normed, projected, activated;
     Token* tokens;
-    T* attended;  // where W is Group: before quantization
-    T* gated;     // likewise
-    int64_t attended_stride, gated_stride;
+    Rows<T> plain;     // where W is Group: normed rows for plain matrices, of which there may be none
+    Rows<T> attended;  // likewise: before quantization
+    Rows<T> gated;     // likewise
     SlotAttention<T> attention;
     Counter* counters;
     int num_threads;
@@ -44,18 +44,36 @@ template <class T, class W> struct Forward {
           heads(arena.take<float>(m.are_heads_normed_as_one ? b.num_tokens * m.layers->qkv.columns : 0)),
           normed(arena, b.num_tokens, m.hidden), projected(arena, b.num_tokens, m.num_heads * m.head_dim),
           activated(arena, b.num_tokens, m.intermediate), tokens(arena.take<Token>(b.num_tokens)),
-          attended(before(projected, arena)), gated(before(activated, arena)), attended_stride(projected.stride),
-          gated_stride(activated.stride), attention(m, b, threads, arena, attended, attended_stride),
+          plain(arena, has_plain(m) ? b.num_tokens : 0, m.hidden), attended(before(projected, arena)),
+          gated(before(activated, arena)), attention(m, b, threads, arena, attended.values, attended.stride),
           num_threads(threads) {
         counters = arena.take<Counter>(num_counters());
     }
 
     // Where a product's rows are written in the model's format: in place, or beside them if they are to be quantized.
-    T* before(const Rows<W>& rows, Arena& arena) const {
+    Rows<T> before(const Rows<W>& rows, Arena& arena) const {
         if constexpr (Rows<W>::IS_QUANTIZED)
-            return arena.take<T>(num_tokens * rows.stride);
+            return {arena, num_tokens, rows.stride};
         else
-            return rows.values;
+            return rows;
+    }
+
+    // Whether a matrix is none of integers although others are.
+    static bool is_plain(const Matrix& matrix) { return Rows<W>::IS_QUANTIZED && matrix.num_bits > 8; }
+
+    static bool has_plain(const Model& model) {
+        for (const Layer* layer = model.layers; layer < model.layers + model.num_layers; layer++)
+            if (is_plain(layer->qkv) || is_plain(layer->gate_up)) return true;
+        return false;
+    }
+
+    // The product of all rows with a matrix: with `rows`, or if it is plain with `unrounded`, the same.
+    template <class Use>
+    void multiply_all(Team& team, const Matrix& matrix, const Rows<W>& rows, const Rows<T>& unrounded, int unit_panels,
+                      Use use) const {
+        if constexpr (Rows<W>::IS_QUANTIZED)
+            if (is_plain(matrix)) return linear(team, matrix, unrounded, num_tokens, unit_panels, use);
+        linear(team, matrix, rows, num_tokens, unit_panels, use);
     }
 
     // Before the threads start.
@@ -77,32 +95,33 @@ template <class T, class W> struct Forward {
             const T* from = static_cast<const T*>(model.embedding) + token * hidden;
             for (int64_t k = 0; k < hidden; k++) to[k] = to_float(from[k]) * scale;
         } else {
-            read_column(model.head, token, hidden, to, static_cast<const W*>(nullptr));
+            if (is_plain(model.head))
+                read_column(model.head, token, hidden, to, static_cast<const T*>(nullptr));
+            else
+                read_column(model.head, token, hidden, to, static_cast<const W*>(nullptr));
             for (int64_t k = 0; k < hidden; k++) to[k] *= scale;
         }
         for (int64_t k = hidden; k < x_stride; k++) to[k] = 0;
-        if (!Rows<W>::IS_QUANTIZED) {
-            projected.clear_padding(t, model.num_heads * model.head_dim);
-            activated.clear_padding(t, pad(model.intermediate, LANES));
-        }
+        attended.clear_padding(t, model.num_heads * model.head_dim);
+        gated.clear_padding(t, pad(model.intermediate, LANES));
     }
 
     // Queries, keys and values of all tokens, each in its place.
     void project_heads(Team& team, int64_t index) const {
         const Layer& layer = model.layers[index];
         const int64_t dim = model.head_dim, columns = layer.qkv.columns;
-        linear(team, layer.qkv, normed, num_tokens, int(dim / LANES),
-               [&](int64_t column, int64_t row, int count, float* c, int stride, int width) {
-                   const int64_t head = column / dim;
-                   if (model.are_heads_normed_as_one) {
-                       for (int r = 0; r < count; r++)
-                           std::memcpy(heads + (row + r) * columns + column, c + r * stride, width * sizeof(float));
-                       return;
-                   }
-                   if (layer.query_norm && head < model.num_heads + model.num_kv_heads)
-                       for (int r = 0; r < count; r++) normalize_heads(c + r * stride, weight_of(layer, head), dim);
-                   place_head(index, head, row, count, c, stride);
-               });
+        const auto place = [&](int64_t column, int64_t row, int count, float* c, int stride, int width) {
+            const int64_t head = column / dim;
+            if (model.are_heads_normed_as_one) {
+                for (int r = 0; r < count; r++)
+                    std::memcpy(heads + (row + r) * columns + column, c + r * stride, width * sizeof(float));
+                return;
+            }
+            if (layer.query_norm && head < model.num_heads + model.num_kv_heads)
+                for (int r = 0; r < count; r++) normalize_heads(c + r * stride, weight_of(layer, head), dim);
+            place_head(index, head, row, count, c, stride);
+        };
+        multiply_all(team, layer.qkv, normed, plain, int(dim / LANES), place);
         team.wait();
         if (!model.are_heads_normed_as_one) return;
         team.share_rows(num_tokens, [&](int64_t t) {
@@ -165,31 +184,31 @@ template <class T, class W> struct Forward {
         const auto add = [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
             add_product(column, row, count, c, stride, width);
         };
-        normalize_all(team, index ? model.layers[index - 1].post_mlp_norm : nullptr, layer.pre_attention_norm);
+        const auto activate = [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
+            T* to = gated.values + row * gated.stride + column / 2;
+            if (model.is_gelu)
+                gate<true>(c, stride, count, width, to);
+            else
+                gate<false>(c, stride, count, width, to);
+        };
+        normalize_all(team, index ? model.layers[index - 1].post_mlp_norm : nullptr, layer.pre_attention_norm, layer.qkv);
         project_heads(team, index);
         const TaskList& list = attention.tasks;
         team.share(list.count, [&](int64_t i) { attention.attend(index, list.tasks[i], scratch); });
         team.wait();
-        convert_all(team, attended, attended_stride, model.num_heads * model.head_dim, projected);
-        linear(team, layer.out, projected, num_tokens, UNIT_PANELS, add);
+        convert_all(team, attended, model.num_heads * model.head_dim, projected, layer.out);
+        multiply_all(team, layer.out, projected, attended, UNIT_PANELS, add);
         team.wait();
-        normalize_all(team, layer.post_attention_norm, layer.pre_mlp_norm);
-        linear(team, layer.gate_up, normed, num_tokens, UNIT_PANELS,
-               [&](int64_t column, int64_t row, int count, const float* c, int stride, int width) {
-                   T* to = gated + row * gated_stride + column / 2;
-                   if (model.is_gelu)
-                       gate<true>(c, stride, count, width, to);
-                   else
-                       gate<false>(c, stride, count, width, to);
-               });
+        normalize_all(team, layer.post_attention_norm, layer.pre_mlp_norm, layer.gate_up);
+        multiply_all(team, layer.gate_up, normed, plain, UNIT_PANELS, activate);
         team.wait();
-        convert_all(team, gated, gated_stride, pad(model.intermediate, LANES), activated);
-        linear(team, layer.down, activated, num_tokens, UNIT_PANELS, add);
+        convert_all(team, gated, pad(model.intermediate, LANES), activated, layer.down);
+        multiply_all(team, layer.down, activated, gated, UNIT_PANELS, add);
         team.wait();
     }
 
     template <bool IS_GELU> void gate(const float* c, int stride, int count, int width, T* to) const {
-        for (int r = 0; r < count; r++, c += stride, to += gated_stride)
+        for (int r = 0; r < count; r++, c += stride, to += gated.stride)
             for (int k = 0; k < width; k += 2 * LANES) {
                 const f32x16 gate = load16(c + k);
                 store16(to + k / 2, (IS_GELU ? gelu16(gate) : silu16(gate)) * load16(c + k + LANES));
@@ -210,16 +229,23 @@ template <class T, class W> struct Forward {
             for (int k = 0; k < width; k += LANES) store16(to + k, load16(to + k) + load16(c + k) * scale);
     }
 
-    // What was added with a norm of its own, if there is one; then the next product's rows.
-    void normalize_all(Team& team, const float* after, const float* before) const {
+    // What was added with a norm of its own, if there is one; then the rows that the next matrix is multiplied by.
+    void normalize_all(Team& team, const float* after, const float* before, const Matrix& next) const {
         team.share_rows(num_tokens, [&](int64_t t) {
             if (after) add_normalized(t, after);
-            if (before)
-                normalize(x + t * x_stride, before, model.hidden, float(model.eps), normed, t);
+            if (is_plain(next))
+                enter(t, before, plain);
             else
-                convert_row(x + t * x_stride, x_stride, normed, t);
+                enter(t, before, normed);
         });
         team.wait();
+    }
+
+    template <class R> void enter(int64_t t, const float* norm, const R& rows) const {
+        if (norm)
+            normalize(x + t * x_stride, norm, model.hidden, float(model.eps), rows, t);
+        else
+            convert_row(x + t * x_stride, x_stride, rows, t);
     }
 
     void add_normalized(int64_t t, const float* weight) const {
@@ -230,9 +256,9 @@ template <class T, class W> struct Forward {
             store16(to + k, load16(to + k) + load16(from + k) * scale * load16(weight + k));
     }
 
-    void convert_all(Team& team, const T* from, int64_t stride, int64_t width, const Rows<W>& to) const {
-        if (!Rows<W>::IS_QUANTIZED) return;
-        team.share_rows(num_tokens, [&](int64_t t) { convert_row(from + t * stride, width, to, t); });
+    void convert_all(Team& team, const Rows<T>& from, int64_t width, const Rows<W>& to, const Matrix& next) const {
+        if (!Rows<W>::IS_QUANTIZED || is_plain(next)) return;
+        team.share_rows(num_tokens, [&](int64_t t) { convert_row(from.values + t * from.stride, width, to, t); });
         team.wait();
     }
 

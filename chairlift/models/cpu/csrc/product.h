@@ -24,7 +24,7 @@ struct Matrix {
     int64_t depth;  // with padding
     const void *scales, *offsets;
     const float* units;
-    int64_t num_bits, group_size, scale_bits;
+    int64_t num_bits, group_size, scale_bits;  // more than 8 bits: the model's number format
     // What rounding to groups took of the columns from one on, rounded likewise; null: none of it is kept.
     const void *rest_panels, *rest_scales, *rest_offsets;
     const float* rest_units;

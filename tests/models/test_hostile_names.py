@@ -1,0 +1,143 @@
+"""Names that a file gives its tensors and fields: in a refusal they are one short line, whatever they are."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from chairlift.config import DType
+from chairlift.errors import CheckpointError, named, shown
+from chairlift.models import load_model, open_checkpoint
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import Kind, write_model
+
+SHAPE: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
+MOST = 300  # characters of a message, without the path
+TEXT, UINT32, F32 = 8, 4, 0  # types in a GGUF file
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200)
+ATTACKS = ("\n\x1b[2JERROR all is lost", "a" * 2**20, "\N{RIGHT-TO-LEFT OVERRIDE}\x00\x7f", "é" * 200, "{0}%s")
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and beside it the same as a GGUF file."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    model = make_checkpoint(directory, seed=1, **SHAPE)
+    write_model(model, directory / "file" / "model.gguf", Kind.Q8_0)
+    return directory
+
+
+def refusal(path: Path) -> str:
+    """The message, without the path."""
+    with pytest.raises(CheckpointError) as caught:
+        load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", 16)
+    return str(caught.value).replace(str(path), "")
+
+
+def assert_sane(message: str) -> None:
+    assert message.isprintable()
+    assert len(message) < MOST
+
+
+def text(name: str) -> bytes:
+    return struct.pack("<Q", len(name.encode())) + name.encode()
+
+
+def with_hostile_header(valid: Path, name: str, where: str) -> bytes:
+    """A GGUF file with a name that is nobody's: of a sound tensor or field, or one of a type that there is not."""
+    source = (valid / "file" / "model.gguf").read_bytes()
+    num_tensors, num_fields = struct.unpack_from("<QQ", source, 8)
+    start = source.index(text("token_embd.weight"))  # the first tensor's
+    fields, tensors = source[24:start], source[start:]
+    match where:
+        case "tensor":
+            place = struct.pack("<I2QIQ", 2, 1, 1, F32, 0)
+            header, tensors = (num_tensors + 1, num_fields), text(name) + place + tensors
+        case "tensor of no type":
+            header, tensors = (
+                (num_tensors + 1, num_fields),
+                text(name) + struct.pack("<I2QIQ", 2, 1, 1, 99, 0) + tensors,
+            )
+        case "field":
+            header, fields = (
+                (num_tensors, num_fields + 1),
+                fields + text("llama." + name) + struct.pack("<2I", UINT32, 1),
+            )
+        case "field of no type":
+            header, fields = (num_tensors, num_fields + 1), fields + text(name) + struct.pack("<I", 99)
+        case "architecture":
+            key = text("general.architecture")
+            assert fields.startswith(key)
+            header, fields = (
+                (num_tensors, num_fields),
+                key + struct.pack("<I", TEXT) + text(name) + fields[len(key) + 17 :],
+            )
+    return source[:8] + struct.pack("<QQ", *header) + fields + tensors + bytes(64)
+
+
+@pytest.mark.parametrize("where", ["tensor", "tensor of no type", "field", "field of no type", "architecture"])
+@given(name=NAMES)
+@example(name=ATTACKS[0])
+@example(name=ATTACKS[1])
+@example(name=ATTACKS[2])
+@example(name=ATTACKS[3])
+@example(name=ATTACKS[4])
+def test_names_in_a_gguf_file(valid: Path, tmp_path_factory: pytest.TempPathFactory, where: str, name: str) -> None:
+    path = tmp_path_factory.mktemp("hostile") / "model.gguf"
+    path.write_bytes(with_hostile_header(valid, name, where))
+    assert_sane(refusal(path))
+
+
+@pytest.mark.parametrize("ending", ["", ".qweight"])
+@given(name=NAMES)
+@example(name=ATTACKS[0])
+@example(name=ATTACKS[1])
+@example(name=ATTACKS[2])
+def test_names_of_tensors_in_safetensors(
+    valid: Path, tmp_path_factory: pytest.TempPathFactory, ending: str, name: str
+) -> None:
+    directory = tmp_path_factory.mktemp("hostile")
+    config = json.loads((valid / "config.json").read_text(encoding="utf-8"))
+    if ending:
+        config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = {**load_file(valid / "model.safetensors"), f"{name}{ending}": torch.zeros(2, 2, dtype=torch.int32)}
+    save_file(tensors, directory / "model.safetensors")
+    assert_sane(refusal(directory))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name: {"architectures": [name]},
+        lambda name: {"hidden_act": name},
+        lambda name: {"rope_parameters": {"rope_type": name, "rope_theta": 1e4}},
+        lambda name: {"quantization_config": name},
+        lambda name: {"quantization_config": {"quant_method": name}},
+        lambda name: {"quantization_config": {"quant_method": "gptq", "bits": name}},
+        lambda name: {"quantization_config": {"quant_method": "compressed-tensors", "format": name}},
+    ],
+)
+@pytest.mark.parametrize("name", ATTACKS, ids=range(len(ATTACKS)))
+def test_values_in_a_configuration(valid: Path, tmp_path: Path, change: Any, name: str) -> None:
+    config = json.loads((valid / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | change(name)), encoding="utf-8")
+    message = refusal(tmp_path)
+    assert message.isprintable()
+    assert len(message) < 1200
+
+
+def test_what_looks_like_a_name_stands_as_it_is() -> None:
+    assert named("model.layers.0.mlp.down_proj.weight") == "model.layers.0.mlp.down_proj.weight"
+    assert named("a b") == "'a b'"
+    assert named(None) == "None"
+    assert shown("x" * 70) == "'" + "x" * 59 + "..."
+    assert str(CheckpointError("a\nb\x1b" + "c" * 2000 + "; choose another")).startswith("a b\\x1bccc")
+    assert str(CheckpointError("c" * 2000 + "; choose another")).endswith("ccc; choose another")

@@ -88,7 +88,8 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
     """The ledger together with its tensors: one object is the whole cache. Thread-safe.
 
     In the engine the scheduler claims, commits and releases on this very object, which it knows as a `SlotLedger`, and
-    the runner fetches. Nothing in the engine calls `step`, which is for programs that use the cache by itself.
+    the runner calls `reserve` and `view`, which `fetch` is together. `fetch` and `step` are the same doors for programs
+    that use the cache by itself; nothing in the engine calls them.
     """
 
     def __init__(

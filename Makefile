@@ -36,7 +36,7 @@ test: setup lint ## the checks of every day: lint, types, import directions, tes
 TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
 
 test-all: setup browser emulator ray lint ## every check, as CI runs them: also soaks, attacks, a browser, Ray, long fuzzing
-	$(PYTEST) $(SPREAD) --no-loadscope-reorder --hypothesis-profile=ci tests/soak tests $(addprefix --ignore=,$(TIMED))
+	$(PYTEST) $(SPREAD) --no-loadscope-reorder -m 'not compilers' --hypothesis-profile=ci tests/soak tests $(addprefix --ignore=,$(TIMED))
 	ATTACKS_MAX_PAUSE_S=0.25 $(PYTEST) $(TIMED)
 
 attacks: setup ## attack a server and measure with its full strictness how long others wait; on an idle machine

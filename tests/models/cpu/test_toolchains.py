@@ -34,7 +34,8 @@ from tests.support.forward_bench import Row
 pytestmark = pytest.mark.slow
 
 X86, ARM = instruction_sets("x86_64"), instruction_sets("aarch64")
-COMPILERS = ("g++", "g++-11", "g++-12", "g++-13", "g++-14", "clang++")
+COMPILERS = ("g++", "clang++")
+FURTHER_COMPILERS = ("g++-11", "g++-12", "g++-13", "g++-14")  # for `make compilers`
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 # gcc 12 warns of its own header for AVX-512: https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593
 OF_GCC_12 = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
@@ -58,6 +59,7 @@ STEPS = (
     [Row(slot, [slot]) for slot in range(9)],
 )
 WAYS = [
+    *(pytest.param(name, each, marks=pytest.mark.compilers) for name in FURTHER_COMPILERS for each in X86),
     *((compiler, each) for compiler in COMPILERS for each in X86),
     *((compiler, each) for compiler in (ARM_COMPILER, CLANG_FOR_ARM, CLANG_FOR_MACOS) for each in ARM),
 ]

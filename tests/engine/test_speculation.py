@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from chairlift import LLM, EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore, Pacing
+from chairlift.engine.sampling import compiled_grammar, masks
 from chairlift.engine.sampling.compiled_grammar import CompiledGrammar
 from chairlift.engine.text.inputs import Generation
 from chairlift.engine.text.outputs import GenerationState
@@ -180,7 +181,17 @@ def test_an_answer_that_comes_again_is_accepted_nearly_whole_but_nobody_elses_is
     assert accepted[0] == accepted[2] == accepted[3] == accepted[4] < 20
 
 
+@pytest.fixture
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are waited for, and no grammar is too slow to guess, however busy the machine is."""
+    for name in ("_MIN_PATIENCE_S", "_MAX_PATIENCE_S"):
+        monkeypatch.setattr(masks, name, 60.0)
+    for name in ("_LONG_FORESIGHT_S", "_SLOW_S"):
+        monkeypatch.setattr(compiled_grammar, name, 60.0)
+
+
 @needs_kernels
+@pytest.mark.usefixtures("no_clock")
 def test_what_a_grammar_forces_is_accepted_and_changes_nothing() -> None:
     params = SamplingParams(temperature=0.9, seed=7, max_tokens=200, structured_outputs=StructuredOutputs(json=SCHEMA))
     with LLM(device="cpu", speculation="ngram", num_speculative_tokens=16) as llm:

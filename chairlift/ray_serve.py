@@ -47,7 +47,7 @@ _OWN_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te"
 _READ_BUFFER_BYTES = 2**20
 
 
-_RAYS_BUSINESS = {
+_DECIDED_BY_RAY = {
     "api_workers": "a replica is one process; set num_replicas",
     "drain_delay": "Ray sends a replica that goes no more requests",
     "log_format": "Ray writes the log",
@@ -283,11 +283,11 @@ def deployment(
 ) -> serve.Application:
     """The application, for `serve.run`. A replica that is taken away ends its requests first, for `drain_timeout`.
 
-    `ConfigurationError` for settings of a server that are Ray's business.
+    `ConfigurationError` for settings of a server that Ray decides.
     """
-    if rays := server.model_fields_set & _RAYS_BUSINESS.keys():
+    if rays := server.model_fields_set & _DECIDED_BY_RAY.keys():
         name = min(rays)
-        raise ConfigurationError(f"{name} has no effect on Ray Serve; leave it out: {_RAYS_BUSINESS[name]}")
+        raise ConfigurationError(f"{name} has no effect on Ray Serve; leave it out: {_DECIDED_BY_RAY[name]}")
     scaling: dict[str, Any] = {"num_replicas": replicas.num_replicas}
     if replicas.max_replicas is not None:
         window = max(replicas.upscale_delay, _MIN_WINDOW_S)

@@ -3,7 +3,7 @@
 The order of a request's calls: `claim`, `fetch` and `step` for its prompt (in one piece or in chunks), `fetch` and
 `step` per decode launch, `release`. Vocabulary and shapes follow MAX's continuous batching cache. `step` is `commit`
 for callers that hold the views of a fetch. The engine's scheduler, which knows no tensors, calls `commit` with the
-reservation of the same fetch: so there is one place where lengths grow.
+reservation that the runner made: so there is one place where lengths grow.
 """
 
 import math

@@ -50,7 +50,7 @@ def inspect_machine(device: str) -> MachineFacts:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        wanted_level()
+        wanted_level()  # raises if it names a level that the processor lacks
         return MachineFacts(
             device="cpu",
             fast_dtypes=_fast_cpu_dtypes(),

@@ -322,7 +322,7 @@ class _Weights:
 
 
 def _give_back_memory() -> None:
-    """To the system, what was freed between that which is kept: glibc keeps it, some hundred MB in loading a model."""
+    """Returns freed memory to the system: glibc would keep it, some hundred MB while a model is loaded."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -79,14 +79,14 @@ _AVX2 = ("avx2", "fma3", "f16c")
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 _VNNI = (*_AVX512, "avx512_vnni")
 _BF16 = (*_VNNI, "avx512_bf16")
-_AMX = (*_BF16, "amx_tile", "amx_bf16")
+_AMX = (*_BF16, "amx_tile", "amx_int8", "amx_bf16")
 _VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
 _BF16_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16")
 _PLAIN_SET = InstructionSet(PLAIN, (), ())
 
 _BY_MACHINE = {  # the best first
     "x86_64": (
-        InstructionSet("amx", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")),
+        InstructionSet("amx", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16")),
         # Intel's take a vdpbf16ps every second cycle, and two products in float32 in each.
         InstructionSet("avx512_bf16", _BF16, _BF16_FLAGS, slow_on="GenuineIntel"),
         InstructionSet("avx512_vnni", _VNNI, _VNNI_FLAGS),

@@ -1,14 +1,18 @@
 """Instruction sets, number formats and shapes that the native code is tried with."""
 
 import platform
+import zlib
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from chairlift.models.cpu import CpuKernelsUnavailable, load_library
+from chairlift.models.cpu import CpuKernelsUnavailable, build, load_library
 from chairlift.models.cpu.build import instruction_sets, usable_instruction_sets
 from tests.models.cpu.support import FORMATS, Format
 
 _USED_HERE = next(iter(usable_instruction_sets()), "plain")  # the default of this machine; the others are slow tests
+_EMULATED_AMX = Path(__file__).with_name("emulated_amx.h")
 
 
 @pytest.fixture(
@@ -17,8 +21,10 @@ _USED_HERE = next(iter(usable_instruction_sets()), "plain")  # the default of th
         for name in (instruction_set.name for instruction_set in instruction_sets(platform.machine()))
     ]
 )
-def isa(request: pytest.FixtureRequest) -> str:
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
+    if name == "amx" and name not in usable_instruction_sets():
+        name = _emulate_amx(monkeypatch)
     if name not in usable_instruction_sets():
         pytest.skip(f"this processor does not have {name}")
     try:
@@ -28,6 +34,18 @@ def isa(request: pytest.FixtureRequest) -> str:
             raise
         pytest.skip(str(error))
     return name
+
+
+def _emulate_amx(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The instruction set that computes as AMX does, of any processor with AVX-512 and VNNI."""
+    sets, usable = instruction_sets("x86_64"), usable_instruction_sets()
+    base = next((each for each in sets if each.name in usable and "avx512_vnni" in each.features), None)
+    if base is None:
+        return "amx"
+    version = f"-DVERSION={zlib.crc32(_EMULATED_AMX.read_bytes())}"
+    emulated = replace(base, name="emulated_amx", flags=(*base.flags, "-include", str(_EMULATED_AMX), version))
+    monkeypatch.setitem(build._BY_MACHINE, "x86_64", (*sets, emulated))
+    return emulated.name
 
 
 @pytest.fixture(params=FORMATS, ids=str)

@@ -20,18 +20,8 @@ from tests.support.forward_bench import SLOT_LEN, Bench
 
 _ROPE = RopeConfig(10_000.0)
 _PARTIAL_ROPE = RopeConfig(10_000.0, parameters=(("partial_rotary_factor", 0.7),))
-_LLAMA3 = LayerConfig(
-    RopeConfig(
-        500_000.0,
-        "llama3",
-        (
-            ("factor", 8.0),
-            ("high_freq_factor", 4.0),
-            ("low_freq_factor", 1.0),
-            ("original_max_position_embeddings", 64),
-        ),
-    )
-)
+_FACTORS = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 64}
+_LLAMA3 = LayerConfig(RopeConfig(500_000.0, "llama3", tuple(_FACTORS.items())))
 
 
 @dataclass(frozen=True)
@@ -67,93 +57,50 @@ BASE = ModelConfig(
 )
 
 
-def shape(**fields: Any) -> ModelConfig:
+def shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int = 32, **fields: Any) -> ModelConfig:
     """`BASE` but for these; scores are divided by the root of the head's size, unless the fields have it."""
-    return replace(BASE, **{"attention_scale": fields.get("head_dim", BASE.head_dim) ** -0.5, **fields})
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_heads": heads, "num_kv_heads": kv_heads}
+    return replace(BASE, **{**sizes, "head_dim": head_dim, "attention_scale": head_dim**-0.5, **fields})
 
 
-# Neither 16 nor 64 divides most of these sizes.
+_QKV_BIAS, _ALL_BIASES = {"has_qkv_bias": True}, {"has_qkv_bias": True, "has_output_bias": True, "has_mlp_bias": True}
+_GEMMA: dict[str, Any] = {
+    "norms": Norms.PRE_AND_POST,
+    "qk_norm": QKNorm.HEAD,
+    "has_offset_norms": True,
+    "activation": Activation.GELU_TANH,
+    "attention_softcap": 3.0,
+    "logits_softcap": 10.0,
+    "embedding_scale": 6.5,
+    "attention_scale": 24**-0.5,
+}
+_GRANITE: dict[str, Any] = {"embedding_scale": 12.0, "residual_scale": 0.22, "logits_divisor": 8.0}
+
+# Neither 16 nor 64 divides most of these sizes: hidden, of an MLP, heads, key/value heads, of a head.
 SHAPES = {
     # Norms around attention and MLP, soft caps, two tables of angles, windows within, across and beyond chunks of keys.
     "like Gemma": shape(
-        hidden_size=72,
-        intermediate_size=90,
+        *(72, 90, 4, 2),
         layers=(LayerConfig(_ROPE, 24), LayerConfig(RopeConfig(1_000_000.0)), LayerConfig(_ROPE, 130)),
-        num_heads=4,
-        num_kv_heads=2,
-        attention_scale=24**-0.5,
-        attention_softcap=3.0,
-        activation=Activation.GELU_TANH,
-        norms=Norms.PRE_AND_POST,
-        qk_norm=QKNorm.HEAD,
-        has_offset_norms=True,
-        embedding_scale=6.5,
-        logits_softcap=10.0,
+        **_GEMMA,
     ),
-    "like OLMo 2": shape(
-        hidden_size=90,
-        num_heads=6,
-        num_kv_heads=3,
-        head_dim=64,
-        is_tied=False,
-        norms=Norms.POST,
-        qk_norm=QKNorm.ALL_HEADS,
-    ),
+    "like OLMo 2": shape(90, 150, 6, 3, 64, is_tied=False, norms=Norms.POST, qk_norm=QKNorm.ALL_HEADS),
     # Scales everywhere, heads that turn in part, a layer without positions.
     "like Granite, Phi and SmolLM": shape(
-        hidden_size=98,
+        *(98, 150, 5, 1),
         layers=(LayerConfig(_PARTIAL_ROPE, 200), LayerConfig(None), LayerConfig(_PARTIAL_ROPE, 100)),
-        num_heads=5,
-        attention_scale=1 / 16,
-        qk_norm=QKNorm.HEAD,
-        has_qkv_bias=True,
-        embedding_scale=12.0,
-        residual_scale=0.22,
-        logits_divisor=8.0,
+        **{**_GRANITE, **_QKV_BIAS, "attention_scale": 1 / 16, "qk_norm": QKNorm.HEAD},
     ),
     "eight heads to one": BASE,
     "one head to one": shape(
-        hidden_size=75,
-        intermediate_size=201,
-        num_heads=3,
-        num_kv_heads=3,
-        head_dim=64,
-        vocab_size=333,
-        is_tied=False,
-        has_qkv_bias=True,
-        has_output_bias=True,
-        layers=(_LLAMA3,) * 2,
+        *(75, 201, 3, 3, 64), vocab_size=333, is_tied=False, layers=(_LLAMA3,) * 2, **_QKV_BIAS, has_output_bias=True
     ),
-    "three heads to one": shape(
-        hidden_size=126,
-        intermediate_size=66,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=96,
-        has_mlp_bias=True,
-    ),
-    "five heads to one": shape(
-        hidden_size=90,
-        intermediate_size=112,
-        num_heads=10,
-        num_kv_heads=2,
-        head_dim=128,
-        is_tied=False,
-        has_qkv_bias=True,
-        has_output_bias=True,
-        has_mlp_bias=True,
-        layers=(_LLAMA3,) * 2,
-    ),
-    "wide heads": shape(
-        hidden_size=44,
-        intermediate_size=33,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=256,
-    ),
-    "many heads": shape(hidden_size=90, intermediate_size=250, num_heads=18, num_kv_heads=9),
-    "twenty heads to one": shape(hidden_size=100, num_heads=20, is_tied=False, vocab_size=256),
-    "deep products": shape(hidden_size=70, intermediate_size=4100, layers=BASE.layers[:1], num_heads=7),
+    "three heads to one": shape(126, 66, 6, 2, 96, has_mlp_bias=True),
+    "five heads to one": shape(90, 112, 10, 2, 128, is_tied=False, layers=(_LLAMA3,) * 2, **_ALL_BIASES),
+    "wide heads": shape(44, 33, 4, 2, 256),
+    "many heads": shape(90, 250, 18, 9),
+    "twenty heads to one": shape(100, 150, 20, 1, is_tied=False, vocab_size=256),
+    "deep products": shape(70, 4100, 7, 1, layers=BASE.layers[:1]),
 }
 
 
@@ -174,18 +121,16 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decod
     return model
 
 
-def cpu_bench(config: ModelConfig, number_format: Format, isa: str | None = None) -> Bench:
-    """The model in the kernels."""
-    model = make_model(config, number_format.dtype)
-    return Bench(
-        model.config, model.dtype, CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
-    )
+def cpu_forward(model: Decoder | ModelConfig, number_format: Format = FLOAT32, isa: str | None = None) -> CpuDecoder:
+    """That model, or the random one of that shape, in the kernels."""
+    model = model if isinstance(model, Decoder) else make_model(model, number_format.dtype)
+    return CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
 
 
-def cpu_forward(config: ModelConfig, number_format: Format, isa: str | None = None) -> CpuDecoder:
-    return CpuDecoder(
-        make_model(config, number_format.dtype), SLOT_LEN, quantization=number_format.quantization, isa=isa
-    )
+def cpu_bench(model: Decoder | ModelConfig, number_format: Format = FLOAT32, isa: str | None = None) -> Bench:
+    """The same with a cache."""
+    model = model if isinstance(model, Decoder) else make_model(model, number_format.dtype)
+    return Bench(model.config, model.dtype, cpu_forward(model, number_format, isa))
 
 
 def torch_bench(model: Decoder) -> Bench:
@@ -242,8 +187,10 @@ def assert_equal_but_for_rounded_factors(ours: torch.Tensor, theirs: torch.Tenso
     assert errors.quantile(0.3) < 1e-5
 
 
-def quantized(model: Decoder, quantization: Quantization) -> Decoder:
-    """That model with products of integers in groups."""
+def quantized(model: Decoder, quantization: Quantization | None) -> Decoder:
+    """That model with products of integers in groups; None: as it is."""
+    if quantization is None:
+        return model
     num_bits = 8 if quantization is Quantization.INT8 else 4
     if model.config.is_tied:
         embedding = quantize(model.model.embed_tokens.weight, 8).dequantize()[:, : model.config.hidden_size]

@@ -15,30 +15,16 @@ import torch
 from chairlift.models.cpu import build
 from chairlift.models.cpu.build import instruction_sets, usable_instruction_sets
 from hatch_build import KernelsHook
-from tests.models.cpu import test_products
+from tests.models.cpu import support, test_products
 from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need
-from tests.models.cpu.support import (
-    BFLOAT16,
-    BFLOAT16_INT8,
-    FLOAT32,
-    FLOAT32_INT8,
-    SHAPES,
-    Format,
-    assert_equal_but_for_rounded_factors,
-    cpu_bench,
-    in_float32,
-    make_model,
-    quantized,
-    threads,
-    torch_bench,
-)
+from tests.models.cpu.support import BFLOAT16, BFLOAT16_INT8, FLOAT32, FLOAT32_INT8, Format, cpu_bench, threads
 from tests.support.forward_bench import Bench, Row
 
 pytestmark = pytest.mark.slow
 
 EMULATOR = "qemu-aarch64-static"
 PROCESSORS = {"neon_bf16": "max", "neon_dotprod": "cortex-a76", "neon": "cortex-a53"}  # the oldest that have it
-SHAPE = SHAPES["like Gemma"]
+SHAPE = support.SHAPES["like Gemma"]
 STEPS = (
     [Row(1, [3, 5, 7]), Row(2, list(range(140)))],
     [Row(1, [9]), Row(2, [11])],
@@ -71,8 +57,8 @@ def logits_of(bench: Bench) -> torch.Tensor:
 @functools.cache
 def exact_logits(number_format: Format) -> torch.Tensor:
     """The same weights in torch, computed with in float32."""
-    model = in_float32(make_model(SHAPE, number_format.dtype))
-    return logits_of(torch_bench(quantized(model, number_format.quantization) if number_format.quantization else model))
+    model = support.in_float32(support.make_model(SHAPE, number_format.dtype))
+    return logits_of(support.torch_bench(support.quantized(model, number_format.quantization)))
 
 
 def test_a_pass_gives_torchs_numbers_and_avx2s_bits(program: list[str], number_format: Format, avx2: str) -> None:
@@ -82,7 +68,7 @@ def test_a_pass_gives_torchs_numbers_and_avx2s_bits(program: list[str], number_f
     exact = exact_logits(number_format)
     assert float((logits - exact).norm() / exact.norm()) < TOLERANCES.get(number_format, 0.03)
     if number_format == FLOAT32_INT8:
-        assert_equal_but_for_rounded_factors(logits, exact)
+        support.assert_equal_but_for_rounded_factors(logits, exact)
     if "max" in program and number_format.dtype is torch.bfloat16:
         return  # bfdot rounds in its own way
     reference = cpu_bench(SHAPE, number_format, avx2)
@@ -128,9 +114,7 @@ def test_a_processor_is_given_what_it_has(program: list[str], monkeypatch: pytes
     assert build.find_drawback() is None
 
 
-def test_a_wheel_for_arm_brings_libraries_that_need_the_c_library_and_openmp_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_for_arm_needs_libc_and_openmp_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need(ARM_COMPILER)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setenv("CXX", ARM_COMPILER)
@@ -143,12 +127,8 @@ def test_a_wheel_for_arm_brings_libraries_that_need_the_c_library_and_openmp_alo
     (library,) = tmp_path.glob("libraries/kernels-neon-*.so")
     assert build_data["force_include"] == {str(library): f"chairlift/models/cpu/libraries/{library.name}"}
     assert library.read_bytes()[18:20] == b"\xb7\x00"  # AArch64, in the header of the format
-    undefined = subprocess.run(
-        [ARM_COMPILER.replace("g++", "nm"), "--dynamic", "--undefined-only", library],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [ARM_COMPILER.replace("g++", "nm"), "--dynamic", "--undefined-only", str(library)]
+    undefined = subprocess.run(command, capture_output=True, text=True, check=True)
     names = {line.split()[-1] for line in undefined.stdout.splitlines() if line.split()[-2] == "U"}
     openmp = {"GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num"}
     assert names == {*openmp, "memcpy@GLIBC_2.17", "memset@GLIBC_2.17", "syscall@GLIBC_2.17"}

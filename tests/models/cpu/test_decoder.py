@@ -13,28 +13,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chairlift.models.config import LayerConfig
+from chairlift.models.config import LayerConfig, ModelConfig
 from chairlift.models.cpu import CpuDecoder
-from chairlift.models.decoder import Decoder
-from tests.models.cpu.support import (
-    BASE,
-    BFLOAT16,
-    BFLOAT16_INT4,
-    BFLOAT16_INT8,
-    FLOAT32,
-    FLOAT32_INT4,
-    FLOAT32_INT8,
-    FORMATS,
-    SHAPES,
-    Format,
-    assert_equal_but_for_rounded_factors,
-    cpu_bench,
-    cpu_forward,
-    in_float32,
-    make_model,
-    quantized,
-    torch_bench,
-)
+from tests.models.cpu import support
+from tests.models.cpu.support import BASE, BFLOAT16, FLOAT32, SHAPES, Format, cpu_bench, cpu_forward, make_model
 from tests.support.forward_bench import NUM_SLOTS, SLOT_LEN, Bench, Row, random_tokens
 from tests.support.kernels import needs_kernels
 
@@ -71,61 +53,54 @@ def typical_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 @functools.cache
-def truth(shape: str, dtype: torch.dtype) -> torch.Tensor:
+def truth(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
     """Logits of that model's weights, rounded to `dtype`, computed with in float32 by torch."""
-    return ragged_logits(torch_bench(in_float32(make_model(SHAPES[shape], dtype))))
+    return ragged_logits(support.torch_bench(support.in_float32(make_model(config, dtype))))
 
 
 @functools.cache
-def torch_error(shape: str, number_format: Format) -> float:
+def torch_error(config: ModelConfig, number_format: Format) -> float:
     """How far from that torch is in the format; if quantized, with factors that are and all else in float32."""
-    model = make_model(SHAPES[shape], number_format.dtype)
-    logits = ragged_logits(
-        torch_bench(quantized(in_float32(model), number_format.quantization) if number_format.quantization else model)
-    )
-    return typical_error(logits, truth(shape, number_format.dtype))
+    model = make_model(config, number_format.dtype)
+    if number_format.quantization:
+        model = support.quantized(support.in_float32(model), number_format.quantization)
+    return typical_error(ragged_logits(support.torch_bench(model)), truth(config, number_format.dtype))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_float32_equals_torch_but_for_rounding(shape: str, isa: str) -> None:
-    exact = truth(shape, torch.float32)
-    ours = ragged_logits(cpu_bench(SHAPES[shape], FLOAT32, isa))
-    assert ours.dtype == torch.float32
-    assert ours.shape == exact.shape
+of_every_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+
+
+@of_every_shape
+def test_float32_equals_torch_but_for_rounding(config: ModelConfig, isa: str) -> None:
+    ours, exact = ragged_logits(cpu_bench(config, FLOAT32, isa)), truth(config, torch.float32)
+    assert (ours.dtype, ours.shape) == (torch.float32, exact.shape)
     assert largest_error(ours, exact) < 2e-5
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_bfloat16_is_no_further_from_the_truth_than_torch_in_bfloat16(shape: str, isa: str) -> None:
-    ours, exact = ragged_logits(cpu_bench(SHAPES[shape], BFLOAT16, isa)), truth(shape, torch.bfloat16)
-    assert typical_error(ours, exact) < 0.9 * torch_error(shape, BFLOAT16)
-    assert largest_error(ours, exact) < 0.06
+@of_every_shape
+@pytest.mark.parametrize("number_format", [BFLOAT16, support.BFLOAT16_INT8, support.BFLOAT16_INT4], ids=str)
+def test_bfloat16_is_as_near_the_truth_as_bits_allow(config: ModelConfig, number_format: Format, isa: str) -> None:
+    ours, exact = ragged_logits(cpu_bench(config, number_format, isa)), truth(config, torch.bfloat16)
+    assert typical_error(ours, exact) < (1.1 if number_format.quantization else 0.9) * torch_error(
+        config, number_format
+    )
+    assert number_format.quantization or largest_error(ours, exact) < 0.06
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("number_format", [FLOAT32_INT8, FLOAT32_INT4], ids=str)
-def test_products_of_integers_are_exact_sums_of_rounded_factors(shape: str, number_format: Format, isa: str) -> None:
-    assert number_format.quantization
-    ours = cpu_bench(SHAPES[shape], number_format, isa)
-    theirs = torch_bench(quantized(make_model(SHAPES[shape]), number_format.quantization))
+@of_every_shape
+@pytest.mark.parametrize("number_format", [support.FLOAT32_INT8, support.FLOAT32_INT4], ids=str)
+def test_integers_give_exact_sums_of_rounded_factors(config: ModelConfig, number_format: Format, isa: str) -> None:
+    ours = cpu_bench(config, number_format, isa)
+    theirs = support.torch_bench(support.quantized(make_model(config), number_format.quantization))
     rng = random.Random(0)
     for count in (5, 1, 3):
         rows = [Row(slot, random_tokens(rng, count)) for slot in range(NUM_SLOTS)]
-        assert_equal_but_for_rounded_factors(torch.cat(ours.run(rows)), torch.cat(theirs.run(rows)))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("number_format", [BFLOAT16_INT8, BFLOAT16_INT4], ids=str)
-def test_bfloat16_with_products_of_integers_is_as_near_the_truth_as_their_bits_allow(
-    shape: str, number_format: Format, isa: str
-) -> None:
-    ours, exact = ragged_logits(cpu_bench(SHAPES[shape], number_format, isa)), truth(shape, torch.bfloat16)
-    assert typical_error(ours, exact) < 1.1 * torch_error(shape, number_format)
+        support.assert_equal_but_for_rounded_factors(torch.cat(ours.run(rows)), torch.cat(theirs.run(rows)))
 
 
 def test_weights_of_values_lose_next_to_nothing(isa: str) -> None:
     config = SHAPES["three heads to one"]
-    rounded, exact = cpu_bench(config, FLOAT32_INT4, isa), torch_bench(make_model(config, torch.float32))
+    rounded, exact = cpu_bench(config, support.FLOAT32_INT4, isa), support.torch_bench(make_model(config))
     for bench in (rounded, exact):
         bench.run([Row(0, list(range(1, 30)))])
     # The first layer, [keys or values, tokens, ...]; the embedding has 8 bits, and so have the rows of the product.
@@ -136,15 +111,14 @@ def test_weights_of_values_lose_next_to_nothing(isa: str) -> None:
 
 
 def test_any_number_of_rows_of_the_head_is_multiplied(number_format: Format, isa: str) -> None:
-    reference = in_float32(make_model(UNTIED, number_format.dtype))
-    if number_format.quantization:
-        reference = quantized(reference, number_format.quantization)
+    reference = support.in_float32(make_model(UNTIED, number_format.dtype))
+    reference = support.quantized(reference, number_format.quantization)
     forward = cpu_forward(UNTIED, number_format, isa)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(100, UNTIED.hidden_size, generator=generator).to(number_format.dtype)
     ours = forward.logits(hidden)
     with torch.inference_mode():
-        assert_equal_but_for_rounded_factors(ours, reference.logits(hidden.float()))
+        support.assert_equal_but_for_rounded_factors(ours, reference.logits(hidden.float()))
     for count in (1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 31, 32, 33, 64, 65):
         assert torch.equal(forward.logits(hidden[:count]), ours[:count])
 
@@ -152,38 +126,29 @@ def test_any_number_of_rows_of_the_head_is_multiplied(number_format: Format, isa
 # What it writes and reads
 
 
-def bits(bench: Bench) -> torch.Tensor:
-    """What lies in the slots, as integers: so what is no number equals itself."""
-    blocks = bench.blocks
-    return blocks.view(torch.int32 if blocks.dtype == torch.float32 else torch.int16)
-
-
 def by_position(bench: Bench) -> torch.Tensor:
-    """`[slots, slot_len, 2, layers, heads, head_dim]`"""
-    return bits(bench).permute(0, 3, 1, 2, 4, 5)
+    """`[slots, slot_len, 2, layers, heads, head_dim]`, as integers: so what is no number equals itself."""
+    dtype = torch.int32 if bench.blocks.dtype == torch.float32 else torch.int16
+    return bench.blocks.view(dtype).permute(0, 3, 1, 2, 4, 5)
 
 
 def test_stale_values_are_neither_read_nor_written(isa: str, number_format: Format) -> None:
     """Beyond a row's length, in other slots, and in layers that are yet to come."""
     clean, stale = (cpu_bench(SHAPES["many heads"], number_format, isa) for _ in range(2))
     stale.blocks.fill_(torch.nan)
-    untouched = bits(stale)[0, 0, 0, 0, 0, 0].clone()
+    untouched = by_position(stale)[0, 0, 0, 0, 0, 0].clone()
     logits = ragged_logits(clean)
     assert logits.isfinite().all()
     assert torch.equal(ragged_logits(stale), logits)
-    lengths = torch.zeros(NUM_SLOTS, dtype=torch.int64)
-    for slot, count in itertools.chain(*RAGGED):
-        lengths[slot] += count
-    is_held = torch.arange(SLOT_LEN) < lengths[:, None]  # [slot, position]
+    lengths = [sum(count for each, count in itertools.chain(*RAGGED) if each == slot) for slot in range(NUM_SLOTS)]
+    is_held = torch.arange(SLOT_LEN) < torch.tensor(lengths)[:, None]  # [slot, position]
     assert (by_position(stale)[~is_held] == untouched).all()
     assert torch.equal(by_position(stale)[is_held], by_position(clean)[is_held])
 
 
 @pytest.mark.parametrize("num_new", [1, 20])
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_what_lies_before_a_window_is_not_read(
-    num_kv_heads: int, num_new: int, isa: str, number_format: Format
-) -> None:
+def test_nothing_before_a_window_is_read(num_kv_heads: int, num_new: int, isa: str, number_format: Format) -> None:
     """But for the rest of a block of 32 keys: so a decode step takes no longer, however long its sequence is."""
     config = replace(BASE, layers=tuple(LayerConfig(None, window) for window in (24, 130)), num_kv_heads=num_kv_heads)
     whole, forgetful = (cpu_bench(config, number_format, isa) for _ in range(2))
@@ -209,9 +174,7 @@ def test_a_token_outside_the_vocabulary_is_refused_before_anything_is_written(to
 
 
 @pytest.mark.parametrize(("kv", "position"), [(0, 0), (1, 127), (0, 128), (1, 140)])
-def test_a_cached_value_that_is_no_number_spoils_its_own_row_only(
-    kv: int, position: int, isa: str, number_format: Format
-) -> None:
+def test_a_cached_nan_spoils_its_own_row_only(kv: int, position: int, isa: str, number_format: Format) -> None:
     rng = random.Random(1)
     first = [Row(slot, random_tokens(rng, count)) for slot, count in ((4, 141), (2, 141), (7, 3))]
     second = [Row(4, [5]), Row(2, [6]), Row(7, [8, 9, 10])]
@@ -220,8 +183,7 @@ def test_a_cached_value_that_is_no_number_spoils_its_own_row_only(
         bench.run(first)
     poisoned.blocks[2, kv, 1, position, 1, 3] = torch.nan
     expected, found = sound.run(second), poisoned.run(second)
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[2], expected[2])
+    assert all(torch.equal(found[index], expected[index]) for index in (0, 2))
     assert found[1].isnan().all()
 
 
@@ -229,51 +191,40 @@ def test_a_cached_value_that_is_no_number_spoils_its_own_row_only(
 def test_an_embedding_that_is_no_number_spoils_its_own_row_only(value: float, isa: str, number_format: Format) -> None:
     model = make_model(UNTIED, number_format.dtype)
     model.model.embed_tokens.weight[7, 3] = value
-    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
     rows = [Row(1, [5]), Row(2, [7]), Row(0, [1, 2, 7, 3]), Row(3, [4, 6, 8])]
     sound = cpu_bench(UNTIED, number_format, isa).run(rows)
-    found = Bench(model.config, model.dtype, forward).run(rows)
-    assert torch.equal(found[0], sound[0])
-    assert torch.equal(found[3], sound[3])
+    found = cpu_bench(model, number_format, isa).run(rows)
+    assert all(torch.equal(found[index], sound[index]) for index in (0, 3))
     assert found[1].isnan().all()
     assert found[2][2:].isnan().all()
 
 
-MATRICES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-
-
-@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("name", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
 def test_a_weight_that_is_no_number_shows_in_the_logits(name: str, isa: str, number_format: Format) -> None:
     model = make_model(UNTIED, number_format.dtype)
     linear = {**dict(model.layers[0].self_attn.named_children()), **dict(model.layers[0].mlp.named_children())}[name]
     linear.weight[-1, 9] = torch.nan  # type: ignore[operator]
-    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
-    for logits in Bench(model.config, model.dtype, forward).run([Row(1, [5]), Row(0, [1, 2])]):
+    for logits in cpu_bench(model, number_format, isa).run([Row(1, [5]), Row(0, [1, 2])]):
         assert logits.isnan().all()
 
 
 # What it keeps
 
 
-def storages(model: Decoder) -> dict[str, StorageWeakRef]:
-    return {
-        name: StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters()
-    }
-
-
 @pytest.mark.parametrize("shape", ["one head to one", "three heads to one"])
 def test_the_torch_models_matrices_are_let_go_of(shape: str, number_format: Format) -> None:
     """All but an embedding that is not the head too: that is kept as it is, and so is what is no matrix."""
-    config = SHAPES[shape]
-    model = make_model(config, number_format.dtype)
-    before = storages(model)
-    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization)
+    model = make_model(SHAPES[shape], number_format.dtype)
+    matrices = {
+        name: StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters()
+        if "_proj.weight" in name or "embed" in name or "lm_head" in name
+    }
+    forward = cpu_forward(model, number_format)
     gc.collect()
-    alive = {name for name, storage in before.items() if not storage.expired()}  # type: ignore[no-untyped-call]
-    matrices = {name for name in before if "_proj.weight" in name or "embed" in name or "lm_head" in name}
-    assert matrices & alive == (set() if config.is_tied else {"model.embed_tokens.weight"})
-    assert matrices & {name for name, _ in model.named_parameters()} == set()
+    alive = {name for name, storage in matrices.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+    assert alive == (set() if SHAPES[shape].is_tied else {"model.embed_tokens.weight"})
+    assert matrices.keys() & {name for name, _ in model.named_parameters()} == set()
     assert forward.weight_bytes > 0
 
 
@@ -284,9 +235,8 @@ def expected_bytes(is_tied: bool, number_format: Format) -> int:
     bits = {None: (8 * number_format.dtype.itemsize,) * 2, "int8": (8.5, 8.5), "int4": (4.5, 8.5)}
     in_layers, in_head = bits[number_format.quantization]
     num_bytes = int(num_weights * in_layers + 128 * 64 * in_head) // 8
-    num_bytes += (
-        (2 * (192 + num_rests + 64 + 384 + 64) + 128) * 4 if number_format.quantization else 0
-    )  # units of scales
+    if number_format.quantization:
+        num_bytes += (2 * (192 + num_rests + 64 + 384 + 64) + 128) * 4  # units of scales
     num_bytes += (2 * 2 + 1) * 64 * 4  # norms, in float32
     num_bytes += SLOT_LEN * 32 * 4  # rotary tables
     return num_bytes + (0 if is_tied else 128 * 64 * number_format.dtype.itemsize)
@@ -294,20 +244,16 @@ def expected_bytes(is_tied: bool, number_format: Format) -> int:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_weights_take_the_parameters_bytes_and_a_tied_head_counts_once(is_tied: bool, number_format: Format) -> None:
-    config = replace(
-        BASE, vocab_size=128, hidden_size=64, intermediate_size=192, num_heads=2, num_kv_heads=2, is_tied=is_tied
-    )
-    model = make_model(config, number_format.dtype)
-    forward = CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization)
-    assert forward.weight_bytes == expected_bytes(is_tied, number_format)
+    shape = support.shape(64, 192, 2, 2, vocab_size=128, is_tied=is_tied)
+    assert cpu_forward(shape, number_format).weight_bytes == expected_bytes(is_tied, number_format)
 
 
 def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
     """What the kernels hold pointers to is kept by the forward pass itself."""
-    for number_format in FORMATS:
+    for number_format in support.FORMATS:
         expected = cpu_bench(UNTIED, number_format).run([Row(0, [1, 2, 3])])
         model = make_model(UNTIED, number_format.dtype)
-        bench = Bench(model.config, model.dtype, CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization))
+        bench = cpu_bench(model, number_format)
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
         del model
@@ -315,7 +261,7 @@ def test_a_model_that_is_gone_leaves_the_forward_pass_whole() -> None:
         assert torch.equal(bench.run([Row(0, [1, 2, 3])])[0], expected[0])
 
 
-@pytest.mark.parametrize("number_format", [FLOAT32, BFLOAT16_INT8], ids=str)
+@pytest.mark.parametrize("number_format", [FLOAT32, support.BFLOAT16_INT8], ids=str)
 def test_steps_take_no_more_memory_than_is_counted_for_them_and_not_much_less(number_format: Format) -> None:
     bench = cpu_bench(BASE, number_format)
     decoder = bench._forward
@@ -335,4 +281,4 @@ def test_steps_take_no_more_memory_than_is_counted_for_them_and_not_much_less(nu
 @pytest.mark.parametrize("head_dim", [48, 288])
 def test_heads_that_the_kernels_do_not_take_are_refused(head_dim: int) -> None:
     with pytest.raises(ValueError, match=f"it takes a head_dim up to 256 that 32 divides, not {head_dim}"):
-        CpuDecoder(make_model(replace(BASE, head_dim=head_dim), torch.float32), SLOT_LEN)
+        cpu_forward(replace(BASE, head_dim=head_dim))

@@ -12,16 +12,9 @@ from chairlift.models.cpu import CpuDecoder
 from chairlift.models.decoder import Decoder
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear
-from tests.models.cpu.support import (
-    BASE,
-    SHAPES,
-    GroupedLinear,
-    assert_equal_but_for_rounded_factors,
-    make_model,
-    threads,
-    torch_bench,
-)
-from tests.support.forward_bench import SLOT_LEN, Bench, Row, random_tokens
+from tests.models.cpu import support
+from tests.models.cpu.support import BASE, SHAPES, assert_equal_but_for_rounded_factors, cpu_bench, make_model
+from tests.support.forward_bench import SLOT_LEN, Row, random_tokens
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels
@@ -36,10 +29,6 @@ FORMATS = {  # bits, group size, whether there are offsets
     "groups of 96 with offsets": (4, 96, True),
     "one group": (8, 192, False),
 }
-
-
-def config_of(hidden_size: int, *, is_tied: bool = False) -> ModelConfig:
-    return replace(BASE, hidden_size=hidden_size, is_tied=is_tied)
 
 
 def random_weight(name: str, num_inputs: int) -> GroupedWeight:
@@ -57,7 +46,7 @@ def random_weight(name: str, num_inputs: int) -> GroupedWeight:
 
 def decoder(weight: GroupedWeight, dtype: torch.dtype, isa: str | None = None) -> CpuDecoder:
     """A model with that head; its other matrices are plain."""
-    model = make_model(config_of(weight.num_inputs), dtype)
+    model = make_model(replace(BASE, hidden_size=weight.num_inputs, is_tied=False), dtype)
     model.lm_head.take(weight)
     return CpuDecoder(model, SLOT_LEN, isa=isa)
 
@@ -68,16 +57,14 @@ def random_rows(count: int, num_inputs: int, dtype: torch.dtype) -> torch.Tensor
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_within_a_hundredth_of_those_of_the_files_numbers_on_any_rows(
-    name: str, dtype: torch.dtype, isa: str
-) -> None:
+def test_logits_are_within_a_hundredth_of_the_files_on_any_rows(name: str, dtype: torch.dtype, isa: str) -> None:
     weight = random_weight(name, 192)
     forward, rows = decoder(weight, dtype, isa), random_rows(40, 192, dtype)
     logits, exact = forward.logits(rows), rows.float() @ weight.dequantize().T
     assert float((logits - exact).norm() / exact.norm()) < 0.01
     for count in range(1, 40):
         assert torch.equal(forward.logits(rows[:count]), logits[:count])
-    with threads(3):
+    with support.threads(3):
         assert torch.equal(forward.logits(rows), logits)
 
 
@@ -102,6 +89,17 @@ def test_scales_beyond_the_range_of_float16_lose_nothing(factor: float) -> None:
     assert torch.equal(decoder(scaled, torch.float32).logits(rows), expected)
 
 
+def test_a_scale_far_below_the_largest_of_its_row_loses_nothing() -> None:
+    weight = random_weight("Q8_0", 192)
+    scales = weight.scales.float()
+    scales[:, 0] *= 2.0**-22
+    weight, rows = replace(weight, scales=scales), torch.zeros(1, 192)
+    rows[0, :32] = torch.arange(96, 128)
+    exact = rows.double() @ weight.dequantize(torch.float64).T
+    error = (decoder(weight, torch.float32).logits(rows) - exact).abs().amax()
+    assert error < 2e-6 * exact.abs().amax()
+
+
 @pytest.mark.parametrize("size", [1e-25, 1e-33, 1e-38, 1e-42])
 def test_rows_of_next_to_nothing_give_next_to_nothing(size: float, isa: str) -> None:
     logits = decoder(random_weight("Q8_0", 192), torch.float32, isa).logits(random_rows(4, 192, torch.float32) * size)
@@ -117,37 +115,44 @@ def test_a_row_with_what_is_no_number_spoils_itself_only(name: str, value: float
     rows[2, 100] = value
     found = forward.logits(rows)
     assert found[2].isnan().all()
-    others = [0, 1, 3, 4, 5]
-    assert torch.equal(found[others], sound[others])
+    assert torch.equal(found[[0, 1, 3, 4, 5]], sound[[0, 1, 3, 4, 5]])
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tied_head_is_the_embedding_to_the_bit(name: str, isa: str) -> None:
     weight = random_weight(name, 192)
-    tied, untied = (make_model(config_of(192, is_tied=is_tied), torch.float32) for is_tied in (True, False))
+    tied, untied = (make_model(replace(BASE, hidden_size=192, is_tied=is_tied)) for is_tied in (True, False))
     untied.model.embed_tokens.weight.copy_(weight.dequantize())
-    tied.lm_head.take(weight)
     del tied.model.embed_tokens.weight
+    for model in (tied, untied):
+        model.lm_head.take(weight)
     rows = [Row(0, [0, 15, 16, 100, 260])]
-    untied.lm_head.take(weight)
-    logits = [
-        Bench(each.config, each.dtype, CpuDecoder(each, SLOT_LEN, isa=isa)).run(rows)[0] for each in (tied, untied)
-    ]
-    assert torch.equal(*logits)
+    assert torch.equal(*(cpu_bench(model, isa=isa).run(rows)[0] for model in (tied, untied)))
 
 
 def test_matrices_of_one_model_may_differ_in_format() -> None:
-    config = config_of(128)
-    mixed, same = (make_model(config, torch.float32) for _ in range(2))
-    for layer in mixed.layers:
-        layer.mlp.gate_up_proj.take(quantize(layer.mlp.gate_up_proj.weight.detach(), 4))
-    for layer in same.layers:
-        weight = quantize(layer.mlp.gate_up_proj.weight.detach(), 4).dequantize()
-        layer.mlp.gate_up_proj.weight.copy_(weight)
-    mixed_bench, same_bench = (Bench(config, torch.float32, CpuDecoder(model, SLOT_LEN)) for model in (mixed, same))
+    mixed, same = (make_model(replace(BASE, hidden_size=128, is_tied=False)) for _ in range(2))
+    for layer, other in zip(mixed.layers, same.layers, strict=True):
+        weight = quantize(layer.mlp.gate_up_proj.weight.detach(), 4)
+        layer.mlp.gate_up_proj.take(weight)
+        other.mlp.gate_up_proj.weight.copy_(weight.dequantize())
     rows = [Row(0, [1, 2, 3]), Row(3, [9])]
-    ours, exact = torch.cat(mixed_bench.run(rows)), torch.cat(same_bench.run(rows))
+    ours, exact = (torch.cat(cpu_bench(model).run(rows)) for model in (mixed, same))
     assert 0 < float((ours - exact).norm() / exact.norm()) < 0.02
+
+
+def test_offsets_that_are_8_scales_take_no_memory() -> None:
+    without, with_them = (decoder(random_weight(name, 192), torch.float32).weight_bytes for name in ("Q4_0", "Q4_1"))
+    assert with_them - without == 272 * 6 * 2  # outputs in whole panels, groups, bytes
+    weight, rows = replace(random_weight("Q4_0", 192), offsets=None), torch.ones(1, 192)  # 0 to 15, not -8 to 7
+    torch.testing.assert_close(decoder(weight, torch.float32).logits(rows), rows @ weight.dequantize().T)
+
+
+def test_groups_that_rows_cannot_have_are_refused() -> None:
+    model = make_model(BASE)
+    model.lm_head.take(GroupedWeight(8, torch.zeros(VOCAB, 112, dtype=torch.int8), torch.ones(VOCAB, 7)))
+    with pytest.raises(ValueError, match=r"groups of 32, 64, 96, .* weights, not of 16"):
+        CpuDecoder(model, SLOT_LEN)
 
 
 # Plain matrices beside groups
@@ -174,7 +179,7 @@ def reference_of(config: ModelConfig, plain: str) -> Decoder:
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear) and name != plain:
                 weight = quantize(child.weight.detach(), 8).dequantize()
-                setattr(parent, name, GroupedLinear(weight, child.bias))
+                setattr(parent, name, support.GroupedLinear(weight, child.bias))
     return model
 
 
@@ -182,20 +187,17 @@ def reference_of(config: ModelConfig, plain: str) -> Decoder:
 @pytest.mark.parametrize("plain", PLAIN)
 def test_plain_matrices_beside_groups_are_multiplied_as_they_are(plain: str, shape: str, isa: str) -> None:
     config = SHAPES[shape]
-    forward = CpuDecoder(with_groups(config, torch.float32, plain), SLOT_LEN, isa=isa)
-    ours, theirs = Bench(config, torch.float32, forward), torch_bench(reference_of(config, plain))
+    ours = cpu_bench(with_groups(config, torch.float32, plain), isa=isa)
+    theirs = support.torch_bench(reference_of(config, plain))
     steps = [[Row(slot, random_tokens(random.Random(slot), count)) for slot in (4, 0, 7)] for count in (5, 1, 40)]
-    logits, expected = ([row for step in steps for row in bench.run(step)] for bench in (ours, theirs))
-    assert_equal_but_for_rounded_factors(torch.cat(logits), torch.cat(expected))
+    logits, expected = (torch.cat([row for step in steps for row in bench.run(step)]) for bench in (ours, theirs))
+    assert_equal_but_for_rounded_factors(logits, expected)
 
 
 @pytest.mark.parametrize("plain", PLAIN)
 def test_bits_of_plain_matrices_beside_groups_do_not_depend_on_the_batch(plain: str, isa: str) -> None:
-    config = SHAPES["one head to one"]
-    together, alone = (
-        Bench(config, torch.bfloat16, CpuDecoder(with_groups(config, torch.bfloat16, plain), SLOT_LEN, isa=isa))
-        for _ in range(2)
-    )
+    models = (with_groups(SHAPES["one head to one"], torch.bfloat16, plain) for _ in range(2))
+    together, alone = (cpu_bench(model, isa=isa) for model in models)
     rows = [Row(slot, random_tokens(random.Random(slot), count)) for slot, count in ((3, 1), (5, 1), (0, 3), (1, 70))]
     for logits, row in zip(together.run(rows), rows, strict=True):
         assert torch.equal(logits, alone.run([row])[0])

@@ -10,25 +10,10 @@ import pytest
 import torch
 
 from chairlift.models import cpu
-from chairlift.models.cpu.build import (
-    _COMPILE_FLAGS,
-    _SOURCES,
-    InstructionSet,
-    compile_library,
-    instruction_sets,
-    usable_instruction_sets,
-)
+from chairlift.models.cpu import build
+from chairlift.models.cpu.build import InstructionSet, instruction_sets, usable_instruction_sets
+from tests.models.cpu import support
 from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need
-from tests.models.cpu.support import (
-    BFLOAT16,
-    BFLOAT16_INT4,
-    BFLOAT16_INT8,
-    FLOAT32,
-    FLOAT32_INT8,
-    SHAPES,
-    cpu_bench,
-    threads,
-)
 from tests.support.forward_bench import Row
 
 pytestmark = pytest.mark.slow
@@ -43,12 +28,12 @@ CLANG_FOR_ARM = "clang++ --target=aarch64-linux-gnu"
 CLANG_FOR_MACOS = "clang++ --target=arm64-apple-macos12 -nostdinc++ -U__nonnull"
 # Every format, odd sizes, heads of 32 to 256, windows and soft caps, depths that are cut into parts.
 CASES = (
-    ("like OLMo 2", BFLOAT16),
-    ("like Gemma", BFLOAT16_INT8),
-    ("five heads to one", BFLOAT16_INT4),
-    ("wide heads", FLOAT32_INT8),
-    ("one head to one", FLOAT32),
-    ("deep products", BFLOAT16),
+    ("like OLMo 2", support.BFLOAT16),
+    ("like Gemma", support.BFLOAT16_INT8),
+    ("five heads to one", support.BFLOAT16_INT4),
+    ("wide heads", support.FLOAT32_INT8),
+    ("one head to one", support.FLOAT32),
+    ("deep products", support.BFLOAT16),
 )
 NUM_THREADS = 2
 STEPS = (
@@ -67,8 +52,8 @@ WAYS = [
 
 def computed(isa: str | None = None) -> list[torch.Tensor]:
     """The logits of rows of one token, of a few and of many, and of rows with a common prefix."""
-    benches = [cpu_bench(SHAPES[name], number_format, isa) for name, number_format in CASES]
-    with threads(NUM_THREADS):
+    benches = [support.cpu_bench(support.SHAPES[name], number_format, isa) for name, number_format in CASES]
+    with support.threads(NUM_THREADS):
         logits = [torch.cat(bench.run(rows)) for bench in benches for rows in STEPS]
         for bench in benches:
             bench.cache.copy_prefix(2, 7, 135)
@@ -116,33 +101,26 @@ def test_no_compiler_warns(tmp_path: Path, compiler: str, instruction_set: Instr
         command += [f"-isystem{path}" for path in arm_headers()]
     version = subprocess.run([*command, "-dumpversion"], capture_output=True, text=True, check=True).stdout
     warnings = (*WARNINGS, *OF_GCC_12) if "g++" in compiler and version.startswith("12") else WARNINGS
-    flags = (*_COMPILE_FLAGS, *instruction_set.flags, *warnings, *way)
-    done = subprocess.run(
-        [*command, *flags, str(_SOURCES / "decoder.cpp")], capture_output=True, text=True, check=False
-    )
+    flags = (*build._COMPILE_FLAGS, *instruction_set.flags, *warnings, *way)
+    command += [*flags, str(build._SOURCES / "decoder.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stderr, done.returncode) == ("", 0)
 
 
 def test_what_clang_compiles_gives_the_bits_of_gcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need("clang++")
-    compile_library(["clang++"], level_of("avx2"), tmp_path / "library.so")
+    build.compile_library(["clang++"], level_of("avx2"), tmp_path / "library.so")
     expected = computed("avx2")
     library = ctypes.CDLL(str(tmp_path / "library.so"))
     monkeypatch.setattr(cpu, "load_library", lambda _isa: library)
     assert all(map(torch.equal, computed(), expected))
 
 
-@pytest.mark.parametrize(
-    ("isa", "sanitizer"),
-    [
-        ("avx2", "address"),
-        ("avx512_vnni", "address"),
-        ("avx512_bf16", "address"),
-        ("avx512", "undefined"),
-        ("avx2", "thread"),
-    ],
-)
-def test_sanitizers_find_nothing(tmp_path: Path, isa: str, sanitizer: str) -> None:
+SANITIZERS = {"address": ("avx2", "avx512_vnni", "avx512_bf16"), "undefined": ("avx512",), "thread": ("avx2",)}
+
+
+@pytest.mark.parametrize(("sanitizer", "isa"), [(name, isa) for name, sets in SANITIZERS.items() for isa in sets])
+def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str, isa: str) -> None:
     """In a program with threads of its own: a sanitizer does not see what OpenMP's wait for."""
     need("g++")
     flags = (*level_of(isa).flags, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1")

@@ -311,23 +311,75 @@ template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x
 #endif
 }
 
+// Adds the product of a row's group with a panel's to elements of C.
+template <bool HAS_OFFSETS>
+INLINE void add_scaled(const Group& group, i32x16 dot, f32x16 scale, f32x16 offset, float* to) {
+    f32x16 sum = fma16(splat(group.scale), scaled(dot, scale), load16(to));
+    if (HAS_OFFSETS) sum = fma16(splat(group.sum), offset, sum);
+    store16(to, sum);
+}
+
+template <int BITS, bool HAS_OFFSETS> constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
+
 // Adds the products of some rows' group with `words` to elements of C.
 template <int BITS, bool HAS_OFFSETS, int ROWS, int PANELS>
 INLINE void add_group(const Group* groups, const u32x16 (&words)[PANELS][GROUP_WORDS], const f32x16 (&scales)[PANELS],
                       const f32x16 (&offsets)[PANELS], float* c, int64_t ldc) {
-    constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
     i32x16 dots[ROWS][PANELS];
-    multiply_group<BITS>(groups, words, IS_AROUND_ZERO, dots);
+    multiply_group<BITS>(groups, words, IS_AROUND_ZERO<BITS, HAS_OFFSETS>, dots);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-        for (int p = 0; p < PANELS; p++) {
-            float* to = c + r * ldc + p * LANES;
-            f32x16 sum = fma16(splat(groups[r].scale), scaled(dots[r][p], scales[p]), load16(to));
-            if (HAS_OFFSETS) sum = fma16(splat(groups[r].sum), offsets[p], sum);
-            store16(to, sum);
-        }
+        for (int p = 0; p < PANELS; p++)
+            add_scaled<HAS_OFFSETS>(groups[r], dots[r][p], scales[p], offsets[p], c + r * ldc + p * LANES);
 }
+
+#if defined(__AMX_INT8__)
+
+// With fewer rows, writing what tiles hold and reading it again takes what they save. (Reckoned by cycles.)
+constexpr int FEWEST_TILED_ROWS = 8;
+
+// `add_group` of up to 32 rows: tiles of 16 rows of a group, whose 8 words match the lines of a panel's. The integers
+// are the same, and so the result is the same, bit for bit.
+template <int BITS, bool HAS_OFFSETS, int PANELS>
+INLINE void add_tiled(const Group* groups, int rows, const u32x16 (&words)[PANELS][GROUP_WORDS],
+                      const f32x16 (&scales)[PANELS], const f32x16 (&offsets)[PANELS], float* c, int64_t ldc) {
+    constexpr int64_t STRIDE = PANELS * LANES * sizeof(int32_t);
+    alignas(64) int32_t dots[32][PANELS * LANES];
+    const bool has_second = rows > 16;
+    asm volatile("" ::: "memory");  // the compiler does not see that tiles are loaded from memory
+    _tile_loadd(6, words[0], 64);
+    if (PANELS > 1) _tile_loadd(7, words[PANELS - 1], 64);
+    _tile_loadd(4, groups->values, sizeof(Group));
+    _tile_zero(0);
+    _tile_dpbsud(0, 4, 6);
+    _tile_stored(0, dots[0], STRIDE);
+    if (PANELS > 1) {
+        _tile_zero(1);
+        _tile_dpbsud(1, 4, 7);
+        _tile_stored(1, dots[0] + LANES, STRIDE);
+    }
+    if (has_second) {
+        _tile_loadd(5, groups[16].values, sizeof(Group));
+        _tile_zero(2);
+        _tile_dpbsud(2, 5, 6);
+        _tile_stored(2, dots[16], STRIDE);
+        if (PANELS > 1) {
+            _tile_zero(3);
+            _tile_dpbsud(3, 5, 7);
+            _tile_stored(3, dots[16] + LANES, STRIDE);
+        }
+    }
+    asm volatile("" ::: "memory");
+    for (int r = 0; r < rows; r++) {
+        const i32x16 shift = (IS_AROUND_ZERO<BITS, HAS_OFFSETS> ? groups[r].shift : START) - i32x16{};
+        for (int p = 0; p < PANELS; p++)
+            add_scaled<HAS_OFFSETS>(groups[r], load<i32x16>(dots[r] + p * LANES) + shift, scales[p], offsets[p],
+                                    c + r * ldc + p * LANES);
+    }
+}
+
+#endif
 
 // C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on.
 template <int BITS, bool HAS_OFFSETS, int PANELS>
@@ -340,6 +392,9 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
     int64_t scale = panel * panel_scales, place = 0;
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < PANELS; p++) store16(c + r * ldc + p * LANES, f32x16{});
+#if defined(__AMX_INT8__)
+    if (rows >= FEWEST_TILED_ROWS) shape_tiles(rows > 16 ? 16 : rows, rows > 16 ? rows - 16 : 16, GROUP);
+#endif
     for (int64_t start = 0; start < matrix.depth; start += matrix.group_size, scale += LANES) {
         f32x16 scales[PANELS], offsets[PANELS] = {};
         for (int p = 0; p < PANELS; p++) {
@@ -350,6 +405,12 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
             u32x16 words[PANELS][GROUP_WORDS];
             for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, PANELS * panel_bytes, words[p]);
             int r = 0;
+#if defined(__AMX_INT8__)
+            if (rows >= FEWEST_TILED_ROWS) {
+                add_tiled<BITS, HAS_OFFSETS>(&a.groups[place], rows, words, scales, offsets, c, ldc);
+                r = rows;
+            }
+#endif
             for (; r + GROUPS_AT_ONCE <= rows; r += GROUPS_AT_ONCE)
                 add_group<BITS, HAS_OFFSETS, GROUPS_AT_ONCE>(&a.groups[place + r], words, scales, offsets, c + r * ldc, ldc);
             for (; r < rows; r++)

@@ -222,22 +222,23 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-inline thread_local int tile_rows = -1;  // what this thread's tiles are set to: 32 * rows of tile 4 + rows of tile 5
+inline thread_local int tile_shapes = -1;  // what this thread's tiles are set to
 
-// Rows of the two row tiles: 1 to 16 each. Setting costs some 50 cycles, so only what changes is set.
-INLINE void shape_tiles(int first, int second) {
-    if (tile_rows == first * 32 + second) return;
-    tile_rows = first * 32 + second;
+// Rows of the two row tiles: 1 to 16 each, of `bytes` of A. Setting costs some 50 cycles, so only what changes is set.
+INLINE void shape_tiles(int first, int second, int bytes = 64) {
+    const int wanted = (bytes * 32 + first) * 32 + second;
+    if (tile_shapes == wanted) return;
+    tile_shapes = wanted;
     TileShapes shapes;
     for (int tile = 0; tile < 8; tile++) {
-        shapes.bytes[tile] = 64;
-        shapes.rows[tile] = uint8_t(tile >= 6 ? 16 : (tile == 0 || tile == 1 || tile == 4) ? first : second);
+        shapes.bytes[tile] = uint16_t(tile == 4 || tile == 5 ? bytes : 64);
+        shapes.rows[tile] = uint8_t(tile >= 6 ? bytes / 4 : (tile == 0 || tile == 1 || tile == 4) ? first : second);
     }
     _tile_loadconfig(&shapes);
 }
 
 // Another library in this process may shape the tiles as well, so each entry into ours starts anew.
-INLINE void forget_tiles() { tile_rows = -1; }
+INLINE void forget_tiles() { tile_shapes = -1; }
 INLINE void leave_tiles() { _tile_release(); }
 
 template <bool TWO_ROW_TILES, bool TWO_PANELS>

@@ -150,10 +150,17 @@ class Contest:
         }
 
     def _take_turns(self, kind: str, num_rows: int) -> tuple[Run, Run]:
+        """Both begin with a prompt that is warm, and find no answer to it in any slot."""
         tenant = str(next(self._num_tenants))
-        without = self._run(kind, [RequestOptions(speculation="off")] * num_rows)
+        salts = [f"{tenant} without", tenant]
+        for salt in salts:
+            self._run(kind, [RequestOptions(speculation="off", cache_salt=salt)], max_tokens=1)
+        without = self._run(kind, [RequestOptions(speculation="off", cache_salt=salts[0])] * num_rows)
         predictions = [text if kind == "prediction" else "" for _, text in without.answers]
-        options = [RequestOptions(tenant=f"{tenant}-{i}", prediction=text) for i, text in enumerate(predictions)]
+        options = [
+            RequestOptions(tenant=f"{tenant}-{i}", prediction=text, cache_salt=salts[1])
+            for i, text in enumerate(predictions)
+        ]
         if kind == "again":
             self._run(kind, options)
         speculating = self._run(kind, options)
@@ -161,14 +168,16 @@ class Contest:
             raise SystemExit("speculation has changed what is generated")
         return without, speculating
 
-    def _run(self, kind: str, options: Sequence[RequestOptions]) -> Run:
+    def _run(self, kind: str, options: Sequence[RequestOptions], max_tokens: int | None = None) -> Run:
         """Answers all prompts at once: the first greedily, the others with a seed of their own, as are all of random
         weights, whose likeliest token is always the same.
         """
         structure = {"structured_outputs": StructuredOutputs(json=_SCHEMA)} if kind == "schema" else {}
         temperatures = itertools.chain([0.0], itertools.repeat(0.3)) if self._is_chat else itertools.repeat(1.0)
         params = [
-            SamplingParams(max_tokens=self._num_tokens, ignore_eos=True, temperature=each, seed=row, **structure)
+            SamplingParams(
+                max_tokens=max_tokens or self._num_tokens, ignore_eos=True, temperature=each, seed=row, **structure
+            )
             for row, each in zip(range(len(options)), temperatures, strict=False)
         ]
         prompts = [PROMPTS[kind]] * len(options)

@@ -69,7 +69,7 @@ class ServerConfig(BaseModel):
     )
     share_prefixes: bool = Field(
         False,
-        description="let keys reuse each other's computed prompts; a key can then learn what others have sent",
+        description="let keys reuse each other's computed prompts; a key can then learn what others sent and got",
     )
     allowed_origin: list[str] = Field(
         [],

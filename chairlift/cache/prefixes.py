@@ -13,7 +13,7 @@ copied from which. Plain Python, no tensors; not thread-safe.
 
 from array import array
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _TOKEN_TYPE = "i"
 _TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
@@ -46,6 +46,7 @@ class _Node:
 class _Entry:
     tokens: bytes
     salt: str
+    number: int  # of all that were inserted
 
 
 class PrefixIndex:
@@ -54,6 +55,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._roots: dict[str, _Node] = {}
         self._entries: dict[int, _Entry] = {}
+        self._num_inserted = 0
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._entries
@@ -65,9 +67,14 @@ class PrefixIndex:
 
     def insert(self, slot: int, tokens: bytes, salt: str = "") -> None:
         """From now on the slot holds, or will hold, these tokens, and nothing else."""
+        self._num_inserted += 1
+        self._set(slot, _Entry(tokens, salt, self._num_inserted))
+
+    def _set(self, slot: int, entry: _Entry) -> None:
         self.remove(slot)
-        self._entries[slot] = _Entry(tokens, salt)
-        node = self._roots.setdefault(salt, _Node())
+        self._entries[slot] = entry
+        tokens = entry.tokens
+        node = self._roots.setdefault(entry.salt, _Node())
         node.slots.add(slot)
         position = 0
         while position < len(tokens):
@@ -110,7 +117,7 @@ class PrefixIndex:
         """Forgets what a slot that is known holds beyond its first tokens."""
         entry = self._entries[slot]
         if num_tokens:
-            self.insert(slot, entry.tokens[: num_tokens * _TOKEN_BYTES], entry.salt)
+            self._set(slot, replace(entry, tokens=entry.tokens[: num_tokens * _TOKEN_BYTES]))
         else:
             self.remove(slot)
 
@@ -132,6 +139,16 @@ class PrefixIndex:
             if num_shared < len(node.edge):
                 break
         return reversed(found)
+
+    def following(self, tokens: bytes, salt: str, num_slots: int, num_tokens: int) -> list[list[int]]:
+        """What is behind these tokens in the newest slots that begin with all of them: the first tokens of it."""
+        longest = next(iter(self.match(tokens, salt)), None)
+        if longest is None or longest.num_tokens * _TOKEN_BYTES < len(tokens):
+            return []
+        known = [entry for slot in longest.slots if len((entry := self._entries[slot]).tokens) > len(tokens)]
+        known.sort(key=lambda entry: -entry.number)
+        behind = slice(len(tokens), len(tokens) + num_tokens * _TOKEN_BYTES)
+        return [array(_TOKEN_TYPE, entry.tokens[behind]).tolist() for entry in known[:num_slots]]
 
     def check(self) -> None:
         """Asserts that the trees hold exactly the entries."""

@@ -1,7 +1,7 @@
 """Guesses at what a sequence says next: what followed, somewhere else, the tokens that it now ends with.
 
-The longest such end is looked for in the sequence itself, which may begin with a guess at the whole answer, and in the
-answers that its client was given lately:
+The longest such end is looked for in the sequence itself, which may begin with a guess at the whole answer, in what
+slots hold behind the same prompt, and in the answers that its client was given lately:
 
     | prediction | NONE | prompt | answer |        | end of a prompt | answer | NONE | end of a prompt | answer | NONE |
 
@@ -20,13 +20,16 @@ MAX_MATCH = 32
 FORCED_MATCH = MAX_MATCH + 1
 """What counts as matched before tokens that a grammar forces."""
 
+MAX_CONTINUATIONS, MAX_CONTINUATION = 2, 2**11
+"""Slots that begin with a prompt, and tokens behind it in each, in which its answer is looked for."""
+
 _NONE = -1  # no token: no guess goes beyond it
 _SHORT, _LONG = 2, 4  # tokens of indexed runs
 _MAX_PLACES = 6  # in a text, that end as the sequence does: the newest
 _PREDICTED_MATCH = 16  # what a place in the prediction counts for at least: somebody means it to be the answer
 _MATCHES = (3, 6, 16, FORCED_MATCH)  # tokens before a guess from which on it counts as likelier
 _FIRST_RATES = (0.2, 0.4, 0.7, 0.9, 0.95)  # of guesses with fewer, and so on, until the row has shown what they are
-_MAX_INDEXED = 1024  # in a look-up: a long prompt delays no step by more than some two milliseconds
+_MAX_INDEXED = 1024  # of a text in a look-up: a long prompt delays no step by more than some two milliseconds
 _NEWEST_TOKEN = 0.1  # its weight in a rate
 _NEWEST_ANSWER = 0.3  # the weight of its rates in those that its client's next one starts with
 _HOPE = 0.05  # by which these go back to the first ones, so that what is not tried any more is tried again
@@ -124,7 +127,7 @@ class _Client:
 class Answers:
     """Recent answers, by client: similar questions often have similar answers.
 
-    Guesses never come from another client's answers, so that timing and counts reveal nothing of these.
+    No other client's are looked at here, so that timing and counts reveal nothing of them.
     """
 
     def __init__(self) -> None:
@@ -175,10 +178,19 @@ class Drafter:
         if prediction:
             self._text.tokens += [*prediction, _NONE]
         self._start = len(self._text.tokens)  # of the prompt
+        self._continuations = Text(finds_short=False)
         # The text that the last guess came from, and how far before the own end the place was: it is followed while it
         # agrees.
         self._followed: Text | None = self._text if prediction else None
         self._distance = self._start + num_prompt_tokens
+
+    def add_continuations(self, prompt_token_ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
+        """What followed the prompt where it was said before, the newest first. To be called before the first guess."""
+        text, tail = self._continuations, prompt_token_ids[-MAX_MATCH:]
+        for continuation in continuations:
+            text.tokens += [*tail, *continuation, _NONE]
+        if text.tokens and self._followed is None:
+            self._followed, self._distance = text, self._start + len(prompt_token_ids) - len(tail)
 
     def guess(self, token_ids: Sequence[int], num_tokens: int, answers: Sequence[Text] = ()) -> Guess:
         """At most so many tokens, of a sequence that now has `token_ids`: each time there may be more than before.
@@ -189,7 +201,7 @@ class Drafter:
         own.tokens += token_ids[len(own.tokens) - self._start :]
         end, source, place, num_matched = len(own.tokens) - 1, own, 0, 0
         ending = tuple(own.tokens[-_LONG:])
-        for text in (own, *answers):
+        for text in (own, self._continuations, *answers):
             places = text.places(ending)
             if text is self._followed and 0 <= end - self._distance < len(text.tokens):
                 places.insert(0, end - self._distance)

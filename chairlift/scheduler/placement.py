@@ -20,6 +20,7 @@ from chairlift.cache.budget import CHUNK_TOKENS, CacheUse, chunks_of
 from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import PrefixIndex, pack_tokens
 from chairlift.params import FinishReason
+from chairlift.scheduler.drafting import MAX_CONTINUATION, MAX_CONTINUATIONS
 from chairlift.scheduler.request import Contents, RequestState
 
 _MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: to save fewer is not worth a copy
@@ -63,6 +64,10 @@ class Placement:
         """Gives the request a slot, of which there must be one, and reuses what some slot holds of its tokens."""
         tokens = pack_tokens(request.token_ids)
         finding = self._find(request, tokens)
+        if request.drafter is not None and not request.num_preemptions:
+            salt = request.options.cache_salt
+            continuations = self._index.following(tokens, salt, MAX_CONTINUATIONS, MAX_CONTINUATION)
+            request.drafter.add_continuations(request.token_ids, continuations)
         slot = self._choose(finding, len(request.token_ids))
         if slot is None:
             (slot,) = self._slots.claim(1)

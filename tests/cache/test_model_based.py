@@ -86,10 +86,7 @@ class Cache(RuleBasedStateMachine):
             if source in self.warm:
                 self.warm[source] = self.warm.pop(source)
 
-    @rule(
-        rows=st.lists(st.tuples(seq_ids, st.integers(-1, 6)), min_size=1, max_size=3),
-        num_steps=st.integers(1, 3),
-    )
+    @rule(rows=st.lists(st.tuples(seq_ids, st.integers(-1, 6)), min_size=1, max_size=3), num_steps=st.integers(1, 3))
     def fetch_anything(self, rows: list[tuple[int, int]], num_steps: int) -> None:
         self._fetch([seq_id for seq_id, _ in rows], [count for _, count in rows], num_steps)
 

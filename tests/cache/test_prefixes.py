@@ -1,5 +1,6 @@
 """The radix tree over slots, against comparing everything; and where beginnings can be read that were copied."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -8,11 +9,10 @@ from chairlift.cache.ledger import SlotLedger
 from chairlift.cache.prefixes import CommonPrefix, CommonPrefixes, PrefixIndex, pack_tokens
 
 
-def index_of(**slots: list[int]) -> PrefixIndex:
-    """Slots by name: `s4=[1, 2]` is slot 4 with the tokens 1 and 2."""
+def index_of(slots: dict[int, list[int]]) -> PrefixIndex:
     index = PrefixIndex()
-    for name, tokens in slots.items():
-        index.insert(int(name[1:]), pack_tokens(tokens))
+    for slot, tokens in slots.items():
+        index.insert(slot, pack_tokens(tokens))
     index.check()
     return index
 
@@ -21,79 +21,49 @@ def matches(index: PrefixIndex, tokens: list[int], salt: str = "") -> list[tuple
     return [(prefix.num_tokens, set(prefix.slots)) for prefix in index.match(pack_tokens(tokens), salt)]
 
 
-def test_an_empty_index_finds_nothing() -> None:
-    assert matches(PrefixIndex(), [1, 2, 3]) == []
+@pytest.mark.parametrize(
+    ("slots", "tokens", "found"),
+    [
+        ({}, [1, 2, 3], []),
+        (
+            {0: [1, 2, 3, 4], 1: [1, 2, 3, 9], 2: [1, 5], 3: [7]},
+            [1, 2, 3, 4, 5],
+            [(4, {0}), (3, {0, 1}), (1, {0, 1, 2})],
+        ),
+        ({0: [1, 2, 3, 4, 5, 6]}, [1, 2, 3, 4, 9], [(4, {0})]),  # in the middle of an edge
+        ({0: [1, 2, 3], 1: [1, 2, 4]}, [1], [(1, {0, 1})]),
+        ({0: [1, 2, 3]}, [2, 3], []),
+        ({0: [0x01020304, 5]}, [0x01020305, 5], []),  # tokens are compared whole
+        ({0: [7, 0x0A0B]}, [7, 0x0B0A], [(1, {0})]),
+        ({0: [1, 2], 1: [1, 2]}, [1, 2, 3], [(2, {0, 1})]),
+        ({0: [1, 2], 1: [1, 2, 3]}, [1, 2, 3], [(3, {1}), (2, {0, 1})]),
+    ],
+)
+def test_the_longest_prefix_comes_first_and_shorter_ones_hold_more_slots(
+    slots: dict[int, list[int]], tokens: list[int], found: list[tuple[int, set[int]]]
+) -> None:
+    assert matches(index_of(slots), tokens) == found
 
 
-def test_the_longest_prefix_comes_first_and_shorter_ones_hold_more_slots() -> None:
-    index = index_of(s0=[1, 2, 3, 4], s1=[1, 2, 3, 9], s2=[1, 5], s3=[7])
-    assert matches(index, [1, 2, 3, 4, 5]) == [(4, {0}), (3, {0, 1}), (1, {0, 1, 2})]
-
-
-def test_a_prefix_may_end_in_the_middle_of_an_edge() -> None:
-    assert matches(index_of(s0=[1, 2, 3, 4, 5, 6]), [1, 2, 3, 4, 9]) == [(4, {0})]
-
-
-def test_what_is_looked_for_may_be_shorter_than_what_is_there() -> None:
-    assert matches(index_of(s0=[1, 2, 3], s1=[1, 2, 4]), [1]) == [(1, {0, 1})]
-
-
-def test_nothing_of_what_begins_otherwise_is_found() -> None:
-    assert matches(index_of(s0=[1, 2, 3]), [2, 3]) == []
-
-
-def test_tokens_are_compared_whole() -> None:
-    assert matches(index_of(s0=[0x01020304, 5]), [0x01020305, 5]) == []
-    assert matches(index_of(s0=[7, 0x0A0B]), [7, 0x0B0A]) == [(1, {0})]
-
-
-def test_equal_slots_share_a_node_and_leave_one_by_one() -> None:
-    index = index_of(s0=[1, 2], s1=[1, 2])
-    assert matches(index, [1, 2, 3]) == [(2, {0, 1})]
-    index.remove(0)
-    index.check()
-    assert matches(index, [1, 2, 3]) == [(2, {1})]
+def test_a_split_is_undone_when_it_tells_nothing_apart_and_a_slot_holds_its_new_tokens_only() -> None:
+    index = index_of({0: [1, 2, 3, 4], 1: [1, 2, 9]})
     index.remove(1)
+    index.remove(5)  # is not there, which changes nothing
     index.check()
-    assert matches(index, [1, 2, 3]) == []
-
-
-def test_one_slot_may_begin_like_a_whole_other_one() -> None:
-    index = index_of(s0=[1, 2], s1=[1, 2, 3])
-    assert matches(index, [1, 2, 3]) == [(3, {1}), (2, {0, 1})]
-
-
-def test_a_slot_inserted_again_holds_its_new_tokens_only() -> None:
-    index = index_of(s0=[1, 2, 3])
-    index.insert(0, pack_tokens([4, 5]))
-    index.check()
-    assert matches(index, [1, 2, 3]) == []
-    assert matches(index, [4, 5]) == [(2, {0})]
-
-
-def test_to_remove_a_slot_that_is_not_there_changes_nothing() -> None:
-    index = index_of(s0=[1])
-    index.remove(5)
-    assert matches(index, [1]) == [(1, {0})]
-
-
-def test_a_split_is_undone_when_it_tells_nothing_apart() -> None:
-    index = index_of(s0=[1, 2, 3, 4], s1=[1, 2, 9])
-    index.remove(1)
     assert matches(index, [1, 2, 3, 4]) == [(4, {0})]
+    index.insert(0, pack_tokens([4, 5]), "a")
+    assert (matches(index, [1, 2, 3]), matches(index, [4, 5]), matches(index, [4, 5], "a")) == ([], [], [(2, {0})])
 
 
-def test_what_was_inserted_under_one_salt_is_not_found_under_another() -> None:
-    index = PrefixIndex()
-    index.insert(0, pack_tokens([1, 2]), "a")
-    index.insert(1, pack_tokens([1, 2]), "b")
-    index.check()
-    assert matches(index, [1, 2], "a") == [(2, {0})]
-    assert matches(index, [1, 2], "b") == [(2, {1})]
-    assert matches(index, [1, 2]) == []
-    index.remove(0)
-    index.check()
-    assert matches(index, [1, 2], "a") == []
+def test_what_follows_a_prefix_comes_from_the_newest_slots_and_a_slot_that_is_cut_is_no_newer() -> None:
+    index = index_of({0: [1, 2, 3, 4], 1: [1, 2, 5, 6, 7], 2: [1, 2], 3: [1, 2, 8]})
+    index.insert(4, pack_tokens([1, 2, 9]), "a")
+    index.cut(0, 3)
+    prefix = pack_tokens([1, 2])
+    assert index.following(prefix, "", 4, 2) == [[8], [5, 6], [3]]
+    assert index.following(prefix, "", 1, 1) == [[8]]
+    assert (index.following(prefix, "a", 4, 4), index.following(prefix, "b", 4, 4)) == ([[9]], [])
+    assert index.following(pack_tokens([1, 2, 9]), "", 4, 4) == []
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=8)
@@ -148,49 +118,33 @@ TestComparison.settings = settings(stateful_step_count=40)
 # --- beginnings of slots that were copied from each other
 
 
-def test_a_copy_can_be_read_where_it_came_from() -> None:
+COMMON: dict[str, tuple[list[tuple[int, ...]], dict[int, tuple[int, int]]]] = {
+    # Copies (source, target, tokens) and cuts (slot, tokens) in order; then a slot and a length for each slot.
+    "a copy is read where it came from": ([(0, 1, 200)], {1: (0, 200), 0: (0, 0)}),
+    "a copy of a copy where the first came from": ([(0, 1, 300), (1, 2, 300), (1, 3, 200)], {2: (0, 300), 3: (0, 200)}),
+    "a copy of more than its source had copied in that": ([(0, 1, 200), (1, 2, 500)], {2: (1, 500)}),
+    "when the first goes, the longest copy takes its part": (
+        [(0, 1, 200), (0, 2, 400), (0, 3, 300), (0, 250)],
+        {1: (0, 200), 2: (2, 0), 3: (2, 300)},
+    ),
+    "what is left of a slot": ([(0, 1, 400), (1, 200)], {1: (0, 200)}),
+    "nothing, if that is short": ([(0, 1, 400), (1, 200), (1, 127)], {}),
+    "nothing of short copies": ([(0, 1, 127)], {}),
+}
+
+
+@pytest.mark.parametrize(("events", "expected"), COMMON.values(), ids=COMMON.keys())
+def test_a_prefix_in_common_is_read_where_it_first_was(
+    events: list[tuple[int, ...]], expected: dict[int, tuple[int, int]]
+) -> None:
     common = CommonPrefixes()
-    common.note_copy(0, 1, 200)
-    assert (common.of(1), common.of(0)) == (CommonPrefix(0, 200), CommonPrefix(0, 0))
-
-
-def test_a_copy_of_a_copy_is_read_where_the_first_came_from() -> None:
-    common = CommonPrefixes()
-    common.note_copy(0, 1, 300)
-    common.note_copy(1, 2, 300)
-    common.note_copy(1, 3, 200)
-    assert (common.of(2), common.of(3)) == (CommonPrefix(0, 300), CommonPrefix(0, 200))
-
-
-def test_a_copy_of_more_than_its_source_had_copied_is_read_in_its_source() -> None:
-    common = CommonPrefixes()
-    common.note_copy(0, 1, 200)
-    common.note_copy(1, 2, 500)
-    assert common.of(2) == CommonPrefix(1, 500)
-
-
-def test_when_the_first_goes_the_longest_copy_takes_its_part() -> None:
-    common = CommonPrefixes()
-    for target, num_tokens in ((1, 200), (2, 400), (3, 300)):
-        common.note_copy(0, target, num_tokens)
-    common.cut(0, 250)
-    assert [common.of(slot) for slot in (1, 2, 3)] == [CommonPrefix(0, 200), CommonPrefix(2, 0), CommonPrefix(2, 300)]
-
-
-def test_a_slot_has_in_common_what_is_left_of_it() -> None:
-    common = CommonPrefixes()
-    common.note_copy(0, 1, 400)
-    common.cut(1, 200)
-    assert common.of(1) == CommonPrefix(0, 200)
-    common.cut(1, 127)
-    assert common.of(1) == CommonPrefix(1, 0)
-    assert not common
-
-
-def test_short_prefixes_are_not_noted() -> None:
-    common = CommonPrefixes()
-    common.note_copy(0, 1, 127)
-    assert not common
+    for event in events:
+        if len(event) == 3:
+            common.note_copy(*event)
+        else:
+            common.cut(*event)
+    assert {slot: common.of(slot) for slot in expected} == {s: CommonPrefix(*each) for s, each in expected.items()}
+    assert bool(common) == bool(expected)
 
 
 def test_a_reservation_says_what_its_rows_have_in_common() -> None:

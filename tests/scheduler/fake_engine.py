@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from chairlift.cache.ledger import SlotCopy, SlotLedger
 from chairlift.errors import QueueFull
@@ -28,6 +28,14 @@ from chairlift.scheduler import (
 )
 
 EOS, WORD = 1, 9
+_OPTIONS = {
+    "priority": "priority",
+    "tenant": "tenant",
+    "salt": "cache_salt",
+    "share": "queue_share",
+    "timeout": "timeout",
+}
+_OF_REQUESTS = ("eos_token_ids", "new_grammar", "new_token_filter", "prompt_logprobs")
 NO_REUSE = Policy(enable_prefix_caching=False)
 
 
@@ -95,20 +103,27 @@ class Driver:
         prompt: int | list[int],
         max_tokens: int = 20,
         *,
-        grammar: Grammar | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
-        **params: Any,
+        **more: Any,
     ) -> Request:
-        """`prompt`: tokens, or how many; `params`: of sampling."""
+        """`prompt`: tokens, or how many; `more`: a grammar, and parameters of sampling."""
+        grammar: Grammar | None = more.pop("grammar", None)
         tokens = list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
         new_grammar = None if grammar is None else lambda: grammar
-        sampling = SamplingParams(max_tokens=None, **params)
+        sampling = SamplingParams(max_tokens=None, **more)
         return Request(name, tokens, sampling, max_tokens, 0, frozenset({EOS}), new_grammar, options=options)
 
     def add(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
         """Queues what `make` makes of these."""
         self.take(self.make(name, *args, **kwargs))
         return self.requests[name]
+
+    def given(self, *requests: tuple[Any, ...]) -> Self:
+        """Queues what `add` makes of these, one after the other. A dict at an end: what is given by keyword."""
+        for request in requests:
+            positional = [each for each in request if not isinstance(each, dict)]
+            self.add(*positional, **(request[-1] if len(positional) < len(request) else {}))
+        return self
 
     def take(self, *requests: Request) -> list[TokenEvent]:
         """Queues them together."""
@@ -168,23 +183,12 @@ class FakeEngine(Driver):
         self._copies: list[SlotCopy] = []  # before the latest launch
 
     def ask(
-        self,
-        name: str,
-        prompt: int | list[int],
-        max_tokens: int = 20,
-        *,
-        answer: Sequence[int] = (),
-        priority: int = 0,
-        tenant: str = "",
-        salt: str = "",
-        share: float = 1.0,
-        timeout: float | None = None,
-        **more: Any,
+        self, name: str, prompt: int | list[int], max_tokens: int = 20, *, answer: Sequence[int] = (), **more: Any
     ) -> Request:
-        """`more`: what else a request has, or its parameters of sampling."""
-        own = {each: more.pop(each) for each in ("new_grammar", "new_token_filter", "prompt_logprobs") if each in more}
+        """`more`: what else a request has, its options, or its parameters of sampling."""
+        own = {each: more.pop(each) for each in _OF_REQUESTS if each in more}
+        options = RequestOptions(**{_OPTIONS[each]: more.pop(each) for each in _OPTIONS if each in more})
         self._answers[name] = list(answer)
-        options = RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, queue_share=share, timeout=timeout)
         request = replace(self.make(name, prompt, max_tokens, options=options, **more), **own)
         if self.scheduler.speculation is not None:
             request = replace(request, new_drafter=partial(Drafter, len(request.prompt_token_ids)))
@@ -230,6 +234,17 @@ class FakeEngine(Driver):
     def steps(self, count: int) -> list[Plan]:
         return [self.step() for _ in range(count)]
 
+    def play(self, *script: tuple[Any, ...] | str | Plan) -> Self:
+        """Requests (see `given`) come, those named leave, and each plan is what the next step must be."""
+        for number, each in enumerate(script):
+            if isinstance(each, Plan):
+                assert self.step() == each, f"{number} in the script"
+            elif isinstance(each, str):
+                self.abort(each)
+            else:
+                self.given(each)
+        return self
+
     def run(self, limit: int = 2000) -> None:
         """To the end of all work."""
         for _ in range(limit):
@@ -245,9 +260,9 @@ class FakeEngine(Driver):
 
     def serve(self, name: str, *args: Any, **kwargs: Any) -> RequestState:
         """Queues a request, and steps until it is over."""
-        request = self.add(name, *args, **kwargs)
+        self.add(name, *args, **kwargs)
         self.finish(name)
-        return request
+        return self.requests[name]
 
     def slot_of(self, name: str) -> int:
         slot = self.requests[name].slot
@@ -326,3 +341,17 @@ def assert_nothing_is_left(scheduler: Scheduler) -> None:
 def end_of(event: TokenEvent | None) -> tuple[str, FinishReason | None, int | str | None]:
     assert event is not None
     return event.request_id, event.finish_reason, event.stop_reason
+
+
+def decode(*names: str, steps: int = 1) -> Plan:
+    return Plan([(name, 1) for name in names], len(names), steps)
+
+
+def beside(name: str, *chunks: tuple[str, int], copies: Sequence[SlotCopy] = ()) -> Plan:
+    """A decode row and chunks of prompts."""
+    return Plan([(name, 1), *chunks], decode=1, copies=list(copies))
+
+
+def prefill(copies: Sequence[SlotCopy] = (), **chunks: int) -> Plan:
+    """Chunks of prompts, by their names."""
+    return Plan(list(chunks.items()), copies=list(copies))

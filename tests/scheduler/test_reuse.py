@@ -1,26 +1,19 @@
 """Which slot a prompt gets and what of it is computed: literal plans, with contents checked at every launch."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from chairlift.cache.budget import Scrub
 from chairlift.cache.ledger import SlotCopy
 from chairlift.scheduler import Policy
 from chairlift.scheduler.placement import Placement
-from tests.scheduler.fake_engine import NO_REUSE, WORD, FakeEngine, Plan
+from tests.scheduler.fake_engine import NO_REUSE, WORD, FakeEngine, Plan, beside, decode, prefill
 
 SYSTEM = list(range(100, 140))  # forty tokens that prompts have in common
 USER = list(range(200, 210))
 OTHERS = list(range(300, 400))
-
-
-def served(engine: FakeEngine, name: str, prompt: list[int], max_tokens: int = 1) -> int:
-    """The slot in which a request was served to its end."""
-    engine.add(name, prompt, max_tokens)
-    engine.step()
-    slot = engine.slot_of(name) if max_tokens > 1 else None
-    engine.finish(name)
-    (warm,) = [slot] if slot is not None else list(engine.slots.warm)[-1:]
-    return warm
 
 
 # Warm slots
@@ -45,7 +38,7 @@ def test_a_prompt_gets_the_slot_that_has_most_of_it_or_a_copy(
 ) -> None:
     engine = FakeEngine(num_slots, budget=256, max_seq_len=256)
     for number, each in enumerate(earlier):
-        served(engine, f"earlier {number}", each)
+        engine.serve(f"earlier {number}", each, 1)
     new = engine.add("new", prompt)
     assert engine.step() == Plan([("new", len(prompt) - num_cached)], copies=copies)
     assert (new.slot, new.num_cached_tokens) == (slot, num_cached)
@@ -54,7 +47,7 @@ def test_a_prompt_gets_the_slot_that_has_most_of_it_or_a_copy(
 
 def test_a_conversation_goes_on_in_its_own_slot() -> None:
     engine = FakeEngine()
-    served(engine, "first", SYSTEM + USER, max_tokens=3)
+    engine.serve("first", SYSTEM + USER, 3)
     answer = engine.requests["first"].token_ids[len(SYSTEM + USER) :]
     second = engine.add("second", [*SYSTEM, *USER, *answer, 7, 8])
     assert engine.step() == Plan([("second", 3)])  # the answer's last token has not been computed before
@@ -63,12 +56,10 @@ def test_a_conversation_goes_on_in_its_own_slot() -> None:
 
 
 def test_a_prompt_is_found_in_a_running_slot_and_copied() -> None:
-    engine = FakeEngine()
-    engine.add("a", SYSTEM + USER, max_tokens=20)
+    engine = FakeEngine().given(("a", SYSTEM + USER))
     engine.steps(2)
-    b = engine.add("b", [*SYSTEM, 1, 2])
-    assert engine.step() == Plan([("a", 1), ("b", 2)], decode=1, copies=[SlotCopy(0, 1, 40)])
-    assert b.num_cached_tokens == 40
+    engine.play(("b", [*SYSTEM, 1, 2]), beside("a", ("b", 2), copies=[SlotCopy(0, 1, 40)]))
+    assert engine.requests["b"].num_cached_tokens == 40
 
 
 def test_what_a_running_request_generated_is_not_offered_until_it_ends() -> None:
@@ -83,90 +74,77 @@ def test_what_a_running_request_generated_is_not_offered_until_it_ends() -> None
 # Equal prompts in flight
 
 
+PROMPT = list(range(100, 160))
+# The settings of an engine, and what `FakeEngine.play` plays.
+SCRIPTS: dict[str, list[Any]] = {
+    "who shares a prompt that is computed in chunks waits for as much as it shares": [
+        *({"budget": 16}, ("a", SYSTEM + USER), ("b", [*SYSTEM[:36], 1, 2]), prefill(a=16), prefill(a=16)),
+        prefill(a=10, b=6, copies=[SlotCopy(0, 1, 32)]),  # for the last four it would not pay to wait
+    ],
+    "if the one who computes leaves another one takes over and the rest copy from that": [
+        {"budget": 24, "max_seq_len": 128},
+        *(("a", PROMPT), ("b", PROMPT), ("c", PROMPT), prefill(a=24), "a", prefill(b=24), prefill(b=24)),
+        prefill(b=12, c=12, copies=[SlotCopy(0, 1, 48)]),  # the last few are sooner computed than waited for
+    ],
+    "a prefix of fifteen tokens is not waited for": [
+        *({}, ("a", [*SYSTEM[:15], 1]), ("b", [*SYSTEM[:15], 2]), prefill(a=16, b=16)),
+    ],
+    "a prefix of sixteen tokens is waited for": [
+        *({}, ("a", [*SYSTEM[:16], 1]), ("b", [*SYSTEM[:16], 2]), prefill(a=17)),
+    ],
+    "without reuse equal prompts are computed each": [
+        *({"policy": NO_REUSE}, ("a", SYSTEM, 1), prefill(a=40), ("b", SYSTEM), ("c", SYSTEM), prefill(b=40, c=24)),
+    ],
+    "a prompt whose tokens are to be scored is computed whole but others may use it": [
+        *({}, ("a", USER, 1), prefill(a=10), ("b", USER, 1, {"prompt_logprobs": 1}), prefill(b=10)),
+        *(("c", USER), prefill(c=1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_what_of_these_prompts_is_computed(script: list[Any]) -> None:
+    FakeEngine(**script[0]).play(*script[1:])
+
+
 def test_equal_prompts_are_computed_once_and_copied() -> None:
-    engine = FakeEngine()
-    for name in "abc":
-        engine.add(name, SYSTEM + USER)
-    assert engine.steps(2) == [
-        Plan([("a", 50)]),
-        Plan([("a", 1), ("b", 1), ("c", 1)], decode=1, copies=[SlotCopy(0, 1, 49), SlotCopy(0, 2, 49)]),
-    ]
+    engine = FakeEngine().given(*((name, SYSTEM + USER) for name in "abc"))
+    copies = [SlotCopy(0, 1, 49), SlotCopy(0, 2, 49)]
+    engine.play(prefill(a=50), replace(decode("a", "b", "c"), decode=1, copies=copies))
     assert [engine.requests[name].num_cached_tokens for name in "abc"] == [0, 49, 49]
-
-
-def test_who_shares_a_prompt_that_is_computed_in_chunks_waits_for_as_much_as_it_shares() -> None:
-    engine = FakeEngine(budget=16)
-    engine.add("a", SYSTEM + USER)
-    engine.add("b", [*SYSTEM[:36], 1, 2])
-    assert engine.steps(3) == [
-        Plan([("a", 16)]),
-        Plan([("a", 16)]),
-        Plan([("a", 10), ("b", 6)], copies=[SlotCopy(0, 1, 32)]),  # for the last four it would not pay to wait
-    ]
-
-
-def test_if_the_one_who_computes_leaves_another_one_takes_over_and_the_rest_copy_from_that() -> None:
-    engine = FakeEngine(budget=24, max_seq_len=128)
-    for name in "abc":
-        engine.add(name, list(range(100, 160)))
-    assert engine.step() == Plan([("a", 24)])
-    engine.abort("a")
-    assert engine.steps(3) == [
-        Plan([("b", 24)]),
-        Plan([("b", 24)]),
-        Plan([("b", 12), ("c", 12)], copies=[SlotCopy(0, 1, 48)]),  # the last few are sooner computed than waited for
-    ]
 
 
 def test_a_slot_that_was_filled_in_part_keeps_what_it_had_reused_and_no_more() -> None:
     engine = FakeEngine(budget=16, max_seq_len=256)
-    served(engine, "first", SYSTEM)
-    engine.add("second", SYSTEM + OTHERS[:40])
-    assert engine.step() == Plan([("second", 16)])
-    engine.abort("second")
+    engine.serve("first", SYSTEM, 1)
+    engine.play(("second", SYSTEM + OTHERS[:40]), prefill(second=16), "second")
     assert engine.slots.warm == {0: 40}
 
 
 def test_what_was_copied_from_a_prompt_in_work_is_not_kept_before_a_token_proves_it() -> None:
-    engine = FakeEngine(budget=32, max_seq_len=128)
-    prompt = list(range(100, 180))
-    engine.add("a", prompt)
-    engine.step()
-    engine.add("b", prompt[:30] + OTHERS[:40])
-    assert engine.step() == Plan([("a", 24), ("b", 8)], copies=[SlotCopy(0, 1, 30)])
-    engine.scheduler.abort("b")
-    assert list(engine.slots.owed) == [Scrub(1, 0, 128)]
-    assert engine.slots.warm == {}
+    engine, prompt = FakeEngine(budget=32, max_seq_len=128), list(range(100, 180))
+    engine.play(("a", prompt), prefill(a=32), ("b", prompt[:30] + OTHERS[:40]))
+    engine.play(prefill(a=24, b=8, copies=[SlotCopy(0, 1, 30)]), "b")
+    assert (list(engine.slots.owed), engine.slots.warm) == ([Scrub(1, 0, 128)], {})
 
 
 def test_a_copy_that_was_planned_is_made_even_if_its_request_leaves_before_the_launch() -> None:
-    engine = FakeEngine()
-    engine.add("a", SYSTEM + USER)
+    engine = FakeEngine().given(("a", SYSTEM + USER))
     engine.steps(2)
     b = engine.add("b", [*SYSTEM, 1, 2])
     engine.scheduler.schedule()
     assert (b.slot, b.num_reused, list(engine.slots.owed)) == (1, 40, [SlotCopy(0, 1, 40)])
     engine.scheduler.abort("b")
     assert engine.slots.warm == {1: 40}
-    engine.add("c", [*SYSTEM, 1, 2])
-    assert engine.step() == Plan([("a", 1), ("c", 2)], decode=1, copies=[SlotCopy(0, 1, 40), SlotCopy(0, 2, 40)])
-
-
-@pytest.mark.parametrize(("num_shared", "rows"), [(15, [("a", 16), ("b", 16)]), (16, [("a", 17)])])
-def test_from_sixteen_tokens_on_a_prefix_is_waited_for(num_shared: int, rows: list[tuple[str, int]]) -> None:
-    engine = FakeEngine()
-    engine.add("a", [*SYSTEM[:num_shared], 1])
-    engine.add("b", [*SYSTEM[:num_shared], 2])
-    assert engine.step() == Plan(rows)
+    copies = [SlotCopy(0, 1, 40), SlotCopy(0, 2, 40)]
+    engine.play(("c", [*SYSTEM, 1, 2]), beside("a", ("c", 2), copies=copies))
 
 
 def test_who_waits_for_another_is_not_waited_for() -> None:
     engine = FakeEngine(budget=128, max_seq_len=128)
-    a = engine.add("a", SYSTEM[:20] + OTHERS[:40])
-    b = engine.add("b", [*SYSTEM, 1])
-    c = engine.add("c", [*SYSTEM, 2])
+    engine.given(("a", SYSTEM[:20] + OTHERS[:40]), ("b", [*SYSTEM, 1]), ("c", [*SYSTEM, 2]))
     engine.step()
-    assert (b.leader, c.leader) == (a, a)
+    assert [engine.requests[name].leader for name in "bc"] == [engine.requests["a"]] * 2
 
 
 def test_who_came_back_and_left_before_it_said_anything_leaves_nothing_that_is_not_known_to_be_sound() -> None:
@@ -184,13 +162,12 @@ def test_who_came_back_and_left_before_it_said_anything_leaves_nothing_that_is_n
 
 
 def test_a_slot_that_a_failed_launch_wrote_to_is_not_kept() -> None:
-    engine = FakeEngine()
-    engine.add("a", USER)
+    engine = FakeEngine().given(("a", USER))
     engine.steps(2)
     engine.scheduler.schedule()
     engine.slots.reserve([engine.slot_of("a")], [1])
     engine.scheduler.abandon()
-    assert engine.slots.warm == {}
+    assert (engine.slots.warm, engine.slots.num_free, engine.scheduler.has_work) == ({}, 4, False)
     assert list(engine.slots.owed) == [Scrub(0, 0, 64)]
     engine.scheduler.check()
 
@@ -201,7 +178,7 @@ def test_an_interrupt_while_a_request_gets_its_slot_loses_none(monkeypatch: pyte
         raise KeyboardInterrupt
 
     engine = FakeEngine()
-    served(engine, "before", USER)
+    engine.serve("before", USER, 1)
     engine.add("a", SYSTEM)
     with monkeypatch.context() as patch:
         patch.setattr(Placement, verb, interrupt)
@@ -226,33 +203,13 @@ def test_under_another_salt_nothing_is_found_or_waited_for() -> None:
     assert [request.num_cached_tokens for request in running] == [0, 0, 39, 0]
 
 
-def test_without_reuse_slots_are_free_when_they_are_released_and_equal_prompts_are_computed_each() -> None:
-    engine = FakeEngine(policy=NO_REUSE)
-    served_first = engine.add("a", SYSTEM, max_tokens=1)
-    engine.step()
-    assert (engine.slots.num_free, engine.slots.warm, served_first.slot) == (4, {}, None)
-    engine.add("b", SYSTEM)
-    engine.add("c", SYSTEM)
-    assert engine.step() == Plan([("b", 40), ("c", 24)])
-
-
-def test_a_prompt_whose_tokens_are_to_be_scored_is_computed_whole_but_others_may_use_it() -> None:
-    engine = FakeEngine()
-    served(engine, "a", USER)
-    scored = engine.add("scored", USER, 1, prompt_logprobs=1)
-    assert engine.step() == Plan([("scored", 10)])
-    assert scored.num_cached_tokens == 0
-    engine.add("c", USER)
-    assert engine.step() == Plan([("c", 1)])
-
-
 def test_a_row_that_fails_takes_the_warm_slots_with_it_that_hold_what_it_reused() -> None:
     engine = FakeEngine(num_slots=8, max_seq_len=256, budget=256)
-    served(engine, "source", [*SYSTEM, *range(200, 300)])
-    served(engine, "same beginning", [*SYSTEM, *range(300, 401)])
-    served(engine, "shorter beginning", [*SYSTEM[:20], *range(400, 502)])
+    engine.serve("source", [*SYSTEM, *range(200, 300)], 1)
+    engine.serve("same beginning", [*SYSTEM, *range(300, 401)], 1)
+    engine.serve("shorter beginning", [*SYSTEM[:20], *range(400, 502)], 1)
     engine.serve("other salt", [*SYSTEM, *range(200, 303)], 1, salt="x")
-    served(engine, "unlike", USER)
+    engine.serve("unlike", USER, 1)
     assert sorted(engine.slots.warm.values()) == [10, 122, 140, 141, 143]
     engine.failing.add("bad")
     bad = engine.add("bad", [*SYSTEM, *range(500, 510)])
@@ -262,26 +219,24 @@ def test_a_row_that_fails_takes_the_warm_slots_with_it_that_hold_what_it_reused(
     engine.scheduler.check()
 
 
-def test_a_row_that_fails_and_reused_nothing_costs_nobody_a_warm_slot() -> None:
-    engine = FakeEngine()
-    served(engine, "sound", USER)
-    engine.failing.add("bad")
-    engine.add("bad", SYSTEM)
-    engine.step()
-    assert (engine.requests["bad"].error, list(engine.slots.warm.values())) == ("no number", [len(USER)])
-
-
 class Filter:
     follows_text = False
 
 
-def test_a_row_to_which_every_token_may_have_been_forbidden_casts_no_doubt_on_what_it_reused() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "fields", "num_cached"),
+    [(USER, {}, 0), ([*SYSTEM, 7], {"new_token_filter": Filter}, 40)],
+    ids=["reused nothing", "may have been forbidden every token"],
+)
+def test_a_row_that_fails_casts_no_doubt_on_a_slot_if_it(
+    prompt: list[int], fields: dict[str, Any], num_cached: int
+) -> None:
     engine = FakeEngine(max_seq_len=256, budget=256)
-    served(engine, "sound", [*SYSTEM, *range(200, 300)])
+    engine.serve("sound", [*SYSTEM, *range(300, 400)], 1)
     engine.failing.add("bad")
-    bad = engine.add("bad", [*SYSTEM, 7], new_token_filter=Filter)
+    bad = engine.add("bad", prompt, **fields)
     engine.step()
-    assert (bad.error, bad.num_cached_tokens, engine.slots.warm) == ("no number", 40, {0: 140})
+    assert (bad.error, bad.num_cached_tokens, engine.slots.warm) == ("no number", num_cached, {0: 140})
 
 
 # Forgetting
@@ -317,23 +272,18 @@ def test_after_a_reset_nothing_is_reused_of_those_who_run_and_later_leave(num_ah
 
 
 def test_a_launch_in_flight_at_a_reset_leaves_nothing_warm_when_its_requests_end() -> None:
-    engine = FakeEngine(num_ahead=2)
-    engine.add("a", SYSTEM, 1)
-    engine.step()  # in flight
+    engine = FakeEngine(num_ahead=2).play(("a", SYSTEM, 1), prefill(a=40))
     engine.scheduler.reset_prefix_cache()
     engine.run()
     assert (engine.ends["a"], engine.slots.warm, engine.slots.num_free) == (1, {}, 4)
 
 
 def test_who_waits_for_a_prefix_at_a_reset_computes_it() -> None:
-    engine = FakeEngine()
-    engine.add("leader", SYSTEM, 2)
-    follower = engine.add("follower", [*SYSTEM, 7], 2)
-    engine.step()
+    engine = FakeEngine().play(("leader", SYSTEM, 2), ("follower", [*SYSTEM, 7], 2), prefill(leader=40))
+    follower = engine.requests["follower"]
     assert follower.leader is engine.requests["leader"]
     engine.scheduler.reset_prefix_cache()
-    assert engine.step() == Plan([("leader", 1), ("follower", 41)], decode=1)
-    engine.run()
+    engine.play(beside("leader", ("follower", 41))).run()
     assert (engine.ends, follower.num_cached_tokens) == ({"leader": 1, "follower": 1}, 0)
     assert engine.slots.warm == {}
 
@@ -346,8 +296,7 @@ def test_who_had_lost_its_slot_at_a_reset_computes_all_anew_and_counts_no_prompt
     engine.step()
     assert low.num_preemptions == 1
     engine.scheduler.reset_prefix_cache()
-    assert engine.step() == Plan([("low", 42)])
-    engine.run()
+    engine.play(prefill(low=42)).run()
     assert (low.num_cached_tokens, low.num_output_tokens) == (0, 4)
 
 

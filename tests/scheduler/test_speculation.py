@@ -10,7 +10,7 @@ import pytest
 
 from chairlift.config import Auto
 from chairlift.params import FinishReason, RequestOptions
-from chairlift.scheduler import Drafter, Guess, RowResult, Speculation, StepPlan
+from chairlift.scheduler import Drafter, Guess, Policy, RowResult, Speculation, StepPlan
 from chairlift.scheduler.drafting import Rates
 from chairlift.scheduler.speculation import StepTimes
 from tests.scheduler.fake_engine import EOS, Driver
@@ -81,6 +81,33 @@ def test_an_answer_is_remembered_for_its_client_alone() -> None:
             driver.launch()
             driver.land([RowResult([driver.requests[name].token_ids[-1] + 1])])
     assert guessed == [[], [51, 52, 53, 54], [], []]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "guessed"),
+    [
+        (SONG, RequestOptions(tenant="y"), [51, 52, 53, 54]),
+        ([*SONG, 50, 51], RequestOptions(tenant="y"), [53, 54, 55]),
+        (SONG, RequestOptions(tenant="y", cache_salt="s"), []),
+        ([*SONG, 60], RequestOptions(tenant="y"), []),
+    ],
+    ids=["the same prompt", "it goes on", "another salt", "it goes on otherwise"],
+)
+@pytest.mark.parametrize("num_slots", [1, 2], ids=["in its slot", "in another slot"])
+def test_what_a_warm_slot_holds_behind_a_prompt_is_guessed(
+    prompt: list[int], options: RequestOptions, guessed: list[int], num_slots: int
+) -> None:
+    """Also for a client that may reuse others' prompts, and has no answers to remember."""
+    driver = engine(num_slots=num_slots, policy=Policy())
+    driver.take(driver.make("a", SONG, 7))
+    while driver.has_work:
+        driver.launch()
+        driver.land([RowResult([50 + driver.requests["a"].num_output_tokens - 1])])
+    request = driver.make("b", prompt, 20, options=options)
+    driver.take(replace(request, new_drafter=partial(Drafter, len(prompt))))
+    driver.launch()
+    driver.land([RowResult([50 if prompt == SONG else 52])])
+    assert list(driver.launch().rows[0].guess.tokens) == guessed
 
 
 class Forcing:

@@ -79,7 +79,7 @@ class Client:
             raise InvalidRequest(
                 f"priority {options.priority} is out of this key's range: {lowest} to {highest}", "priority"
             )
-        # Who shares prefixes can tell from `usage` and from times what others have sent.
+        # Who shares prefixes can tell from `usage` and from times what others sent and got.
         salt = options.cache_salt if self.shares_prefixes else f"{self.name}:{options.cache_salt}"
         return replace(options, cache_salt=salt, queue_share=self.limits.queue_share)
 

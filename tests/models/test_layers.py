@@ -7,42 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from chairlift import device
 from chairlift.device import compiled_on_gpu
 from chairlift.models import layers
-from chairlift.models.families import read_rope
-from chairlift.models.layers import Linear, RMSNorm, can_pack, rope_tables
+from chairlift.models.layers import Linear, RMSNorm, can_pack
 from tests.support.gpu import needs_gpu
-
-CPU = torch.device("cpu")
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 10000.0},
-    "another theta": {"rope_type": "default", "rope_theta": 500.0},
-    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
-    "llama3": {**LLAMA3, "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64},
-    "llama3 as released": {**LLAMA3, "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192},
-}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7)).to(dtype)
-
-
-@pytest.mark.parametrize("head_dim", [16, 64])
-@pytest.mark.parametrize("name", ROPES)
-def test_rope_tables_are_those_of_transformers(name: str, head_dim: int) -> None:
-    config = LlamaConfig(
-        hidden_size=2 * head_dim, num_attention_heads=2, rope_parameters=ROPES[name], max_position_embeddings=16384
-    )
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
-    tables = rope_tables(read_rope(ROPES[name], 16384), head_dim, 300, CPU)
-    assert tables.shape == (2, 300, head_dim)
-    assert tables.dtype == torch.float32
-    torch.testing.assert_close(tables, torch.cat((cos, sin)), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -68,33 +43,21 @@ def test_the_norm_of_large_numbers_does_not_overflow_in_sixteen_bits() -> None:
 # Packed weights
 
 
-needs_packing = pytest.mark.skipif(
-    not can_pack(torch.empty(1, dtype=torch.bfloat16)), reason="torch was built without oneDNN"
+@pytest.mark.skipif(
+    not can_pack(torch.empty(1, dtype=torch.bfloat16)), reason="oneDNN has no products in bfloat16 here"
 )
-
-
-@needs_packing
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
 @pytest.mark.parametrize("bias", [False, True])
 @torch.inference_mode()
-def test_a_packed_weight_gives_the_same_product(num_rows: int, bias: bool) -> None:
+def test_a_packed_weight_takes_the_place_of_the_plain_one_and_gives_the_same_product(num_rows: int, bias: bool) -> None:
     torch.manual_seed(num_rows)
     layer = Linear(48, 80, bias=bias, dtype=torch.bfloat16)
     x = torch.randn(num_rows, 48, dtype=torch.bfloat16)
     exact = F.linear(x.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
     layer.pack()
     torch.testing.assert_close(layer(x).float(), exact, atol=2e-2, rtol=2e-2)
-
-
-@needs_packing
-def test_packing_lets_go_of_the_plain_weight() -> None:
-    layer = Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    layer.pack()
-    assert list(layer.parameters()) == []
-
-
-def test_float32_stays_plain() -> None:
-    assert not can_pack(torch.empty(1))
+    assert [name for name, _ in layer.named_parameters() if name == "weight"] == []  # the plain one is let go of
+    assert not can_pack(torch.empty(1))  # float32 stays plain
 
 
 # Compiled functions
@@ -129,13 +92,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_on_a_cpu_nothing_is_compiled(compiled: list[str]) -> None:
-    assert torch.equal(compiled_on_gpu(double)(torch.ones(3)), torch.full((3,), 2.0))
-    assert compiled == []
-
-
-def test_for_cuda_tensors_a_function_is_compiled_once(compiled: list[str]) -> None:
+def test_for_cuda_tensors_a_function_is_compiled_once_and_on_a_cpu_never(compiled: list[str]) -> None:
     function = compiled_on_gpu(double)
+    assert torch.equal(function(torch.ones(3)), torch.full((3,), 2.0))
     assert compiled == []
     for _ in range(3):
         assert torch.equal(function(on_cuda(torch.ones(3))), on_cuda(torch.full((3,), 2.0)))
@@ -143,9 +102,7 @@ def test_for_cuda_tensors_a_function_is_compiled_once(compiled: list[str]) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which compiling for CUDA fails")
-def test_where_nothing_can_be_compiled_the_log_says_why_and_the_result_is_the_same(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_nothing_can_be_compiled_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     function = compiled_on_gpu(double)
     for _ in range(2):
         assert torch.equal(function(on_cuda(torch.ones(3))), on_cuda(torch.full((3,), 2.0)))

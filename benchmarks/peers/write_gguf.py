@@ -82,17 +82,18 @@ def _add_shape(writer: Any, fields: dict[str, Any]) -> None:
 
 
 def _add_vocabulary(writer: Any, checkpoint: Path, vocab_size: int) -> None:
-    """The bytes, then tokens that no text becomes; one merge that never applies, since some there must be."""
+    """The bytes, then tokens that no text becomes; a merge makes the last of these, since one there must be."""
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
-    tokens = [f"[unused {index}]" for index in range(vocab_size)]
+    tokens = [f"[unused{index}]" for index in range(vocab_size)]
+    tokens[-1] = tokens[-3] + tokens[-2]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for text, index in tokenizer["model"]["vocab"].items():
         tokens[index], types[index] = text, gguf.TokenType.NORMAL
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(["[unused [unused"])
+    writer.add_token_merges([f"{tokens[-3]} {tokens[-2]}"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)

@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison.ceiling import DEFAULT_WORKLOADS, ModelShape, Workload
-from comparison.contest import Contest, Entrant, Limits, record
-from comparison.report import table
+from comparison.contest import Contest, Entrant, Limits, record, table
 from machine import parser_of, print_report, usable_cores
 from peers.engines import Engine, UsageError, exit_on_signals, take_part
 from peers.workers.protocol import Settings

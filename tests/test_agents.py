@@ -33,17 +33,12 @@ from tests.support.scripted_model import install_plan, make_agents_checkpoint
 
 FILES = {f"file_{number}.py": f"print({number})" for number in range(4)}
 LONG = "You are a coding agent. " + "Read before you write, and say what you did. " * 370  # 16,674 tokens, one a byte
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"path": {"type": "string", "description": "Which file, from the root of the repository. " * 30}},
-    "required": ["path"],
-    "additionalProperties": False,
-}
+PATH = {"type": "string", "description": "Which file, from the root of the repository. " * 30}
+SCHEMA = {"type": "object", "properties": {"path": PATH}, "required": ["path"], "additionalProperties": False}
 NAMES = ("read_file", "write_file", "run")
 CLAUDE_TOOLS: Any = [{"name": name, "description": name, "input_schema": SCHEMA} for name in NAMES]
-OPENAI_TOOLS: Any = [
-    {"type": "function", "function": {"name": name, "description": name, "parameters": SCHEMA}} for name in NAMES
-]
+FUNCTIONS = [{"name": name, "description": name, "parameters": SCHEMA} for name in NAMES]
+OPENAI_TOOLS: Any = [{"type": "function", "function": each} for each in FUNCTIONS]
 _TURN = re.compile(r"<\|(\w+)\|>(.*?)<\|im_end\|>", re.DOTALL)
 
 Serve = Callable[..., AbstractAsyncContextManager[Server]]
@@ -82,43 +77,33 @@ def billing_line(number: int) -> str:
 async def claude_turn(server: Server, messages: list[Any], number: int) -> Any:
     """One request of an agent; its whole reply, which is added to the conversation."""
     system: Any = [{"type": "text", "text": text} for text in (billing_line(number), LONG)]
-    async with (
-        anthropic_client(server) as client,
-        client.messages.stream(
-            model="bundled", max_tokens=1000, system=system, tools=CLAUDE_TOOLS, messages=messages
-        ) as stream,
-    ):
+    sent: Any = {"max_tokens": 1000, "system": system, "tools": CLAUDE_TOOLS, "messages": messages}
+    async with anthropic_client(server) as client, client.messages.stream(model="bundled", **sent) as stream:
         reply = await stream.get_final_message()
     messages.append({"role": "assistant", "content": [block.to_dict() for block in reply.content]})
     return reply
 
 
-async def share_of_first_turn(server: Server) -> float:
-    """How much of the tokens of a first turn, prompt and answer, the second one finds in the cache."""
+@pytest.mark.parametrize("keeps_billing_line", [False, True])
+async def test_the_second_turn_finds_the_first_in_the_cache_but_for_what_is_behind_a_billing_line_that_is_kept(
+    serve: Serve, keeps_billing_line: bool
+) -> None:
     messages: list[Any] = [{"role": "user", "content": "Read file_3.py"}]
-    first = await claude_turn(server, messages, 1)
-    assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
-    call = first.content[-1]
-    assert (call.name, call.input, first.stop_reason) == ("read_file", {"path": "file_3.py"}, "tool_use")
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": FILES[call.input["path"]]}
-    messages.append({"role": "user", "content": [result]})
-    second = await claude_turn(server, messages, 2)
+    async with serve(keep_billing_line=keeps_billing_line) as server:
+        first = await claude_turn(server, messages, 1)
+        assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+        call = first.content[-1]
+        assert (call.name, call.input, first.stop_reason) == ("read_file", {"path": "file_3.py"}, "tool_use")
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": FILES[call.input["path"]]}
+        messages.append({"role": "user", "content": [result]})
+        second = await claude_turn(server, messages, 2)
     assert [block.type for block in second.content] == ["thinking", "text"]
     assert second.content[-1].text == "It says print(3)."
     num_first = first.usage.input_tokens + first.usage.output_tokens
     assert num_first > 20_000
-    share: float = second.usage.cache_read_input_tokens / num_first
-    return share
-
-
-async def test_the_second_turn_of_an_agent_finds_the_first_in_the_cache(serve: Serve) -> None:
-    async with serve() as server:
-        assert await share_of_first_turn(server) >= 0.99
-
-
-async def test_with_the_billing_line_kept_nothing_behind_it_is_found(serve: Serve) -> None:
-    async with serve(keep_billing_line=True) as server:
-        assert await share_of_first_turn(server) < 0.25  # the tools, which this template shows before the system
+    share = second.usage.cache_read_input_tokens / num_first
+    # If it is kept there are still the tools, which this template shows before the system.
+    assert share < 0.25 if keeps_billing_line else share >= 0.99
 
 
 async def chat_stream(client: AsyncOpenAI, messages: list[Any]) -> AsyncIterator[ChatCompletionChunk]:
@@ -172,9 +157,8 @@ async def test_sub_agents_of_openais_package_run_side_by_side(serve: Serve, shap
         agent = agent_of(shape(model="bundled", openai_client=client), asked)
         config = RunConfig(tracing_disabled=True)
         first = await Runner.run(agent, "Read file_0.py", run_config=config)
-        others = await asyncio.gather(
-            *(Runner.run(agent, f"Read {name}", run_config=config) for name in list(FILES)[1:])
-        )
+        running = [Runner.run(agent, f"Read {name}", run_config=config) for name in list(FILES)[1:]]
+        others = await asyncio.gather(*running)
     assert [run.final_output for run in (first, *others)] == [f"It says print({number})." for number in range(4)]
     assert sorted(asked) == sorted(FILES)
     usages = [run.context_wrapper.usage for run in others]

@@ -22,8 +22,10 @@ from chairlift.flags import fields_of, read_settings
 from tests.api.conftest import serving
 from tests.support.scripted_model import END_TOKEN, HYBRID, install, make_thinking_checkpoint
 
+Printed = pytest.CaptureFixture[str]
 
-def complaints(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+
+def complaints(arguments: list[str], capsys: Printed) -> list[str]:
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -33,6 +35,16 @@ def complaints(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list
 def serve_settings(*flags: str) -> tuple[EngineConfig, ServerConfig]:
     engine, server = read_settings(COMMANDS["serve"], flags)
     return engine, server
+
+
+def help_of(command: str, capsys: Printed, flag: str = "--help") -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([command, flag])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+DTYPES = "float32, bfloat16, float16 or auto"
 
 
 @pytest.mark.parametrize(
@@ -54,10 +66,7 @@ def serve_settings(*flags: str) -> tuple[EngineConfig, ServerConfig]:
         (["serve", "--log-interval", "-1"], "--log-interval must be at least 0, not '-1'"),
         (["serve", "--log-interval", "nan"], "--log-interval must be a finite number, not 'nan'"),
         (["serve", "--log-format", "xml"], "--log-format must be text or json, not 'xml'"),
-        (
-            ["serve", "--dtype", "flot32"],
-            "--dtype must be float32, bfloat16, float16 or auto, not 'flot32'; did you mean float32?",
-        ),
+        (["serve", "--dtype", "flot32"], f"--dtype must be {DTYPES}, not 'flot32'; did you mean float32?"),
         (["serve", "a", "b"], "unexpected argument 'b'; see chairlift serve --help"),
         (["serve", "a", "--model", "b"], "both 'a' and --model are given; leave one of them out"),
         (["generate"], "PROMPT is missing"),
@@ -66,13 +75,11 @@ def serve_settings(*flags: str) -> tuple[EngineConfig, ServerConfig]:
         (["bench", "--ramp", "1,x"], "--ramp must be a number or X,X, not '1,x'"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_to_change(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line_that_says_what_to_change(arguments: list[str], line: str, capsys: Printed) -> None:
     assert complaints(arguments, capsys) == [line]
 
 
-def test_every_mistake_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_mistake_has_its_line(capsys: Printed) -> None:
     arguments = ["serve", "--port", "x", "--max-seq-len", "long", "--host", ""]
     assert complaints(arguments, capsys) == [
         "--max-seq-len must be a whole number or auto, not 'long'",
@@ -91,80 +98,57 @@ def test_flags_become_settings_and_the_rest_keeps_its_defaults() -> None:
         *("--dtype", "float32", "--max-batch-size", "4", "--no-enable-prefix-caching"),
         *("--allowed-origin", "https://a.example", "--allowed-origin=https://b.example", "--api-key-file", "keys"),
     )
-    given = {"dtype": "float32", "max_batch_size": 4, "enable_prefix_caching": False}
-    assert engine == EngineConfig.model_validate(given)
+    assert engine == EngineConfig(dtype="float32", max_batch_size=4, enable_prefix_caching=False)
     assert server.allowed_origin == ["https://a.example", "https://b.example"]
-    assert server.api_key_file == Path("keys")
-    assert server.port == 8000
-
-
-def test_a_prompt_may_begin_like_a_flag() -> None:
+    assert (server.api_key_file, server.port) == (Path("keys"), 8000)
+    # A prompt may begin like a flag.
     answer, _ = read_settings(COMMANDS["generate"], ["--max-tokens", "5", "--", "-5 + 7?"])
     assert (answer.prompt, answer.max_tokens, answer.raw) == ("-5 + 7?", 5, False)
 
 
-def test_a_wrong_variable_is_no_obstacle_to_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CHAIRLIFT_SERVE__PROT", "80")
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    assert capsys.readouterr().out.startswith("usage: chairlift serve [MODEL] [flags]")
-
-
 def test_variables_are_settings_that_flags_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHAIRLIFT_SERVE__MAX_BATCH_SIZE", "16")
-    monkeypatch.setenv("chairlift_serve__port", "9000")
-    monkeypatch.setenv("CHAIRLIFT_SERVE__ENABLE_PREFIX_CACHING", "false")
-    monkeypatch.setenv("CHAIRLIFT_SERVE__DTYPE", "float16")
-    monkeypatch.setenv("CHAIRLIFT_BENCH__RAMP", "1,2")
+    variables = {"MAX_BATCH_SIZE": "16", "ENABLE_PREFIX_CACHING": "false", "DTYPE": "float16"}
+    given = {f"CHAIRLIFT_SERVE__{name}": value for name, value in variables.items()}
+    for name, value in (given | {"chairlift_serve__port": "9000", "CHAIRLIFT_BENCH__RAMP": "1,2"}).items():
+        monkeypatch.setenv(name, value)
     engine, server = serve_settings("--dtype", "float32")
     assert (engine.max_batch_size, engine.enable_prefix_caching, engine.dtype) == (16, False, "float32")
     assert server.port == 9000
     assert read_settings(COMMANDS["bench"], [])[0].ramp == (1.0, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "line"),
-    [
-        ("CHAIRLIFT_SERVE__PORT", "x", "CHAIRLIFT_SERVE__PORT must be a whole number, not 'x'"),
-        (
-            "CHAIRLIFT_SERVE__PROT",
-            "80",
-            "unknown environment variable CHAIRLIFT_SERVE__PROT; did you mean CHAIRLIFT_SERVE__PORT?",
-        ),
-    ],
-)
-def test_a_wrong_variable_is_named(variable: str, value: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigurationError) as caught:
-        serve_settings()
-    assert str(caught.value) == line
+def test_a_wrong_variable_is_named_and_no_obstacle_to_help(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+    port, prot = "CHAIRLIFT_SERVE__PORT", "CHAIRLIFT_SERVE__PROT"
+    for name, line in [
+        (port, f"{port} must be a whole number, not 'x'"),
+        (prot, f"unknown environment variable {prot}; did you mean {port}?"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "x")
+            with pytest.raises(ConfigurationError) as caught:
+                serve_settings()
+            assert str(caught.value) == line
+            assert help_of("serve", capsys).startswith("usage: chairlift serve [MODEL] [flags]")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_shows_every_setting_once_in_its_group(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_setting_once_in_its_group(name: str, capsys: Printed) -> None:
     settings = fields_of(COMMANDS[name])
     assert set(COMMANDS[name].groups.values()) <= set(settings)
-    with pytest.raises(SystemExit) as caught:
-        main([name, "--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
+    text = help_of(name, capsys)
     assert "\nexamples:\n" in text
     assert "==SUPPRESS==" not in text
     for setting in settings:
         assert f"  --{setting.replace('_', '-')}" in text or (setting, name) == ("prompt", "generate")
 
 
-def test_choices_are_shown_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve", "-h"])
-    text = capsys.readouterr().out
+def test_choices_are_shown_as_they_are_typed(capsys: Printed) -> None:
+    text = help_of("serve", capsys, "-h")
     for shown in ("--load-format safetensors|dummy", "--dtype float32|bfloat16|float16|auto", "--max-seq-len N|auto"):
         assert f"  {shown}" in text
 
 
-def test_help_and_version_need_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_need_no_command(capsys: Printed) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"chairlift {chairlift.__version__}\n"
     assert main(["--help"]) == 0
@@ -172,6 +156,11 @@ def test_help_and_version_need_no_command(capsys: pytest.CaptureFixture[str]) ->
     assert main([]) == 2
     assert capsys.readouterr().out == text
     assert [name for name in COMMANDS if f"  {name} " in text] == ["serve", "chat", "generate", "bench"]
+
+
+def output_of(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -192,15 +181,12 @@ def test_an_answer_about_flags_waits_for_no_slow_import(arguments: list[str], sl
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         f"print('imported', [name for name in {slow_modules} if name in sys.modules])"
     )
-    command = [sys.executable, "-c", script, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.splitlines()[-1] == "imported []"
+    assert output_of(script, *arguments).splitlines()[-1] == "imported []"
 
 
 def test_the_package_loads_its_public_names_on_first_use() -> None:
     script = "import sys, chairlift; chairlift.EngineConfig, chairlift.SamplingParams; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout == "False\n"
+    assert output_of(script) == "False\n"
     with pytest.raises(AttributeError, match="has no attribute 'Engine'"):
         chairlift.Engine  # noqa: B018
 
@@ -253,21 +239,15 @@ def talk(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException], sys
 
 
 def test_answers_are_written_behind_their_thoughts_and_remembered(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Printed
 ) -> None:
     speaker = talk(monkeypatch, "a", "", "b", system="s")
     assert capsys.readouterr().out == "Hm.\n\n[s][a]\nHm.\n\n[s][a][b]\n"
-    assert speaker.asked[1] == [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "[s][a]"},
-        {"role": "user", "content": "b"},
-    ]
+    said = [(message["role"], message["content"]) for message in speaker.asked[1]]
+    assert said == [("system", "s"), ("user", "a"), ("assistant", "[s][a]"), ("user", "b")]
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_program(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_ends_the_answer_and_not_the_program(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     try:
         speaker = talk(monkeypatch, "stop", KeyboardInterrupt, "refuse", "b")
@@ -279,35 +259,23 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(
 
 
 def test_commands_change_the_conversation_and_save_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: Printed, tmp_path: Path
 ) -> None:
     path = tmp_path / "talk.json"
     lines = ("/system be brief", "a", "/system", "/clear", '"""one', "/two", 'three"""', f"/save {path}")
     speaker = talk(monkeypatch, *lines, f"/save {tmp_path}", "/save", "/sing", "/help", "/bye", "never")
-    assert [[message["content"] for message in asked] for asked in speaker.asked] == [
-        ["be brief", "a"],
-        ["one\n/two\nthree"],
-    ]
-    assert json.loads(path.read_text()) == [
-        {"role": "user", "content": "one\n/two\nthree"},
-        {"role": "assistant", "content": "[one\n/two\nthree]"},
-    ]
+    contents = [[message["content"] for message in asked] for asked in speaker.asked]
+    assert contents == [["be brief", "a"], ["one\n/two\nthree"]]
+    question, answer = ("user", "one\n/two\nthree"), ("assistant", "[one\n/two\nthree]")
+    assert json.loads(path.read_text()) == [{"role": role, "content": text} for role, text in (question, answer)]
     told = capsys.readouterr().err.splitlines()
-    assert told[:4] == [
-        "the system message is set",
-        "the system message is removed",
-        "a new conversation begins",
-        f"written to {path}",
-    ]
-    assert told[4:7] == [
-        f"{tmp_path} cannot be written: Is a directory",
-        "name a file: /save FILE",
-        "unknown command /sing; /help lists the commands",
-    ]
+    assert told[:3] == ["the system message is set", "the system message is removed", "a new conversation begins"]
+    assert told[3:5] == [f"written to {path}", f"{tmp_path} cannot be written: Is a directory"]
+    assert told[5:7] == ["name a file: /save FILE", "unknown command /sing; /help lists the commands"]
     assert "  /save FILE     write the conversation so far as JSON" in told
 
 
-def test_a_model_of_its_own_answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_its_own_answers(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
     typed = iter(["What is 17 + 25?", "a" * 3000, "/bye"])
     monkeypatch.setattr(builtins, "input", lambda _: next(typed))
     assert main(["chat", "--dtype", "float32", "--max-seq-len", "256", "--num-threads", "1"]) == 0
@@ -316,10 +284,9 @@ def test_a_model_of_its_own_answers(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "error: This model's maximum context length is 256 tokens." in printed.err
 
 
-def test_settings_of_an_engine_are_the_servers_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--url", "http://127.0.0.1:1", "--dtype", "float32"]) == 2
-    complaint = "chairlift: error: --dtype is a setting of the server; leave it out, or leave --url out\n"
-    assert capsys.readouterr().err == complaint
+def test_settings_of_an_engine_are_the_servers_where_there_is_one(capsys: Printed) -> None:
+    complaint = "--dtype is a setting of the server; leave it out, or leave --url out"
+    assert complaints(["chat", "--url", "http://127.0.0.1:1", "--dtype", "float32"], capsys) == [complaint]
 
 
 async def said(speaker: Server) -> list[tuple[str, str]]:

@@ -66,12 +66,10 @@ def num_replicas() -> int:
 
 def pids_of(*deployments: str) -> list[int]:
     """Of the processes of their replicas."""
-    pids = []
+    pids, names = [], tuple(f"ray::ServeReplica:default:{each}" for each in deployments)
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
-            if " ".join(process.cmdline()).startswith(
-                tuple(f"ray::ServeReplica:default:{each}" for each in deployments)
-            ):
+            if " ".join(process.cmdline()).startswith(names):
                 pids.append(process.pid)
     return pids
 
@@ -127,20 +125,10 @@ def test_settings_come_as_texts_from_the_command_line_and_unknown_ones_are_refus
         build_app({"num_replicas": "none"})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "allowed_host",
-        "api_workers",
-        "client_timeout",
-        "drain_delay",
-        "host",
-        "idle_timeout",
-        "log_format",
-        "log_interval",
-        "port",
-    ],
-)
+WITHOUT_EFFECT = ("allowed_host", "api_workers", "client_timeout", "drain_delay", "host", "idle_timeout")
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_EFFECT, "log_format", "log_interval", "port"])
 def test_settings_that_have_no_effect_under_ray_are_refused(name: str) -> None:
     from chairlift.api import ServerConfig
     from chairlift.ray_serve import build_app
@@ -157,9 +145,8 @@ async def test_the_openai_client_gets_a_stream_a_body_an_error_and_one_request_i
     pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
     assert len(pieces) > 3
     assert "".join(pieces) == "17 + 25 = 42."
-    raw = await client.chat.completions.with_raw_response.create(
-        model="bundled", messages=question, extra_headers={"X-Request-Id": "mine"}
-    )
+    create, headers = client.chat.completions.with_raw_response.create, {"X-Request-Id": "mine"}
+    raw = await create(model="bundled", messages=question, extra_headers=headers)
     assert raw.parse().choices[0].message.content == "17 + 25 = 42."
     assert raw.headers["X-Request-Id"] == "mine"
     with pytest.raises(openai.BadRequestError) as refused:
@@ -175,9 +162,8 @@ async def test_the_openai_client_gets_a_stream_a_body_an_error_and_one_request_i
 )
 async def test_a_body_that_is_too_large_is_refused_before_it_is_there(head: str, piece: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", 8129)
-    writer.write(
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}\r\n\r\n".encode()
-    )
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", head]
+    writer.write("".join(f"{line}\r\n" for line in (*lines, "")).encode())
     for _ in range(129 if piece else 0):  # the chunk that would be the last one never comes
         writer.write(b"400\r\n" + piece + b"\r\n")
     head_of_answer = await reader.readuntil(b"\r\n\r\n")

@@ -7,15 +7,16 @@ import runpy
 import subprocess
 import sys
 import zipfile
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, cast
+from types import GenericAlias
+from typing import Annotated, Any, Literal, cast
 
 import pytest
 import yaml
 from openai import OpenAI
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
 from chairlift.__main__ import COMMANDS
 from chairlift.api.routes import ROUTES
@@ -65,37 +66,32 @@ async def run_here(example: str, *arguments: str, url: str) -> str:
     def run() -> None:
         runpy.run_path(str(EXAMPLES / example), run_name="__main__")
 
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as output:
+    output, errors = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
         patch.setattr(sys, "argv", [example, *arguments, "--url", f"{url}/v1"])
         await asyncio.to_thread(run)
+    assert errors.getvalue() == ""
     return output.getvalue()
 
 
-async def test_a_chat_is_streamed() -> None:
+async def test_a_chat_is_streamed_and_data_is_taken_out_of_a_sentence() -> None:
     async with serving() as server:
-        printed = await run("stream_chat.py", "What is 17 + 25?", url=server.url)
-    assert printed == "17 + 25 = 42.\n"
+        assert await run("stream_chat.py", "What is 17 + 25?", url=server.url) == "17 + 25 = 42.\n"
+        assert await run_here("json_answer.py", url=server.url) == '{"name":"Maria","age":34}\n'
+        assert await run_here("json_answer.py", "Tom is 7 years old.", url=server.url) == '{"name":"Tom","age":7}\n'
 
 
 async def test_a_tool_is_called_and_its_result_goes_into_the_answer() -> None:
     async with serving() as server:
-        weather = await run("tool_call.py", url=server.url)
+        weather = await run_here("tool_call.py", url=server.url)
         total = await run_here("tool_call.py", "What is 17 + 25?", url=server.url)
         neither = await run_here("tool_call.py", "Hello!", url=server.url)
         assert server.num_free_slots == SLOTS
     call, answer, _ = weather.split("\n")
-    assert call == "get_weather(city='Oslo') -> sunny and 19 degrees"
-    assert "sunny and 19 degrees" in answer
+    assert (call, "sunny and 19 degrees" in answer) == ("get_weather(city='Oslo') -> sunny and 19 degrees", True)
     call, answer, _ = total.split("\n")
-    assert call == "add(a=17 b=25) -> 42"
-    assert "42" in answer
+    assert (call, "42" in answer) == ("add(a=17 b=25) -> 42", True)
     assert len(neither.splitlines()) == 1
-
-
-async def test_data_is_taken_out_of_a_sentence() -> None:
-    async with serving() as server:
-        assert await run("json_answer.py", url=server.url) == '{"name":"Maria","age":34}\n'
-        assert await run_here("json_answer.py", "Tom is 7 years old.", url=server.url) == '{"name":"Tom","age":7}\n'
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
@@ -121,96 +117,55 @@ def test_the_server_in_a_cluster_is_started_with_settings_that_there_are() -> No
     assert server.drain_delay + server.drain_timeout < int(grace[1])
 
 
-class Strict(BaseModel):
-    """A type of llm-d's router: names as in JSON, none beside them, as its decoder has it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Plugin(Strict):
-    """`PluginSpec` of apix/config/v1alpha1; each plugin reads its own parameters."""
-
-    type: str
-    name: str = ""
-    parameters: "ExtractorParameters | None" = None
+def declared(**fields: Any) -> Any:
+    """A type as llm-d-router declares it in apix/config/v1alpha1: names as in JSON, and its decoder takes no others."""
+    return create_model("Declared", __config__=ConfigDict(extra="forbid", strict=True), **fields)
 
 
-class EngineMetrics(Strict):
-    """`engineConfigParams` of the plugin core-metrics-extractor; the values are names of metrics."""
-
-    name: str = Field(min_length=1)
-    queuedRequestsSpec: str
-    runningRequestsSpec: str
-    kvUsageSpec: str
-    loraSpec: str = ""
-    cacheInfoSpec: str = ""
+def several(element: Any) -> Any:
+    return GenericAlias(list, element), ...
 
 
-class ExtractorParameters(Strict):
-    """`modelServerExtractorParams` of the same plugin."""
-
-    engineLabelKey: str = "llm-d.ai/engine-type"
-    defaultEngine: str = "vllm"
-    engineConfigs: list[EngineMetrics]
-
-
-class Reference(Strict):
-    """`SchedulingPlugin` and `DataLayerExtractor`."""
-
-    pluginRef: str
-    weight: float | None = Field(None, strict=False)
-
-
-class Profile(Strict):
-    """`SchedulingProfile`."""
-
-    name: str
-    plugins: list[Reference]
+TEXT, ANY_TEXT, NAME = (str, ...), (str, ""), (Annotated[str, Field(min_length=1)], ...)
+SPECS = {"queuedRequestsSpec": TEXT, "runningRequestsSpec": TEXT, "kvUsageSpec": TEXT}  # the values name metrics
+METRICS = declared(name=NAME, **SPECS, loraSpec=ANY_TEXT, cacheInfoSpec=ANY_TEXT)
+ENGINE = {"engineLabelKey": (str, "llm-d.ai/engine-type"), "defaultEngine": (str, "vllm")}
+EXTRACTOR = declared(**ENGINE, engineConfigs=several(METRICS))
+PLUGIN = declared(type=TEXT, name=ANY_TEXT, parameters=(EXTRACTOR | None, None))
+REFERENCE = declared(pluginRef=TEXT, weight=(Annotated[float | None, Field(strict=False)], None))
+PROFILE = declared(name=TEXT, plugins=several(REFERENCE))
+SOURCE = declared(pluginRef=TEXT, extractors=several(REFERENCE))
+ENDPOINT_PICKER = declared(
+    apiVersion=(Literal["llm-d.ai/v1alpha1"], ...),
+    kind=(Literal["EndpointPickerConfig"], ...),
+    plugins=several(PLUGIN),
+    schedulingProfiles=several(PROFILE),
+    dataLayer=(declared(sources=several(SOURCE)), ...),
+)
 
 
-class Source(Strict):
-    """`DataLayerSource`."""
-
-    pluginRef: str
-    extractors: list[Reference]
-
-
-class DataLayer(Strict):
-    """`DataLayerConfig`, of which the example uses the sources."""
-
-    sources: list[Source]
-
-
-class EndpointPickerConfig(Strict):
-    """The file, as llm-d-router's apix/config/v1alpha1/endpointpickerconfig_types.go declares it."""
-
-    apiVersion: Literal["llm-d.ai/v1alpha1"]
-    kind: Literal["EndpointPickerConfig"]
-    plugins: list[Plugin]
-    schedulingProfiles: list[Profile]
-    dataLayer: DataLayer
+def pod_template() -> Any:
+    manifest = yaml.safe_load_all((EXAMPLES / "kubernetes" / "chairlift.yaml").read_text(encoding="utf-8"))
+    (template,) = (each["spec"]["template"] for each in manifest if each["kind"] == "Deployment")
+    return template
 
 
 def test_the_endpoint_pickers_file_follows_llm_ds_types_and_names_the_servers_pods() -> None:
     file = EXAMPLES / "kubernetes" / "endpoint-picker.yaml"
-    config = EndpointPickerConfig.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    config = ENDPOINT_PICKER.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     names = {plugin.name or plugin.type for plugin in config.plugins}
     sources = config.dataLayer.sources
     references = [each for holder in config.schedulingProfiles for each in holder.plugins]
     references += [each for source in sources for each in source.extractors]
-    assert {each.pluginRef for each in references} | {source.pluginRef for source in sources} == names
+    assert {each.pluginRef for each in (*references, *sources)} == names
     (extractor,) = (plugin.parameters for plugin in config.plugins if plugin.parameters is not None)
     (engine,) = extractor.engineConfigs
     assert extractor.defaultEngine == engine.name
-    manifest = yaml.safe_load_all((file.parent / "chairlift.yaml").read_text(encoding="utf-8"))
-    (pod,) = (each["spec"]["template"] for each in manifest if each["kind"] == "Deployment")
-    assert pod["metadata"]["labels"][extractor.engineLabelKey] == engine.name
+    assert pod_template()["metadata"]["labels"][extractor.engineLabelKey] == engine.name
 
 
 def test_probes_of_a_cluster_ask_for_no_key_and_only_readiness_ends_with_the_drain() -> None:
-    manifest = yaml.safe_load_all((EXAMPLES / "kubernetes" / "chairlift.yaml").read_text(encoding="utf-8"))
-    (pod,) = (each["spec"]["template"]["spec"] for each in manifest if each["kind"] == "Deployment")
-    (container,) = pod["containers"]
+    (container,) = pod_template()["spec"]["containers"]
     paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
     assert paths == {"startup": "/health", "readiness": "/health", "liveness": "/version"}
     assert set(paths.values()) <= {route.path for route in ROUTES if route.is_open}
@@ -239,38 +194,40 @@ def test_a_wheel_with_kernels_serves_without_a_compiler(tmp_path: Path, monkeypa
     cache = tmp_path / "cache"
     surroundings: dict[str, Any] = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
     with running(SERVE, is_forked=False, **surroundings, CHAIRLIFT_CACHE_DIR=str(cache)) as process:
-        client = OpenAI(base_url=f"{process.url}/v1", api_key="none")
-        reply = client.chat.completions.create(
-            model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}], temperature=0.0
-        )
+        completions = OpenAI(base_url=f"{process.url}/v1", api_key="none").chat.completions
+        reply = completions.create(model="bundled", messages=[{"role": "user", "content": "What is 17 + 25?"}])
         assert reply.choices[0].message.content == "17 + 25 = 42."
         assert any(f"CPU kernels: {best}" in line for line in process.log)
         assert any(str(tmp_path / "site") in line for line in process.log), "another chairlift is served"
     assert not cache.exists()
 
 
+def set_compiler(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
 @pytest.mark.parametrize(
-    ("system", "machine", "tag"),
+    ("system", "machine", "platform_tag"),
     [
-        ("Linux", "x86_64", "py3-none-manylinux_2_17_x86_64"),
-        ("Linux", "aarch64", "py3-none-manylinux_2_17_aarch64"),
-        ("Darwin", "arm64", "py3-none-macosx_11_0_arm64"),
+        ("Linux", "x86_64", "manylinux_2_17_x86_64"),
+        ("Linux", "aarch64", "manylinux_2_17_aarch64"),
+        ("Darwin", "arm64", "macosx_11_0_arm64"),
     ],
 )
 def test_a_wheel_says_where_its_kernels_run(
-    tmp_path: Path, system: str, machine: str, tag: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, system: str, machine: str, platform_tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nfor last; do :; done\n: > "$last"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    set_compiler('for last; do :; done\n: > "$last"', tmp_path, monkeypatch)
     monkeypatch.setenv("CHAIRLIFT_WHEEL_KERNELS", "all")
     monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", "11.0")  # so that what the hook sets is taken back
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     build_data: dict[str, Any] = {"force_include": {}}
     KernelsHook(str(ROOT), {}, None, cast(Any, None), str(tmp_path), "wheel").initialize("standard", build_data)
-    assert build_data["tag"] == tag
+    assert build_data["tag"] == f"py3-none-{platform_tag}"
     levels = {Path(name).name.split("-")[1] for name in build_data["force_include"].values()}
     assert levels == {each.name for each in instruction_sets(machine)}
 
@@ -280,10 +237,7 @@ def test_a_wheel_says_where_its_kernels_run(
 def test_the_archive_of_sources_has_all_that_a_wheel_with_kernels_is_compiled_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/sh\nexec {find_compiler()[0]} "$@" -O0\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    set_compiler(f'exec {find_compiler()[0]} "$@" -O0', tmp_path, monkeypatch)
     monkeypatch.setenv("CHAIRLIFT_WHEEL_KERNELS", "plain")
     command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)

@@ -48,9 +48,8 @@ class Server:
     @property
     def is_idle(self) -> bool:
         """Nothing runs or waits, and no slot is taken."""
-        return (
-            not self.llm.num_unfinished and not self.api.num_active and self.num_free_slots == self.llm.config.num_slots
-        )
+        is_waited_for = self.llm.num_unfinished or self.api.num_active
+        return not is_waited_for and self.num_free_slots == self.llm.config.num_slots
 
 
 @asynccontextmanager
@@ -111,20 +110,19 @@ class SharedServer:
         await self._stack.aclose()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_server() -> AsyncIterator[SharedServer]:
-    """With room for two in the queue."""
-    shared = SharedServer(ServerConfig(), {"max_queue_size": 2})
-    yield shared
-    await shared.close()
+def _shared(config: ServerConfig, **engine: Any) -> Any:
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+    async def shared() -> AsyncIterator[SharedServer]:
+        server = SharedServer(config, engine)
+        yield server
+        await server.close()
+
+    return shared
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_hermes() -> AsyncIterator[SharedServer]:
-    """That reads Hermes calls out of answers, whatever the template teaches."""
-    shared = SharedServer(ServerConfig(tool_call_parser=ToolFamily.HERMES))
-    yield shared
-    await shared.close()
+shared_server = _shared(ServerConfig(), max_queue_size=2)
+# It reads Hermes calls out of answers, whatever the template teaches.
+shared_hermes = _shared(ServerConfig(tool_call_parser=ToolFamily.HERMES))
 
 
 @in_loop

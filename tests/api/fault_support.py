@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import pytest
@@ -76,9 +75,7 @@ class RawClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.reset()
 
     def reset(self) -> None:
@@ -140,10 +137,5 @@ async def post(server: Server, body: dict[str, Any], path: str = "/v1/completion
 
 async def until_idle(server: Server, num_slots: int = SLOTS) -> None:
     """Waits until no request, no generation and no slot is left."""
-
-    def is_idle() -> bool:
-        llm = server.llm
-        return not llm.num_unfinished and not server.api.num_active and llm._core.cache.slots_remaining == num_slots
-
-    await wait_until(is_idle, "nothing runs")
+    await wait_until(lambda: server.is_idle and server.num_free_slots == num_slots, "nothing runs")
     server.llm._core.check()

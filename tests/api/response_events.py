@@ -8,20 +8,12 @@ from typing import Any
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+_ADDED, _DONE = "response.output_item.added", "response.output_item.done"
 MESSAGE_EVENTS = [
-    "response.output_item.added",
-    "response.content_part.added",
-    "response.output_text.delta",
-    "response.output_text.done",
-    "response.content_part.done",
-    "response.output_item.done",
+    *(_ADDED, "response.content_part.added", "response.output_text.delta"),
+    *("response.output_text.done", "response.content_part.done", _DONE),
 ]
-CALL_EVENTS = [
-    "response.output_item.added",
-    "response.function_call_arguments.delta",
-    "response.function_call_arguments.done",
-    "response.output_item.done",
-]
+CALL_EVENTS = [_ADDED, *(f"response.function_call_arguments.{kind}" for kind in ("delta", "done")), _DONE]
 _ANY_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)  # which takes a while to make
 OPENING, COMPLETED = ["response.created", "response.in_progress"], "response.completed"
 
@@ -38,9 +30,7 @@ class Events:
         *blocks, rest = raw.split("\n\n")
         assert rest == ""
         payloads = []
-        for block in blocks:
-            if block.startswith(":"):
-                continue
+        for block in (each for each in blocks if not each.startswith(":")):
             name, data = block.split("\n")
             payloads.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {payloads[-1]['type']}"

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,61 +24,41 @@ WEATHER = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome"]}}}},
 }
+ONCE = {**ASKED, "prompt": "Once"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", CHAT),
     ("chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}),
     ("chat/completions", {**CHAT, "n": 2, "temperature": 1.0, "seed": 3, "logprobs": True, "top_logprobs": 2}),
     ("chat/completions", {**CHAT, "max_tokens": 60, "tools": [WEATHER], "tool_choice": "required"}),
     ("completions", {**ASKED, "prompt": ["Once", "The end"], "logprobs": 1, "echo": True}),
-    ("completions", {**ASKED, "prompt": "Once", "stop": ["a"], "bad_words": ["the"], "min_tokens": 4}),
-    ("completions", {**ASKED, "prompt": "Once", "structured_outputs": {"regex": "[a-c]{6}"}}),
-    ("completions", {**ASKED, "prompt": "Once", "structured_outputs": {"regex": "[a-c"}}),
-    ("completions", {**ASKED, "prompt": "Once", "max_tokens": 100_000}),
-    ("completions", {**ASKED, "prompt": "Once", "n": 5000}),
+    ("completions", {**ONCE, "stop": ["a"], "bad_words": ["the"], "min_tokens": 4}),
+    *(("completions", {**ONCE, "structured_outputs": {"regex": regex}}) for regex in ("[a-c]{6}", "[a-c")),
+    *(("completions", {**ONCE, **fields}) for fields in ({"max_tokens": 100_000}, {"n": 5000})),
 ]
 
 
-def children_of(pid: int) -> list[int]:
-    """Processes that it has started."""
-    words = f"PPid:\t{pid}\n"
-    found = [path.parent for path in Path("/proc").glob("[0-9]*/status") if words in read(path)]
-    return [int(path.name) for path in found]
-
-
-def read(path: Path) -> str:
-    """Nothing of a process that has ended meanwhile."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def workers_of(process: Process) -> set[int]:
-    children = children_of(process.popen.pid)
-    (nursery,) = [pid for pid in children if "nurse(" in read(Path(f"/proc/{pid}/cmdline"))]
-    return set(children_of(nursery))
-
-
-ESTABLISHED = "01"
+    children = psutil.Process(process.popen.pid).children()
+    (nursery,) = [child for child in children if "nurse(" in " ".join(child.cmdline())]
+    return {worker.pid for worker in nursery.children()}
 
 
 def worker_of(response: httpx.Response) -> int:
     """The process that has the other end of its connection."""
     stream = response.extensions["network_stream"]
-    worker = process_at(*(stream.get_extra_info(name)[1] for name in ("server_addr", "client_addr")))
+    port, own_port = (stream.get_extra_info(name)[1] for name in ("server_addr", "client_addr"))
+    worker = process_at(port, own_port, psutil.pids())
     assert worker is not None, "nobody has that connection"
     return worker
 
 
-def process_at(port: int, of_client: int, processes: Iterable[int | str] = ("[0-9]*",)) -> int | None:
+def process_at(port: int, of_client: int, processes: Iterable[int]) -> int | None:
     """The one of these that accepted the connection between these ports; None if none has it."""
-    ends = [f"{port:04X}", f"{of_client:04X}", ESTABLISHED]
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    sockets = {f"socket:[{line[9]}]" for line in lines if [line[1][-4:], line[2][-4:], line[3]] == ends}
-    for path in chain.from_iterable(Path("/proc").glob(f"{each}/fd/*") for each in processes):
-        with suppress(OSError):
-            if path.readlink().name in sockets:
-                return int(path.parts[2])
+    for pid in processes:
+        with suppress(psutil.Error):
+            open_ones = [each for each in psutil.Process(pid).net_connections("tcp4") if each.status == "ESTABLISHED"]
+            if (port, of_client) in {(each.laddr.port, each.raddr.port) for each in open_ones}:
+                return pid
     return None
 
 
@@ -102,6 +81,15 @@ def until(is_so: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
+@contextmanager
+def begun(client: httpx.Client, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """The lines of a completion's stream after its first."""
+    with client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        yield lines
+
+
 def metrics_of(client: httpx.Client) -> dict[str, float]:
     families = text_string_to_metric_families(client.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]
@@ -119,49 +107,28 @@ def answer_of(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[in
 
 FLAGS = ("--max-batch-size", "4", "--max-queue-size", "0", "--dtype", "float32", "--no-enable-prefix-caching")
 TWO = ("--api-workers", "2")
+# Steps take a while; one with a certain seed fails, and one with another never ends.
 SLOW = """
-import sys, time
+import sys, threading, time
 from chairlift.__main__ import main
 from chairlift.engine.core import EngineCore
-
-real_step = EngineCore.step
-
-def step(self):
-    time.sleep(0.005)
-    return real_step(self)
-
-EngineCore.step = step
-sys.exit(main())
-"""
-DIES_WITH_TWO = """
-import sys, time
-from chairlift.__main__ import main
-from chairlift.engine.core import EngineCore
-
-real_step, num_steps = EngineCore.step, 0
-
-def step(self):
-    global num_steps
-    time.sleep(0.005)
-    num_steps += self._scheduler.num_running == 2
-    if num_steps > 5:
-        raise RuntimeError("injected fault")
-    return real_step(self)
-
-EngineCore.step = step
-sys.exit(main())
-"""
-HANGS = """
-import sys, threading
-from chairlift.__main__ import main
 from chairlift.engine.execution.runner import ModelRunner
 
-launch = ModelRunner.launch
+step, launch = EngineCore.step, ModelRunner.launch
 
-def hang(*_):
-    threading.Event().wait()
+def slow_step(self):
+    time.sleep(0.005)
+    return step(self)
 
-ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].request.params.seed == 13 else launch)(self, plan)
+def faulty_launch(self, plan):
+    seed = plan.rows[-1].request.params.seed
+    if seed == 13:
+        raise RuntimeError("injected fault")
+    if seed == 14:
+        threading.Event().wait()
+    return launch(self, plan)
+
+EngineCore.step, ModelRunner.launch = slow_step, faulty_launch
 sys.exit(main())
 """
 LONG, LONGEST = long_stream(600), long_stream(2000)  # three and ten seconds at least
@@ -173,7 +140,7 @@ def process() -> Iterator[Process]:
     with running(SLOW, *TWO, *FLAGS, *KEYS) as process:
         workers = workers_of(process)
         yield process
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "workers end with the engine's process")
+    until(lambda: not any(psutil.pid_exists(pid) for pid in workers), "workers end with the engine's process")
 
 
 @pytest.fixture
@@ -186,7 +153,7 @@ def clients(process: Process) -> Iterator[list[httpx.Client]]:
 def alone() -> Iterator[httpx.Client]:
     """A server without workers."""
     with running(SERVE, *FLAGS) as process, httpx.Client(base_url=process.url, timeout=60) as client:
-        assert children_of(process.popen.pid) == []
+        assert psutil.Process(process.popen.pid).children() == []
         yield client
 
 
@@ -201,15 +168,12 @@ def test_every_worker_answers_as_a_server_without_workers_does(
 def test_slots_queue_counts_and_picture_are_of_all_workers_together(clients: list[httpx.Client]) -> None:
     busy, other = clients
     before = metrics_of(other)
-    with busy.stream("POST", "/v1/completions", json={**LONGEST, "n": 4}) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+    with begun(busy, {**LONGEST, "n": 4}):
         assert metrics_of(other)["chairlift_requests_running"] == 4
         refused = other.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         with other.stream("GET", "/watch") as watch:
-            events = watch.iter_lines()
-            picture = json.loads(next(events).removeprefix("data: "))
+            picture = json.loads(next(watch.iter_lines()).removeprefix("data: "))
         assert [slot["state"] for slot in picture["slots"]] == ["decoding"] * 4
     with httpx.Client(base_url=other.base_url, headers=other.headers) as reader:  # the stream's client has left
         until(lambda: metrics_of(reader)["chairlift_requests_running"] == 0, "a client that leaves frees its slots")
@@ -236,32 +200,21 @@ def test_a_stored_response_can_be_continued_and_deleted_on_another_worker(client
     assert here.get(f"/v1/responses/{first['id']}").status_code == 404
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced_and_a_signal_lets_all_streams_end() -> None:
     with running(SLOW, *TWO, *FLAGS) as process:
         with client_of_each(process) as (doomed, safe):
             pid = worker_of(doomed.get("/health"))
-            with (
-                doomed.stream("POST", "/v1/completions", json=LONGEST) as lost,
-                safe.stream("POST", "/v1/completions", json=LONG) as kept,
-            ):
-                lost_lines = lost.iter_lines()
-                next(lost_lines)
-                lines = kept.iter_lines()
-                next(lines)
+            with begun(doomed, LONGEST) as lost, begun(safe, LONG) as kept:
                 os.kill(pid, signal.SIGKILL)
                 with pytest.raises(httpx.TransportError):
-                    list(lost_lines)
-                assert chunks(lines)[-1]["choices"][0]["finish_reason"] == "length"
+                    list(lost)
+                assert chunks(kept)[-1]["choices"][0]["finish_reason"] == "length"
             assert metrics_of(safe)["chairlift_requests_running"] == 0
             until(lambda: len(workers_of(process) - {pid}) == 2, "there is another one")
-        with client_of_each(process) as clients, ExitStack() as streams:
-            requests = [client.stream("POST", "/v1/completions", json=LONG) for client in clients]
-            running_lines = [streams.enter_context(request).iter_lines() for request in requests]
-            for each in running_lines:
-                next(each)
+        with client_of_each(process) as (here, there), begun(here, LONG) as one, begun(there, LONG) as other:
             process.popen.send_signal(signal.SIGTERM)
-            ends = [chunks(each)[-1]["choices"][0]["finish_reason"] for each in running_lines]
-            assert ends == ["length", "length"]
+            assert [chunks(each)[-1]["choices"][0]["finish_reason"] for each in (one, other)] == ["length", "length"]
         assert process.exit_code() == 0
     errors = [line for line in process.log if " ERROR " in line]
     assert [re.sub(".* ERROR +", "", line) for line in errors] == [
@@ -269,27 +222,24 @@ def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced_and_a_signal_
     ]
 
 
-def test_the_engines_death_ends_what_all_workers_serve_and_the_process_with_1() -> None:
-    with running(DIES_WITH_TWO, *TWO, *FLAGS) as process, client_of_each(process) as clients, ExitStack() as stack:
-        requests = [client.stream("POST", "/v1/completions", json=LONGEST) for client in clients]
-        streams = [stack.enter_context(request) for request in requests]
-        for stream in streams:
-            assert '"a step failed: RuntimeError: injected fault"' in [line for line in stream.iter_lines() if line][-1]
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "words"), [(13, "RuntimeError: injected fault"), (14, "longer than 3")])
+def test_the_engines_death_or_hang_ends_what_all_workers_serve_and_the_process_with_1(seed: int, words: str) -> None:
+    with (
+        running(SLOW, *TWO, *FLAGS, "--step-timeout", "3") as process,
+        client_of_each(process) as (one, other),
+        begun(one, LONGEST) as lines,
+    ):
+        answer = other.post("/v1/completions", json={"prompt": "hi", "seed": seed})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
+        assert words in answer.json()["error"]["message"]
+        last = [line for line in lines if line][-1]
+        assert words in last
+        assert '"engine_dead"' in last
         assert process.exit_code() == 1
 
 
-def test_a_step_that_hangs_ends_what_all_workers_serve_and_the_process_with_1() -> None:
-    with running(HANGS, *TWO, *FLAGS, "--step-timeout", "1.5") as process, client_of_each(process) as clients:
-        one, other = clients
-        with one.stream("POST", "/v1/completions", json=LONGEST) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            answer = other.post("/v1/completions", json={"prompt": "hi", "seed": 13})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
-            assert '"engine_dead"' in [line for line in lines if line][-1]
-        assert process.exit_code() == 1
-
-
+@pytest.mark.slow
 def test_a_keys_share_of_the_queue_and_its_turns_count_over_all_workers() -> None:
     flags = ("--max-batch-size", "1", "--max-queue-size", "4", "--dtype", "float32")
     waiting = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "n": 2}
@@ -301,9 +251,7 @@ def test_a_keys_share_of_the_queue_and_its_turns_count_over_all_workers() -> Non
         httpx.Client(base_url=process.url, timeout=60, headers={"Authorization": "Bearer two"}) as second,
         ThreadPoolExecutor() as pool,
     ):
-        with busy.stream("POST", "/v1/completions", json=LONGEST) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+        with begun(busy, LONGEST):
             first = pool.submit(there.post, "/v1/completions", json=waiting)
             until(lambda: metrics_of(here[0])["chairlift_requests_waiting"] == 2, "both choices wait")
             refused = [client.post("/v1/completions", json=short) for client in here]

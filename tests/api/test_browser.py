@@ -1,5 +1,6 @@
 """The page in a real browser: a chat that streams and stops, and slots that fill and empty as they do in the engine."""
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from tests.support.server_process import SERVE, Process, running
 
 Keys = pytest.importorskip("selenium.webdriver", reason="selenium is not installed").Keys
 
-NUM_SLOTS = 4
-SLOT_LEN = 2048
-KEY = "a key"
+NUM_SLOTS, SLOT_LEN, KEY = 4, 2048, "a key"
+FIRST_SLOT = "#slots li:first-child"
+SPENT, SAID = "article.assistant .spent", "article.assistant .text"
 
 
 @pytest.fixture(scope="module")
@@ -52,32 +53,36 @@ def page(tab: Page, site: FakeSite) -> Page:
     return tab
 
 
-def parts_of(page: Page, slot: int) -> dict[str, int]:
-    """Where each part of a slot's row ends, in tokens. All begin at 0, shorter ones over longer ones."""
+def send(page: Page, text: str) -> None:
+    page.type("#message", text + Keys.ENTER)
+
+
+def parts_of(page: Page) -> dict[str, int]:
+    """Where each part of the first slot's row ends, in tokens. All begin at 0, shorter ones over longer ones."""
     script = """((row, end) => [...row.querySelectorAll(".part")].map((part) =>
         [part.classList[1], Math.round((1 + parseFloat(part.style.translate) / 100) * end)]))(
-            document.querySelectorAll("#slots li")[arguments[0]],
+            document.querySelector("#slots li"),
             Number(document.querySelector("#ticks span:last-child").textContent.replace(",", "")))"""
-    return {name: end for name, end in page.run(script, slot) if end}
+    return {name: end for name, end in page.run(script) if end}
 
 
 def test_a_slots_row_shows_what_is_reused_computed_still_to_do_generated_and_warm(page: Page, site: FakeSite) -> None:
     assert page.count("#slots li") == NUM_SLOTS
-    assert parts_of(page, 0) == {}
+    assert parts_of(page) == {}
 
     site.do(lambda: site.batch.add(num_prompt_tokens=900, num_output_tokens=60, num_reused=200))
     site.do(site.batch.step)
     page.wait_for_text("#slots li:first-child", "712 / 900")
-    assert parts_of(page, 0) == {"reused": 200, "prefilled": 712, "todo": 900}
+    assert parts_of(page) == {"reused": 200, "prefilled": 712, "todo": 900}
 
     site.do(lambda: site.batch.run(41))
     page.wait_for_text("#slots li:first-child", "900 + 41")
-    assert parts_of(page, 0) == {"reused": 200, "prefilled": 900, "generated": 941}
+    assert parts_of(page) == {"reused": 200, "prefilled": 900, "generated": 941}
     assert page.text("#num-running") == "1"
 
     site.do(lambda: site.batch.run(19))
     page.wait_for_text("#slots li:first-child", "959 warm")
-    assert parts_of(page, 0) == {"warm": 959}
+    assert parts_of(page) == {"warm": 959}
     assert page.text("#num-running") == "0"
     assert "1 request done" in page.text("#batch-summary")
 
@@ -85,11 +90,10 @@ def test_a_slots_row_shows_what_is_reused_computed_still_to_do_generated_and_war
 def test_tokens_that_were_guessed_rightly_have_a_tone_of_their_own_where_some_were(page: Page, site: FakeSite) -> None:
     is_hidden = "document.getElementById('accepted-key').hidden"
     assert page.run(is_hidden)
-    request = site.batch.add(num_prompt_tokens=100, num_output_tokens=60)
-    request.num_guessed = 3
+    site.batch.add(num_prompt_tokens=100, num_output_tokens=60).num_guessed = 3
     site.do(lambda: site.batch.run(11))
     page.wait_for_text("#slots li:first-child", "100 + 41")
-    assert parts_of(page, 0) == {"prefilled": 100, "accepted": 130, "generated": 141}
+    assert parts_of(page) == {"prefilled": 100, "accepted": 130, "generated": 141}
     assert not page.run(is_hidden)
     page.run("document.querySelector('#slots li').focus()")
     assert page.text("#slot-detail").endswith("prompt of 100 tokens; 41 generated, 30 of them guessed rightly.")
@@ -113,19 +117,17 @@ def test_the_strip_and_the_charts_tell_of_the_last_steps(page: Page, site: FakeS
     site.do(lambda: site.batch.run(5))
     page.wait_for(f"{bars} === 4", "#steps path.generated")
     assert page.run(bars, "#steps path.prefilled") == 1
-    newest = "The newest step decoded 3 rows and prefilled 0 tokens"
-    assert page.run("document.querySelector('#steps svg').getAttribute('aria-label')") == newest
+    label = "document.querySelector(arguments[0]).ariaLabel"
+    assert page.run(label, "#steps svg") == "The newest step decoded 3 rows and prefilled 0 tokens"
     site.batch.time += 1.0
     site.do(site.batch.step)
-    page.wait_for("/^Lately [0-9.]+ tokens per second$/.test(document.querySelector('#throughput svg').ariaLabel)")
-    page.wait_for(
-        "/^Lately [67]\\.[0-9] milliseconds per token$/.test(document.querySelector('#latency svg').ariaLabel)"
-    )
+    page.wait_for(f"/^Lately [0-9.]+ tokens per second$/.test({label})", "#throughput svg")
+    page.wait_for(f"/^Lately [67]\\.[0-9] milliseconds per token$/.test({label})", "#latency svg")
     assert page.text("#first-token").startswith("first token after ")
 
 
-@pytest.mark.parametrize(("num_slots", "density"), [(1, "roomy"), (4, "roomy"), (32, "compact"), (256, "dense")])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
+@pytest.mark.parametrize(("num_slots", "density"), [(1, "roomy"), (4, "roomy"), (32, "compact"), (256, "dense")])
 def test_all_slots_fit_whatever_their_number(tab: Page, num_slots: int, density: str, size: tuple[int, int]) -> None:
     site = FakeSite(FakeBatch(num_slots, SLOT_LEN))
     site.batch.crowd(num_slots)
@@ -138,8 +140,8 @@ def test_all_slots_fit_whatever_their_number(tab: Page, num_slots: int, density:
         assert tab.run("document.getElementById('slots').dataset.density") == density
         assert tab.count("#slots li") == num_slots
         assert tab.run("Math.min(...[...document.querySelectorAll('.track')].map((each) => each.offsetWidth))") > 30
-        sizes = "[document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
-        assert tab.run(sizes) == list(size)
+        root = "document.documentElement"
+        assert tab.run(f"[{root}.scrollWidth, {root}.scrollHeight]") == list(size)
         assert tab.run("document.getElementById('batch').scrollWidth <= innerWidth")
 
 
@@ -150,53 +152,46 @@ def test_the_arrow_keys_move_between_slots_and_tell_of_each(page: Page, site: Fa
     page.run("document.querySelector('#slots li').focus()")
     described = "Slot 0, request [0-9a-f]{8}: prompt of 50 tokens, 20 of them reused; 3 generated\\."
     page.wait_for(f"/^{described}$/.test(document.getElementById('slot-detail').textContent)")
-    page.press(Keys.ARROW_DOWN)
-    page.wait_for_text("#slot-detail", "Slot 1 is free.")
-    page.press(Keys.END)
-    page.wait_for_text("#slot-detail", "Slot 3 is free.")
-    page.press(Keys.ARROW_DOWN)
-    assert page.text("#slot-detail") == "Slot 3 is free."
+    for key, slot in ((Keys.ARROW_DOWN, 1), (Keys.END, 3), (Keys.ARROW_DOWN, 3)):
+        page.press(key)
+        page.wait_for_text("#slot-detail", f"Slot {slot} is free.")
     assert page.count("#slots li[tabindex='0']") == 1
 
 
 def test_everything_that_can_be_used_is_reached_by_tab_and_has_a_name(page: Page) -> None:
     seen: list[int] = []
     reached: set[str] = set()
-    while (index := page.run("[...document.querySelectorAll('*')].indexOf(document.activeElement)")) not in seen:
+    active = "document.activeElement"
+    while (index := page.run(f"[...document.querySelectorAll('*')].indexOf({active})")) not in seen:
         seen.append(index)
         page.press(Keys.TAB)
-        name = page.run("document.activeElement.ariaLabel || document.activeElement.innerText")
-        assert name or page.run("document.activeElement.labels?.length"), page.run("document.activeElement.outerHTML")
-        reached.add(page.run("document.activeElement.id || document.activeElement.localName"))
+        assert page.run(f"{active}.ariaLabel || {active}.innerText || {active}.labels?.length"), page.run(
+            f"{active}.outerHTML"
+        )
+        reached.add(page.run(f"{active}.id || {active}.localName"))
     assert reached >= {"a", "theme", "log", "button", "summary", "message", "send", "li"}
 
 
 def test_a_message_is_streamed_into_the_log_and_its_figures_follow(page: Page, site: FakeSite) -> None:
     page.click("#settings summary")
-    page.type("#system", "Be brief.")
-    page.type("[name=temperature]", "0.5")
-    page.type("[name=max_tokens]", "7")
+    for field, value in (("#system", "Be brief."), ("[name=temperature]", "0.5"), ("[name=max_tokens]", "7")):
+        page.type(field, value)
     page.type("#message", "Hi," + Keys.SHIFT + Keys.ENTER + Keys.NULL + "you!")
     assert site.requests == []
-    page.type("#message", Keys.ENTER)
-    page.wait_for_text("article.assistant .spent", "5 tokens")
+    send(page, "")
+    page.wait_for_text(SPENT, "5 tokens")
     assert page.text("article.user .text") == "Hi,\nyou!"
-    assert page.text("article.assistant .text") == "Hello there."
-    assert page.text("article.assistant .spent").endswith("4 of 9 prompt tokens reused")
-    assert "tokens/s" in page.text("article.assistant .spent")
-    assert page.text("#announcer") == "Hello there."
+    assert page.text(SAID) == page.text("#announcer") == "Hello there."
+    assert page.text(SPENT).endswith("4 of 9 prompt tokens reused")
+    assert "tokens/s" in page.text(SPENT)
     assert page.text("#settings-brief") == "system message, Temperature 0.5, Most tokens 7"
 
-    page.type("#message", "And?" + Keys.ENTER)
-    page.wait_for("document.querySelectorAll('article.assistant .spent').length === 2")
+    send(page, "And?")
+    page.wait_for(f"document.querySelectorAll('{SPENT}').length === 2")
     first, second = site.requests
-    assert first == {
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi,\nyou!"}],
-        "temperature": 0.5,
-        "max_tokens": 7,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi,\nyou!"}]
+    settings = {"temperature": 0.5, "max_tokens": 7, "stream": True, "stream_options": {"include_usage": True}}
+    assert first == {"messages": messages, **settings}
     assert [message["content"] for message in second["messages"]] == ["Be brief.", "Hi,\nyou!", "Hello there.", "And?"]
 
     page.click("#new-chat")
@@ -207,57 +202,50 @@ def test_a_message_is_streamed_into_the_log_and_its_figures_follow(page: Page, s
 @pytest.mark.parametrize("way", ["button", "escape"])
 def test_stop_leaves_the_stream_and_keeps_what_came(page: Page, site: FakeSite, way: str) -> None:
     site.is_held = True
-    page.type("#message", "Hi!" + Keys.ENTER)
-    page.wait_for_text("article.assistant .text", "Hello there.")
+    send(page, "Hi!")
+    page.wait_for_text(SAID, "Hello there.")
     assert not page.is_visible("#send")
     page.click("#stop") if way == "button" else page.press(Keys.ESCAPE)
     assert site.was_left.wait(10.0), "the server was not told"
-    page.wait_for_text("article.assistant .spent", "stopped by you")
-    assert page.text("article.assistant .text") == "Hello there."
-    assert page.is_visible("#send")
-    assert not page.is_visible("#stop")
+    page.wait_for_text(SPENT, "stopped by you")
+    assert page.text(SAID) == "Hello there."
+    assert (page.is_visible("#send"), page.is_visible("#stop")) == (True, False)
 
 
 def test_thoughts_stand_above_the_answer_and_fold_when_it_begins(page: Page, site: FakeSite) -> None:
     site.thoughts, site.pieces, site.is_held = ["<b>Someone", " greets."], [], True
-    page.type("#message", "Hi!" + Keys.ENTER)
+    send(page, "Hi!")
     page.wait_for_text("article .thoughts[open] .text", "<b>Someone greets.")
     assert page.text("article .thoughts summary") == "Thinking"
     page.click("#stop")
 
     site.pieces, site.is_held = ["Hello."], False
-    page.type("#message", Keys.ENTER)
+    send(page, "")
     page.wait_for_text("article:last-child .spent", "5 tokens")
     assert page.text("article:last-child .thoughts:not([open]) summary").startswith("Thought for ")
     assert page.text("article:last-child > .text") == "Hello."
-    page.type("#message", "And?" + Keys.ENTER)
+    send(page, "And?")
     page.wait_for("document.querySelectorAll('article.assistant').length === 3")
     assert [message["content"] for message in site.requests[2]["messages"]] == ["Hi!", "Hello.", "And?"]
 
 
-def test_text_is_never_read_as_markup(page: Page, site: FakeSite) -> None:
+def test_a_refusal_is_shown_and_can_be_sent_again_and_nothing_is_markup(page: Page, site: FakeSite) -> None:
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-    site.pieces = [evil[:9], evil[9:]]
-    page.type("#message", evil + Keys.ENTER)
-    page.wait_for_text("article.assistant .text", "</script>")
-    assert page.text("article.user .text") == page.text("article.assistant .text") == evil
-    assert page.count("article img, article script") == 0
-
-
-def test_a_refusal_is_shown_in_the_servers_words_and_the_message_can_be_sent_again(page: Page, site: FakeSite) -> None:
-    site.error = "the prompt has 9,000 tokens, and 2,048 fit"
-    page.type("#message", "Hi!" + Keys.ENTER)
-    page.wait_for_text("article.assistant .error", "the prompt has 9,000 tokens, and 2,048 fit")
-    assert page.run("document.getElementById('message').value") == "Hi!"
+    site.error, site.pieces = f"{evil} does not fit", [evil[:9], evil[9:]]
+    send(page, evil)
+    page.wait_for_text("article.assistant .error", site.error)
+    assert page.run("document.getElementById('message').value") == evil
     site.error = None
-    page.type("#message", Keys.ENTER)
-    page.wait_for_text("article:last-child .text", "Hello there.")
-    assert site.requests[1]["messages"] == [{"role": "user", "content": "Hi!"}]
+    send(page, "")
+    page.wait_for_text("article:last-child .text", "</script>")
+    assert site.requests[1]["messages"] == [{"role": "user", "content": evil}]
+    assert page.text("article:last-child .text") == page.text("article.user .text") == evil
+    assert page.count("article img, article script") == 0  # text is never read as markup
 
 
 def test_the_own_request_is_marked_in_the_batch(page: Page, site: FakeSite) -> None:
-    page.type("#message", "Hi!" + Keys.ENTER)
-    page.wait_for_text("article.assistant .spent", "5 tokens")
+    send(page, "Hi!")
+    page.wait_for_text(SPENT, "5 tokens")
     site.do(lambda: site.batch.add(20, 30))
     site.do(lambda: setattr(site.batch.waiting[0], "request_id", "123456789-0-0-17-0"))
     site.do(lambda: site.batch.add(40, 30))
@@ -281,37 +269,30 @@ def test_the_page_says_when_the_server_is_gone_and_comes_back_with_it(tab: Page)
 
 
 @pytest.mark.parametrize(("system", "other"), [("light", "dark"), ("dark", "light")])
-def test_colours_are_the_systems_until_the_button_says_otherwise(
+def test_colours_are_the_systems_until_the_button_says_otherwise_and_have_contrast(
     tab: Page, site: FakeSite, system: str, other: str
 ) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
     papers = {"light": "rgb(251, 252, 252)", "dark": "rgb(17, 23, 28)"}
     open_live(tab, site, prefers_color_scheme=system)
     assert tab.run(paper) == papers[system]
-    tab.click("#theme")
-    assert tab.run(paper) == papers[other]
-    assert tab.run("document.getElementById('theme').ariaPressed") == str(other == "dark").lower()
-    open_live(tab, site, prefers_color_scheme=system)
-    assert tab.run(paper) == papers[other]
-
-
-@pytest.mark.parametrize("shade", ["light", "dark"])
-def test_contrasts_are_those_of_wcag_aa(tab: Page, site: FakeSite, shade: str) -> None:
-    open_live(tab, site, prefers_color_scheme=shade)
-    grounds = ("--paper", "--raised", "--sunken")
-    texts = [(text, ground) for text in ("--ink", "--muted", "--accent", "--bad") for ground in grounds]
+    texts = itertools.product(("--ink", "--muted", "--accent", "--bad"), ("--paper", "--raised", "--sunken"))
     shapes = ("--edge", "--reused", "--prefilled", "--generated", "--good", "--accent")
     faint = [pair for pair in [*texts, ("--on-accent", "--accent")] if tab.contrast(*pair) < 4.5]
-    faint += [(shape, "--paper") for shape in shapes if tab.contrast(shape, "--paper") < 3.0]
-    assert faint == []
+    assert faint + [(shape, "--paper") for shape in shapes if tab.contrast(shape, "--paper") < 3.0] == []
     assert tab.contrast("--paper", "--paper") == 1.0
+    tab.click("#theme")
+    assert tab.run("document.getElementById('theme').ariaPressed") == str(other == "dark").lower()
+    assert tab.run(paper) == papers[other]
+    open_live(tab, site, prefers_color_scheme=system)
+    assert tab.run(paper) == papers[other]
 
 
 def test_nothing_moves_for_who_wants_less_motion(tab: Page, site: FakeSite) -> None:
     site.is_held = True
     open_live(tab, site, prefers_reduced_motion="reduce")
-    tab.type("#message", "Hi!" + Keys.ENTER)
-    tab.wait_for_text("article.assistant .text", "Hello there.")
+    send(tab, "Hi!")
+    tab.wait_for_text(SAID, "Hello there.")
     moving = """[...document.querySelectorAll("*")].flatMap((each) => [null, "::after"].map((pseudo) =>
         getComputedStyle(each, pseudo))).filter((style) => style.animationName !== "none"
         || style.transitionDuration !== "0s").length"""
@@ -321,21 +302,18 @@ def test_nothing_moves_for_who_wants_less_motion(tab: Page, site: FakeSite) -> N
 
 def test_a_phone_shows_one_half_at_a_time(tab: Page, site: FakeSite) -> None:
     open_live(tab, site, PHONE)
-    assert tab.is_visible("#message")
-    assert not tab.is_visible("#slots")
+    assert (tab.is_visible("#message"), tab.is_visible("#slots")) == (True, False)
     tab.wait_for_text(".views", "Batch 0/4")
     tab.click("[data-shows=batch]")
-    assert tab.is_visible("#slots")
-    assert not tab.is_visible("#message")
+    assert (tab.is_visible("#message"), tab.is_visible("#slots")) == (False, True)
     assert tab.run("document.querySelector('[data-shows=batch]').ariaPressed") == "true"
     tab.click("[data-shows=chat]")
     tab.type("#message", "Hi!")
     tab.click("#send")
-    tab.wait_for_text("article.assistant .text", "Hello there.")
+    tab.wait_for_text(SAID, "Hello there.")
     targets = "[...document.querySelectorAll('button, summary')].filter((each) => each.checkVisibility())"
-    assert (
-        tab.run(f"Math.min(...{targets}.map((each) => each.offsetHeight))") >= 24
-    )  # WCAG 2.2's least size of a target
+    least = tab.run(f"Math.min(...{targets}.map((each) => each.offsetHeight))")
+    assert least >= 24  # WCAG 2.2's least size of a target
 
 
 # Steps that one can watch: the bundled model is too quick for that.
@@ -343,10 +321,7 @@ SLOW_SERVE = f"""
 import time
 from chairlift.engine.core import EngineCore
 step = EngineCore.step
-def slow_step(self):
-    time.sleep(0.02)
-    return step(self)
-EngineCore.step = slow_step
+EngineCore.step = lambda self: (time.sleep(0.02), step(self))[1]
 {SERVE}
 """
 
@@ -362,18 +337,18 @@ def test_a_message_is_answered_by_the_model_and_stop_releases_the_slot(tab: Page
     tab.open(process.url)
     tab.wait_for_text("#link", "live")
     tab.wait_for_text("#model", "bundled")
-    tab.type("#message", "Tell me a story about a chairlift." + Keys.ENTER)
-    tab.wait_for_text("article.assistant .spent", "about")  # it streams
+    send(tab, "Tell me a story about a chairlift.")
+    tab.wait_for_text(SPENT, "about")  # it streams
     tab.wait_for("document.querySelector('#slots li.own[data-state=decoding]') !== null")
     tab.click("#stop")
-    tab.wait_for_text("article.assistant .spent", "stopped by you")
+    tab.wait_for_text(SPENT, "stopped by you")
     tab.wait_for("document.querySelectorAll('[data-state=prefilling], [data-state=decoding]').length === 0")
     assert tab.text("#num-running") == "0"
     tab.click("#new-chat")
     tab.click("#openers li:nth-child(3) button")
-    tab.wait_for_text("article.assistant .spent", "first after")
+    tab.wait_for_text(SPENT, "first after")
     assert tab.text("article.user .text") == "What is 17 + 25?"
-    assert tab.text("article.assistant .text") == "17 + 25 = 42."
+    assert tab.text(SAID) == "17 + 25 = 42."
 
 
 def test_requests_of_the_load_test_fill_slots_wait_and_leave(tab: Page, process: Process) -> None:
@@ -405,4 +380,4 @@ def test_a_server_with_a_key_asks_for_it(tab: Page) -> None:
         tab.wait_for_text("#model", "bundled")
         assert tab.run("[sessionStorage.getItem('chairlift-key'), localStorage.length]") == [KEY, 0]
         tab.click("#openers li:nth-child(3) button")
-        tab.wait_for_text("article.assistant .text", "17 + 25 = 42.")
+        tab.wait_for_text(SAID, "17 + 25 = 42.")

@@ -10,24 +10,18 @@ import pytest_asyncio
 from chairlift.api import ServerConfig
 from chairlift.api.http.access import Cors, normalize_origin
 from chairlift.errors import ConfigurationError
-from tests.api.conftest import in_loop, serving
+from tests.api.conftest import serving
 
-PAGE = "https://app.example.org"
+PAGE, STRANGER = "https://app.example.org", "https://evil.example.org"
 TINY = {"max_batch_size": 1, "max_seq_len": 64}
-STRANGER = "https://evil.example.org"
 KEY = {"Authorization": "Bearer secret"}
-PREFLIGHT = {
-    "Access-Control-Request-Method": "POST",
-    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
-}
+ASKED = "authorization,content-type,x-stainless-lang"
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": ASKED}
+READABLE = {"Access-Control-Allow-Origin": PAGE, "Access-Control-Expose-Headers": "X-Request-Id, Retry-After"}
+NOT_ADMITTED = f"pages of {STRANGER} may not use this server; start it with --allowed-origin to let them"
 
 
-@pytest.fixture
-def origins() -> list[str]:
-    """Those that the server allows."""
-    return ["http://localhost:3000", PAGE]
-
-
+ORIGINS = ["http://localhost:3000", PAGE]
 Visit = Callable[..., Awaitable[aiohttp.ClientSession]]
 
 
@@ -48,117 +42,61 @@ async def visit() -> AsyncIterator[Visit]:
         yield begin
 
 
-@in_loop
-async def http(visit: Visit, origins: list[str]) -> aiohttp.ClientSession:
-    """A client of a server that asks for a key and allows those origins."""
-    return await visit(api_key=["secret"], allowed_origin=origins)
+async def asked(
+    http: aiohttp.ClientSession, method: str, path: str, headers: Mapping[str, str]
+) -> tuple[int, str | None, dict[str, str]]:
+    """Status, `Vary` and the headers that are about origins."""
+    async with http.request(method, path, headers=headers) as response:
+        about = {name: value for name, value in response.headers.items() if name.startswith("Access-Control-")}
+        return response.status, response.headers.get("Vary"), about
 
 
-def cors_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.startswith("Access-Control-")}
-
-
-@pytest.mark.parametrize("origin", ["http://localhost:3000", PAGE])
-async def test_a_preflight_needs_no_key_and_says_what_is_allowed(http: aiohttp.ClientSession, origin: str) -> None:
-    async with http.options("/v1/chat/completions", headers={"Origin": origin, **PREFLIGHT}) as response:
-        assert response.status == 204
-        assert cors_headers(response.headers) == {
-            "Access-Control-Allow-Origin": origin,
-            "Access-Control-Allow-Methods": "POST",
-            "Access-Control-Allow-Headers": "authorization,content-type,x-stainless-lang",
-            "Access-Control-Max-Age": "3600",
-            "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
-        }
-        assert response.headers["Vary"] == "Origin"
-
-
-async def test_every_route_answers_preflights(http: aiohttp.ClientSession) -> None:
-    wanted = {
-        "/v1/completions": "POST",
-        "/tokenize": "POST",
-        "/v1/models": "GET",
-        "/v1/models/bundled": "GET",
-        "/health": "GET",
-        "/nowhere": "GET",
-    }
-    for path, method in wanted.items():
-        async with http.options(path, headers={"Origin": PAGE, **PREFLIGHT}) as response:
-            assert response.status == 204
-            assert method in response.headers["Access-Control-Allow-Methods"].split(", ")
-
-
-async def test_a_preflight_of_a_stranger_is_a_403_in_the_usual_form(http: aiohttp.ClientSession) -> None:
+async def test_a_preflight_needs_no_key_and_says_what_is_allowed(visit: Visit) -> None:
+    http = await visit(api_key=["secret"], allowed_origin=ORIGINS)
+    paths = {**dict.fromkeys(("/v1/models", "/v1/models/bundled", "/health", "/nowhere"), "GET"), "/tokenize": "POST"}
+    for path, methods in {"/v1/completions": "POST", **paths}.items():
+        for origin in ORIGINS:
+            status, vary, about = await asked(http, "OPTIONS", path, {"Origin": origin, **PREFLIGHT})
+            assert (status, vary) == (204, "Origin")
+            assert methods in about.pop("Access-Control-Allow-Methods").split(", ")
+            allowed = {"Access-Control-Allow-Headers": ASKED, "Access-Control-Max-Age": "3600"}
+            assert about == {**READABLE, **allowed, "Access-Control-Allow-Origin": origin}
     async with http.options("/v1/models", headers={"Origin": STRANGER, **PREFLIGHT}) as response:
-        assert response.status == 403
-        assert cors_headers(response.headers) == {}
-        assert response.headers["Vary"] == "Origin"
         error = (await response.json())["error"]
-    assert (
-        error["message"] == f"pages of {STRANGER} may not use this server; start it with --allowed-origin to let them"
-    )
-    assert error["type"] == "invalid_request_error"
+    assert (error["message"], error["type"]) == (NOT_ADMITTED, "invalid_request_error")
+    assert await asked(http, "OPTIONS", "/v1/models", {"Origin": STRANGER, **PREFLIGHT}) == (403, "Origin", {})
+    for headers in ({"Origin": PAGE}, {"Access-Control-Request-Method": "POST"}):  # no preflight
+        assert (await asked(http, "OPTIONS", "/v1/completions", {**headers, **KEY}))[0] == 405
 
 
-async def test_replies_and_errors_can_be_read_by_the_page(http: aiohttp.ClientSession) -> None:
-    expected = {"Access-Control-Allow-Origin": PAGE, "Access-Control-Expose-Headers": "X-Request-Id, Retry-After"}
-    for path, headers, status in (
-        ("/v1/models", KEY, 200),
-        ("/v1/models", {}, 401),
-        ("/v1/models/other", KEY, 404),
-        ("/nowhere", KEY, 404),
-        ("/v1/completions", KEY, 405),
-    ):
-        async with http.get(path, headers={"Origin": PAGE, **headers}) as response:
-            assert response.status == status
-            assert cors_headers(response.headers) == expected
-            assert response.headers["Vary"] == "Origin"
-
-
-async def test_a_stream_can_be_read_by_the_page(http: aiohttp.ClientSession) -> None:
+async def test_replies_errors_and_streams_can_be_read_by_allowed_pages_only(visit: Visit) -> None:
+    http = await visit(api_key=["secret"], allowed_origin=ORIGINS)
+    paths = {"/v1/models": 200, "/v1/models/other": 404, "/nowhere": 404, "/v1/completions": 405}
+    for path, status in paths.items():
+        assert await asked(http, "GET", path, {"Origin": PAGE, **KEY}) == (status, "Origin", READABLE)
+    assert await asked(http, "GET", "/v1/models", {"Origin": PAGE}) == (401, "Origin", READABLE)
     body = {"prompt": "Once", "max_tokens": 2, "stream": True}
     async with http.post("/v1/completions", json=body, headers={"Origin": PAGE, **KEY}) as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
-        assert response.headers["Access-Control-Allow-Origin"] == PAGE
-        assert response.headers["Vary"] == "Origin"
+        assert {name: response.headers[name] for name in (*READABLE, "Vary")} == {**READABLE, "Vary": "Origin"}
         assert (await response.text()).endswith("data: [DONE]\n\n")
+    plain: list[dict[str, str]] = [{"Origin": STRANGER}, {"Origin": "null"}, {}]
+    assert [await asked(http, "GET", "/health", headers) for headers in plain] == [(200, "Origin", {})] * 3
 
 
-@pytest.mark.parametrize("headers", [{"Origin": STRANGER}, {"Origin": "null"}, {}])
-async def test_strangers_and_plain_clients_get_replies_without_cors_headers(
-    http: aiohttp.ClientSession, headers: dict[str, str]
-) -> None:
-    async with http.get("/health", headers=headers) as response:
-        assert response.status == 200
-        assert cors_headers(response.headers) == {}
-        assert response.headers["Vary"] == "Origin"
-
-
-@pytest.mark.parametrize("headers", [{"Origin": PAGE}, {"Access-Control-Request-Method": "POST"}])
-async def test_options_that_are_no_preflight_stay_what_they_were(
-    http: aiohttp.ClientSession, headers: dict[str, str]
-) -> None:
-    async with http.options("/v1/completions", headers={**headers, **KEY}) as response:
-        assert response.status == 405
-
-
-@pytest.mark.parametrize("origins", [["*"]])
-async def test_a_star_allows_every_origin(http: aiohttp.ClientSession) -> None:
+async def test_a_star_allows_every_origin(visit: Visit) -> None:
+    http = await visit(api_key=["secret"], allowed_origin=["*"])
     for origin in (STRANGER, "null"):
-        async with http.options("/v1/models", headers={"Origin": origin, **PREFLIGHT}) as response:
-            assert response.status == 204
-            assert response.headers["Access-Control-Allow-Origin"] == "*"
-            assert response.headers["Access-Control-Allow-Headers"] == "authorization,content-type,x-stainless-lang"
-    async with http.get("/v1/models", headers={"Origin": STRANGER}) as response:
-        assert response.status == 401
-        assert response.headers["Access-Control-Allow-Origin"] == "*"
+        status, _, about = await asked(http, "OPTIONS", "/v1/models", {"Origin": origin, **PREFLIGHT})
+        assert (status, about["Access-Control-Allow-Origin"]) == (204, "*")
+        assert about["Access-Control-Allow-Headers"] == ASKED
+    status, _, about = await asked(http, "GET", "/v1/models", {"Origin": STRANGER})
+    assert (status, about["Access-Control-Allow-Origin"]) == (401, "*")
 
 
-@pytest.mark.parametrize("origins", [[]])
-async def test_without_allowed_origins_nothing_changes(http: aiohttp.ClientSession) -> None:
-    async with http.options("/v1/models", headers={"Origin": PAGE, **PREFLIGHT}) as response:
-        assert response.status == 401
-        assert cors_headers(response.headers) == {}
-        assert "Vary" not in response.headers
+async def test_without_allowed_origins_nothing_changes(visit: Visit) -> None:
+    http = await visit(api_key=["secret"], allowed_origin=[])
+    assert await asked(http, "OPTIONS", "/v1/models", {"Origin": PAGE, **PREFLIGHT}) == (401, None, {})
 
 
 @pytest.mark.parametrize(
@@ -180,18 +118,9 @@ def test_origins_are_compared_as_browsers_write_them(written: str, normal: str) 
 @pytest.mark.parametrize(
     "origin",
     [
-        "",
-        "null",
-        "example.org",
-        "localhost:3000",
-        "https://example.org/",
-        "https://example.org/app",
-        "https://example.org:70000",
-        "https://example.org:",
-        "https://me@example.org",
-        "https://*.example.org",
-        "https://bücher.example",
-        "https://a.example https://b.example",
+        *("", "null", "example.org", "localhost:3000", "https://example.org/", "https://example.org/app"),
+        *("https://example.org:70000", "https://example.org:", "https://me@example.org", "https://*.example.org"),
+        *("https://bücher.example", "https://a.example https://b.example"),
     ],
 )
 def test_what_is_no_origin_is_refused_with_the_form_it_must_have(origin: str) -> None:
@@ -202,61 +131,42 @@ def test_what_is_no_origin_is_refused_with_the_form_it_must_have(origin: str) ->
 # --- a server without keys on this machine
 
 
-@in_loop
-async def private(visit: Visit) -> aiohttp.ClientSession:
-    """A client of a server that asks for no key and turns foreign pages away."""
-    return await visit(is_strict=True)
-
-
-REQUESTS = (("GET", "/"), ("GET", "/health"), ("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", "/tokenize"))
-
-
 async def statuses(http: aiohttp.ClientSession, **headers: str) -> list[int]:
     """Statuses of a few requests with these headers, whose names are written with underscores."""
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     found = []
-    for method, path in (*REQUESTS, ("OPTIONS", "/v1/completions")):
+    asked = [("GET", path) for path in ("/", "/health", "/v1/models", "/nowhere", "/watch")]
+    for method, path in (*asked, ("POST", "/tokenize"), ("OPTIONS", "/v1/completions")):
         body = {"prompt": "a"} if method == "POST" else None
         async with http.request(method, path, headers=sent, json=body) as response:
             found.append(response.status)
             if response.status == 403:
                 assert (await response.json())["error"]["type"] == "invalid_request_error"
-    async with http.get("/watch", headers=sent) as watching:
-        found.append(watching.status)
     return found
 
 
-SERVED = [200, 200, 200, 404, 200, 405, 200]
+SERVED = [200, 200, 200, 404, 200, 200, 405]
 REFUSED = [403] * 7
 
 
-async def test_strangers_are_turned_away_everywhere_by_host_and_by_origin(
-    visit: Visit, private: aiohttp.ClientSession
-) -> None:
+async def test_strangers_are_turned_away_by_host_and_by_origin_and_told_the_flag(visit: Visit) -> None:
     """Which names and pages are strangers': tests/attacks."""
+    private = await visit(is_strict=True)
     own = "localhost:8000"
     assert await statuses(private, Host=own) == SERVED
     for host in ("evil.example", "a:b:c"):
         assert await statuses(private, Host=host) == REFUSED
     assert await statuses(private, Host=own, Origin=STRANGER) == REFUSED
     assert await statuses(private, Host=own, Origin=f"http://{own}") == SERVED
+    unknown = "this server does not answer to the name other.lan; start it with --allowed-host to let that name in"
+    for headers, message in (({"Host": "other.lan"}, unknown), ({"Origin": STRANGER}, NOT_ADMITTED)):
+        async with private.get("/health", headers=headers) as response:
+            assert (await response.json())["error"]["message"] == message
+
+
+async def test_names_and_pages_that_are_allowed_are_served(visit: Visit) -> None:
     assert await statuses(await visit(is_strict=True, allowed_host=["*"]), Host="evil.example") == SERVED
-
-
-async def test_the_refusal_names_the_flag(visit: Visit) -> None:
-    http = await visit(is_strict=True, allowed_host=["box.lan"])
-    assert await statuses(http, Host="Box.LAN:8000") == SERVED
-    async with http.get("/health", headers={"Host": "other.lan"}) as response:
-        message = (await response.json())["error"]["message"]
-    assert (
-        message == "this server does not answer to the name other.lan; start it with --allowed-host to let that name in"
-    )
-    async with http.get("/health", headers={"Origin": STRANGER}) as response:
-        message = (await response.json())["error"]["message"]
-    assert message == f"pages of {STRANGER} may not use this server; start it with --allowed-origin to let them"
-
-
-async def test_pages_that_are_allowed_are_served(visit: Visit) -> None:
+    assert await statuses(await visit(is_strict=True, allowed_host=["box.lan"]), Host="Box.LAN:8000") == SERVED
     http = await visit(is_strict=True, allowed_origin=[PAGE])
     assert await statuses(http, Origin=PAGE) == SERVED
     assert await statuses(http, Origin=STRANGER) == REFUSED
@@ -264,10 +174,9 @@ async def test_pages_that_are_allowed_are_served(visit: Visit) -> None:
         assert response.status == 204
 
 
-@pytest.mark.parametrize("site", ["cross-site", "same-site"])
-async def test_an_image_in_a_foreign_page_is_turned_away_and_a_link_is_not(
-    private: aiohttp.ClientSession, site: str
-) -> None:
-    assert await statuses(private, Sec_Fetch_Site=site, Sec_Fetch_Mode="no-cors") == REFUSED
-    assert await statuses(private, Sec_Fetch_Site=site, Sec_Fetch_Mode="navigate") == SERVED
+async def test_an_image_in_a_foreign_page_is_turned_away_and_a_link_is_not(visit: Visit) -> None:
+    private = await visit(is_strict=True)
+    for site in ("cross-site", "same-site"):
+        assert await statuses(private, Sec_Fetch_Site=site, Sec_Fetch_Mode="no-cors") == REFUSED
+        assert await statuses(private, Sec_Fetch_Site=site, Sec_Fetch_Mode="navigate") == SERVED
     assert await statuses(private, Sec_Fetch_Site="same-origin", Sec_Fetch_Mode="cors") == SERVED

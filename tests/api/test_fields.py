@@ -6,38 +6,17 @@ import pytest
 
 from chairlift.api.wire.completions import ChatCompletionRequest
 from tests.api.conftest import MAX_SEQ_LEN, Server
-from tests.api.contract import (
-    CHAT,
-    COMPLETIONS,
-    check_chat,
-    check_completion,
-    counts,
-    error_of,
-    post,
-    user,
-    whole_and_chunks,
-)
+from tests.api.contract import CHAT, COMPLETIONS, check_chat, counts, error_of, post, text_of, user, whole_and_chunks
 
 QUESTION = user("What is 17 + 25?")
 GREEDY: dict[str, Any] = {"messages": QUESTION, "temperature": 0}
 
-STORY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0}
-HINTS: dict[str, Any] = {
-    "metadata": {"a": "b"},
-    "safety_identifier": "c",
-    "store": True,
-    "service_tier": "flex",
-    "prompt_cache_key": "d",
-    "prompt_cache_retention": "24h",
-    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
-}
-IDLE: dict[str, Any] = {  # fields of a chat that work, with values that ask for nothing
-    "prediction": {"type": "content", "content": "17 + 25 = 41."},
-    "modalities": ["text"],
-    "reasoning_effort": "none",
-    "tool_choice": "auto",
-    "chat_template_kwargs": {"mood": "good"},
-}
+STORY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16}
+HINTS: dict[str, Any] = {"metadata": {"a": "b"}, "safety_identifier": "c", "store": True, "service_tier": "flex"}
+HINTS |= {"prompt_cache_key": "d", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}}
+# Fields of a chat that work, with values that ask for nothing.
+IDLE: dict[str, Any] = {"modalities": ["text"], "reasoning_effort": "none", "tool_choice": "auto"}
+IDLE |= {"prediction": {"type": "content", "content": "41"}, "chat_template_kwargs": {"mood": "good"}}
 
 
 # --- fields without an effect
@@ -60,46 +39,46 @@ async def test_accepted_fields_change_nothing(
 # --- shapes
 
 
-@pytest.mark.parametrize("has_usage", [False, True])
+FIVE = {"max_tokens": 5, "ignore_eos": True}
+
+
 @pytest.mark.parametrize(
     ("path", "prefix", "body"),
     [
         (CHAT, "chatcmpl-", {**GREEDY, "n": 3}),
-        (COMPLETIONS, "cmpl-", {**STORY, "prompt": ["1 + 1 =", "Once"], "n": 2, "max_tokens": 5, "ignore_eos": True}),
+        (COMPLETIONS, "cmpl-", {**STORY, "prompt": ["1 + 1 =", "Once"], "n": 2, "best_of": 2, **FIVE}),
     ],
 )
 async def test_chunks_have_the_order_of_the_specification(
-    server: Server, path: str, prefix: str, body: dict[str, Any], has_usage: bool
+    server: Server, path: str, prefix: str, body: dict[str, Any]
 ) -> None:
-    whole, chunks = await whole_and_chunks(server, path, body, include_usage=has_usage)
+    _, without = await whole_and_chunks(server, path, body, include_usage=False)
+    whole, (*chunks, usage) = await whole_and_chunks(server, path, body, include_usage=True)
     assert chunks[0]["id"].startswith(prefix)
-    if has_usage:
-        usage = chunks.pop()
-        assert (usage["choices"], counts(usage["usage"])) == ([], counts(whole["usage"]))
-        assert path == CHAT or counts(usage["usage"]) == (len("1 + 1 =Once"), 20, 31)
-    assert all(chunk.get("usage") is None and len(chunk["choices"]) == 1 for chunk in chunks)
-    for index in range(3 if path == CHAT else 0):
-        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        assert own[0]["delta"] == {"role": "assistant", "content": ""}
-        assert all("role" not in choice["delta"] for choice in own[1:])
-        assert (own[-1]["finish_reason"], own[-1]["delta"]) == ("stop", {})
+    fingerprint = server.api._job_maker._fingerprint
+    assert {reply["system_fingerprint"] for reply in (whole, *chunks, *without)} == {fingerprint}
+    assert fingerprint.startswith("fp_")
+    assert (usage["choices"], counts(usage["usage"])) == ([], counts(whole["usage"]))
+    assert path == CHAT or counts(usage["usage"]) == (len("1 + 1 =Once"), 20, 31)
+    assert all(chunk.get("usage") is None and len(chunk["choices"]) == 1 for chunk in (*chunks, *without))
+    for each in (chunks, without):
+        for index in range(3 if path == CHAT else 0):
+            own = [chunk["choices"][0] for chunk in each if chunk["choices"][0]["index"] == index]
+            assert own[0]["delta"] == {"role": "assistant", "content": ""}
+            assert all("role" not in choice["delta"] for choice in own[1:])
+            assert (own[-1]["finish_reason"], own[-1]["delta"]) == ("stop", {})
 
 
 # --- fields that work
 
 
-async def test_both_names_of_the_limit_are_known(server: Server) -> None:
+async def test_both_names_of_the_limit_are_known_and_without_it_a_chat_may_fill_its_slot(server: Server) -> None:
     for fields in ({"max_tokens": 4}, {"max_completion_tokens": 4}, {"max_tokens": 4, "max_completion_tokens": 4}):
         reply = check_chat(await post(server, CHAT, {**GREEDY, **fields}))
         assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("17 +", "length")
-        assert reply.usage is not None
-        assert reply.usage.completion_tokens == 4
-
-
-async def test_a_chat_without_a_limit_may_fill_its_slot(server: Server) -> None:
-    reply = await post(server, CHAT, {**GREEDY, "ignore_eos": True})
-    assert reply["usage"]["total_tokens"] == MAX_SEQ_LEN
-    assert reply["choices"][0]["finish_reason"] == "length"
+        assert counts(reply.usage)[1] == 4
+    longest = await post(server, CHAT, {**GREEDY, "ignore_eos": True})
+    assert (longest["usage"]["total_tokens"], longest["choices"][0]["finish_reason"]) == (MAX_SEQ_LEN, "length")
 
 
 @pytest.mark.parametrize(
@@ -131,11 +110,6 @@ async def test_a_seed_repeats_an_answer_and_choices_differ(server: Server) -> No
     assert other["choices"][0] != first["choices"][0]
 
 
-async def content(server: Server, **fields: Any) -> str:
-    reply = check_chat(await post(server, CHAT, {**GREEDY, **fields}))
-    return reply.choices[0].message.content or ""
-
-
 async def test_every_way_of_writing_a_message_counts_the_same(server: Server) -> None:
     plain = await post(server, CHAT, GREEDY)
     assert plain["choices"][0]["message"]["content"] == "17 + 25 = 42."
@@ -155,20 +129,15 @@ async def test_every_way_of_writing_a_message_counts_the_same(server: Server) ->
 
 
 # What the replies of other servers, and the clients that hold them, have besides what was said.
-ADDED: dict[str, Any] = {
+THOUGHT = "It is a sum."
+ADDED: dict[str, Any] = dict.fromkeys(["reasoning", "function_call", "audio", "refusal"]) | {
     "provider_specific_fields": {"refusal": None, "stop_sequence": "x"},
-    "reasoning_content": "It is a sum.",
-    "reasoning": None,
-    "reasoning_details": [{"type": "reasoning.text", "text": "It is a sum."}],
-    "thinking_blocks": [{"type": "thinking", "thinking": "It is a sum.", "signature": "s"}],
-    "function_call": None,
-    "annotations": [],
-    "images": [],
-    "audio": None,
-    "refusal": None,
-    "id": "chatcmpl-1",
+    "reasoning_content": THOUGHT,
+    "reasoning_details": [{"type": "reasoning.text", "text": THOUGHT}],
+    "thinking_blocks": [{"type": "thinking", "thinking": THOUGHT, "signature": "s"}],
     "whatever_comes_next": {"a": [1]},
 }
+ADDED |= {"annotations": [], "images": [], "id": "chatcmpl-1"}
 
 
 async def test_what_other_servers_add_to_an_assistants_message_changes_nothing(server: Server) -> None:
@@ -196,28 +165,32 @@ async def test_an_assistant_that_said_nothing_has_an_empty_turn(server: Server, 
     assert tokens == (await post(server, "/tokenize", {"messages": [*QUESTION, *empty, *user("Well?")]}))["tokens"]
 
 
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_what_an_assistant_thought_is_there_for_templates_that_show_it(name: str) -> None:
-    said = {"role": "assistant", "content": "42", name: "It is a sum."}
-    body = ChatCompletionRequest.model_validate({"messages": [*QUESTION, said]})
-    assert body.template_messages()[1] == {"role": "assistant", "content": "42", "reasoning_content": "It is a sum."}
+def test_what_an_assistant_thought_is_there_for_templates_that_show_it() -> None:
+    told = {"role": "assistant", "content": "42", "reasoning_content": THOUGHT}
+    for name in ("reasoning_content", "reasoning"):
+        said = {"role": "assistant", "content": "42", name: THOUGHT}
+        body = ChatCompletionRequest.model_validate({"messages": [*QUESTION, said]})
+        assert body.template_messages()[1] == told
 
 
 async def test_the_last_message_can_be_continued(server: Server) -> None:
-    messages = [*QUESTION, {"role": "assistant", "content": "17 + 25 = 4"}]
-    assert await content(server, messages=messages, continue_final_message=True) == "2."
-    assert await content(server, messages=messages, continue_final_message=True, add_generation_prompt=False) == "2."
+    body = {**GREEDY, "messages": [*QUESTION, {"role": "assistant", "content": "17 + 25 = 4"}]}
+    for fields in ({}, {"add_generation_prompt": False}):
+        (choice,) = (await post(server, CHAT, {**body, "continue_final_message": True, **fields}))["choices"]
+        assert choice["message"]["content"] == "2."
     error = await error_of(server, CHAT, {**GREEDY, "continue_final_message": True, "add_generation_prompt": True})
     assert error["param"] == "continue_final_message"
 
 
+NO_PROMPT = {"add_generation_prompt": False}
+
+
 async def test_the_beginning_of_an_assistants_turn_can_be_left_out(server: Server) -> None:
-    with_it = await post(server, "/tokenize", {"messages": QUESTION})
-    explicit = await post(server, "/tokenize", {"messages": QUESTION, "add_generation_prompt": True})
-    without = await post(server, "/tokenize", {"messages": QUESTION, "add_generation_prompt": False})
+    prompts = ({"messages": QUESTION, **each} for each in ({}, {"add_generation_prompt": True}, NO_PROMPT))
+    with_it, explicit, without = [await post(server, "/tokenize", prompt) for prompt in prompts]
     assert with_it == explicit
     assert with_it["tokens"] == [*without["tokens"], 260]
-    reply = await post(server, CHAT, {**GREEDY, "add_generation_prompt": False, "max_tokens": 1})
+    reply = await post(server, CHAT, {**GREEDY, **NO_PROMPT, "max_tokens": 1})
     assert reply["usage"]["prompt_tokens"] == without["count"]
 
 
@@ -229,33 +202,22 @@ async def test_template_variables_cannot_be_the_servers_own(server: Server) -> N
 # --- completions
 
 
-async def text_of(server: Server, **fields: Any) -> str:
-    reply = check_completion(await post(server, COMPLETIONS, {**STORY, **fields}))
-    return reply.choices[0].text
-
-
-async def test_best_of_may_repeat_what_n_says(server: Server) -> None:
-    reply = await post(server, COMPLETIONS, {**STORY, "n": 2, "best_of": 2})
-    assert [choice["index"] for choice in reply["choices"]] == [0, 1]
-    assert (await error_of(server, COMPLETIONS, {**STORY, "n": 2, "best_of": 3}))["param"] == "best_of"
-
-
 async def test_the_end_token_can_be_ignored_or_be_any_token(server: Server) -> None:
     body = {"prompt": [259, *b"Hello!", 257, 260], "temperature": 0, "max_tokens": 50}
-    ended = await post(server, COMPLETIONS, body)
-    assert ended["choices"][0]["finish_reason"] == "stop"
+    (ended,) = (await post(server, COMPLETIONS, body))["choices"]
+    assert ended["finish_reason"] == "stop"
     longer = await post(server, COMPLETIONS, {**body, "ignore_eos": True})
     assert longer["usage"]["completion_tokens"] == 50
-    assert longer["choices"][0]["text"].startswith(ended["choices"][0]["text"])
-    first = ended["choices"][0]["text"][0]
-    (stopped,) = (await post(server, COMPLETIONS, {**body, "stop_token_ids": [ord(first)]}))["choices"]
-    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", ord(first))
+    assert longer["choices"][0]["text"].startswith(ended["text"])
+    first = ord(ended["text"][0])
+    (stopped,) = (await post(server, COMPLETIONS, {**body, "stop_token_ids": [first]}))["choices"]
+    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", first)
 
 
 async def test_prompts_that_are_the_same_are_answered_the_same_in_every_form(server: Server) -> None:
     tokens = list(b"Once upon a time")
-    texts = [await text_of(server, prompt=prompt) for prompt in ("Once upon a time", tokens, [tokens])]
+    forms = ("Once upon a time", tokens, [tokens])
+    texts = [await text_of(server, {**STORY, "prompt": prompt}) for prompt in forms]
     several = await post(server, COMPLETIONS, {**STORY, "prompt": [tokens, tokens]})
     assert {*texts, *(choice["text"] for choice in several["choices"])} == {texts[0]}
-    assert several["usage"]["prompt_tokens"] == 2 * len(tokens)
-    assert several["usage"]["completion_tokens"] == 32
+    assert counts(several["usage"])[:2] == (2 * len(tokens), 32)

@@ -1,34 +1,32 @@
 """Log-probabilities over HTTP: the numbers are the model's own; tokens, bytes and offsets spell the text exactly."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.api.conftest import Server
-from tests.api.contract import (
-    CHAT,
-    COMPLETIONS,
-    byte_ids,
-    check_chat,
-    check_completion,
-    chunks_of,
-    counts,
-    error_of,
-    post,
-    reference_logprobs,
-    serving,
-    user,
-    whole_and_chunks,
-)
+from tests.api import contract
+from tests.api.conftest import Server, serving
+from tests.api.contract import CHAT, COMPLETIONS, byte_ids, check_chat, chunks_of, error_of, post, user
 from tests.engine.tokenizers_made import make_llama2_like
 from tests.support.checkpoints import make_checkpoint
 
 QUESTION = user("What is 17 + 25?")
 PROMPT = [259, *byte_ids("What is 17 + 25?"), 257, 260]  # <|user|> ... <|im_end|><|assistant|>
 SPELLED = 'né "日本" 😀\n'  # characters of one to four tokens
-TOLERANCE = 1e-4
 END = "<|im_end|>"  # as its token is spelled
+
+
+def near(values: list[float]) -> Any:
+    return pytest.approx(values, abs=1e-4)
+
+
+def expected_of(prompt: list[int], answer: list[int], num_top: int = 0) -> tuple[list[float], list[list[float]]]:
+    """By the model itself: the log-probability of each token of an answer, and those of the likeliest in its place."""
+    rows = contract.reference_logprobs(prompt, answer)
+    values = [row[token].item() for row, token in zip(rows, answer, strict=True)]
+    return values, rows.topk(num_top).values.tolist()
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -39,69 +37,54 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 async def test_a_chats_logprobs_are_those_of_the_model(server: Server) -> None:
-    reply = check_chat(await post(server, CHAT, chat(top_logprobs=5)))
-    scored = reply.choices[0].logprobs
-    assert scored is not None
-    assert scored.content is not None
-    answer = [*(token.bytes[0] for token in scored.content[:-1] if token.bytes), 257]
-    assert scored.content[-1].token == END
-    expected = reference_logprobs(PROMPT, answer)
-    for row, token, entry in zip(expected, answer, scored.content, strict=True):
-        assert entry.logprob == pytest.approx(row[token].item(), abs=TOLERANCE)
-        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(row.topk(5).values.tolist(), abs=TOLERANCE)
+    (choice,) = check_chat(await post(server, CHAT, chat(top_logprobs=5))).choices
+    assert choice.logprobs is not None
+    scored = choice.logprobs.content or []
+    values, tops = expected_of(PROMPT, [*byte_ids(choice.message.content or ""), 257], 5)
+    assert scored[-1].token == END
+    assert [entry.logprob for entry in scored] == near(values)
+    for entry, top in zip(scored, tops, strict=True):
+        assert [each.logprob for each in entry.top_logprobs] == near(top)
         assert entry.top_logprobs[0].bytes == entry.bytes  # greedy
 
 
 async def test_the_bytes_of_characters_that_take_several_tokens_are_exact(server: Server) -> None:
-    reply = check_chat(await post(server, CHAT, chat(guided_choice=[SPELLED])))
-    scored = reply.choices[0].logprobs
-    assert reply.choices[0].message.content == SPELLED
-    assert scored is not None
-    assert [entry.bytes for entry in scored.content or []] == [[byte] for byte in SPELLED.encode()]
-    shown = [entry.token for entry in scored.content or []]
-    assert shown[:4] == ["n", "\N{REPLACEMENT CHARACTER}", "\N{REPLACEMENT CHARACTER}", " "]
+    body = chat(guided_choice=[SPELLED])
+    (choice,) = (await post(server, CHAT, body))["choices"]
+    assert choice["message"]["content"] == SPELLED
+    scored = choice["logprobs"]["content"]
+    assert [entry["bytes"] for entry in scored] == [[byte] for byte in SPELLED.encode()]
+    assert [entry["token"] for entry in scored[:4]] == ["n", *"\N{REPLACEMENT CHARACTER}" * 2, " "]
+    for chunk in (await chunks_of(server, CHAT, body))[1:-1]:  # a piece of text comes with those of its tokens
+        (piece,) = chunk["choices"]
+        spelled = b"".join(bytes(entry["bytes"]) for entry in piece["logprobs"]["content"])
+        assert spelled == piece["delta"]["content"].encode()
 
 
 async def test_logprobs_are_taken_before_temperature_bias_penalties_and_grammars(server: Server) -> None:
     changes = {"temperature": 1.7, "seed": 1, "logit_bias": {"32": 4.0}, "frequency_penalty": 1.0, "top_k": 3}
-    reply = check_chat(await post(server, CHAT, chat(**changes, guided_regex="[0-9 ]{12}")))
-    scored = reply.choices[0].logprobs
-    assert scored is not None
-    assert scored.content is not None
-    answer = byte_ids(reply.choices[0].message.content or "")
-    expected = reference_logprobs(PROMPT, answer)
-    values = [row[token].item() for row, token in zip(expected, answer, strict=True)]
-    assert [entry.logprob for entry in scored.content] == pytest.approx(values, abs=TOLERANCE)
+    (choice,) = (await post(server, CHAT, chat(**changes, guided_regex="[0-9 ]{12}")))["choices"]
+    values, _ = expected_of(PROMPT, byte_ids(choice["message"]["content"]))
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == near(values)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"stop": ["42"]},
-        {"guided_choice": [SPELLED]},
+        *({}, {"stop": ["42"]}, {"guided_choice": [SPELLED]}, {"max_tokens": 2, "guided_choice": ["日本"]}),
         {"guided_choice": ["one stop 日本 two"], "stop": ["日"]},
         {"n": 3, "temperature": 1.5, "seed": 5, "max_tokens": 20},
-        {"max_tokens": 2, "guided_choice": ["日本"]},
     ],
 )
 async def test_logprobs_spell_the_text_and_streamed_ones_add_up_to_them(server: Server, fields: dict[str, Any]) -> None:
     body = chat(top_logprobs=2, **fields)
-    whole, _ = await whole_and_chunks(server, CHAT, body)
+    whole, _ = await contract.whole_and_chunks(server, CHAT, body)
     num_scored = sum(len(choice["logprobs"]["content"]) for choice in whole["choices"])
     assert num_scored == whole["usage"]["completion_tokens"]
     for choice in whole["choices"]:
         spelled = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]).decode(errors="replace")
         is_ended = choice["finish_reason"] == "stop" and "guided_choice" not in body
         assert spelled == choice["message"]["content"] + (choice["stop_reason"] or (END if is_ended else ""))
-
-
-async def test_a_piece_of_text_comes_with_the_logprobs_of_its_tokens(server: Server) -> None:
-    for chunk in (await chunks_of(server, CHAT, chat(guided_choice=[SPELLED])))[1:-1]:
-        (choice,) = chunk["choices"]
-        assert b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]) == (
-            choice["delta"]["content"].encode()
-        )
 
 
 async def test_without_logprobs_there_are_none_in_replies_or_chunks(server: Server) -> None:
@@ -117,36 +100,32 @@ async def test_without_logprobs_there_are_none_in_replies_or_chunks(server: Serv
 async def test_a_completions_logprobs_are_those_of_the_model(server: Server) -> None:
     body = {"prompt": "1 + 1 =", "logprobs": 3, "temperature": 1.2, "seed": 4, "max_tokens": 8, "ignore_eos": False}
     raw = await post(server, COMPLETIONS, body)
-    check_completion(raw)
+    contract.check_completion(raw)
     scored = raw["choices"][0]["logprobs"]
     assert "".join(scored["tokens"]) == raw["choices"][0]["text"] + "<|endoftext|>"
     answer = [*byte_ids(raw["choices"][0]["text"]), 256]
-    expected = reference_logprobs(byte_ids("1 + 1 ="), answer)
+    values, tops = expected_of(byte_ids("1 + 1 ="), answer, 3)
     assert scored["text_offset"] == list(range(len(answer)))
-    values = [row[token].item() for row, token in zip(expected, answer, strict=True)]
-    assert scored["token_logprobs"] == pytest.approx(values, abs=TOLERANCE)
-    for row, top in zip(expected, scored["top_logprobs"], strict=True):
-        assert list(top.values())[:3] == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
+    assert scored["token_logprobs"] == near(values)
+    assert [list(top.values())[:3] for top in scored["top_logprobs"]] == [near(top) for top in tops]
 
 
-@pytest.mark.parametrize("number", [0, 1, 5])
-async def test_the_sampled_token_is_among_the_top_logprobs_also_as_one_more_than_asked_for(
-    server: Server, number: int
-) -> None:
+async def test_the_sampled_token_is_among_the_top_logprobs_also_as_one_more_than_asked_for(server: Server) -> None:
     """The specification: "The API will always return the logprob of the sampled token, so there may be up to
     logprobs+1 elements in the response." """
-    body = {"prompt": "Once", "logprobs": number, "temperature": 0, "guided_choice": ["Zq é"]}
-    scored = (await post(server, COMPLETIONS, body))["choices"][0]["logprobs"]
-    assert scored["tokens"][:3] == ["Z", "q", " "]
-    for token, value, top in zip(scored["tokens"], scored["token_logprobs"], scored["top_logprobs"], strict=True):
-        assert top[token] == value
-        assert len(top) <= number + 1
+    for number in (0, 1, 5):
+        body = {"prompt": "Once", "logprobs": number, "temperature": 0, "guided_choice": ["Zq é"]}
+        scored = (await post(server, COMPLETIONS, body))["choices"][0]["logprobs"]
+        assert scored["tokens"][:3] == ["Z", "q", " "]
+        for token, value, top in zip(scored["tokens"], scored["token_logprobs"], scored["top_logprobs"], strict=True):
+            assert top[token] == value
+            assert len(top) <= number + 1
 
 
 @pytest.mark.parametrize("stop", [None, [" two"]])
 async def test_a_streamed_completions_lists_add_up_to_the_whole_ones(server: Server, stop: list[str] | None) -> None:
     body = {"prompt": "a", "logprobs": 2, "temperature": 0, "guided_choice": ["one é日 two"], "stop": stop}
-    whole, chunks = await whole_and_chunks(server, COMPLETIONS, body)
+    whole, chunks = await contract.whole_and_chunks(server, COMPLETIONS, body)
     pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert all(piece is None or piece["tokens"] for piece in pieces)
     scored = whole["choices"][0]["logprobs"]
@@ -158,43 +137,34 @@ async def test_a_streamed_completions_lists_add_up_to_the_whole_ones(server: Ser
 # --- prompts, and tokens by their ids
 
 
-async def test_a_prompts_logprobs_are_told_by_token_id(server: Server) -> None:
+async def test_a_prompts_logprobs_are_told_by_token_id_and_not_in_streams(server: Server) -> None:
     raw = await post(server, COMPLETIONS, {"prompt": ["1 + 1", "né"], "n": 2, "max_tokens": 1, "prompt_logprobs": 2})
     assert [choice["index"] for choice in raw["choices"]] == [0, 1, 2, 3]
     for choice, text in zip(raw["choices"], ["1 + 1", "1 + 1", "né", "né"], strict=True):
         prompt = byte_ids(text)
         first, *others = choice["prompt_logprobs"]
         assert first is None
-        for row, token, scores in zip(reference_logprobs(prompt[:1], prompt[1:]), prompt[1:], others, strict=True):
-            told = scores[str(token)]
-            assert told["logprob"] == pytest.approx(row[token].item(), abs=TOLERANCE)
-            assert {each["rank"] for each in scores.values()} == {1, 2, told["rank"]}
+        told = [scores[str(token)] for token, scores in zip(prompt[1:], others, strict=True)]
+        assert [each["logprob"] for each in told] == near(expected_of(prompt[:1], prompt[1:])[0])
+        for own, scores in zip(told, others, strict=True):
+            assert {each["rank"] for each in scores.values()} == {1, 2, own["rank"]}
         assert others[0][str(prompt[1])]["decoded_token"] == chr(prompt[1]) if prompt[1] < 128 else True
     chat = await post(server, CHAT, {"messages": QUESTION, "max_tokens": 1, "prompt_logprobs": 0})
-    assert [None if scores is None else [*scores] for scores in chat["prompt_logprobs"]] == [
-        None,
-        *([str(token)] for token in PROMPT[1:]),
-    ]
-    check_chat(chat)
-
-
-async def test_a_prompt_may_be_scored_twice_and_each_is_as_long_as_was_asked_for(server: Server) -> None:
+    (first, *others), _ = chat["prompt_logprobs"], check_chat(chat)
+    assert (first, [[*scores] for scores in others]) == (None, [[str(token)] for token in PROMPT[1:]])
+    for path, fields in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "a"})):
+        error = await error_of(server, path, {**fields, "prompt_logprobs": 0, "stream": True})
+        assert (error["param"], "leave out stream" in error["message"]) == ("prompt_logprobs", True)
     body = {"prompt": "1 + 1", "max_tokens": 0, "echo": True, "logprobs": 3, "prompt_logprobs": 1}
-    (choice,) = (await post(server, COMPLETIONS, body))["choices"]
+    (choice,) = (await post(server, COMPLETIONS, body))["choices"]  # scored twice, each as long as asked for
     assert {len(top) for top in choice["logprobs"]["top_logprobs"][1:]} <= {3, 4}
     assert {len(scores) for scores in choice["prompt_logprobs"][1:]} <= {1, 2}
-
-
-async def test_a_stream_does_not_tell_a_prompts_logprobs(server: Server) -> None:
-    for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "a"})):
-        error = await error_of(server, path, {**body, "prompt_logprobs": 0, "stream": True})
-        assert (error["param"], "leave out stream" in error["message"]) == ("prompt_logprobs", True)
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"stop": ["42"]}, {"guided_choice": [SPELLED]}, {"n": 3}])
 async def test_a_chats_tokens_are_told_by_id(server: Server, fields: dict[str, Any]) -> None:
     body = {"messages": QUESTION, "temperature": 0, "return_token_ids": True, **fields}
-    whole, (first, *others) = await whole_and_chunks(server, CHAT, body)
+    whole, (first, *others) = await contract.whole_and_chunks(server, CHAT, body)
     assert first["prompt_token_ids"] == whole["prompt_token_ids"] == PROMPT
     assert all("prompt_token_ids" not in chunk for chunk in others)
     assert sum(len(choice["token_ids"]) for choice in whole["choices"]) == whole["usage"]["completion_tokens"]
@@ -204,31 +174,14 @@ async def test_a_chats_tokens_are_told_by_id(server: Server, fields: dict[str, A
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True}, {"logprobs": 1, "echo": True}, {"guided_choice": ["é日"]}])
 async def test_a_completions_tokens_are_told_by_id(server: Server, fields: dict[str, Any]) -> None:
-    body = {
-        "prompt": ["1 + 1 =", "Once"],
-        "n": 2,
-        "temperature": 0,
-        "max_tokens": 5,
-        "return_token_ids": True,
-        **fields,
-    }
-    whole, chunks = await whole_and_chunks(server, COMPLETIONS, body)
+    body = {"prompt": ["1 + 1 =", "Once"], "n": 2, "temperature": 0, **fields, "return_token_ids": True}
+    whole, chunks = await contract.whole_and_chunks(server, COMPLETIONS, body)
     assert sum(len(choice["token_ids"]) for choice in whole["choices"]) == whole["usage"]["completion_tokens"]
     for choice in whole["choices"]:
         assert choice["prompt_token_ids"] == byte_ids(body["prompt"][choice["index"] // 2])
         first, *others = (chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"])
         assert first["prompt_token_ids"] == choice["prompt_token_ids"]
         assert all("prompt_token_ids" not in piece for piece in others)
-
-
-async def test_replies_and_chunks_of_one_server_have_one_fingerprint(server: Server) -> None:
-    prints = set()
-    for path, body in ((CHAT, {"messages": QUESTION}), (COMPLETIONS, {"prompt": "a"})):
-        whole = await post(server, path, {**body, "max_tokens": 2})
-        chunks = await chunks_of(server, path, {**body, "max_tokens": 2})
-        prints |= {reply["system_fingerprint"] for reply in (whole, *chunks)}
-    (fingerprint,) = prints
-    assert fingerprint.startswith("fp_")
 
 
 # --- echo: the prompt comes back before the answer, with its own log-probabilities if they were asked for
@@ -241,63 +194,42 @@ def echo(**fields: Any) -> dict[str, Any]:
     return {"prompt": TEXT, "echo": True, "temperature": 0, "max_tokens": 4, "ignore_eos": True, **fields}
 
 
-@pytest.mark.parametrize("has_echo", [False, True])
-@pytest.mark.parametrize("logprobs", [None, 0, 2])
-async def test_nothing_but_the_prompt_with_max_tokens_zero(
-    server: Server, logprobs: int | None, has_echo: bool
-) -> None:
-    raw = await post(server, COMPLETIONS, echo(max_tokens=0, logprobs=logprobs, echo=has_echo))
-    (choice,) = check_completion(raw).choices
-    assert (choice.text, choice.finish_reason) == (TEXT if has_echo else "", "length")
-    assert counts(raw["usage"]) == (len(TEXT.encode()), 0, len(TEXT.encode()))
-    assert (raw["choices"][0]["logprobs"] is None) == (logprobs is None)
+async def test_nothing_but_the_prompt_with_max_tokens_zero(server: Server) -> None:
+    for has_echo, logprobs in itertools.product([False, True], [None, 0, 2]):
+        raw = await post(server, COMPLETIONS, echo(max_tokens=0, logprobs=logprobs, echo=has_echo))
+        (choice,) = contract.check_completion(raw).choices
+        assert (choice.text, choice.finish_reason) == (TEXT if has_echo else "", "length")
+        assert contract.counts(raw["usage"]) == (len(TEXT.encode()), 0, len(TEXT.encode()))
+        assert (raw["choices"][0]["logprobs"] is None) == (logprobs is None)
+    raw = await post(server, COMPLETIONS, echo(prompt=[65] * 512, max_tokens=0, logprobs=0))  # it fills the slot
+    assert (len(raw["choices"][0]["logprobs"]["tokens"]), raw["usage"]["completion_tokens"]) == (512, 0)
 
 
-async def test_a_prompts_logprobs_are_those_of_the_model_and_its_first_token_has_none(server: Server) -> None:
-    raw = await post(server, COMPLETIONS, echo(max_tokens=0, logprobs=3))
-    scored = raw["choices"][0]["logprobs"]
-    prompt = byte_ids(TEXT)
-    expected = reference_logprobs(prompt[:1], prompt[1:])
-    values = [row[token].item() for row, token in zip(expected, prompt[1:], strict=True)]
-    assert scored["token_logprobs"][0] is None
-    assert scored["top_logprobs"][0] is None
-    assert scored["token_logprobs"][1:] == pytest.approx(values, abs=TOLERANCE)
-    for row, top in zip(expected, scored["top_logprobs"][1:], strict=True):
-        assert max(top.values()) == pytest.approx(row.max().item(), abs=TOLERANCE)
-    assert [len(scored[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == (
-        [len(prompt)] * 4
-    )
-
-
-async def test_offsets_count_characters_of_prompt_and_answer(server: Server) -> None:
-    raw = await post(server, COMPLETIONS, echo(prompt="é日a", logprobs=0, guided_choice=["ü b"]))
-    (choice,) = raw["choices"]
-    assert choice["text"] == "é日aü b"
-    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2, 3, 3, 4, 5]
-    assert [choice["logprobs"]["tokens"][index] for index in (5, 8, 9)] == ["a", " ", "b"]
-
-
-async def test_the_tokens_of_a_long_prompt_are_scored_over_several_chunks_of_it() -> None:
-    prompt = [(7 * i) % 90 + 32 for i in range(400)]
+async def test_a_prompts_logprobs_are_those_of_the_model_over_several_chunks_and_its_first_token_has_none() -> None:
+    prompt = byte_ids(TEXT * 20)
+    values, tops = expected_of(prompt[:1], prompt[1:], 1)
     async with serving(max_num_batched_tokens=64) as server:
-        raw = await post(server, COMPLETIONS, echo(prompt=prompt, max_tokens=0, logprobs=0))
-    expected = reference_logprobs(prompt[:1], prompt[1:])
-    values = [row[token].item() for row, token in zip(expected, prompt[1:], strict=True)]
-    assert raw["choices"][0]["logprobs"]["token_logprobs"][1:] == pytest.approx(values, abs=TOLERANCE)
+        (choice,) = (await post(server, COMPLETIONS, echo(prompt=prompt, max_tokens=0, logprobs=3)))["choices"]
+    scored = choice["logprobs"]
+    assert (scored["token_logprobs"][0], scored["top_logprobs"][0]) == (None, None)
+    assert scored["token_logprobs"][1:] == near(values)
+    assert [[max(top.values())] for top in scored["top_logprobs"][1:]] == [near(top) for top in tops]
+    assert {len(scored[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} == {len(prompt)}
 
 
-@pytest.mark.parametrize("prompt", [TEXT, byte_ids(TEXT), [TEXT], [byte_ids(TEXT)]])
-async def test_echo_is_the_same_for_every_form_of_prompt(server: Server, prompt: Any) -> None:
-    (choice,) = (await post(server, COMPLETIONS, echo(prompt=prompt, logprobs=1, guided_choice=["ok"])))["choices"]
-    assert choice["text"] == TEXT + "ok"
-    assert choice["logprobs"]["tokens"][len(TEXT.encode()) :][:2] == ["o", "k"]
-    assert choice["logprobs"]["text_offset"][len(TEXT.encode()) :][:2] == [len(TEXT), len(TEXT) + 1]
+async def test_offsets_count_characters_of_prompt_and_answer_for_every_form_of_prompt(server: Server) -> None:
+    for prompt in ("é日a", byte_ids("é日a"), ["é日a"], [byte_ids("é日a")]):
+        body = echo(prompt=prompt, logprobs=0, guided_choice=["ü b"])
+        (choice,) = (await post(server, COMPLETIONS, body))["choices"]
+        assert choice["text"] == "é日aü b"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2, 3, 3, 4, 5]
+        assert [choice["logprobs"]["tokens"][index] for index in (5, 8, 9)] == ["a", " ", "b"]
 
 
 async def test_each_of_several_prompts_and_choices_has_its_own_echo(server: Server) -> None:
     body = echo(prompt=["1 + 1 =", "Once é"], n=2, logprobs=1, temperature=1.3, seed=2)
     raw = await post(server, COMPLETIONS, body)
-    check_completion(raw)
+    contract.check_completion(raw)
     assert [choice["index"] for choice in raw["choices"]] == [0, 1, 2, 3]
     for choice, prompt in zip(raw["choices"], ["1 + 1 =", "1 + 1 =", "Once é", "Once é"], strict=True):
         scored = choice["logprobs"]
@@ -312,9 +244,7 @@ async def test_each_of_several_prompts_and_choices_has_its_own_echo(server: Serv
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"logprobs": 1},
-        {"logprobs": 2, "max_tokens": 0},
+        *({}, {"logprobs": 1}, {"logprobs": 2, "max_tokens": 0}),
         {"n": 2, "logprobs": 1, "temperature": 1.3, "seed": 2},
         {"prompt": ["1 + 1 =", "é"], "n": 2, "logprobs": 0, "temperature": 1.3, "seed": 2},
         {"prompt": [ord(" ")] * 400, "n": 2, "logprobs": 0, "seed": 2},
@@ -324,7 +254,7 @@ async def test_each_of_several_prompts_and_choices_has_its_own_echo(server: Serv
     ],
 )
 async def test_a_streamed_echo_adds_up_to_the_whole_one(server: Server, fields: dict[str, Any]) -> None:
-    whole, _ = await whole_and_chunks(server, COMPLETIONS, echo(**fields))
+    whole, _ = await contract.whole_and_chunks(server, COMPLETIONS, echo(**fields))
     if fields.get("prompt") == [257, 260]:
         assert whole["choices"][0]["text"] == "é"
         assert whole["choices"][0]["logprobs"]["tokens"][:2] == ["<|im_end|>", "<|assistant|>"]
@@ -335,20 +265,12 @@ async def test_an_end_token_is_scored_as_harnesses_that_drop_the_last_entry_expe
     prompt = [259, *b"Hello!", 257, 260, *b"Hello! How can I help you?"]
     end = {"logit_bias": {"257": 100}}
     body = echo(prompt=prompt, max_tokens=1, logprobs=1, ignore_eos=False, **end)
-    (choice,) = (await whole_and_chunks(server, COMPLETIONS, body))[0]["choices"]
+    (choice,) = (await contract.whole_and_chunks(server, COMPLETIONS, body))[0]["choices"]
     assert choice["finish_reason"] == "stop"
     for values in choice["logprobs"].values():
         assert len(values) == len(prompt) + 1
-    assert (choice["logprobs"]["tokens"][-1], choice["logprobs"]["text_offset"][-1]) == (
-        "<|im_end|>",
-        len(choice["text"]),
-    )
-
-
-async def test_a_prompt_that_fills_the_slot_can_be_scored(server: Server) -> None:
-    raw = await post(server, COMPLETIONS, echo(prompt=[65] * 512, max_tokens=0, logprobs=0))
-    assert len(raw["choices"][0]["logprobs"]["tokens"]) == 512
-    assert raw["usage"]["completion_tokens"] == 0
+    last = choice["logprobs"]["tokens"][-1], choice["logprobs"]["text_offset"][-1]
+    assert last == ("<|im_end|>", len(choice["text"]))
 
 
 async def test_offsets_are_right_where_a_tokenizer_drops_the_first_space(tmp_path: Path) -> None:

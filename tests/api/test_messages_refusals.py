@@ -1,36 +1,27 @@
 """What `/v1/messages` refuses, in the shape and with the statuses that Anthropic's clients know; keys and tenants."""
 
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anthropic
 import pytest
 
 from chairlift.api import ServerConfig
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
-from tests.api.anthropic_support import (
-    ANSWER,
-    COUNT_TOKENS,
-    MESSAGES,
-    QUESTION,
-    WEATHER,
-    anthropic_client,
-    error_of,
-    events_of,
-    posted,
-    whole_of,
-)
+from tests.api import anthropic_support
+from tests.api.anthropic_support import ANSWER, MESSAGES, QUESTION, WEATHER, error_of, events_of, posted, whole_of
 from tests.api.conftest import Server, serving
 
 ASKED: dict[str, Any] = {"max_tokens": 20, "messages": QUESTION}
+COUNT_TOKENS, client_of = anthropic_support.COUNT_TOKENS, anthropic_support.anthropic_client
+
+
+CALLED = [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]
+NO_SCHEMA = {"format": {"type": "json_schema", "schema": {"type": 5}}}
 
 
 def block(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [fields]}]}
-
-
-def called(*blocks: dict[str, Any]) -> dict[str, Any]:
-    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
-    return {"messages": [*QUESTION, {"role": "assistant", "content": [use]}, *blocks]}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +33,7 @@ def called(*blocks: dict[str, Any]) -> dict[str, Any]:
         (block(type="image", source={}), "messages.0.content.0: type 'image' is not supported"),
         ({"system": [{"type": "image"}]}, "system.0: type 'image' is not supported"),
         (block(type="tool_result", tool_use_id="2", content="a"), "no tool_use with id '2' precedes its tool_result"),
-        (called(), "the last turn calls tools, and their results are missing"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": CALLED}]}, "and their results are missing"),
         ({"tool_choice": {"type": "any"}}, "tool_choice is only allowed with tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: there is no tool 'x'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice: name goes with type tool"),
@@ -50,7 +41,7 @@ def called(*blocks: dict[str, Any]) -> dict[str, Any]:
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"temperature": 2.5, "top_p": 7.0}, "top_p: Input should be less than or equal to 1"),
         ({"stop_sequences": [""]}, "stop_sequences.0: String should have at least 1 character"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config"),
+        ({"output_config": NO_SCHEMA}, "output_config"),
     ],
 )
 async def test_a_wrong_request_is_told_what_to_change(server: Server, fields: dict[str, Any], words: str) -> None:
@@ -59,49 +50,34 @@ async def test_a_wrong_request_is_told_what_to_change(server: Server, fields: di
     assert words in error["message"]
 
 
-async def test_every_status_has_its_type(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def type_of(status: int, body: Any = ASKED, path: str = MESSAGES, **headers: str) -> str:
-        kind: str = (await error_of(server, status, body, path, **headers))["type"]
-        return kind
-
-    assert await type_of(404, {**ASKED, "model": "gpt"}) == "not_found_error"
-    assert await type_of(404, ASKED, f"{MESSAGES}/batches") == "not_found_error"
-    assert await type_of(415, ASKED, **{"Content-Type": "text/plain"}) == "invalid_request_error"
+async def test_every_status_has_its_type_and_exception(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, fields in ((MESSAGES, {"model": "gpt"}), (f"{MESSAGES}/batches", {})):
+        assert (await error_of(server, 404, {**ASKED, **fields}, path))["type"] == "not_found_error"
+    plain = await error_of(server, 415, ASKED, **{"Content-Type": "text/plain"})
+    assert plain["type"] == "invalid_request_error"
     for error, status, kind in (
-        (QueueFull("full"), 429, "rate_limit_error"),
-        (QueueTimeout("late"), 503, "overloaded_error"),
-        (EngineClosed("closed"), 503, "overloaded_error"),
-        (RuntimeError("boom"), 500, "api_error"),
+        *((QueueFull("full"), 429, "rate_limit_error"), (QueueTimeout("late"), 503, "overloaded_error")),
+        *((EngineClosed("closed"), 503, "overloaded_error"), (RuntimeError("boom"), 500, "api_error")),
     ):
-
-        async def fail(*_: Any, error: Exception = error) -> Any:
-            raise error
-
-        monkeypatch.setattr(server.api._job_maker, "prepare", fail)
-        assert await type_of(status) == kind
+        monkeypatch.setattr(server.api._job_maker, "prepare", AsyncMock(side_effect=error))
+        assert (await error_of(server, status, ASKED))["type"] == kind
+    async with client_of(server) as client:
+        with pytest.raises(anthropic.InternalServerError) as caught:
+            await client.messages.create(model="bundled", max_tokens=1, messages=QUESTION)
+        assert (caught.value.type, bool(caught.value.request_id)) == ("api_error", True)
     async with serving(ServerConfig(max_body_bytes=100)) as small:
         assert (await error_of(small, 413, {**ASKED, "system": "a" * 100}))["type"] == "request_too_large"
 
 
-@pytest.mark.parametrize("path", [MESSAGES, COUNT_TOKENS])
-async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(server: Server, path: str) -> None:
+async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "a" * 100_000}]}
-    error = await error_of(server, 400, {**body, **({"max_tokens": 1} if path == MESSAGES else {})}, path)
-    assert error["type"] == "invalid_request_error"
-    assert error["message"].startswith("prompt is too long: This model's maximum context length is 512 tokens.")
+    for path, fields in ((MESSAGES, {"max_tokens": 1}), (COUNT_TOKENS, {})):
+        error = await error_of(server, 400, {**body, **fields}, path)
+        assert error["type"] == "invalid_request_error"
+        assert error["message"].startswith("prompt is too long: This model's maximum context length is 512 tokens.")
 
 
-async def test_the_client_raises_its_own_exceptions(server: Server) -> None:
-    async with anthropic_client(server) as client:
-        with pytest.raises(anthropic.NotFoundError) as caught:
-            await client.messages.create(model="gpt", max_tokens=1, messages=QUESTION)
-        assert caught.value.type == "not_found_error"
-        assert caught.value.request_id
-
-
-async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_broken_stream_ends_with_an_error_event(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     run_all = server.llm.run_all
 
     async def break_off(generations: Any, **wishes: Any) -> Any:
@@ -113,11 +89,9 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_event(
     async with posted(server, {**ASKED, "stream": True}) as response:
         text = await response.text()
     assert text.startswith("event: message_start\n")
-    assert text.endswith(
-        'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"waited 5 s for a slot"},'
-        '"request_id":null}\n\n'
-    )
-    async with anthropic_client(server) as client:
+    said = '{"type":"overloaded_error","message":"waited 5 s for a slot"}'
+    assert text.endswith(f'event: error\ndata: {{"type":"error","error":{said},"request_id":null}}\n\n')
+    async with client_of(server) as client:
         with pytest.raises(anthropic.APIStatusError, match="waited 5 s"):
             async with client.messages.stream(model="bundled", **ASKED) as stream:
                 await stream.get_final_message()
@@ -132,16 +106,14 @@ async def test_a_key_is_taken_from_either_header_on_these_paths_only() -> None:
             async with posted(server, {"messages": QUESTION}, COUNT_TOKENS, **headers) as response:
                 assert response.status == 200
         # As Claude Code sends them if it has a key of its vendor and a token for a gateway.
-        both = {"x-api-key": "of the vendor", "Authorization": "Bearer first"}
-        async with posted(server, ASKED, **both) as response:
+        async with posted(server, ASKED, **{"x-api-key": "of the vendor", "Authorization": "Bearer first"}) as response:
             assert response.status == 200
         for wrong in ({}, {"x-api-key": ""}, {"x-api-key": "third"}, {"Authorization": "Bearer third"}):
             assert (await error_of(server, 401, ASKED, **wrong))["type"] == "authentication_error"
-        chat = {"messages": QUESTION}
-        async with posted(server, chat, "/v1/chat/completions", **{"x-api-key": "first"}) as response:
+        async with posted(server, ASKED, "/v1/chat/completions", **{"x-api-key": "first"}) as response:
             assert response.status == 401
             assert (await response.json())["error"]["code"] == "invalid_api_key"
-        async with anthropic_client(server, key="second") as client:
+        async with client_of(server, key="second") as client:
             reply = await client.messages.create(model="bundled", max_tokens=100, messages=QUESTION)
         assert reply.content[0].type == "text"
 
@@ -161,11 +133,8 @@ async def test_the_user_id_is_the_tenant_where_there_are_no_keys(server: Server)
 
 
 async def test_tools_of_unknown_types_are_left_out_with_a_warning(server: Server) -> None:
-    tools: Any = [
-        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
-        {"type": "bash_20250124", "name": "bash"},
-        {"type": "bash_20250124", "name": "bash"},
-    ]
+    bash = {"type": "bash_20250124", "name": "bash"}
+    tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}, bash, bash]
     async with posted(server, {**ASKED, "max_tokens": 100, "tools": tools}) as response:
         assert (await response.json())["content"] == [{"type": "text", "text": ANSWER, "citations": None}]
         assert response.headers["Warning"] == (

@@ -1,7 +1,6 @@
 """/metrics tells what was really done, in a form that Prometheus takes; the documents tell of these metrics only."""
 
 import asyncio
-import itertools
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from chairlift.api import ServerConfig
 from tests.api.conftest import SLOTS, Server, in_loop
@@ -36,21 +35,22 @@ class Scrape:
         """As they are asked for in queries, without the suffixes of histograms."""
         return {f"{name}_total" if metric.type == "counter" else name for name, metric in self.families.items()}
 
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for family in self.families.values() for sample in family.samples]
+
     def value(self, name: str, **labels: str) -> float:
-        """The value of one sample."""
-        found = [
-            sample.value
-            for family in self.families.values()
-            for sample in family.samples
-            if sample.name == name and sample.labels == labels
-        ]
+        found = [sample.value for sample in self.samples if sample.name == name and sample.labels == labels]
         assert len(found) == 1, (name, labels, found)
         return found[0]
 
     def values(self, name: str, label: str) -> dict[str, float]:
         """The values of all samples of a name, by the value of a label."""
-        samples = [sample for family in self.families.values() for sample in family.samples if sample.name == name]
-        return {sample.labels[label]: sample.value for sample in samples}
+        return {sample.labels[label]: sample.value for sample in self.samples if sample.name == name}
+
+    def outcomes(self) -> dict[str, float]:
+        """Of requests, those that there were."""
+        return {name: value for name, value in self.values("chairlift_requests_total", "outcome").items() if value}
 
 
 async def scrape(server: Server) -> Scrape:
@@ -80,17 +80,13 @@ async def server() -> AsyncIterator[Server]:
         yield server
 
 
-async def test_every_family_has_a_type_a_help_and_a_name_of_ours_or_of_the_process(server: Server) -> None:
-    families = (await scrape(server)).families
-    assert len(families) > 20
-    for name, family in families.items():
+async def test_an_engine_that_has_done_nothing_says_so_in_families_with_a_type_and_a_help(server: Server) -> None:
+    seen = await scrape(server)
+    assert len(seen.families) > 20
+    for name, family in seen.families.items():
         assert name.startswith(("chairlift_", "process_")), name
         assert family.type in ("counter", "gauge", "histogram"), name
         assert len(family.documentation) > 10, name
-
-
-async def test_an_engine_that_has_done_nothing_says_so(server: Server) -> None:
-    seen = await scrape(server)
     assert seen.values("chairlift_slots", "state") == {"free": SLOTS, "warm": 0, "prefilling": 0, "decoding": 0}
     outcomes = ["stop", "length", "abort", "timeout", "error", "rejected"]
     assert seen.values("chairlift_requests_total", "outcome") == dict.fromkeys(outcomes, 0)
@@ -104,30 +100,17 @@ async def test_tokens_steps_and_times_are_those_of_the_requests(server: Server) 
     for _ in range(2):
         await post(server, COMPLETIONS, SIX)
     seen = await scrape(server)
-    expected = {
-        "prompt_tokens_total": 16,
-        "cached_tokens_total": 7,
-        "generated_tokens_total": 12,
-        "step_rows_count": 12,
-        "step_rows_sum": 12,
-        "step_tokens_sum": (8 + 5) + (1 + 5),
-        "step_duration_seconds_count": 12,
-        "time_to_first_token_seconds_count": 2,
-        "inter_token_latency_seconds_count": 10,
-        "queue_time_seconds_count": 2,
-        "request_duration_seconds_count": 2,
-        "request_prompt_tokens_sum": 16,
-        "request_generated_tokens_sum": 12,
-    }
+    expected = dict.fromkeys(["generated_tokens_total", "step_rows_count", "step_rows_sum"], 12)
+    expected |= {"prompt_tokens_total": 16, "cached_tokens_total": 7, "step_tokens_sum": (8 + 5) + (1 + 5)}
+    expected |= {"step_duration_seconds_count": 12, "inter_token_latency_seconds_count": 10}
+    once = ("time_to_first_token_seconds", "queue_time_seconds", "request_duration_seconds")
+    expected |= {f"{name}_count": 2 for name in once}
+    expected |= {"request_prompt_tokens_sum": 16, "request_generated_tokens_sum": 12}
     assert {name: seen.value(f"chairlift_{name}") for name in expected} == expected
     assert seen.value("chairlift_requests_total", outcome="length") == 2
     assert seen.value("chairlift_slots", state="warm") == 1
-    first, whole = (
-        seen.value(f"chairlift_{name}_sum") for name in ("time_to_first_token_seconds", "request_duration_seconds")
-    )
-    steps, tokens = (
-        seen.value(f"chairlift_{name}_sum") for name in ("step_duration_seconds", "inter_token_latency_seconds")
-    )
+    sums = ("time_to_first_token", "request_duration", "step_duration", "inter_token_latency")
+    first, whole, steps, tokens = (seen.value(f"chairlift_{name}_seconds_sum") for name in sums)
     assert 0 < first < first + tokens <= whole
     assert 0 < steps <= whole
 
@@ -139,45 +122,30 @@ async def test_routers_find_vllms_names_where_they_are_wanted() -> None:
             await post(server, COMPLETIONS, SIX)
         seen = await scrape(server)
         cache_tokens = server.llm.config.cache_tokens
-    expected = {
-        "num_requests_running": 0,
-        "num_requests_waiting": 0,
-        "kv_cache_usage_perc": 0,
-        "gpu_cache_usage_perc": 0,
-        "prefix_cache_queries_total": 16,
-        "prefix_cache_hits_total": 7,
-        "gpu_prefix_cache_queries_total": 16,
-        "gpu_prefix_cache_hits_total": 7,
-        "gpu_prefix_cache_hit_rate": 7 / 16,
-    }
+    now = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc")
+    expected = dict.fromkeys(now, 0) | {"gpu_prefix_cache_hit_rate": 7 / 16}
+    for name in ("prefix_cache", "gpu_prefix_cache"):
+        expected |= {f"{name}_queries_total": 16, f"{name}_hits_total": 7}
     assert {name: seen.value(f"vllm:{name}", model_name="bundled") for name in expected} == expected
     size = {"model_name": "bundled", "block_size": "16", "num_gpu_blocks": str(cache_tokens // 16)}
     assert seen.value("vllm:cache_config_info", **size) == 1
 
 
-async def test_buckets_grow_to_the_count(server: Server) -> None:
-    await post(server, COMPLETIONS, {**SIX, "n": 3})
-    for name, family in (await scrape(server)).families.items():
-        if family.type != "histogram":
-            continue
-        buckets = [sample for sample in family.samples if sample.name == f"{name}_bucket"]
-        bounds = [float(sample.labels["le"]) for sample in buckets]
-        counts = [sample.value for sample in buckets]
-        (count,) = [sample.value for sample in family.samples if sample.name == f"{name}_count"]
-        assert bounds == sorted(set(bounds))
-        assert bounds[-1] == float("inf")
-        assert all(low <= high for low, high in itertools.pairwise(counts)), name
-        assert counts[-1] == count > 0, name
-
-
-async def test_every_choice_of_every_prompt_is_a_request_with_an_outcome_of_its_own(server: Server) -> None:
+async def test_every_choice_has_an_outcome_of_its_own_and_buckets_grow_to_the_count(server: Server) -> None:
     await post(server, COMPLETIONS, {**SIX, "prompt": ["a", "b"], "n": 2})
     await post(server, CHAT, {"messages": user("What is 17 + 25?"), "temperature": 0})
     await post(server, COMPLETIONS, {"prompt": "1, 2, 3, 4,", "max_tokens": 40, "temperature": 0, "stop": [","]})
     seen = await scrape(server)
-    assert seen.value("chairlift_requests_total", outcome="length") == 4
-    assert seen.value("chairlift_requests_total", outcome="stop") == 2
-    assert seen.value("chairlift_requests_total", outcome="abort") == 0
+    assert seen.outcomes() == {"length": 4, "stop": 2}
+    for name, family in seen.families.items():
+        if family.type == "histogram":
+            buckets = [sample for sample in family.samples if sample.name == f"{name}_bucket"]
+            bounds = [float(sample.labels["le"]) for sample in buckets]
+            counts = [sample.value for sample in buckets]
+            assert bounds == sorted(set(bounds))
+            assert bounds[-1] == float("inf")
+            assert counts == sorted(counts), name
+            assert counts[-1] == seen.value(f"{name}_count") > 0, name
 
 
 async def test_who_is_turned_away_leaves_fails_or_runs_out_of_time_is_counted_as_that() -> None:
@@ -193,8 +161,7 @@ async def test_who_is_turned_away_leaves_fails_or_runs_out_of_time_is_counted_as
             await until_idle(server, server.llm.config.num_slots)
         await post(server, COMPLETIONS, {**LONG, "timeout": 0.02})
         seen = await scrape(server)
-        outcomes = seen.values("chairlift_requests_total", "outcome")
-        assert outcomes == {"stop": 0, "length": 0, "abort": 1, "timeout": 1, "error": 0, "rejected": 1}
+        assert seen.outcomes() == {"abort": 1, "timeout": 1, "rejected": 1}
         assert seen.value("chairlift_http_responses_total", path=COMPLETIONS, status="429") == 1
         assert seen.value("chairlift_request_duration_seconds_count") == 0
 
@@ -216,97 +183,60 @@ async def test_who_loses_its_place_in_the_queue_gets_a_429_and_counts_as_rejecte
                 assert (response.status, response.headers["Retry-After"]) == (429, "1")
                 error = (await response.json())["error"]
             await asyncio.gather(running, urgent)
-        assert error == {
-            "message": "the waiting queue is full (2 requests), and a request that is served before this one took its"
-            " place; try again later",
-            "type": "rate_limit_error",
-            "param": None,
-            "code": "queue_full",
-        }
-        outcomes = (await scrape(server)).values("chairlift_requests_total", "outcome")
-        assert outcomes == {"stop": 0, "length": 2, "abort": 0, "timeout": 0, "error": 0, "rejected": 2}
+        taken = "and a request that is served before this one took its place; try again later"
+        assert error["message"] == f"the waiting queue is full (2 requests), {taken}"
+        assert (error["type"], error["param"], error["code"]) == ("rate_limit_error", None, "queue_full")
+        assert (await scrape(server)).outcomes() == {"length": 2, "rejected": 2}
 
 
 async def test_replies_are_counted_by_path_and_status_whatever_paths_clients_make_up(server: Server) -> None:
     async with aiohttp.ClientSession() as http:
-        for path in ("/v1/nothing", "/../etc", "/page/nowhere.js", "/%0a"):
+        others = ("/v1/nothing", "/../etc", "/page/nowhere.js", "/%0a", COMPLETIONS, "/page/page.js")
+        for path in (*others, "/v1/models/some/other", ""):
             await http.get(server.url + path)
         await http.post(server.url + COMPLETIONS, data=b"no json", headers={"Content-Type": "application/json"})
-        await http.get(server.url + COMPLETIONS)
-        await http.get(server.url + "/v1/models/some/other")
-        await http.get(server.url + "/page/page.js")
-        await http.get(server.url)
     responses = (await scrape(server)).families["chairlift_http_responses"].samples
-    assert {(each.labels["path"], each.labels["status"]): each.value for each in responses} == {
-        ("other", "404"): 4,
-        (COMPLETIONS, "400"): 1,
-        ("other", "405"): 1,
-        ("/v1/models/{model}", "404"): 1,
-        ("other", "200"): 1,
-        ("/", "200"): 1,
-    }
+    counts = {f"{each.labels['path']} {each.labels['status']}": each.value for each in responses}
+    models = {"/v1/models/{model} 404": 1}
+    assert counts == {"other 404": 4, "other 405": 1, "other 200": 1, f"{COMPLETIONS} 400": 1, **models, "/ 200": 1}
 
 
-async def test_a_scrape_waits_for_no_step_and_tells_of_an_engine_that_hangs_and_of_a_dead_one() -> None:
-    async with serving(step_timeout=1.0) as server, aiohttp.ClientSession() as http:
+async def test_a_scrape_waits_for_no_step_and_tells_of_who_waits_an_engine_that_hangs_and_a_dead_one() -> None:
+    async with serving(step_timeout=1.0, max_batch_size=1) as server:
         with held(forward_of(server.llm), "hidden") as gate:
             gate.allow(3)
-            reading = asyncio.create_task(http.post(server.url + COMPLETIONS, json=LONG))
+            readers = [asyncio.create_task(post(server, COMPLETIONS, LONG, status=500)) for _ in range(3)]
+            await wait_until(lambda: server.llm.num_unfinished == 3, "all have come")
             for _ in range(4):
                 await gate.entered()
             held_up = await scrape(server)
-            response = await reading
-            assert response.status == 500
-            dead = await scrape(server)
-    assert held_up.value("chairlift_engine_up") == 1
-    assert held_up.value("chairlift_requests_running") == 1
-    assert held_up.value("chairlift_generated_tokens_total") == 3
-    assert held_up.value("chairlift_slots", state="decoding") == 1
-    assert dead.value("chairlift_engine_up") == 0
-    assert dead.value("chairlift_generated_tokens_total") == 3
-    assert dead.value("chairlift_requests_total", outcome="error") == 1
-
-
-async def test_who_waits_is_counted_as_soon_as_it_has_come() -> None:
-    async with serving(max_batch_size=1) as server:
-        with held(forward_of(server.llm), "hidden") as gate:
-            readers = [asyncio.create_task(post(server, COMPLETIONS, SIX)) for _ in range(3)]
-            await gate.entered()
-            await wait_until(lambda: server.llm.num_unfinished == 3, "all have come")
-            gate.allow(1)
-            await gate.entered()
-            seen = await scrape(server)
-            gate.open()
             await asyncio.gather(*readers)
-        assert (seen.value("chairlift_requests_waiting"), seen.value("chairlift_requests_running")) == (2, 1)
+            dead = await scrape(server)
+    assert [held_up.value(f"chairlift_requests_{state}") for state in ("running", "waiting")] == [1, 2]
+    assert held_up.value("chairlift_slots", state="decoding") == 1
+    assert [seen.value("chairlift_engine_up") for seen in (held_up, dead)] == [1, 0]
+    assert [seen.value("chairlift_generated_tokens_total") for seen in (held_up, dead)] == [3, 3]
+    assert dead.outcomes() == {"error": 3}
 
 
-async def test_no_key_is_asked_for_and_openmetrics_is_spoken_where_it_is_wanted() -> None:
-    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-    async with serving(ServerConfig(api_key=["secret"])) as server, aiohttp.ClientSession() as http:
-        async with http.get(server.url + PATH, headers=accept) as response:
-            assert response.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+async def test_no_key_is_asked_for_and_openmetrics_is_spoken_where_it_is_wanted_in_a_header_that_makes_sense() -> None:
+    accept = "application/openmetrics-text; version=1.0.0"
+    versions = ("text/plain; version=a.b.c", "text/plain;version=", "text/plain; version=" + "9" * 5000)
+    others = ("application/openmetrics-text; version=x", "*/*;q=many", ";;==,", "," * 7000, ";" * 7000, "\u00ff")
+    async with serving(ServerConfig(api_key=["secret"])) as server, aiohttp.ClientSession(server.url) as http:
+        async with http.get(PATH, headers={"Accept": accept}) as response:
+            assert response.headers["Content-Type"].startswith(accept)
             text = await response.text()
-        async with http.get(server.url + PATH) as plain:
-            assert plain.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-        async with http.head(server.url + PATH) as head:
+        for nonsense in ("*/*", *versions, *others):
+            async with http.get(PATH, headers={"Accept": nonsense}) as plain:
+                assert plain.status == 200, nonsense
+                assert plain.headers["Content-Type"].startswith("text/plain; version=0.0.4"), nonsense
+                assert "chairlift_engine_up" in await plain.text()
+        async with http.head(PATH) as head:
             assert head.status == 200
     names = {family.name for family in openmetrics.text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
     assert {"chairlift_generated_tokens", "chairlift_step_duration_seconds"} <= names
     assert "secret" not in text
-
-
-@pytest.mark.parametrize(
-    "accept",
-    [
-        *("text/plain; version=a.b.c", "text/plain;version=", "text/plain; version=" + "9" * 5000, "*/*;q=many"),
-        *("application/openmetrics-text; version=x", ";;==,", "," * 7000, ";" * 7000, "\u00ff"),
-    ],
-)
-async def test_an_accept_header_that_makes_no_sense_gets_the_plain_format(server: Server, accept: str) -> None:
-    async with aiohttp.ClientSession() as http, http.get(server.url + PATH, headers={"Accept": accept}) as response:
-        assert (response.status, response.content_type) == (200, "text/plain")
-        assert "chairlift_engine_up" in await response.text()
 
 
 async def test_the_document_lists_the_metrics_that_there_are_with_their_labels(server: Server) -> None:
@@ -317,17 +247,19 @@ async def test_the_document_lists_the_metrics_that_there_are_with_their_labels(s
     there_are = set()
     for name, family in seen.families.items():
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
-        is_info = name == "chairlift_engine_info"  # whose labels are the configuration
+        if name == "chairlift_engine_info":  # whose labels are the configuration
+            labels = set()
         full_name = f"{name}_total" if family.type == "counter" else name
-        there_are.add((full_name, () if is_info else tuple(sorted(labels)), family.type))
+        there_are.add((full_name, tuple(sorted(labels)), family.type))
     assert told == there_are
     assert metrics_named_in(read("docs/metrics.md")) <= seen.names
     assert metrics_named_in(read("examples/kubernetes/endpoint-picker.yaml")) <= seen.names
 
 
-async def test_the_dashboard_asks_for_metrics_that_there_are_with_labels_that_they_have(server: Server) -> None:
+async def test_the_dashboard_asks_for_what_there_is_in_panels_side_by_side(server: Server) -> None:
     await post(server, COMPLETIONS, SIX)
     seen = await scrape(server)
+    known = {label for sample in seen.samples for label in sample.labels} | {"instance"}
     dashboard: dict[str, Any] = json.loads(read("examples/grafana-dashboard.json"))
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
@@ -336,23 +268,14 @@ async def test_the_dashboard_asks_for_metrics_that_there_are_with_labels_that_th
         named = metrics_named_in(query)
         assert named, query
         assert named <= seen.names, query
-        labels = set(re.findall(r"by \(([a-z_, ]+)\)", query))
-        known = {label for family in seen.families.values() for sample in family.samples for label in sample.labels}
-        assert {label.strip() for group in labels for label in group.split(",")} <= known | {"instance"}, query
-
-
-def test_panels_have_titles_units_and_places_that_do_not_overlap() -> None:
-    dashboard: dict[str, Any] = json.loads(read("examples/grafana-dashboard.json"))
-    cells: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        place = panel["gridPos"]
-        own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert panel["title"]
-        assert not own & cells, panel["title"]
-        assert max(x for x, _ in own) < 24, panel["title"]
-        cells |= own
+        labels = re.findall(r"by \(([a-z_, ]+)\)", query)
+        assert {label.strip() for group in labels for label in group.split(",")} <= known, query
+    assert all(panel["title"] for panel in dashboard["panels"])
+    places = [panel["gridPos"] for panel in dashboard["panels"]]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    cells = [(at["x"] + x, at["y"] + y) for at in places for x in range(at["w"]) for y in range(at["h"])]
     ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(set(ids)) == len(ids)
+    assert (len(set(cells)), len(set(ids))) == (len(cells), len(ids))
 
 
 def read(path: str) -> str:

@@ -17,14 +17,8 @@ from tests.support.fake_batch import FakeBatch
 
 FOLDER = Path(pages.__file__).parent / "page_files"
 
-KINDS = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": ("text/javascript", "application/javascript"),  # Python's table was changed in 3.12
-    ".svg": "image/svg+xml",
-}
-
-
+SCRIPT = "text/javascript", "application/javascript"  # Python's table was changed in 3.12
+KINDS = {".html": "text/html", ".css": "text/css", ".js": SCRIPT, ".svg": "image/svg+xml"}
 _VOID = {"meta", "link", "img", "br", "hr", "input"}
 
 
@@ -66,7 +60,16 @@ async def url() -> AsyncIterator[str]:
         yield url
 
 
-async def test_every_file_is_served_as_what_it_is(url: str, http: aiohttp.ClientSession) -> None:
+def policy_of(response: aiohttp.ClientResponse) -> dict[str, str]:
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    return dict(part.strip().partition(" ")[::2] for part in response.headers["Content-Security-Policy"].split(";"))
+
+
+async def test_every_file_is_served_as_what_it_is_and_may_load_from_here_only(
+    url: str, http: aiohttp.ClientSession
+) -> None:
+    nothing = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'")
+    own = dict.fromkeys(("script-src", "style-src", "img-src", "connect-src"), "'self'")
     assert {"/", "/page/style.css", "/page/page.js", "/page/icon.svg"} <= PAGE_PATHS
     for path in PAGE_PATHS:
         async with http.get(url + path) as response:
@@ -74,32 +77,14 @@ async def test_every_file_is_served_as_what_it_is(url: str, http: aiohttp.Client
             assert response.status == 200
             assert response.content_type in KINDS[file.suffix]
             assert await response.read() == file.read_bytes()
+            assert policy_of(response) == {**nothing, **own, "require-trusted-types-for": "'script'"}
+            assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
 async def test_nothing_else_is_served(url: str, http: aiohttp.ClientSession) -> None:
-    for path in (
-        "/page",
-        "/page/",
-        "/page/index.html",
-        "/page/nothing.js",
-        "/page/..%252fhome.py",
-        "/page/%2e%2e/home.py",
-    ):
-        async with http.get(url + path) as response:
+    for path in ("", "/", "/index.html", "/nothing.js", "/..%252fhome.py", "/%2e%2e/home.py"):
+        async with http.get(f"{url}/page{path}") as response:
             assert response.status == 404
-
-
-async def test_a_browser_may_load_from_here_only_and_run_nothing_inline(url: str, http: aiohttp.ClientSession) -> None:
-    for path in PAGE_PATHS:
-        async with http.get(url + path) as response:
-            header = response.headers["Content-Security-Policy"]
-            policy = dict(part.strip().partition(" ")[::2] for part in header.split(";"))
-            assert policy.pop("default-src") == policy.pop("base-uri") == policy.pop("form-action") == "'none'"
-            assert policy.pop("frame-ancestors") == "'none'"
-            assert policy.pop("require-trusted-types-for") == "'script'"
-            assert policy == dict.fromkeys(("script-src", "style-src", "img-src", "connect-src"), "'self'")
-            assert response.headers["X-Content-Type-Options"] == "nosniff"
-            assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
 async def test_a_browser_that_has_a_file_is_told_so(url: str, http: aiohttp.ClientSession) -> None:
@@ -121,16 +106,12 @@ def test_what_the_files_refer_to_is_there_and_relative() -> None:
         assert re.search(r"https?:|//\w+\.|url\(|@import", text) is None, path.name
 
 
-def test_no_script_or_style_stands_in_the_page() -> None:
-    markup = Page((FOLDER / "index.html").read_text(encoding="utf-8"))
-    names = {name for _, name, _ in markup.attributes}
-    assert [name for name in names if name == "style" or name.startswith("on")] == []
-    assert "style" not in markup.tags
+def test_no_script_or_style_stands_in_the_page_and_no_script_reads_text_as_markup() -> None:
     source = (FOLDER / "index.html").read_text(encoding="utf-8")
+    markup = Page(source)
+    assert [name for _, name, _ in markup.attributes if name == "style" or name.startswith("on")] == []
+    assert "style" not in markup.tags
     assert re.findall(r"<script[^>]*>(.*?)</script>", source) == [""]
-
-
-def test_no_script_reads_text_as_markup() -> None:
     for path in FOLDER.glob("*.js"):
         text = path.read_text(encoding="utf-8")
         assert re.search(r"[iou]\w+HTML|document\.write|eval\(|new Function", text) is None, path.name
@@ -146,35 +127,22 @@ def test_every_element_that_a_script_asks_for_is_in_the_page() -> None:
     assert {name for value in markup.of("aria-labelledby") for name in value.split()} <= there
 
 
-async def fetch(http: aiohttp.ClientSession, server: Server) -> tuple[Page, aiohttp.ClientResponse]:
+async def test_every_endpoint_and_every_field_is_on_the_page_which_loads_and_runs_nothing(
+    server: Server, http: aiohttp.ClientSession
+) -> None:
     async with http.get(f"{server.url}/docs") as response:
-        assert response.status == 200
-        return Page(await response.text()), response
-
-
-async def test_every_endpoint_and_every_field_is_on_the_page(server: Server, http: aiohttp.ClientSession) -> None:
-    page, _ = await fetch(http, server)
+        assert (response.status, response.content_type, response.charset) == (200, "text/html", "utf-8")
+        page, policy = Page(await response.text()), policy_of(response)
     shown = set(page.text.split("\n"))
     for route in ROUTES:
         assert f"{route.method} {route.path}" in shown
         for row in fields_of(route.body) if route.body is not None else []:
             assert row.name in shown
             assert not row.description or any(row.description in line for line in shown), row.name
-
-
-async def test_the_page_loads_and_runs_nothing_and_tells_the_browser_so(
-    server: Server, http: aiohttp.ClientSession
-) -> None:
-    page, response = await fetch(http, server)
     assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "form", "base"})
     assert [name for _, name, _ in page.attributes if name.startswith("on") or name in ("src", "srcset")] == []
     targets = [value for tag, name, value in page.attributes if (tag, name) == ("a", "href")]
     assert all(target is not None and re.match(r"^(openapi\.json|#[\w.-]*)$", target) for target in targets)
     assert re.search(r"@import|url\(|https?:", page.text) is None
-    assert response.content_type == "text/html"
-    assert response.charset == "utf-8"
-    policy = dict(part.strip().partition(" ")[::2] for part in response.headers["Content-Security-Policy"].split(";"))
-    assert policy["default-src"] == "'none'"
-    assert policy["frame-ancestors"] == "'none'"
+    assert (policy["default-src"], policy["frame-ancestors"]) == ("'none'", "'none'")
     assert set(policy) <= {"default-src", "style-src", "frame-ancestors", "base-uri", "form-action"}
-    assert response.headers["X-Content-Type-Options"] == "nosniff"

@@ -8,32 +8,25 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
 
 from chairlift.api import ServerConfig
 from chairlift.api.tools import ReasoningFamily, ToolFamily
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import Server, SharedServer
-from tests.api.contract import CHAT, chunks_of, client_of, error_of, post, serving, user
+from tests.api.contract import CHAT, client_of, error_of, post, serving, user, whole_and_chunks
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events
-from tests.support.scripted_model import ALWAYS, END_TOKEN, HYBRID, MISTRAL, Script, install, make_thinking_checkpoint
+from tests.support.scripted_model import ALWAYS, END_TOKEN, HYBRID, MISTRAL, install, make_thinking_checkpoint
 
 THOUGHTS = "Hm, {let me see."
 QUESTION: Any = user("What is 2 + 2?")
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
-PAINT = {
-    "type": "function",
-    "function": {
-        "name": "paint",
-        "parameters": {
-            "type": "object",
-            "properties": {"colour": {"enum": ["red"]}},
-            "required": ["colour"],
-            "additionalProperties": False,
-        },
-    },
-}
+CALL = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
+SCHEMA = {"properties": {"colour": {"enum": ["red"]}}, "required": ["colour"], "additionalProperties": False}
+FUNCTION: dict[str, Any] = {"name": "paint", "parameters": {"type": "object", **SCHEMA}}
+PAINT = {"type": "function", "function": FUNCTION}
+STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
+FORCED: dict[str, Any] = {"tools": [PAINT], "tool_choice": "required", "parallel_tool_calls": False}
 REASONING_EVENTS = [
     "response.output_item.added",
     "response.content_part.added",
@@ -46,11 +39,6 @@ REASONING_EVENTS = [
 Serve = Callable[..., AbstractAsyncContextManager[Server]]
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    return install(monkeypatch)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def servers() -> AsyncIterator[dict[str, SharedServer]]:
     """By template and configuration."""
@@ -61,16 +49,16 @@ async def servers() -> AsyncIterator[dict[str, SharedServer]]:
 
 
 @pytest.fixture
-def serve(tmp_path: Path, script: Script, servers: dict[str, SharedServer]) -> Serve:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: dict[str, SharedServer]) -> Serve:
     """Lends a server whose model has this template, and wants to write that text."""
+    script = install(monkeypatch)
 
     @asynccontextmanager
     async def lend(template: str, text: str, **config: Any) -> AsyncIterator[Server]:
         name = f"{template} {config}"
         if name not in servers:
-            servers[name] = SharedServer(
-                ServerConfig(**config), {"model": make_thinking_checkpoint(tmp_path, template)}
-            )
+            model = make_thinking_checkpoint(tmp_path, template)
+            servers[name] = SharedServer(ServerConfig(**config), {"model": model})
         async with servers[name].lent() as server:
             script.token_ids = [*server.llm.inputs.tokenizer.encode(text, add_special_tokens=False), END_TOKEN]
             yield server
@@ -87,153 +75,126 @@ async def message_of(server: Server, **fields: Any) -> dict[str, Any]:
     return message
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        (HYBRID, f"<think>\n{THOUGHTS}\n</think>\n\nFour."),
-        (ALWAYS, f"{THOUGHTS}\n</think>\n\nFour."),
-        (ALWAYS, f"<think>{THOUGHTS}</think>Four."),  # what the template has begun, begun again
-    ],
-)
-async def test_thoughts_are_told_apart_under_both_names_and_counted(serve: Serve, template: str, text: str) -> None:
+OPEN, CLOSED = HYBRID.replace("<|im_end|>", ""), {"chat_template_kwargs": {"enable_thinking": False}}
+CONTINUED = {
+    "messages": [*QUESTION, {"role": "assistant", "content": "<think>It is a sum"}],
+    "continue_final_message": True,
+}
+THINKING = f"<think>{THOUGHTS}</think>Four."
+ANSWERS: list[tuple[str, str, dict[str, Any], str, str, int]] = [
+    (HYBRID, f"<think>\n{THOUGHTS}\n</think>\n\nFour.", {}, THOUGHTS, "Four.", 18),
+    (ALWAYS, f"{THOUGHTS}\n</think>\n\nFour.", {}, THOUGHTS, "Four.", 17),
+    (ALWAYS, THINKING, {}, THOUGHTS, "Four.", 17),  # what the template has begun, begun again
+    (OPEN, ", so.</think>Four.", CONTINUED, ", so.", "Four.", 5),
+    # A model that may think need not, and thoughts that the prompt has closed do not begin again.
+    (HYBRID, "Four.", {}, "", "Four.", 0),
+    (HYBRID, "<thin Four.", {}, "", "<thin Four.", 0),
+    (HYBRID, "Four.", {"messages": user("What does <think>")}, "", "Four.", 0),
+    (HYBRID, "<think>Four.", CLOSED, "", "<think>Four.", 0),
+    (HYBRID, "<think>Four.", {"reasoning_effort": "none"}, "", "<think>Four.", 0),
+    # Structure begins behind the thoughts, and at once if there are none.
+    *(
+        (template, text, fields, THOUGHTS, content, 16)
+        for template, text in ((HYBRID, THINKING), (ALWAYS, f"{THOUGHTS}</think>Four."))
+        for fields, content in (
+            ({"response_format": FORM}, '{"a": 1}'),
+            ({"structured_outputs": {"choice": ["yes"]}}, "yes"),
+            ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, "xy"),
+        )
+    ),
+    (HYBRID, "<think>Four.", {**CLOSED, "response_format": FORM}, "", '{"a": 1}', 0),
+    (HYBRID, "<think>Four.", {"reasoning_effort": "none", "response_format": FORM}, "", '{"a": 1}', 0),
+    (HYBRID, '{"b": Four.', {"response_format": FORM}, "", '{"a": 1}', 0),
+]
+
+
+@pytest.mark.parametrize(("template", "text", "fields", "reasoning", "content", "num_thoughts"), ANSWERS)
+async def test_thoughts_are_told_apart_under_both_names_and_counted(
+    serve: Serve, template: str, text: str, fields: dict[str, Any], reasoning: str, content: str, num_thoughts: int
+) -> None:
     async with serve(template, text) as server:
-        reply = await ask(server)
-        chunks = await chunks_of(server, CHAT, {"messages": QUESTION, "temperature": 0})
-    choice, usage = reply["choices"][0], reply["usage"]
-    assert choice["message"]["content"] == "Four."
-    assert choice["message"]["reasoning"] == choice["message"]["reasoning_content"] == THOUGHTS
+        body = {"messages": QUESTION, "temperature": 0, **fields}
+        whole, chunks = await whole_and_chunks(server, CHAT, body)
+    (choice,) = whole["choices"]
+    thoughts = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+    assert choice["message"] == {"role": "assistant", "content": content, "refusal": None, **thoughts}
     assert choice["finish_reason"] == "stop"
-    tail = "</think>\n\nFour." if "\n\nFour" in text else "</think>Four."
-    num_in_prompt_or_marks = 1 if text.startswith("<think>") and template is HYBRID else 0
-    num_after = len(tail) - len("</think>") + 1 + 1  # a token per byte, one for the mark, and the end token
-    num_thoughts = usage["completion_tokens"] - num_after - num_in_prompt_or_marks
-    assert usage["completion_tokens_details"]["reasoning_tokens"] == num_thoughts
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_thoughts
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    for name in ("content", "reasoning", "reasoning_content"):
-        assert "".join(delta.get(name) or "" for delta in deltas) == choice["message"][name]
     order = [name for delta in deltas for name in ("reasoning", "content") if delta.get(name)]
     assert order == sorted(order, reverse=True)
 
 
 async def test_the_clients_own_stream_adds_up_to_the_whole_answer(serve: Serve) -> None:
-    call = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
     fields: Any = {"model": "bundled", "messages": QUESTION, "temperature": 0, "tools": [PAINT], "n": 2}
-    async with serve(HYBRID, f"<think>\n{THOUGHTS}\n</think>\n\nFour.\n{call}") as server, client_of(server) as client:
+    async with serve(HYBRID, f"<think>\n{THOUGHTS}\n</think>\n\nFour.\n{CALL}") as server, client_of(server) as client:
         whole = await client.chat.completions.create(**fields)
         async with client.chat.completions.stream(**fields) as stream:
             final = await stream.get_final_completion()
-    for choice, streamed in zip(whole.choices, final.choices, strict=True):
-        assert streamed.message.content == choice.message.content == "Four."
-        for name in ("reasoning", "reasoning_content"):
-            assert getattr(streamed.message, name) == getattr(choice.message, name) == THOUGHTS
-        ((made,), (same,)) = (streamed.message.tool_calls or [], choice.message.tool_calls or [])
-        assert same.type == "function"
-        assert (made.function.name, made.function.arguments) == (same.function.name, same.function.arguments)
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens_details is not None
-    assert whole.usage.completion_tokens_details.reasoning_tokens == 2 * (len(THOUGHTS) + 2)
+    for choice in (*whole.choices, *final.choices):
+        assert choice.message.content == "Four."
+        assert choice.message.to_dict()["reasoning"] == choice.message.to_dict()["reasoning_content"] == THOUGHTS
+        (call,) = choice.message.tool_calls or []
+        assert call.type == "function"
+        assert (call.function.name, call.function.arguments) == ("paint", '{"colour": "red"}')
+    assert (len(whole.choices), len(final.choices)) == (2, 2)
+    details = whole.usage and whole.usage.completion_tokens_details
+    assert details
+    assert details.reasoning_tokens == 2 * (len(THOUGHTS) + 2)
 
 
 async def test_thoughts_are_scored_like_any_other_tokens(serve: Serve) -> None:
     async with serve(HYBRID, "<think>Hm.</think>Four.") as server:
-        reply = await ask(server, logprobs=True)
-        chunks = await chunks_of(server, CHAT, {"messages": QUESTION, "temperature": 0, "logprobs": True})
-    whole = reply["choices"][0]["logprobs"]["content"]
-    streamed = [each["choices"][0]["logprobs"] for each in chunks]
-    assert len(whole) == reply["usage"]["completion_tokens"]
-    assert [token["token"] for each in streamed if each for token in each["content"]] == [
-        *("<think>", *"Hm.", "</think>", *"Four.", "<|im_end|>")
-    ]
-    assert [token["token"] for token in whole] == [
-        token["token"] for each in streamed if each for token in each["content"]
-    ]
+        body = {"messages": QUESTION, "temperature": 0, "logprobs": True}
+        whole, _ = await whole_and_chunks(server, CHAT, body, is_alone=False)
+    told = [token["token"] for token in whole["choices"][0]["logprobs"]["content"]]
+    assert told == ["<think>", *"Hm.", "</think>", *"Four.", "<|im_end|>"]
+    assert len(told) == whole["usage"]["completion_tokens"]
 
 
-@pytest.mark.parametrize("text", ["Four.", "<thin Four."])
-async def test_a_model_that_may_think_need_not(serve: Serve, text: str) -> None:
-    async with serve(HYBRID, text) as server:
-        reply = await ask(server)
-    assert reply["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
-    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
-
-
-@pytest.mark.parametrize("fields", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}])
-async def test_thoughts_that_the_prompt_has_closed_do_not_begin_again(serve: Serve, fields: dict[str, Any]) -> None:
-    async with serve(HYBRID, "<think>Four.") as server:
-        message = await message_of(server, **fields)
-        formed = await message_of(server, **fields, response_format=FORM)
-    assert message == {"role": "assistant", "content": "<think>Four.", "refusal": None}
-    assert formed["content"] == '{"a": 1}'
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        (HYBRID, f"<think>{THOUGHTS}</think>Four."),
-        (ALWAYS, f"{THOUGHTS}</think>Four."),
-    ],
-)
-async def test_structure_begins_behind_the_thoughts(serve: Serve, template: str, text: str) -> None:
-    async with serve(template, text) as server:
-        formed = await message_of(server, response_format=FORM)
-        chosen = await message_of(server, structured_outputs={"choice": ["yes", "no"]})
-        lark = await message_of(server, structured_outputs={"grammar": 'start: "x" "y"'})
-    assert (formed["content"], lark["content"]) == ('{"a": 1}', "xy")
-    assert chosen["content"] in ("yes", "no")
-    for message in (formed, chosen, lark):
-        assert message["reasoning"] == THOUGHTS
-
-
-async def test_structure_begins_at_once_if_the_model_does_not_think(serve: Serve) -> None:
-    async with serve(HYBRID, '{"b": Four.') as server:
-        message = await message_of(server, response_format=FORM)
-    assert message == {"role": "assistant", "content": '{"a": 1}', "refusal": None}
-
-
-async def test_a_structure_is_reached_though_the_model_would_end_while_it_thinks(serve: Serve, script: Script) -> None:
-    async with serve(ALWAYS, "Hm.") as server:
-        script.token_ids = [*script.token_ids, *server.llm.inputs.tokenizer.encode("</think>")]
+async def test_a_structure_is_reached_though_the_model_would_end_while_it_thinks(serve: Serve) -> None:
+    async with serve(ALWAYS, "Hm.<|im_end|></think>") as server:
         message = await message_of(server, response_format=FORM)
     assert message["content"] == '{"a": 1}'
 
 
-@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"response_format": FORM}])
-async def test_calls_come_behind_the_thoughts(serve: Serve, fields: dict[str, Any]) -> None:
-    call = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
-    async with serve(HYBRID, f"<think>I call <tool_call>.</think>\n\n{call}") as server:
-        reply = await ask(server, tools=[PAINT], parallel_tool_calls=False, **fields)
-    choice = reply["choices"][0]
-    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
-    assert choice["message"]["reasoning"] == "I call <tool_call>."
-    assert [each["function"] for each in choice["message"]["tool_calls"]] == [
-        {"name": "paint", "arguments": '{"colour": "red"}'}
-    ]
+LISTED = 'Well. [TOOL_CALLS]paint[ARGS]{"colour": "red"}'  # marks that are special tokens
+CALLS: list[tuple[str, str, dict[str, Any], str | None, str | None]] = [
+    (HYBRID, f"<think>I call <tool_call>.</think>\n\n{CALL}", FORCED, "I call <tool_call>.", None),
+    (
+        *(HYBRID, f"<think>I call <tool_call>.</think>\n\n{CALL}"),
+        *({"tools": [PAINT], "parallel_tool_calls": False, "response_format": FORM}, "I call <tool_call>.", None),
+    ),
+    # A strict function's call is enforced behind thoughts and text.
+    (
+        HYBRID,
+        "<think>Hm.</think>Well.\n<tool_call>oops",
+        {"tools": [STRICT], "parallel_tool_calls": False},
+        "Hm.",
+        "Well.",
+    ),
+    (MISTRAL, LISTED, {"tools": [PAINT]}, None, "Well."),
+    (MISTRAL, LISTED, FORCED, None, None),
+]
+
+
+@pytest.mark.parametrize(("template", "text", "fields", "reasoning", "content"), CALLS)
+async def test_calls_come_behind_thoughts_and_text(
+    serve: Serve, template: str, text: str, fields: dict[str, Any], reasoning: str | None, content: str | None
+) -> None:
+    async with serve(template, text) as server:
+        (choice,) = (await ask(server, **fields))["choices"]
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"], message.get("reasoning")) == ("tool_calls", content, reasoning)
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "paint", "arguments": '{"colour": "red"}'}]
 
 
 async def test_a_forced_call_begins_with_the_vocabularys_own_token(serve: Serve) -> None:
     async with serve(HYBRID, "Four.") as server:
-        forced: Any = {"tools": [PAINT], "tool_choice": "required", "parallel_tool_calls": False}
-        reply = await ask(server, **forced, reasoning_effort="none", return_token_ids=True)
+        (choice,) = (await ask(server, **FORCED, reasoning_effort="none", return_token_ids=True))["choices"]
         token = server.llm.inputs.tokenizer.backend.token_to_id("<tool_call>")
-    assert reply["choices"][0]["token_ids"][0] == token
-    assert reply["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "paint"
-
-
-async def test_a_strict_functions_call_is_enforced_behind_thoughts_and_text(serve: Serve) -> None:
-    strict = {"type": "function", "function": {**PAINT["function"], "strict": True}}  # type: ignore[dict-item]
-    async with serve(HYBRID, "<think>Hm.</think>Well.\n<tool_call>oops") as server:
-        message = await message_of(server, tools=[strict], parallel_tool_calls=False)
-    assert (message["reasoning"], message["content"]) == ("Hm.", "Well.")
-    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"colour": "red"}']
-
-
-async def test_marks_that_are_special_tokens_are_seen(serve: Serve) -> None:
-    async with serve(MISTRAL, 'Well. [TOOL_CALLS]paint[ARGS]{"colour": "red"}') as server:
-        message = await message_of(server, tools=[PAINT])
-        forced = await message_of(server, tools=[PAINT], tool_choice="required", parallel_tool_calls=False)
-    assert (message["content"], forced["content"]) == ("Well.", None)
-    for each in (message, forced):
-        assert each["tool_calls"][0]["function"] == {"name": "paint", "arguments": '{"colour": "red"}'}
+    assert choice["token_ids"][0] == token
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "paint"
 
 
 async def test_elements_are_read_by_the_types_of_the_functions(serve: Serve) -> None:
@@ -242,9 +203,8 @@ async def test_elements_are_read_by_the_types_of_the_functions(serve: Serve) -> 
     elements = "<parameter=text>\n12\n</parameter>\n<parameter=n>\n3\n</parameter>\n"
     call = f"<tool_call>\n<function=write>\n{elements}</function>\n</tool_call>"
     async with serve(HYBRID, call, tool_call_parser=ToolFamily.QWEN3_CODER) as server:
-        free = await message_of(server, tools=[tool])
-        forced = await message_of(server, tools=[tool], tool_choice="required", parallel_tool_calls=False)
-    for message in (free, forced):
+        messages = [await message_of(server, **{**fields, "tools": [tool]}) for fields in ({}, FORCED)]
+    for message in messages:
         assert message["tool_calls"][0]["function"] == {"name": "write", "arguments": '{"text": "12", "n": 3}'}
 
 
@@ -253,13 +213,8 @@ async def test_thoughts_that_are_cut_off_are_all_there_is(serve: Serve) -> None:
     async with serve(ALWAYS, f"{THOUGHTS}</think>Four.") as server:
         cut = await ask(server, max_tokens=5)
         stopped = await ask(server, stop="let")
-    assert cut["choices"][0]["message"] == {
-        "role": "assistant",
-        "content": "",
-        "refusal": None,
-        "reasoning": "Hm, {",
-        "reasoning_content": "Hm, {",
-    }
+    said = {"role": "assistant", "content": "", "refusal": None, "reasoning": "Hm, {", "reasoning_content": "Hm, {"}
+    assert cut["choices"][0]["message"] == said
     assert cut["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
     assert stopped["choices"][0]["message"]["reasoning"] == "Hm, {"
     assert (cut["choices"][0]["finish_reason"], stopped["choices"][0]["finish_reason"]) == ("length", "stop")
@@ -290,30 +245,19 @@ async def test_marks_that_are_no_tokens_of_the_model_are_refused_at_the_start() 
             raise AssertionError("it started")
 
 
-async def test_a_message_that_is_continued_goes_on_in_its_thoughts(serve: Serve) -> None:
-    turns = [*QUESTION, {"role": "assistant", "content": "<think>It is a sum"}]
-    async with serve(HYBRID.replace("<|im_end|>", ""), ", so.</think>Four.") as server:
-        message = await message_of(server, messages=turns, continue_final_message=True)
-    assert (message["reasoning"], message["content"]) == (", so.", "Four.")
-
-
-async def test_a_mark_in_what_a_user_says_begins_nothing(serve: Serve) -> None:
-    async with serve(HYBRID, "Four.") as server:
-        message = await message_of(server, messages=user("What does <think>"))
-    assert message["content"] == "Four."
-
-
 # --- responses
 
 
 async def test_a_response_has_its_reasoning_in_an_item_of_its_own(serve: Serve) -> None:
-    call = '<tool_call>\n{"name": "paint", "arguments": {"colour": "red"}}\n</tool_call>'
-    async with serve(HYBRID, f"<think>\n{THOUGHTS}\n</think>\n\nFour.\n{call}") as server, client_of(server) as client:
-        tools: Any = [{"type": "function", **PAINT["function"]}]  # type: ignore[dict-item]
+    async with serve(HYBRID, f"<think>\n{THOUGHTS}\n</think>\n\nFour.\n{CALL}") as server, client_of(server) as client:
+        tools: Any = [{"type": "function", **FUNCTION}]
         fields: Any = {"model": "bundled", "input": QUESTION, "temperature": 0, "tools": tools}
         whole = await client.responses.create(**fields)
-        events = await _events_of(client, **fields)
-        sent_back: Any = [*QUESTION, *[item.model_dump() for item in whole.output], _output_of(whole.output[-1])]
+        async with client.responses.with_streaming_response.create(**fields, stream=True) as response:
+            events = Events.of((await response.read()).decode())
+        dumped: list[Any] = [item.model_dump() for item in whole.output]
+        done = {"type": "function_call_output", "call_id": dumped[-1]["call_id"], "output": "done"}
+        sent_back: Any = [*QUESTION, *dumped, done]
         again = await client.responses.create(model="bundled", input=sent_back, tools=tools, max_output_tokens=1)
     assert events.types == [*OPENING, *REASONING_EVENTS, *MESSAGE_EVENTS, *CALL_EVENTS, COMPLETED]
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
@@ -328,19 +272,9 @@ async def test_a_response_has_its_reasoning_in_an_item_of_its_own(serve: Serve) 
     assert events.of_type("response.content_part.done")[0]["part"] == part
     assert again.usage is not None
     rendered = f"<|user|>{QUESTION[0]['content']}<|im_end|><|assistant|><think>{THOUGHTS}</think>Four."
-    body = ResponsesRequest.model_validate(
-        {"input": [*QUESTION, *[json.loads(item.to_json()) for item in whole.output]]}
-    )
+    sent = [*QUESTION, *[json.loads(item.to_json()) for item in whole.output]]
+    body = ResponsesRequest.model_validate({"input": sent})
     assert rendered in server.llm.inputs.tokenizer.render_chat(body.template_messages(), body.chat_options())
-
-
-async def _events_of(client: AsyncOpenAI, **fields: Any) -> Events:
-    async with client.responses.with_streaming_response.create(**fields, stream=True) as response:
-        return Events.of((await response.read()).decode())
-
-
-def _output_of(call: Any) -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
 
 
 async def test_reasoning_that_is_cut_off_is_an_incomplete_item(serve: Serve) -> None:

@@ -10,24 +10,16 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.api.conftest import SLOTS, Server
-from tests.api.contract import CHAT, post
+from tests.api.contract import CHAT, post, user
 
 RESPONSES = "/v1/responses"
 QUESTION = "What is 17 + 25?"
 ANSWER = "17 + 25 = 42."
 LOGPROBS: Any = ["message.output_text.logprobs"]
-TOOL: Any = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "The weather of a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
+CITY = {"type": "string", "enum": ["Oslo", "Rome"]}
+SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
+TOOL: Any = {"type": "function", "name": "get_weather", "description": "The weather of a city."}
+TOOL |= {"parameters": SCHEMA, "strict": True}
 NAMED: Any = {"type": "function", "name": "get_weather"}
 
 
@@ -59,47 +51,23 @@ async def test_the_whole_reply_is_what_the_clients_model_expects(server: Server)
     assert reply.usage.output_tokens == len(ANSWER) + 1  # a byte is a token, and the end is one more
     assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
     assert reply.usage.output_tokens_details.reasoning_tokens == 0
-    filled_in: dict[str, Any] = {
-        "object": "response",
-        "model": "bundled",
-        "instructions": None,
-        "max_output_tokens": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "temperature": 0.0,  # the bundled model's own default
-        "top_p": 1.0,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": 0,
-        "truncation": "disabled",
-        "background": False,
-        "previous_response_id": None,
-        "service_tier": "default",
-        "store": False,
-        "user": None,
-    }
+    filled_in = {"object": "response", "model": "bundled", "metadata": {}, "parallel_tool_calls": True, "top_p": 1.0}
+    filled_in |= {"temperature": 0.0}  # the bundled model's own default
+    filled_in |= {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "tool_choice": "auto", "tools": []}
+    filled_in |= {"top_logprobs": 0, "truncation": "disabled", "background": False, "store": False}
+    filled_in |= {"service_tier": "default", "reasoning": {"effort": None, "summary": None}}
+    filled_in |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    none = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
+    filled_in |= dict.fromkeys(none)
     assert {name: payload[name] for name in filled_in} == filled_in
 
 
 async def test_what_was_asked_for_is_repeated(server: Server) -> None:
-    asked = {
-        "instructions": "Be brief.",
-        "max_output_tokens": 50,
-        "metadata": {"run": "7"},
-        "parallel_tool_calls": False,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "presence_penalty": 0.25,
-        "frequency_penalty": -0.25,
-        "reasoning": {"effort": "none", "summary": None},
-        "tools": [{**TOOL, "strict": False}],
-        "tool_choice": "none",
-        "top_logprobs": 3,
-        "user": "u",
-        "safety_identifier": "s",
-        "prompt_cache_key": "k",
-    }
+    asked = {"instructions": "Be brief.", "max_output_tokens": 50, "metadata": {"run": "7"}, "top_logprobs": 3}
+    asked |= {"parallel_tool_calls": False, "tools": [{**TOOL, "strict": False}], "tool_choice": "none"}
+    asked |= {"temperature": 0.5, "top_p": 0.9, "presence_penalty": 0.25, "frequency_penalty": -0.25}
+    asked |= {"reasoning": {"effort": "none", "summary": None}, "user": "u", "safety_identifier": "s"}
+    asked |= {"prompt_cache_key": "k"}
     payload = await post(server, RESPONSES, {**asked, "input": QUESTION, "include": LOGPROBS, "store": True})
     check(payload)
     assert {name: payload[name] for name in asked} == asked
@@ -119,11 +87,8 @@ async def test_no_field_that_open_responses_requires_is_missing(server: Server) 
     body = {"input": QUESTION, "tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}
     payload = await post(server, RESPONSES, body)
     assert set(payload) >= OPEN_RESPONSES
-    assert (payload["presence_penalty"], payload["frequency_penalty"], payload["max_tool_calls"]) == (0.0, 0.0, None)
-    assert payload["tools"] == [
-        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
-    ]
-    assert payload["reasoning"] == {"effort": None, "summary": None}
+    tool = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
+    assert payload["tools"] == [tool]
 
 
 async def test_instructions_and_turns_are_the_messages_of_a_chat(client: AsyncOpenAI) -> None:
@@ -132,13 +97,10 @@ async def test_instructions_and_turns_are_the_messages_of_a_chat(client: AsyncOp
         {"role": "assistant", "content": "5 + 6 = 11."},
         {"role": "user", "content": "How do you spell fox?"},
     ]
-    reply = await client.responses.create(model="bundled", instructions="You are Chairlift.", input=turns)
-    chat = await client.chat.completions.create(
-        model="bundled", messages=[{"role": "system", "content": "You are Chairlift."}, *turns]
-    )
+    reply: Any = await client.responses.create(model="bundled", instructions="You are Chairlift.", input=turns)
+    turns.insert(0, {"role": "system", "content": "You are Chairlift."})
+    chat: Any = await client.chat.completions.create(model="bundled", messages=turns)
     assert reply.output_text == chat.choices[0].message.content
-    assert reply.usage is not None
-    assert chat.usage is not None
     assert reply.usage.input_tokens == chat.usage.prompt_tokens
 
 
@@ -153,25 +115,18 @@ async def test_output_is_sent_back_as_input_as_it_came(client: AsyncOpenAI) -> N
 # --- log-probabilities
 
 
-async def test_logprobs_are_those_that_a_chat_reports(server: Server) -> None:
+async def test_logprobs_are_those_that_a_chat_reports_and_include_alone_reports_no_others(server: Server) -> None:
     reply = await post(server, RESPONSES, {"input": QUESTION, "include": LOGPROBS, "top_logprobs": 2})
-    chat = await post(
-        server, CHAT, {"messages": [{"role": "user", "content": QUESTION}], "logprobs": True, "top_logprobs": 2}
-    )
+    asked = {"messages": user(QUESTION), "logprobs": True, "top_logprobs": 2}
+    chat = await post(server, CHAT, asked)
     logprobs = reply["output"][0]["content"][0]["logprobs"]
-    assert "".join(each["token"] for each in logprobs) == f"{ANSWER}<|im_end|>"
+    assert [each["token"] for each in logprobs] == [*ANSWER, "<|im_end|>"]
     assert len(logprobs) == reply["usage"]["output_tokens"]
     assert {len(each["top_logprobs"]) for each in logprobs} == {2}
     assert logprobs == chat["choices"][0]["logprobs"]["content"]
-
-
-async def test_include_alone_reports_the_tokens_and_no_others(client: AsyncOpenAI) -> None:
-    reply = await client.responses.create(model="bundled", input=QUESTION, include=LOGPROBS)
-    (message,) = reply.output
-    assert message.type == "message"
-    text: Any = message.content[0]
-    assert [each.token for each in text.logprobs] == [*ANSWER, "<|im_end|>"]
-    assert all(each.top_logprobs == [] for each in text.logprobs)
+    alone = await post(server, RESPONSES, {"input": QUESTION, "include": LOGPROBS})
+    told = alone["output"][0]["content"][0]["logprobs"]
+    assert [(each["token"], each["top_logprobs"]) for each in told] == [(each["token"], []) for each in logprobs]
 
 
 # --- structure
@@ -198,9 +153,8 @@ async def test_a_schema_that_cannot_be_compiled_is_a_400_about_text(client: Asyn
 
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
 async def test_a_forced_call_fits_its_schema(hermes: AsyncOpenAI, tool_choice: Any) -> None:
-    reply = await hermes.responses.create(
-        model="bundled", input=QUESTION, tools=[TOOL], tool_choice=tool_choice, parallel_tool_calls=False
-    )
+    fields: Any = {"model": "bundled", "input": QUESTION, "tools": [TOOL], "parallel_tool_calls": False}
+    reply = await hermes.responses.create(**fields, tool_choice=tool_choice)
     (call,) = reply.output
     assert call.type == "function_call"
     assert (call.name, call.status) == ("get_weather", "completed")
@@ -214,32 +168,19 @@ async def test_a_forced_call_fits_its_schema(hermes: AsyncOpenAI, tool_choice: A
 
 
 async def test_a_call_and_its_output_are_sent_back(hermes: AsyncOpenAI) -> None:
-    history: list[Any] = [{"role": "user", "content": "Weather?"}]
+    history: list[Any] = user("Weather?")
     first = await hermes.responses.create(model="bundled", input=history, tools=[TOOL], tool_choice=NAMED)
-    (call,) = first.output
-    assert call.type == "function_call"
-    history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
-    reply = await hermes.responses.create(model="bundled", input=history, tools=[TOOL], tool_choice="none")
-    chat = await hermes.chat.completions.create(
-        model="bundled",
-        messages=[
-            {"role": "user", "content": "Weather?"},
-            {
-                "role": "assistant",
-                "tool_calls": [
-                    {
-                        "id": call.call_id,
-                        "type": "function",
-                        "function": {"name": "get_weather", "arguments": call.arguments},
-                    }
-                ],
-            },
-            {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"},
-        ],
-    )
-    assert reply.status == "completed"
+    call: Any = first.output[0]
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    sent = [*history, *first.output, output]
+    reply: Any = await hermes.responses.create(model="bundled", input=sent, tools=[TOOL], tool_choice="none")
+    function = {"name": "get_weather", "arguments": call.arguments}
+    called: Any = {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]}
+    told: Any = {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"}
+    chat: Any = await hermes.chat.completions.create(model="bundled", messages=[*history, called, told])
+    assert (len(first.output), call.type, reply.status) == (1, "function_call", "completed")
     assert reply.output_text == chat.choices[0].message.content
-    assert (reply.usage and reply.usage.input_tokens) == (chat.usage and chat.usage.prompt_tokens)
+    assert reply.usage.input_tokens == chat.usage.prompt_tokens
 
 
 # --- errors
@@ -253,5 +194,5 @@ async def test_errors_name_the_fields_of_this_endpoint(client: AsyncOpenAI, serv
     assert caught.value.param == "max_output_tokens"
     with pytest.raises(openai.BadRequestError, match=r"input: .* maximum context length is .* too many") as caught:
         await create(model="bundled", input="a" * 600, stream=is_streamed)
-    assert caught.value.param == "input"
+    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
     assert server.num_free_slots == SLOTS

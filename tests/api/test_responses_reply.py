@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -17,14 +18,12 @@ from tests.api.conftest import Server
 from tests.api.contract import post, serving
 from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events, without_identity
 from tests.api.test_responses import ANSWER, LOGPROBS, NAMED, QUESTION, RESPONSES, TOOL, Trip, check
-from tests.engine.async_support import Gate, hold_back
+from tests.engine.async_support import hold_back
 
 
 async def stream(server: Server, **body: Any) -> Events:
-    async with (
-        aiohttp.ClientSession() as http,
-        http.post(f"{server.url}{RESPONSES}", json={"input": QUESTION, "stream": True, **body}) as response,
-    ):
+    asked = {"input": QUESTION, "stream": True, **body}
+    async with aiohttp.ClientSession(server.url) as http, http.post(RESPONSES, json=asked) as response:
         assert response.status == 200
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
         return Events.of((await response.read()).decode())
@@ -66,18 +65,6 @@ async def test_a_stream_adds_up_to_the_whole_reply(server: Server) -> None:
     assert (deltas[-1]["delta"], end) == ("", "<|im_end|>")
 
 
-async def test_the_clients_events_hold_the_text_so_far_and_its_end_is_parsed(client: AsyncOpenAI) -> None:
-    async with client.responses.stream(model="bundled", input="Where to?", text_format=Trip) as events:
-        text = ""
-        async for each in events:
-            if each.type == "response.output_text.delta":
-                text += each.delta
-                assert each.snapshot == text
-        final = await events.get_final_response()
-    assert text == final.output_text
-    assert isinstance(final.output_parsed, Trip)
-
-
 async def test_max_output_tokens_end_the_stream_incomplete(server: Server) -> None:
     events = await stream(server, max_output_tokens=4)
     assert events.types == [*OPENING, *MESSAGE_EVENTS, "response.incomplete"]
@@ -106,11 +93,9 @@ async def test_a_call_is_told_in_this_order(hermes: AsyncOpenAI) -> None:
 
 
 async def test_the_client_parses_a_streamed_calls_arguments(hermes: AsyncOpenAI) -> None:
-    tool = openai.pydantic_function_tool(Trip)["function"]
-    tools: Any = [{"type": "function", **tool}]
-    async with hermes.responses.stream(
-        model="bundled", input=QUESTION, tools=tools, tool_choice="required", parallel_tool_calls=False
-    ) as events:
+    tools: Any = [{"type": "function", **openai.pydantic_function_tool(Trip)["function"]}]
+    fields: Any = {"model": "bundled", "input": QUESTION, "tools": tools, "parallel_tool_calls": False}
+    async with hermes.responses.stream(**fields, tool_choice="required") as events:
         (call,) = (await events.get_final_response()).output
     assert call.type == "function_call"
     assert isinstance(Trip.model_validate(call.parsed_arguments), Trip)
@@ -121,17 +106,13 @@ async def test_the_client_parses_a_streamed_calls_arguments(hermes: AsyncOpenAI)
 
 async def test_what_goes_wrong_in_a_stream_is_a_failed_response_and_raises(server: Server, client: AsyncOpenAI) -> None:
     seen: list[Any] = []
-
-    async def read_and_fail_after_the_first_text(gate: Gate) -> None:
+    boom = pytest.raises(openai.APIError, match="a step failed: RuntimeError: boom")
+    with hold_back(server.llm) as gate, boom as caught:
         gate.allow(1)
         async for each in await client.responses.create(model="bundled", input=QUESTION, stream=True):
             seen.append(each)
             if each.type == "response.output_text.delta":
                 gate.fail(RuntimeError("boom"))
-
-    boom = pytest.raises(openai.APIError, match="a step failed: RuntimeError: boom")
-    with hold_back(server.llm) as gate, boom as caught:
-        await read_and_fail_after_the_first_text(gate)
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["code"] == "engine_dead"
     failed = seen[-1]
@@ -152,14 +133,10 @@ async def test_a_failure_before_the_first_token_is_still_a_well_formed_stream(mo
                 events = Events.of(comment + (await response.read()).decode())
     assert comment == ": keep-alive\n\n"
     assert events.types == [*OPENING, "response.failed", "error"]
+    boom = {"message": "a step failed: RuntimeError: boom", "param": None, "code": "engine_dead"}
     error = events.all[-1]
-    assert error["error"] == {
-        "message": "a step failed: RuntimeError: boom",
-        "type": "server_error",
-        "param": None,
-        "code": "engine_dead",
-    }
-    assert (error["message"], error["code"], error["param"]) == (error["error"]["message"], "engine_dead", None)
+    assert error["error"] == {**boom, "type": "server_error"}
+    assert {name: error[name] for name in boom} == boom
     assert events.last_response["output"] == []
 
 
@@ -181,34 +158,29 @@ async def test_a_stream_that_the_server_ends_is_incomplete_without_a_reason(serv
 # --- answers with text and calls, however they are cut
 
 
-def new_reader() -> AnswerReader:
-    return AnswerReader(ToolFamily.HERMES)
-
-
 TWO_CALLS = (
     'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
     '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\nThat is all.'
 )
 
 
-def outputs_of(text: str, step: int, reason: FinishReason, is_scored: bool) -> list[RequestOutput]:
-    """A growing answer of a token per byte, `step` characters at a time."""
+def outputs_of(text: str, step: int, reason: FinishReason) -> list[RequestOutput]:
+    """A growing answer of a scored token per byte, `step` characters at a time."""
     states = []
     for length in [*range(step, len(text), step), len(text)]:
-        tokens = [ord(character) for character in text[:length]]
-        is_last = length == len(text)
-        choice = CompletionOutput(0, text[:length], tokens, reason if is_last else None)
-        if is_scored:
-            choice.logprobs = [{token: Logprob(-float(index), 1)} for index, token in enumerate(tokens)]
-            choice.text_offsets = list(range(length))
+        choice = CompletionOutput(
+            0, text[:length], list(text[:length].encode()), reason if text[length:] == "" else None
+        )
+        choice.logprobs = [{token: Logprob(-float(index), 1)} for index, token in enumerate(choice.token_ids)]
+        choice.text_offsets = list(range(length))
         states.append(RequestOutput("r", None, [1, 2, 3], [choice]))
     return states
 
 
-def reply_of(server: Server, is_scored: bool = False) -> ResponsesReply:
-    include = LOGPROBS if is_scored else None
-    body = ResponsesRequest.model_validate({"input": "hi", "include": include, "top_logprobs": 0})
-    return ResponsesReply(body, SamplingParams(), "bundled", server.llm.inputs.vocabulary, new_reader)
+def reply_of(server: Server) -> ResponsesReply:
+    body = ResponsesRequest.model_validate({"input": "hi", "include": LOGPROBS, "top_logprobs": 0})
+    reader = partial(AnswerReader, ToolFamily.HERMES)
+    return ResponsesReply(body, SamplingParams(), "bundled", server.llm.inputs.vocabulary, reader)
 
 
 def streamed(reply: ResponsesReply, states: list[RequestOutput]) -> Events:
@@ -218,49 +190,40 @@ def streamed(reply: ResponsesReply, states: list[RequestOutput]) -> Events:
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
-async def test_text_and_calls_are_items_in_the_order_of_the_text(server: Server, step: int) -> None:
-    events = streamed(reply_of(server), outputs_of(TWO_CALLS, step, FinishReason.STOP, is_scored=False))
+async def test_text_and_calls_are_items_in_the_order_of_the_text_and_scores_stay_with_their_text(
+    server: Server, step: int
+) -> None:
+    states = outputs_of(TWO_CALLS, step, FinishReason.STOP)
+    events = streamed(reply_of(server), states)
     assert events.types == [*OPENING, *MESSAGE_EVENTS, *CALL_EVENTS, *CALL_EVENTS, *MESSAGE_EVENTS, COMPLETED]
-    first, f, g, last = events.last_response["output"]
+    first, f, g, last = items = events.last_response["output"]
     assert (first["content"][0]["text"], last["content"][0]["text"].strip()) == ("Let me see.", "That is all.")
     assert (f["name"], f["arguments"], g["name"], g["arguments"]) == ("f", '{"x": 1}', "g", "{}")
-    assert len({item["id"] for item in (first, f, g, last)}) == 4
+    assert len({item["id"] for item in items}) == 4
     assert f["call_id"] != g["call_id"]
-    assert {item["status"] for item in (first, f, g, last)} == {"completed"}
-    assert [each["item"] for each in events.of_type("response.output_item.done")] == [first, f, g, last]
-    for index, item in enumerate((first, f, g, last)):
+    assert {item["status"] for item in items} == {"completed"}
+    assert [each["item"] for each in events.of_type("response.output_item.done")] == items
+    for index, item in enumerate(items):
         kind = "output_text" if item["type"] == "message" else "function_call_arguments"
         told = item["content"][0]["text"] if item["type"] == "message" else item["arguments"]
         assert events.joined(f"response.{kind}.delta", index) == told
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
-async def test_log_probabilities_stay_with_their_text_and_those_of_calls_are_left_out(
-    server: Server, step: int
-) -> None:
-    states = outputs_of(TWO_CALLS, step, FinishReason.STOP, is_scored=True)
-    events = streamed(reply_of(server, is_scored=True), states)
-    whole = reply_of(server, is_scored=True).whole(states[-1:]).model_dump()
+    whole = reply_of(server).whole(states[-1:]).model_dump()
     assert without_identity(events.last_response) == without_identity(whole)
-    first, _, _, last = events.last_response["output"]
     for message, begin in ((first, 0), (last, TWO_CALLS.index("That"))):
-        (part,) = message["content"]
-        text = part["text"].strip()
-        scored = part["logprobs"][-len(text) :]
-        assert [(each["token"], each["logprob"]) for each in scored] == [
-            (character, -float(begin + index)) for index, character in enumerate(text)
-        ]
+        text = message["content"][0]["text"].strip()
+        scored = [(each["token"], each["logprob"]) for each in message["content"][0]["logprobs"][-len(text) :]]
+        assert scored == [(character, -float(begin + index)) for index, character in enumerate(text)]
 
 
 async def test_an_answer_of_nothing_is_an_empty_message(server: Server) -> None:
-    events = streamed(reply_of(server), outputs_of("", 1, FinishReason.STOP, is_scored=False))
+    events = streamed(reply_of(server), outputs_of("", 1, FinishReason.STOP))
     assert events.types == [*OPENING, *(kind for kind in MESSAGE_EVENTS if "delta" not in kind), COMPLETED]
     assert events.last_response["output"][0]["content"][0]["text"] == ""
 
 
 async def test_a_call_that_was_cut_off_is_the_one_that_is_incomplete(server: Server) -> None:
     text = TWO_CALLS[: TWO_CALLS.index('"g"') + 20]
-    events = streamed(reply_of(server), outputs_of(text, 5, FinishReason.LENGTH, is_scored=False))
+    events = streamed(reply_of(server), outputs_of(text, 5, FinishReason.LENGTH))
     statuses = [item["status"] for item in events.last_response["output"]]
     assert statuses == ["completed", "completed", "incomplete"]
     assert (events.last_response["status"], events.types[-1]) == ("incomplete", "response.incomplete")

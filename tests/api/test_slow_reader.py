@@ -4,15 +4,17 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from chairlift.api import ServerConfig
 from chairlift.api.http import Connection
 from chairlift.engine.text.grammar import GrammarCompiler
-from tests.api.conftest import SLOTS, Server
+from tests.api.conftest import SLOTS, Server, SharedServer
 from tests.api.contract import text_of
 from tests.api.fault_support import Gate, Launches, RawClient, forward_of, held, post, recorded, serving, until_idle
 from tests.engine.async_support import wait_until
@@ -21,20 +23,12 @@ SOCKET_BYTES = 4096
 SHORT_S, LONG_S = 0.4, 30.0  # a test that had to wait for the longer one would fail
 MOST_BUFFERED = 256 * 2**10  # a stream's own and the transport's buffer, and one event over
 TOKENS = 250
-
-VERBOSE: dict[str, Any] = {  # more than a megabyte of events
-    "prompt": "Once upon a time",
-    "max_tokens": TOKENS,
-    "ignore_eos": True,
-    "temperature": 0,
-    "n": SLOTS,
-    "logprobs": 5,
-    "stream": True,
-}
+GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 0}
+VERBOSE = {**GREEDY, "max_tokens": TOKENS, "n": SLOTS, "logprobs": 5, "stream": True}  # more than a megabyte of events
 
 
 @pytest.fixture
-def transports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[asyncio.Transport]]:
+def transports(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Transport]:
     """Connections of the server, whose sockets hold little."""
     seen: list[asyncio.Transport] = []
     connection_made = Connection.connection_made
@@ -46,29 +40,23 @@ def transports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[asyncio.Transpo
         connection_made(self, transport)
 
     monkeypatch.setattr(Connection, "connection_made", shrink)
-    yield seen
-    seen.clear()
+    return seen
 
 
-@pytest.fixture
-def lost(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
-    """Connections that are over."""
-    over: list[Connection] = []
-    connection_lost = Connection.connection_lost
-
-    def note(self: Connection, error: BaseException | None) -> None:
-        over.append(self)
-        connection_lost(self, error)
-
-    monkeypatch.setattr(Connection, "connection_lost", note)
-    return over
-
-
-async def post_and_read_nothing(server: Server, body: dict[str, Any]) -> RawClient:
+@asynccontextmanager
+async def unread(
+    body: dict[str, Any], engine: Any = None, **timeouts: float
+) -> AsyncIterator[tuple[Server, RawClient]]:
+    """A server, and a client that has asked it and reads nothing yet."""
     sock = socket.socket()
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
-    return await post(server, body, sock=sock, limit=SOCKET_BYTES)
+    config = ServerConfig(port=0, **{"client_timeout": LONG_S, **timeouts})
+    async with (
+        serving(config=config, **engine or {}) as server,
+        await post(server, body, sock=sock, limit=SOCKET_BYTES) as client,
+    ):
+        yield server, client
 
 
 async def ended(server: Server) -> None:
@@ -92,21 +80,16 @@ def choices_of(pieces: list[str]) -> dict[int, str]:
 async def test_a_client_that_stops_reading_is_cut_off_in_time(
     transports: list[asyncio.Transport], stream: bool
 ) -> None:
-    config = ServerConfig(port=0, client_timeout=SHORT_S)
-    async with serving(config=config) as server:
-        async with await post_and_read_nothing(server, {**VERBOSE, "stream": stream}):
-            await ended(server)
-            start = time.monotonic()
-            await wait_until(lambda: server.api.num_active == 0 and transports[0].is_closing(), "it is cut off")
-            assert time.monotonic() - start < LONG_S / 2
+    async with unread({**VERBOSE, "stream": stream}, client_timeout=SHORT_S) as (server, _):
+        await ended(server)
+        start = time.monotonic()
+        await wait_until(lambda: server.api.num_active == 0 and transports[0].is_closing(), "it is cut off")
+        assert time.monotonic() - start < LONG_S / 2
         await until_idle(server)
 
 
 async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(transports: list[asyncio.Transport]) -> None:
-    async with (
-        serving(config=ServerConfig(port=0, client_timeout=LONG_S)) as server,
-        await post_and_read_nothing(server, VERBOSE) as silent,
-    ):
+    async with unread(VERBOSE) as (server, silent):
         await wait_until(lambda: server.llm.num_unfinished == 1, "it has come in")
         (mailbox,) = server.llm._mailboxes.values()
         largest = 0
@@ -126,41 +109,32 @@ async def test_what_a_silent_reader_costs_is_bounded_and_others_are_served(trans
 
 @pytest.mark.usefixtures("transports")
 async def test_a_slow_reader_gets_all_of_it_in_the_end() -> None:
-    async with serving(config=ServerConfig(port=0, client_timeout=LONG_S)) as server:
+    async with unread(VERBOSE) as (server, slow):
+        await ended(server)
         async with await post(server, VERBOSE) as quick:
             await quick.head()
             expected = choices_of(await quick.rest())
-        async with await post_and_read_nothing(server, VERBOSE) as slow:
-            await ended(server)
-            await slow.head()
-            pieces = await slow.rest()
+        await slow.head()
+        assert choices_of(await slow.rest()) == expected
         assert len(expected) == SLOTS
-        assert choices_of(pieces) == expected
         assert all(len(text) > TOKENS / 2 for text in expected.values())
         await until_idle(server)
 
 
 @pytest.mark.usefixtures("transports")
 async def test_a_reader_that_pauses_for_less_than_the_timeout_again_and_again_is_not_cut_off() -> None:
-    timeout_s, pause_s = 1.0, 0.25
-    async with (
-        serving(config=ServerConfig(port=0, client_timeout=timeout_s)) as server,
-        await post_and_read_nothing(server, VERBOSE) as slow,
-    ):
+    async with unread(VERBOSE, client_timeout=1.0) as (_, slow):
         await slow.head()
         pieces: list[str] = []
         while piece := await slow.chunk():
             pieces.append(piece)
-            if len(pieces) in (30, 60, 90, 120, 150):  # together longer than the timeout
-                await asyncio.sleep(pause_s)
+            if len(pieces) in (30, 60, 90, 120, 150):
+                await asyncio.sleep(0.25)  # together longer than the timeout
         assert set(choices_of(pieces)) == set(range(SLOTS))
 
 
 async def test_a_hung_engine_leaves_no_silent_reader_behind(transports: list[asyncio.Transport]) -> None:
-    async with (
-        serving(config=ServerConfig(port=0, client_timeout=SHORT_S), step_timeout=0.5) as server,
-        await post_and_read_nothing(server, VERBOSE),
-    ):
+    async with unread(VERBOSE, {"step_timeout": 0.5}, client_timeout=SHORT_S) as (server, _):
         await wait_until(lambda: bool(transports) and transports[0].get_write_buffer_size() > 2**14, "it is full")
         with held(forward_of(server.llm), "hidden"):
             await asyncio.wait_for(server.llm.died.wait(), 10.0)
@@ -168,23 +142,28 @@ async def test_a_hung_engine_leaves_no_silent_reader_behind(transports: list[asy
 
 
 async def test_a_reply_that_fits_into_the_buffer_and_is_never_read_does_not_keep_its_connection_for_ever(
-    lost: list[Connection],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = ServerConfig(port=0, idle_timeout=SHORT_S, client_timeout=SHORT_S)
-    async with (
-        serving(config=config) as server,
-        await post_and_read_nothing(server, {**VERBOSE, "n": 1, "max_tokens": 20}),
-    ):
+    lost: list[Connection] = []
+    connection_lost = Connection.connection_lost
+
+    def note(self: Connection, error: BaseException | None) -> None:
+        lost.append(self)
+        connection_lost(self, error)
+
+    monkeypatch.setattr(Connection, "connection_lost", note)
+    short = {**VERBOSE, "n": 1, "max_tokens": 20}
+    async with unread(short, idle_timeout=SHORT_S, client_timeout=SHORT_S) as (server, _):
         await wait_until(lambda: server.llm.num_unfinished > 0, "it has come in")
         await wait_until(lambda: len(lost) == 1, "the connection is over")
 
 
-LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True}
-STAYING_TOKENS, LEAVING_TOKENS = 90, 150
-STAYING = {"prompt": "Once upon a time", "max_tokens": STAYING_TOKENS, "temperature": 0, "ignore_eos": True}
-LEAVING = {"prompt": "Tim went to the park. " * 8, "max_tokens": LEAVING_TOKENS, "temperature": 0, "ignore_eos": True}
-PROMPT_BUDGET = 32  # the leaving one's prompt takes several steps
+# --- clients that leave
 
+
+STAYING_TOKENS, LEAVING_TOKENS = 90, 150
+STAYING = {**GREEDY, "max_tokens": STAYING_TOKENS}
+LEAVING = {**GREEDY, "prompt": "Tim went to the park. " * 8, "max_tokens": LEAVING_TOKENS}
 KINDS: dict[str, dict[str, Any]] = {
     "whole": {},
     "streaming": {"stream": True},
@@ -193,68 +172,29 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def has_leaving_row(launches: Launches, is_right: Callable[[int, int], bool]) -> bool:
-    """Whether the newest launch has a row of the leaving request of which (computed before, new) that is true."""
-    latest = launches.latest
-    leaving = [request for request in latest.requests if request.max_tokens == LEAVING_TOKENS]
-    return any(is_right(request.num_computed, latest.rows[request.request_id]) for request in leaving)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def alone(shared_server: SharedServer) -> str:
+    """What the staying one is told if nobody else is there."""
+    async with shared_server.lent() as server:
+        return await text_of(server, STAYING)
 
 
-async def in_first_chunk(gate: Gate, launches: Launches) -> None:
-    await advance(gate, lambda: has_leaving_row(launches, lambda computed, _: computed == 0))
-
-
-async def in_later_chunk(gate: Gate, launches: Launches) -> None:
-    await advance(gate, lambda: has_leaving_row(launches, lambda computed, new: computed > 0 and new > 1))
-
-
-async def in_decoding(gate: Gate, launches: Launches) -> None:
-    await advance(gate, lambda: has_leaving_row(launches, lambda computed, new: computed > 0 and new == 1))
-
-
-async def within_a_launch_of_several_steps(gate: Gate, launches: Launches) -> None:
-    await advance(gate, lambda: launches.latest.num_steps == 4 and has_leaving_row(launches, lambda *_: True))
-    for _ in range(2):  # the third of the four is held now
-        gate.allow()
-        await gate.entered()
-
-
-PHASES = [in_first_chunk, in_later_chunk, in_decoding, within_a_launch_of_several_steps]
-
-
-async def advance(gate: Gate, is_there: Callable[[], bool]) -> None:
-    """Forward pass by forward pass; returns while one is held."""
-    while not is_there():
-        gate.allow()
-        await gate.entered()
-
-
-def assert_nothing_more_was_computed(launches: Launches, num_before: int) -> None:
-    """After the launch that was running when the client left, only the staying one's rows are computed."""
-    later = launches.all[num_before:]
-    assert {request.max_tokens for launch in later for request in launch.requests} == {STAYING_TOKENS}
-    assert {(launch.num_free_slots, len(launch.rows)) for launch in later} == {(SLOTS - 1, 1)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("until_phase", PHASES)
-async def test_leaving_frees_every_slot_within_the_launch_and_nothing_more_is_computed(
-    until_phase: Callable[[Gate, Launches], Awaitable[None]], kind: str
-) -> None:
-    async with serving(max_num_batched_tokens=PROMPT_BUDGET, max_steps_per_launch=4) as server:
-        alone = await text_of(server, STAYING)
-        with recorded(server.llm) as launches, held(forward_of(server.llm), "hidden") as gate:
+@asynccontextmanager
+async def beside_one_that_stays(
+    alone: str, body: dict[str, Any], held_call: str = "hidden", **engine: Any
+) -> AsyncIterator[tuple[Server, Launches, Gate, RawClient]]:
+    """A client that is going to leave, beside one that stays and is answered as if alone. Steps wait at the gate."""
+    async with serving(**engine) as server:
+        owner = forward_of(server.llm) if held_call == "hidden" else server.llm._core
+        with recorded(server.llm) as launches, held(owner, held_call) as gate:
             staying = asyncio.create_task(text_of(server, STAYING))
             await gate.entered()
-            leaving = await post(server, {**LEAVING, **KINDS[kind]})
+            leaving = await post(server, {**LEAVING, **body})
             await wait_until(lambda: server.api.num_active == 2 and server.llm.num_unfinished > 1, "both are there")
-            await until_phase(gate, launches)
-            await leave_now(server, leaving)
-            num_before = len(launches.all)
+            yield server, launches, gate, leaving
             gate.open()
             assert await staying == alone
-            await until_idle(server)
-        assert_nothing_more_was_computed(launches, num_before)
+            await until_idle(server, server.llm.config.num_slots)
 
 
 async def leave_now(server: Server, leaving: RawClient, num_staying: int = 1) -> None:
@@ -263,48 +203,73 @@ async def leave_now(server: Server, leaving: RawClient, num_staying: int = 1) ->
     await wait_until(lambda: server.api.num_active == server.llm.num_unfinished == num_staying, "one has left")
 
 
-async def test_leaving_between_two_steps_frees_the_slot_before_the_next() -> None:
-    async with serving() as server:
-        with recorded(server.llm) as launches, held(server.llm._core, "step") as gate:
-            staying = asyncio.create_task(text_of(server, STAYING))
-            await gate.entered()
-            leaving = await post(server, {**LEAVING, "prompt": "Tim", "stream": True})
-            await wait_until(lambda: server.llm.num_unfinished == 2, "both are there")
-            for _ in range(5):
-                gate.allow()
-                await gate.entered()
-            await leave_now(server, leaving)
-            gate.allow()  # the step that was about to be taken when the client left
-            await gate.entered()
-            num_before = len(launches.all)
-            assert server.num_free_slots == SLOTS - 1
-            gate.open()
-            await staying
-            await until_idle(server)
-        assert_nothing_more_was_computed(launches, num_before)
+def tokens_of(launches: Launches, first: int = 0) -> set[int | None]:
+    """By which the requests are known of which something was computed, from that launch on."""
+    return {request.max_tokens for launch in launches.all[first:] for request in launch.requests}
+
+
+def assert_nothing_more_was_computed(launches: Launches, num_before: int) -> None:
+    """After the launch that was running when the client left, only the staying one's rows are computed."""
+    assert tokens_of(launches, num_before) == {STAYING_TOKENS}
+    assert {(each.num_free_slots, len(each.rows)) for each in launches.all[num_before:]} == {(SLOTS - 1, 1)}
+
+
+def phases_of(launches: Launches) -> set[str]:
+    """Where the leaving request is in the newest launch."""
+    found = set()
+    for request in launches.latest.requests:
+        if request.max_tokens == LEAVING_TOKENS:
+            is_chunk = launches.latest.rows[request.request_id] > 1
+            found.add("first chunk" if request.num_computed == 0 else "later chunk" if is_chunk else "decoding")
+            found.add(f"a launch of {launches.latest.num_steps} steps")
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_leaving_while_queued_is_never_computed(kind: str) -> None:
-    async with serving(max_batch_size=1) as server:
-        with recorded(server.llm) as launches, held(forward_of(server.llm), "hidden") as gate:
-            staying = asyncio.create_task(text_of(server, STAYING))
+@pytest.mark.parametrize("phase", ["first chunk", "later chunk", "decoding", "a launch of 4 steps"])
+async def test_leaving_frees_every_slot_within_the_launch_and_nothing_more_is_computed(
+    alone: str, phase: str, kind: str
+) -> None:
+    budget = 32  # of which the leaving one's prompt takes several steps
+    engine = beside_one_that_stays(alone, KINDS[kind], max_num_batched_tokens=budget, max_steps_per_launch=4)
+    async with engine as (server, launches, gate, leaving):
+        while phase not in phases_of(launches):
+            gate.allow()
             await gate.entered()
-            leaving = await post(server, {**LEAVING, **KINDS[kind]})
-            await wait_until(lambda: server.llm.num_unfinished > 1, "both are there")
-            gate.allow(3)
-            await wait_until(lambda: server.llm._core._scheduler.num_waiting > 0, "it is queued")
-            await leave_now(server, leaving)
-            gate.open()
-            await staying
-            await until_idle(server, num_slots=1)
-        assert {request.max_tokens for launch in launches.all for request in launch.requests} == {STAYING_TOKENS}
+        for _ in range(2 if phase == "a launch of 4 steps" else 0):  # the third of the four is held now
+            gate.allow()
+            await gate.entered()
+        await leave_now(server, leaving)
+        num_before = len(launches.all)
+    assert_nothing_more_was_computed(launches, num_before)
+
+
+async def test_leaving_between_two_steps_frees_the_slot_before_the_next(alone: str) -> None:
+    engine = beside_one_that_stays(alone, {"prompt": "Tim", "stream": True}, held_call="step")
+    async with engine as (server, launches, gate, leaving):
+        for _ in range(5):
+            gate.allow()
+            await gate.entered()
+        await leave_now(server, leaving)
+        gate.allow()  # the step that was about to be taken when the client left
+        await gate.entered()
+        num_before = len(launches.all)
+        assert server.num_free_slots == SLOTS - 1
+    assert_nothing_more_was_computed(launches, num_before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_leaving_while_queued_is_never_computed(alone: str, kind: str) -> None:
+    async with beside_one_that_stays(alone, KINDS[kind], max_batch_size=1) as (server, launches, gate, leaving):
+        gate.allow(3)
+        await wait_until(lambda: server.llm._core._scheduler.num_waiting > 0, "it is queued")
+        await leave_now(server, leaving)
+    assert tokens_of(launches) == {STAYING_TOKENS}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_while_the_mask_of_a_grammar_is_computed(stream: bool) -> None:
+async def test_leaving_while_the_mask_of_a_grammar_is_computed(alone: str, stream: bool) -> None:
     async with serving(max_steps_per_launch=4) as server:
-        alone = await text_of(server, STAYING)
         constrained = {**LEAVING, "prompt": "Tim", "guided_regex": "[a-z ]{100,200}"}
         await text_of(server, {**constrained, "max_tokens": 1})
         assert isinstance(server.llm.inputs.grammars, GrammarCompiler)
@@ -321,37 +286,28 @@ async def test_leaving_while_the_mask_of_a_grammar_is_computed(stream: bool) -> 
         assert_nothing_more_was_computed(launches, num_before)
 
 
-async def test_leaving_while_the_prompt_is_tokenized_starts_nothing() -> None:
-    async with serving() as server:
-        with recorded(server.llm) as launches, held(server.llm.inputs, "prepare") as gate:
-            leaving = await post(server, LEAVING)
-            await gate.entered()
-            leaving.close()
-            await wait_until(lambda: server.api.num_active == 0, "it has left")
-        assert (await text_of(server, {**STAYING, "max_tokens": 3})) != ""
-        assert {request.max_tokens for launch in launches.all for request in launch.requests} <= {3}
-        await until_idle(server)
-
-
-async def test_leaving_politely_is_leaving_too() -> None:
-    async with serving() as server:
-        leaving = await post(server, {**LONG, "stream": True})
-        assert (await leaving.head()).startswith("HTTP/1.1 200 OK\r\n")
-        await leaving.chunk()
+async def test_leaving_while_the_prompt_is_tokenized_starts_nothing(server: Server) -> None:
+    with recorded(server.llm) as launches, held(server.llm.inputs, "prepare") as gate:
+        leaving = await post(server, LEAVING)
+        await gate.entered()
         leaving.close()
-        await until_idle(server)
+        await wait_until(lambda: server.api.num_active == 0, "it has left")
+    assert (await text_of(server, {**STAYING, "max_tokens": 3})) != ""
+    assert tokens_of(launches) <= {3}
 
 
 async def test_many_that_leave_at_any_time_leave_nothing_behind_and_one_that_stays_is_answered_as_if_alone(
-    server: Server,
+    server: Server, alone: str
 ) -> None:
-    alone = await text_of(server, STAYING)
+    body = {"prompt": "Once upon a time", "max_tokens": 450, "ignore_eos": True}
     for _ in range(3):
         staying = asyncio.create_task(text_of(server, STAYING))
         await wait_until(lambda: server.llm.num_unfinished == 1, "it is there")
-        leaving = [await post(server, {**LONG, "n": 1 + index % 2, "stream": index % 3 == 0}) for index in range(6)]
-        for index, client in enumerate(leaving):
-            if index % 2:
+        leaving = [await post(server, {**body, "n": 1 + index % 2, "stream": index % 3 == 0}) for index in range(6)]
+        (await leaving[0].head(), await leaving[0].chunk())
+        leaving[0].close()  # politely, which is leaving, too
+        for index, client in enumerate(leaving[1:]):
+            if index % 2 == 0:
                 await wait_until(
                     lambda: server.num_free_slots < SLOTS - 1 or server.llm.num_unfinished == 1, "some run"
                 )

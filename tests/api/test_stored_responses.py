@@ -10,16 +10,15 @@ from chairlift.api import ServerConfig
 from chairlift.api.replies.responses import ResponseStore, StoredResponse
 from tests.api.conftest import Server, serving
 from tests.api.contract import client_of, post
+from tests.api.test_responses import ANSWER, QUESTION, RESPONSES
 
-RESPONSES = "/v1/responses"
-QUESTION: Any = "What is 17 + 25?"
-ANSWER = "17 + 25 = 42."
+ASKED: Any = {"model": "bundled", "input": QUESTION}
 TOOL: Any = {"type": "function", "name": "look", "parameters": {"const": {"at": "a"}}}
 
 
 async def test_a_stored_response_is_read_again_and_deleted(server: Server) -> None:
     async with client_of(server) as client:
-        reply = await client.responses.create(model="bundled", input=QUESTION, store=True)
+        reply = await client.responses.create(**ASKED, store=True)
         assert reply.to_dict()["store"] is True
         assert await client.responses.retrieve(reply.id) == reply
         await client.responses.delete(reply.id)
@@ -31,7 +30,7 @@ async def test_a_stored_response_is_read_again_and_deleted(server: Server) -> No
 @pytest.mark.parametrize("fields", [{}, {"store": False}])
 async def test_nothing_is_stored_unasked(server: Server, fields: dict[str, Any]) -> None:
     async with client_of(server) as client:
-        reply = await client.responses.create(model="bundled", input=QUESTION, **fields)
+        reply = await client.responses.create(**ASKED, **fields)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(reply.id)
         with pytest.raises(openai.BadRequestError, match="previous_response_id: there is no such stored") as caught:
@@ -40,43 +39,30 @@ async def test_nothing_is_stored_unasked(server: Server, fields: dict[str, Any])
 
 
 async def test_a_response_is_continued_without_its_instructions_and_from_the_cache(server: Server) -> None:
+    spelled, summed = "How do you spell fox?", "What is 5 + 6?"
     async with client_of(server) as client:
-        first = await client.responses.create(model="bundled", input=QUESTION, store=True)
-        async with client.responses.stream(
-            model="bundled", input="How do you spell fox?", previous_response_id=first.id, store=True
-        ) as stream:
-            second = await stream.get_final_response()
-        third = await client.responses.create(
-            model="bundled", instructions="Be brief.", input="What is 5 + 6?", previous_response_id=second.id
-        )
-        whole = await client.responses.create(
-            model="bundled",
-            instructions="Be brief.",
-            input=[
-                {"role": "user", "content": QUESTION},
-                {"role": "assistant", "content": ANSWER},
-                {"role": "user", "content": "How do you spell fox?"},
-                {"role": "assistant", "content": second.output_text},
-                {"role": "user", "content": "What is 5 + 6?"},
-            ],
-        )
+        first: Any = await client.responses.create(**ASKED, store=True)
+        fields: Any = {"model": "bundled", "previous_response_id": first.id, "store": True}
+        async with client.responses.stream(**fields, input=spelled) as stream:
+            second: Any = await stream.get_final_response()
+        brief: Any = {"model": "bundled", "instructions": "Be brief."}
+        third: Any = await client.responses.create(**brief, input=summed, previous_response_id=second.id)
+        said = (QUESTION, ANSWER, spelled, second.output_text, summed)
+        turns: Any = [
+            {"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(said)
+        ]
+        whole: Any = await client.responses.create(**brief, input=turns)
     assert first.output_text == ANSWER
     assert (second.previous_response_id, third.previous_response_id) == (first.id, second.id)
     assert third.output_text == whole.output_text
-    assert (first.usage, second.usage, third.usage, whole.usage) != (None,) * 4
-    assert first.usage
-    assert second.usage
-    assert third.usage
-    assert whole.usage
     assert third.usage.input_tokens == whole.usage.input_tokens
     assert second.usage.input_tokens_details.cached_tokens >= 0.99 * (first.usage.total_tokens - 1)
 
 
 async def test_an_output_may_answer_a_call_of_the_stored_response(server: Server) -> None:
     async with client_of(server) as client:
-        called = await client.responses.create(
-            model="bundled", input=QUESTION, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, store=True
-        )
+        forced: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+        called = await client.responses.create(**ASKED, **forced, store=True)
         (call,) = called.output
         assert call.type == "function_call"
         output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "b"}
@@ -89,56 +75,50 @@ async def test_an_output_may_answer_a_call_of_the_stored_response(server: Server
 async def test_no_key_reads_continues_or_deletes_anothers_responses() -> None:
     config = ServerConfig.model_validate({"api_key": ["first", "second"]})
     async with serving(config) as server, client_of(server, "first") as first, client_of(server, "second") as second:
-        mine = await first.responses.create(model="bundled", input=QUESTION, store=True)
-        with pytest.raises(openai.NotFoundError):
-            await second.responses.retrieve(mine.id)
-        with pytest.raises(openai.NotFoundError):
-            await second.responses.delete(mine.id)
+        mine = await first.responses.create(**ASKED, store=True)
+        for attempt in (second.responses.retrieve, second.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                await attempt(mine.id)
         with pytest.raises(openai.BadRequestError):
             await second.responses.create(model="bundled", input="a", previous_response_id=mine.id)
         assert (await first.responses.retrieve(mine.id)).output_text == ANSWER
 
 
-def response(num_bytes: int) -> StoredResponse:
-    return StoredResponse(b"", b"a" * (num_bytes - 1024))
-
-
 def test_the_store_is_bounded_by_bytes_and_whoever_has_most_loses_first() -> None:
     store = ResponseStore(max_bytes=10_000)
-    store.keep("few", "0", response(2000))
+
+    def keep(key: str, name: str, num_bytes: int) -> None:
+        store.keep(key, name, StoredResponse(b"", b"a" * (num_bytes - 1024)))
+
+    keep("few", "0", 2000)
     for number in range(4):
-        store.keep("many", str(number), response(2000))
-    assert [store.find("many", str(number)) is not None for number in range(4)] == [True] * 4
-    store.keep("many", "4", response(2000))
-    store.keep("many", "5", response(4000))
-    assert [store.find("many", str(number)) is not None for number in range(6)] == [False] * 3 + [True] * 2 + [True]
-    assert store.find("few", "0") is not None
-    store.keep("few", "1", response(10_001))  # which could not be kept even alone
-    assert store.find("few", "1") is None
-    assert store.find("few", "0") is not None
+        keep("many", str(number), 2000)
+    assert all(store.find("many", str(number)) for number in range(4))
+    keep("many", "4", 2000)
+    keep("many", "5", 4000)
+    assert [store.find("many", str(number)) is not None for number in range(6)] == [False] * 3 + [True] * 3
+    keep("few", "1", 10_001)  # which could not be kept even alone
+    assert (store.find("few", "0") is None, store.find("few", "1") is None) == (False, True)
     assert [store.delete("many", "5"), store.delete("many", "5"), store.delete("few", "4")] == [True, False, False]
 
 
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": ""}
 CODEX: dict[str, Any] = {
     "model": "bundled",
     "instructions": "You are a coding agent.",
     "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]}],
     "tools": [
         {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False},
-        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": ""}},
+        {"type": "custom", "name": "apply_patch", "format": GRAMMAR},
         {"type": "web_search", "external_web_access": False},
         {"type": "local_shell"},
         {"type": "namespace", "name": "mcp", "tools": []},
     ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "reasoning": None,
-    "store": False,
-    "stream": False,
-    "include": ["reasoning.encrypted_content"],
     "prompt_cache_key": "0199a213-81c0-7800-8aa1-bbab2a035a53",
     "client_metadata": {"x-codex-installation-id": "a"},
 }
+CODEX |= {"tool_choice": "auto", "parallel_tool_calls": True, "reasoning": None, "store": False, "stream": False}
+CODEX |= {"include": ["reasoning.encrypted_content"]}
 
 
 async def test_what_codex_sends_is_answered_and_tools_of_unknown_types_are_left_out_with_a_warning(
@@ -154,9 +134,6 @@ async def test_what_codex_sends_is_answered_and_tools_of_unknown_types_are_left_
     assert body["prompt_cache_key"] == CODEX["prompt_cache_key"]
     probe = await post(server, RESPONSES, {**CODEX, "max_output_tokens": 1})
     assert (probe["status"], probe["usage"]["output_tokens"]) == ("incomplete", 1)
-
-
-async def test_a_tool_that_was_left_out_cannot_be_forced(server: Server) -> None:
-    forced = {**CODEX, "tools": CODEX["tools"][1:], "tool_choice": "required"}
+    forced = {**CODEX, "tools": CODEX["tools"][1:], "tool_choice": "required"}  # of those that were left out
     error = (await post(server, RESPONSES, forced, status=400))["error"]
     assert (error["param"], error["message"]) == ("tool_choice", "tool_choice is only allowed with tools")

@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI
 from openai.types.completion_usage import PromptTokensDetails
 
 from chairlift.api import ServerConfig
@@ -21,26 +20,14 @@ from chairlift.api.replies.anthropic import MessagesReply
 from chairlift.api.replies.responses import ResponsesReply
 from chairlift.api.tools import AnswerReader
 from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
-from chairlift.api.wire import Usage
 from chairlift.api.wire.anthropic import MessagesRequest
 from chairlift.api.wire.anthropic_message import ContentBlockDelta, InputJsonDelta, TextDelta, ThinkingDelta
 from chairlift.api.wire.completions import ChatChunkChoice, ChatCompletionChunk, Delta
-from chairlift.api.wire.response_object import Event, ResponseUsage
+from chairlift.api.wire.response_object import Event
 from chairlift.api.wire.responses import ResponsesRequest
-from chairlift.params import CompletionOutput, RequestOutput, SamplingParams
+from chairlift.params import SamplingParams
 from tests.api.conftest import Server, in_loop
-from tests.api.contract import (
-    CHAT,
-    COMPLETIONS,
-    check_chat,
-    check_chat_chunk,
-    check_completion,
-    chunks_of,
-    post,
-    serving,
-    user,
-    whole_and_chunks,
-)
+from tests.api.contract import CHAT, COMPLETIONS, check_chat, chunks_of, counts, post, serving, user, whole_and_chunks
 from tests.api.fault_support import until_idle
 from tests.engine.support import make_tiny_checkpoint
 
@@ -52,7 +39,6 @@ HEAD = '"created":1,"model":"bundled","system_fingerprint":"fp"'
 CHAT_CHUNK = (
     f'data: {{"id":"ID",{HEAD},"object":"chat.completion.chunk","choices":[{{"index":0,"stop_reason":null,"delta":'
 )
-
 TEXT_CHUNK = f'data: {{"id":"ID",{HEAD},"object":"text_completion","choices":[{{"index":0,"stop_reason":null,'
 ASKED = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "stream": True, "logit_bias": {"90": 100}}
 
@@ -66,22 +52,17 @@ async def events_of(server: Server, path: str, body: dict[str, object]) -> list[
     return [each for each, _ in itertools.groupby(events)]
 
 
-async def test_a_chat(server: Server) -> None:
-    assert await events_of(server, "chat/completions", {"messages": [{"role": "user", "content": "hi"}]}) == [
+async def test_chunks_have_these_very_bytes(server: Server) -> None:
+    assert await events_of(server, "chat/completions", {"messages": user("hi")}) == [
         CHAT_CHUNK + '{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}',
         CHAT_CHUNK + '{"content":"Z"},"logprobs":null,"finish_reason":null}]}',
         CHAT_CHUNK + '{},"logprobs":null,"finish_reason":"length"}]}',
-        "data: [DONE]",
-        "",
+        *("data: [DONE]", ""),
     ]
-
-
-async def test_a_completion(server: Server) -> None:
     assert await events_of(server, "completions", {"prompt": "hi"}) == [
         TEXT_CHUNK + '"text":"Z","logprobs":null,"finish_reason":null}]}',
         TEXT_CHUNK + '"text":"Z","logprobs":null,"finish_reason":"length"}]}',
-        "data: [DONE]",
-        "",
+        *("data: [DONE]", ""),
     ]
 
 
@@ -161,13 +142,10 @@ def random_body(seed: int) -> dict[str, Any]:
     """Some ask for bytes of a few characters only, so that whole characters come out of the noise."""
     chance = random.Random(seed)
     body: dict[str, Any] = {"seed": seed, "temperature": 1.0, "max_tokens": chance.randint(1, 80), "ignore_eos": True}
-    if chance.random() < 0.7:
-        body["logit_bias"] = {str(byte): 8.0 for byte in set(CHARACTERS.encode())}
-    if chance.random() < 0.3:
-        body["n"] = chance.randint(2, 3)
-    if chance.random() < 0.3:
-        body["logprobs"] = True
-    return body
+    bias = {"logit_bias": {str(byte): 8.0 for byte in set(CHARACTERS.encode())}}
+    body |= bias if chance.random() < 0.7 else {}
+    body |= {"n": chance.randint(2, 3)} if chance.random() < 0.3 else {}
+    return body | ({"logprobs": True} if chance.random() < 0.3 else {})
 
 
 def random_stops(text: str, chance: random.Random) -> list[str]:
@@ -186,70 +164,36 @@ def text_of(choice: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-async def check(server: Server, path: str, body: dict[str, Any], seed: int) -> None:
+async def check(server: Server, path: str, body: dict[str, Any], seed: int) -> str:
+    """The text of the first choice."""
     plain, _ = await whole_and_chunks(server, path, body, is_alone=False)
-    stops = random_stops(text_of(plain["choices"][0]), random.Random(seed))
+    text = text_of(plain["choices"][0])
+    stops = random_stops(text, random.Random(seed))
     stopped, _ = await whole_and_chunks(server, path, {**body, "stop": stops}, is_alone=False)
     for free, choice in zip(plain["choices"], stopped["choices"], strict=True):
         assert text_of(choice) == cut(text_of(free), stops)
         is_cut = text_of(choice) != text_of(free)
         end = (choice["finish_reason"], choice["stop_reason"] in stops)
         assert end == (("stop", True) if is_cut else ("length", False))
+    return text
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_a_stream_says_what_the_whole_reply_says(babbler: Server, path: str) -> None:
-    async def check_one(seed: int) -> None:
-        body = random_body(seed)
+async def test_a_stream_says_what_the_whole_reply_says(
+    babbler: Server, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chairlift.api.replies.KEEP_ALIVE_S", 600.0)  # no comments, however busy the machine is
+    bodies = [random_body(seed) for seed in range(NUM_CASES)]
+    for seed, body in enumerate(bodies):
         if path == CHAT:
             body["messages"] = user(f"{seed}: é")
         else:
             body |= {"prompt": f"{seed}: é"} | ({"logprobs": 2} if "logprobs" in body else {})
-        await check(babbler, path, body, seed)
-
-    await asyncio.gather(*(check_one(seed) for seed in range(NUM_CASES)))
+    texts = await asyncio.gather(*(check(babbler, path, body, seed) for seed, body in enumerate(bodies)))
     await until_idle(babbler)
-
-
-async def test_the_babbler_says_characters_of_several_bytes_and_parts_of_some(babbler: Server) -> None:
-    """Or else the test above would show little."""
-    bodies = [{**random_body(seed), "prompt": "é", "logprobs": None} for seed in range(9)]
-    replies = [await post(babbler, COMPLETIONS, body) for body in bodies]
-    said = set("".join(text_of(reply["choices"][0]) for reply in replies))
+    said = set("".join(texts))  # characters of several bytes, and parts of some, or else this would show little
     assert HALF in said
     assert any(ord(character) > 0x7F for character in said - {HALF})
-
-
-# --- usage
-
-
-def output_of(num_prompt: int, num_cached: int, *num_generated: int) -> RequestOutput:
-    choices = [CompletionOutput(index, token_ids=[7] * count) for index, count in enumerate(num_generated)]
-    return RequestOutput("r", None, [5] * num_prompt, choices, num_cached_tokens=num_cached)
-
-
-def test_reuse_is_summed_over_the_prompts_of_a_request() -> None:
-    assert Usage.of([output_of(10, 8, 3, 4), output_of(5, 0, 1, 1)]).model_dump() == {
-        "prompt_tokens": 15,
-        "completion_tokens": 9,
-        "total_tokens": 24,
-        "prompt_tokens_details": {"cached_tokens": 8},
-        "completion_tokens_details": {
-            "reasoning_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
-        },
-    }
-
-
-def test_responses_have_their_own_words_for_it() -> None:
-    assert ResponseUsage.of(Usage.of([output_of(10, 8, 3)])).model_dump() == {
-        "input_tokens": 10,
-        "input_tokens_details": {"cached_tokens": 8, "cache_write_tokens": 0},
-        "output_tokens": 3,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": 13,
-    }
 
 
 # --- streams
@@ -257,15 +201,17 @@ def test_responses_have_their_own_words_for_it() -> None:
 
 @pytest.mark.parametrize("has_last", [False, True])
 @pytest.mark.parametrize(
-    ("path", "body"), [(CHAT, {"messages": user("Hello!"), "n": 2}), (COMPLETIONS, {"prompt": ["1 + 1 =", "Once"]})]
+    ("path", "body", "num_prompt"),
+    [(CHAT, {"messages": user("Hello!"), "n": 2}, 9), (COMPLETIONS, {"prompt": ["1 + 1 =", "Once"]}, 11)],
 )
 async def test_the_usage_so_far_is_told_with_every_chunk(
-    server: Server, path: str, body: dict[str, Any], has_last: bool
+    server: Server, path: str, body: dict[str, Any], num_prompt: int, has_last: bool
 ) -> None:
     body = {**body, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
     options = {"include_usage": has_last, "continuous_usage_stats": True}
     whole, chunks = await whole_and_chunks(server, path, body, **options)
-    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {whole["usage"]["prompt_tokens"]}
+    assert counts(whole["usage"]) == (num_prompt, 12, num_prompt + 12)
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {num_prompt}
     generated = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert (generated[-1], generated) == (12, sorted(generated))
     assert generated[0] == 0 or path == COMPLETIONS  # a chat begins with the role
@@ -273,14 +219,6 @@ async def test_the_usage_so_far_is_told_with_every_chunk(
 
 
 # --- an engine that reuses
-
-
-async def test_what_was_computed_can_be_forgotten(server: Server, client: AsyncOpenAI) -> None:
-    await cached(client)
-    assert await cached(client) == len(STORY) - 1
-    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/reset_prefix_cache") as response:
-        assert (response.status, await response.json()) == (200, {"status": "ok"})
-    assert await cached(client) == 0
 
 
 async def test_one_of_several_keys_cannot_have_everybodys_prompts_forgotten() -> None:
@@ -295,39 +233,33 @@ STORY = "Once upon a time there was a little lift"  # a byte is a token
 QUESTION = "What is 17 + 25?"
 
 
-async def cached(client: AsyncOpenAI, prompt: str | list[str] = STORY, **extra: Any) -> int:
+async def cached(server: Server, prompt: str | list[str] = STORY) -> int:
     """Tokens that a completion says it reused."""
-    reply = await client.completions.create(
-        model="bundled", prompt=prompt, temperature=0, max_tokens=3, extra_body=extra
-    )
-    assert reply.usage is not None
-    assert reply.usage.prompt_tokens_details is not None
-    assert reply.usage.prompt_tokens_details.cached_tokens is not None
-    return reply.usage.prompt_tokens_details.cached_tokens
+    reply = await post(server, COMPLETIONS, {"prompt": prompt, "temperature": 0, "max_tokens": 3})
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-async def test_a_prompt_that_comes_again_is_reused_but_for_its_last_token(client: AsyncOpenAI) -> None:
-    assert await cached(client) == 0
-    assert await cached(client) == len(STORY) - 1
-    assert await cached(client, STORY + " that went up") == len(STORY)
-    assert await cached(client, [STORY, "never seen", STORY]) == 2 * (len(STORY) - 1)
+async def test_a_prompt_that_comes_again_is_reused_but_for_its_last_token_until_it_is_forgotten(server: Server) -> None:
+    assert await cached(server) == 0
+    assert await cached(server) == len(STORY) - 1
+    assert await cached(server, STORY + " that went up") == len(STORY)
+    assert await cached(server, [STORY, "never seen", STORY]) == 2 * (len(STORY) - 1)
+    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/reset_prefix_cache") as response:
+        assert (response.status, await response.json()) == (200, {"status": "ok"})
+    assert await cached(server) == 0
 
 
 async def test_every_endpoint_and_both_kinds_of_replies_tell_of_it(server: Server) -> None:
     chat = {"messages": user(QUESTION), "temperature": 0}
     first = check_chat(await post(server, CHAT, chat))
     assert (first.usage and first.usage.prompt_tokens_details) == PromptTokensDetails(cached_tokens=0)
-    second = check_chat(await post(server, CHAT, chat))
-    assert second.usage is not None
-    reused = PromptTokensDetails(cached_tokens=second.usage.prompt_tokens - 1)
-    assert second.usage.prompt_tokens_details == reused
-    assert second.choices == first.choices
-    *_, last = await chunks_of(server, CHAT, {**chat, "stream_options": {"include_usage": True}})
-    assert check_chat_chunk(last).usage == second.usage
+    whole, chunks = await whole_and_chunks(server, CHAT, chat, include_usage=True)
+    num_reused = whole["usage"]["prompt_tokens"] - 1
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": num_reused}
+    assert check_chat(whole).choices == first.choices
+    assert chunks[-1]["usage"] == whole["usage"]
     response = await post(server, "/v1/responses", {"input": QUESTION, "temperature": 0})
-    assert response["usage"]["input_tokens_details"] == {"cached_tokens": reused.cached_tokens, "cache_write_tokens": 0}
-    continued = {"prompt": STORY, "max_tokens": 3}
-    await post(server, COMPLETIONS, continued)
-    *_, last = await chunks_of(server, COMPLETIONS, {**continued, "stream_options": {"include_usage": True}})
-    usage = check_completion(last).usage
-    assert (usage and usage.prompt_tokens_details) == PromptTokensDetails(cached_tokens=len(STORY) - 1)
+    assert response["usage"]["input_tokens_details"] == {"cached_tokens": num_reused, "cache_write_tokens": 0}
+    assert await cached(server) == 0
+    *_, last = await chunks_of(server, COMPLETIONS, {"prompt": STORY, "stream_options": {"include_usage": True}})
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": len(STORY) - 1}

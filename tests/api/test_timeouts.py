@@ -18,6 +18,7 @@ LONG = 30.0  # a test that had to wait for this would fail
 PATIENT = 1.0  # for what must come in time, also on a busy machine
 HEADERS = b"GET / HTTP/1.1\r\nHost: here\r\n"
 GET = HEADERS + b"\r\n"
+OK = "HTTP/1.1 200 OK\r\n"
 POST_HEADERS = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
 POST = POST_HEADERS + b"Content-Length: %d\r\n\r\n"
 FLOOD = 32 * 2**20  # more than sockets buffer
@@ -57,18 +58,22 @@ async def impatient() -> AsyncIterator[str]:
         yield url
 
 
-async def test_a_connection_that_says_nothing_is_closed(impatient: str) -> None:
-    async with await connect(impatient) as client:
-        assert SHORT / 2 < await client.seconds_until_closed() < LONG / 2
-
-
-@pytest.mark.parametrize("num_before", [0, 2])
-async def test_headers_that_stay_incomplete_end_the_connection(impatient: str, num_before: int) -> None:
-    async with await connect(impatient) as client:
-        for _ in range(num_before):
-            client.send(GET)
-            await client.answer()
-        client.send(HEADERS)
+@pytest.mark.parametrize(
+    ("timeout", "sent"),
+    [
+        ("client_timeout", []),  # a connection that says nothing
+        ("client_timeout", [HEADERS]),
+        ("client_timeout", [GET, GET, HEADERS]),
+        ("idle_timeout", [GET, GET]),  # silence after two requests
+        ("idle_timeout", [GET + HEADERS]),
+    ],
+)
+async def test_silence_and_headers_that_stay_incomplete_end_the_connection(timeout: str, sent: list[bytes]) -> None:
+    async with listening(**{timeout: SHORT}) as url, await connect(url) as client:
+        for data in sent:
+            client.send(data)
+            if data.startswith(GET):
+                await client.answer()
         assert SHORT / 2 < await client.seconds_until_closed() < LONG / 2
 
 
@@ -97,7 +102,7 @@ async def test_headers_in_pieces_that_come_in_time_are_served() -> None:
             for piece in (HEADERS[:9], HEADERS[9:], b"\r\n"):
                 client.send(piece)
                 await asyncio.sleep(PATIENT / 6)
-            assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
+            assert (await client.answer())[0].startswith(OK)
 
 
 async def test_the_header_timer_does_not_run_while_a_request_is_worked_on_or_between_two(impatient: str) -> None:
@@ -107,7 +112,7 @@ async def test_the_header_timer_does_not_run_while_a_request_is_worked_on_or_bet
             assert (await client.answer())[1] == "slow"
         await asyncio.sleep(1.5 * SHORT)
         client.send(GET)
-        assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
+        assert (await client.answer())[0].startswith(OK)
 
 
 async def test_pipelined_requests_are_answered_in_order(impatient: str) -> None:
@@ -124,35 +129,20 @@ async def test_a_long_pipeline_is_served_with_rests(monkeypatch: pytest.MonkeyPa
         for _ in range(16):
             await client.answer()
         other.send(GET)
-        assert (await other.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
+        assert (await other.answer())[0].startswith(OK)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.answer(), SHORT)
 
 
-async def test_silence_between_two_requests_ends_with_the_idle_time() -> None:
-    async with listening(idle_timeout=SHORT) as url, await connect(url) as client:
-        for _ in range(2):
-            client.send(GET)
-            await client.answer()
-        assert SHORT / 2 < await client.seconds_until_closed() < LONG / 2
-
-
 async def test_the_idle_timer_does_not_run_once_a_request_has_begun() -> None:
-    async with listening(idle_timeout=PATIENT) as url, await connect(url) as client:
-        await asyncio.sleep(1.5 * PATIENT)  # the first request has the header time
+    async with listening(idle_timeout=PATIENT / 2) as url, await connect(url) as client:
+        await asyncio.sleep(0.75 * PATIENT)  # the first request has the header time
         client.send(GET)
         await client.answer()
         client.send(HEADERS)
-        await asyncio.sleep(1.5 * PATIENT)
+        await asyncio.sleep(0.75 * PATIENT)
         client.send(b"\r\n")
-        assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
-
-
-async def test_pipelined_headers_that_stay_incomplete_end_with_the_idle_time() -> None:
-    async with listening(idle_timeout=SHORT) as url, await connect(url) as client:
-        client.send(GET + HEADERS)
-        await client.answer()
-        assert SHORT / 2 < await client.seconds_until_closed() < LONG / 2
+        assert (await client.answer())[0].startswith(OK)
 
 
 @pytest.mark.parametrize("sent", [b"", b"only a part"])
@@ -162,12 +152,8 @@ async def test_a_body_that_does_not_come_is_a_408_and_the_end_of_the_connection(
         head, body = await client.answer()
         assert head.startswith("HTTP/1.1 408 Request Timeout\r\n")
         assert "\r\nConnection: close\r\n" in head
-        assert json.loads(body)["error"] == {
-            "message": "the body did not come within 0.2 s",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": None,
-        }
+        error = {"message": "the body did not come within 0.2 s", "type": "invalid_request_error"}
+        assert json.loads(body)["error"] == {**error, "param": None, "code": None}
         assert await client.seconds_until_closed() < LONG / 2
 
 
@@ -187,19 +173,11 @@ async def test_a_body_of_just_the_limit_is_taken_and_the_connection_goes_on() ->
             assert (await client.answer())[1] == "a" * 100
 
 
-async def test_a_client_that_reads_nothing_is_cut_off() -> None:
-    async with listening(client_timeout=SHORT) as url, await connect(url) as client:
-        client.send(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
-        await asyncio.sleep(3 * SHORT)
-        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
-            await client.answer()
-
-
 async def test_a_client_that_reads_again_in_time_gets_everything_and_may_go_on() -> None:
-    async with listening(client_timeout=3 * PATIENT) as url, await connect(url) as client:
+    async with listening(client_timeout=2 * PATIENT) as url, await connect(url) as client:
         client.send(b"GET /flood HTTP/1.1\r\nHost: here\r\n\r\n")
         await asyncio.sleep(SHORT)
         assert len((await client.answer())[1]) == FLOOD
-        await asyncio.sleep(3 * PATIENT + SHORT)
+        await asyncio.sleep(2 * PATIENT + SHORT)
         client.send(GET)
-        assert (await client.answer())[0].startswith("HTTP/1.1 200 OK\r\n")
+        assert (await client.answer())[0].startswith(OK)

@@ -5,22 +5,21 @@ from typing import Any
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types.chat import ChatCompletionMessageParam
 
 from chairlift import LLM, SamplingParams
 from tests.api.conftest import MAX_SEQ_LEN, Server
-from tests.api.contract import get, post
+from tests.api.contract import get, post, user
 
 
-async def test_a_text_becomes_tokens_and_back(server: Server) -> None:
-    reply = await post(server, "/tokenize", {"model": "bundled", "prompt": "Hé!"})
-    assert reply == {"tokens": [72, 195, 169, 33], "count": 4, "max_model_len": MAX_SEQ_LEN}
-    back = await post(server, "/detokenize", {"model": "bundled", "tokens": reply["tokens"]})
-    assert back == {"prompt": "Hé!"}
+@pytest.mark.parametrize(("text", "tokens"), [("Hé!", [72, 195, 169, 33]), ("", [])])
+async def test_a_text_becomes_tokens_and_back(server: Server, text: str, tokens: list[int]) -> None:
+    reply = await post(server, "/tokenize", {"model": "bundled", "prompt": text})
+    assert reply == {"tokens": tokens, "count": len(tokens), "max_model_len": MAX_SEQ_LEN}
+    assert await post(server, "/detokenize", {"model": "bundled", "tokens": tokens}) == {"prompt": text}
 
 
 async def test_a_conversation_is_counted_as_chat_completions_count_it(server: Server) -> None:
-    messages = [{"role": "user", "content": "Hello!"}]
+    messages = user("Hello!")
     reply = await post(server, "/tokenize", {"messages": messages})
     chat = await post(server, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
     assert reply["count"] == len(reply["tokens"]) == chat["usage"]["prompt_tokens"]
@@ -31,8 +30,7 @@ async def test_a_conversation_is_counted_as_chat_completions_count_it(server: Se
 async def test_the_vocabularys_entries_are_told_if_asked_for(server: Server) -> None:
     reply = await post(server, "/tokenize", {"prompt": "H !", "return_token_strs": True})
     assert (reply["tokens"], reply["token_strs"]) == ([72, 32, 33], ["H", "Ġ", "!"])
-    chat = {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}
-    reply = await post(server, "/tokenize", chat)
+    reply = await post(server, "/tokenize", {"messages": user("a"), "return_token_strs": True})
     assert reply["token_strs"] == ["<|user|>", "a", "<|im_end|>", "<|assistant|>"]
 
 
@@ -43,11 +41,6 @@ async def test_what_a_client_needs_to_know_of_the_tokenizer(server: Server) -> N
     assert special == {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None}
     assert info["added_tokens_decoder"]["257"] == {"content": "<|im_end|>", "special": True}
     assert (bool(info["tokenizer_class"]), info["model_max_length"]) == (True, MAX_SEQ_LEN)
-
-
-async def test_an_empty_text_has_no_tokens(server: Server) -> None:
-    assert (await post(server, "/tokenize", {"prompt": ""}))["tokens"] == []
-    assert await post(server, "/detokenize", {"tokens": []}) == {"prompt": ""}
 
 
 @pytest.mark.parametrize(
@@ -77,9 +70,6 @@ async def test_a_text_that_would_take_long_is_refused_before_it_is_looked_at(ser
     assert (await post(server, "/tokenize", {"prompt": "ab " * 80_000}))["count"] > 80_000
 
 
-QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 17 + 25?"}]
-
-
 async def test_the_server_says_what_the_python_call_says(client: AsyncOpenAI) -> None:
     prompts = ["The day after Monday is", "5 + 6 =", "Once upon a time"]
     with LLM(max_seq_len=MAX_SEQ_LEN, dtype="float32") as llm:
@@ -88,24 +78,18 @@ async def test_the_server_says_what_the_python_call_says(client: AsyncOpenAI) ->
     assert [choice.text for choice in reply.choices] == [output.outputs[0].text for output in outputs]
 
 
-async def test_completions_end_after_16_tokens_unless_told_otherwise(client: AsyncOpenAI) -> None:
-    reply = await client.completions.create(model="bundled", prompt="Once upon a time", extra_body={"ignore_eos": True})
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == 16
-    assert reply.choices[0].finish_reason == "length"
+async def test_completions_end_after_16_tokens_unless_told_otherwise(server: Server) -> None:
+    reply = await post(server, "/v1/completions", {"prompt": "Once upon a time", "ignore_eos": True})
+    assert (reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]) == (16, "length")
 
 
-async def test_models_are_listed_and_found_by_name(client: AsyncOpenAI) -> None:
+async def test_models_are_listed_and_found_by_name_and_an_unknown_one_is_a_404(client: AsyncOpenAI) -> None:
     models = [model async for model in client.models.list()]
     assert [model.id for model in models] == ["bundled"]
     card: Any = await client.models.retrieve("bundled")
     assert (card.owned_by, card.root, card.parent, card.max_model_len) == ("chairlift", "bundled", None, MAX_SEQ_LEN)
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-9'"):
         await client.models.retrieve("gpt-9")
-
-
-async def test_an_unknown_model_is_a_404(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        await client.chat.completions.create(model="gpt-9", messages=QUESTION)
-    assert caught.value.code == "model_not_found"
-    assert caught.value.param == "model"
+        await client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "a"}])
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

@@ -11,27 +11,23 @@ import jsonschema_rs
 import openai
 import pytest
 from openai import AsyncOpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
-from tests.api.contract import check_chat, counts
+from tests.api.contract import check_chat, counts, user
 
-WEATHER_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "enum": ["Oslo", "Rome", "São Paulo"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 7},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
+CITY = {"type": "string", "enum": ["Oslo", "Rome", "São Paulo"]}
+COLOURS = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": closed(city=CITY, days={"type": "integer", "minimum": 1, "maximum": 7}),
+    "paint": closed(colours=COLOURS),
 }
-
-PAINT_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"colours": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2}},
-    "required": ["colours"],
-    "additionalProperties": False,
-}
-
-SCHEMAS = {"get_weather": WEATHER_SCHEMA, "paint": PAINT_SCHEMA}
 
 
 def tool(name: str, **fields: Any) -> dict[str, Any]:
@@ -40,7 +36,8 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
 
 WEATHER, PAINT = tool("get_weather", description="The forecast"), tool("paint")
 NAMED = {"type": "function", "function": {"name": "paint"}}
-QUESTION = [{"role": "user", "content": "What is the weather in Oslo?"}]
+QUESTION = user("What is the weather in Oslo?")
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
 BEGIN_A_CALL = {str(ord("<")): 100}  # no argument of these tools holds such a mark, so it appears where a call begins
 BEGIN_AN_OBJECT = {str(ord("{")): 100}
 
@@ -64,12 +61,12 @@ def assert_is_valid(call: Any) -> None:
 # --- tool_choice
 
 
-@pytest.mark.parametrize("temperature", [0.0, 2.0])
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 2.0}, {"response_format": FORM}])
 @pytest.mark.parametrize(("choice", "names"), [("required", SCHEMAS.keys()), (NAMED, {"paint"})])
-async def test_a_forced_call_is_made_and_is_valid(
-    hermes: AsyncOpenAI, choice: Any, names: Collection[str], temperature: float
+async def test_a_forced_call_is_made_and_is_valid_whatever_else_is_wanted(
+    hermes: AsyncOpenAI, choice: Any, names: Collection[str], fields: dict[str, Any]
 ) -> None:
-    reply = await complete(hermes, tool_choice=choice, temperature=temperature, seed=1, n=3, parallel_tool_calls=False)
+    reply = await complete(hermes, tool_choice=choice, seed=1, n=3, parallel_tool_calls=False, **fields)
     for answer in reply.choices:
         assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
         (call,) = answer.message.tool_calls
@@ -90,16 +87,15 @@ async def test_none_means_that_the_model_does_not_even_hear_of_tools(hermes: Asy
 @pytest.mark.parametrize("choice", ["auto", None])
 async def test_auto_leaves_it_to_the_model(hermes: AsyncOpenAI, choice: Literal["auto"] | None) -> None:
     """Beside a wanted format the answer is either that or a call; a bias for the first character makes it sure."""
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
     strict = [tool("get_weather", strict=True), tool("paint", strict=True)]
-    fields = {"tools": strict, "tool_choice": choice, "response_format": form, "parallel_tool_calls": False}
-    called = await complete(hermes, **fields, logit_bias=BEGIN_A_CALL)
-    answered = await complete(hermes, **fields, logit_bias=BEGIN_AN_OBJECT)
-    assert (called.choices[0].finish_reason, called.choices[0].message.content) == ("tool_calls", None)
-    (call,) = called.choices[0].message.tool_calls
+    fields = {"tools": strict, "tool_choice": choice, "response_format": FORM, "parallel_tool_calls": False}
+    (called,) = (await complete(hermes, **fields, logit_bias=BEGIN_A_CALL)).choices
+    (answered,) = (await complete(hermes, **fields, logit_bias=BEGIN_AN_OBJECT)).choices
+    assert (called.finish_reason, called.message.content) == ("tool_calls", None)
+    (call,) = called.message.tool_calls
     assert_is_valid(call)
-    assert (answered.choices[0].finish_reason, answered.choices[0].message.content) == ("stop", '{"a": 1}')
-    assert answered.choices[0].message.tool_calls is None
+    assert (answered.finish_reason, answered.message.content) == ("stop", '{"a": 1}')
+    assert answered.message.tool_calls is None
 
 
 async def test_calls_may_be_several_unless_they_must_not(hermes: AsyncOpenAI) -> None:
@@ -115,56 +111,35 @@ async def test_calls_may_be_several_unless_they_must_not(hermes: AsyncOpenAI) ->
     assert (len(single.message.tool_calls), single.finish_reason) == (1, "tool_calls")
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-UNCONSTRAINED: list[Any] = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
+ANY_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+UNCONSTRAINED = {"name": "get_weather", "parameters": ANY_CITY}
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_an_answer_with_at_most_one_call_ends_with_it(client: AsyncOpenAI, is_streamed: bool) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_with_at_most_one_call_ends_with_it(client: AsyncOpenAI, stream: bool) -> None:
     """Nobody would see what follows, so nobody pays for it. Nothing is enforced here, and no end token counts."""
-    fields: Any = {
-        **body(tools=UNCONSTRAINED, max_tokens=300, parallel_tool_calls=False, extra_body={"ignore_eos": True}, n=2),
-        "stream": is_streamed,
-        **({"stream_options": {"include_usage": True}} if is_streamed else {}),
-    }
-    if is_streamed:
-        chunks = [chunk async for chunk in await client.chat.completions.create(**fields)]
-        usage = chunks[-1].usage
-        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    tools = [{"type": "function", "function": UNCONSTRAINED}]
+    fields = body(tools=tools, max_tokens=300, parallel_tool_calls=False, extra_body={"ignore_eos": True}, n=2)
+    if stream:
+        options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        replies = [chunk async for chunk in await client.chat.completions.create(**fields, **options)]
     else:
-        reply = await client.chat.completions.create(**fields)
-        usage = reply.usage
-        reasons = [choice.finish_reason for choice in reply.choices]
-        for choice in reply.choices:
+        replies = [await client.chat.completions.create(**fields)]
+        for choice in replies[0].choices:
             ((call,), content) = (choice.message.tool_calls or [], choice.message.content)
             assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Oslo"})
             assert content is None
+    reasons = [choice.finish_reason for reply in replies for choice in reply.choices if choice.finish_reason]
     assert reasons == ["tool_calls", "tool_calls"]
-    assert usage.completion_tokens < 2 * 100
+    assert replies[-1].usage.completion_tokens < 2 * 100
 
 
 async def test_a_response_with_at_most_one_call_ends_with_it(client: AsyncOpenAI) -> None:
-    tools: Any = [{"type": "function", **UNCONSTRAINED[0]["function"]}]
-    reply = await client.responses.create(
-        model="bundled",
-        input=QUESTION[0]["content"],
-        tools=tools,
-        parallel_tool_calls=False,
-        max_output_tokens=300,
-        extra_body={"ignore_eos": True},
-    )
+    fields: Any = {"tools": [{"type": "function", **UNCONSTRAINED}], "extra_body": {"ignore_eos": True}}
+    fields |= {"model": "bundled", "input": QUESTION, "parallel_tool_calls": False, "max_output_tokens": 300}
+    reply = await client.responses.create(**fields)
     assert (reply.status, [item.type for item in reply.output]) == ("completed", ["function_call"])
-    assert reply.usage is not None
     assert reply.usage.output_tokens < 100
-
-
-async def test_a_forced_call_wins_over_a_wanted_format(hermes: AsyncOpenAI) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
-    for choice in (NAMED, "required"):
-        reply = await complete(hermes, tool_choice=choice, response_format=form, parallel_tool_calls=False)
-        (call,) = reply.choices[0].message.tool_calls
-        assert_is_valid(call)
-        assert (reply.choices[0].finish_reason, reply.choices[0].message.content) == ("tool_calls", None)
 
 
 async def test_a_call_that_max_tokens_cuts_has_ended_for_that_reason(hermes: AsyncOpenAI) -> None:
@@ -178,25 +153,11 @@ async def test_a_call_that_max_tokens_cuts_has_ended_for_that_reason(hermes: Asy
 # --- streams
 
 
-async def test_a_streamed_call_that_the_client_puts_together_is_the_whole_one(hermes: AsyncOpenAI) -> None:
-    fields = body(tool_choice="required", parallel_tool_calls=False)
-    whole = (await hermes.chat.completions.create(**fields)).choices[0]
-    async with hermes.chat.completions.stream(**fields) as stream:
-        kinds = [event.type async for event in stream]
-        final = (await stream.get_final_completion()).choices[0]
-    assert final.finish_reason == whole.finish_reason == "tool_calls"
-    assert final.message.content is None or final.message.content == ""
-    (streamed,), (call,) = final.message.tool_calls or [], whole.message.tool_calls or []
-    assert streamed.function.name == call.function.name
-    assert streamed.function.arguments == call.function.arguments
-    assert "tool_calls.function.arguments.delta" in kinds
-    assert kinds.count("tool_calls.function.arguments.done") == 1
-
-
 async def test_the_deltas_of_a_call_name_it_once_and_then_bring_its_arguments(hermes: AsyncOpenAI) -> None:
-    stream = await hermes.chat.completions.create(
-        **body(tool_choice=NAMED, parallel_tool_calls=False, stream=True, stream_options={"include_usage": True})
-    )
+    fields = body(tool_choice=NAMED, parallel_tool_calls=False)
+    (whole,) = (await complete(hermes, **fields)).choices
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    stream: Any = await hermes.chat.completions.create(**fields, **options)
     *chunks, usage = [chunk async for chunk in stream]
     assert len({(chunk.id, chunk.created) for chunk in [*chunks, usage]}) == 1
     assert (usage.choices, usage.usage is None) == ([], False)
@@ -207,7 +168,7 @@ async def test_the_deltas_of_a_call_name_it_once_and_then_bring_its_arguments(he
     assert [(call.id is None, call.type) for call in calls] == [(False, "function")] + [(True, None)] * (len(calls) - 1)
     assert [call.function and call.function.name for call in calls] == ["paint"] + [None] * (len(calls) - 1)
     arguments = "".join(call.function.arguments or "" for call in calls if call.function)
-    jsonschema_rs.validator_for(PAINT_SCHEMA).validate(json.loads(arguments))
+    assert arguments == whole.message.tool_calls[0].function.arguments
     assert not any(delta.content for delta in deltas)
     reasons = [chunk.choices[0].finish_reason for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + ["tool_calls"]
@@ -225,96 +186,138 @@ def chained(length: int) -> dict[str, Any]:
     return {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**chain, f"d{length}": {"type": "string"}}}
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no such tool": ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no tool 'x'"),
-    "a named choice without tools": (
-        {"tools": None, "tool_choice": {"type": "function", "function": {"name": "paint"}}},
-        "tool_choice",
-        "only allowed with tools",
-    ),
-    "required without tools": ({"tools": [], "tool_choice": "required"}, "tool_choice", "only allowed with tools"),
-    "an unknown choice": ({"tool_choice": "perhaps"}, "tool_choice", "'none', 'auto' or 'required'"),
-    "an unknown kind of tool": ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools", "'function'"),
-    "a name with blanks": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
-    "parameters that are no object": (
-        {"tools": [tool("paint", parameters={"type": "array"}, strict=True)]},
+def strict(parameters: Any) -> dict[str, Any]:
+    return tool("paint", parameters=parameters, strict=True)
+
+
+def said(role: str, arguments: str, **fields: Any) -> list[dict[str, Any]]:
+    call = {"id": "a", "type": "function", "function": {"name": "paint", "arguments": arguments}}
+    return [{"role": role, "tool_calls": [call], **fields}]
+
+
+OTHER = {"type": "function", "function": {"name": "x"}}
+BROKEN = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string", "pattern": "(a"}}}
+PARAMETERS = "the parameters of function 'paint'"
+TOO_LONG = f"tools: the schema of {PARAMETERS} has more than 262144 characters; simplify it"
+TOO_LARGE = f"tools: {PARAMETERS} cannot be compiled: too deeply nested or too large; simplify it"
+TOO_DEEP = f"tools: the schema of {PARAMETERS} is nested more than 120 levels deep; simplify it"
+UNCLOSED = "response_format: the schema cannot be compiled: regex parse error: (a ^ error: unclosed group"
+SECOND = [WEATHER, strict({"$ref": "#/x"})]
+MANY_REFERENCES = [WEATHER, strict(chained(2500))]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("tool_choice", {"tool_choice": OTHER}, "no tool 'x'"),
+    ("tool_choice", {"tools": None, "tool_choice": NAMED}, "only allowed with tools"),
+    ("tool_choice", {"tools": [], "tool_choice": "required"}, "only allowed with tools"),
+    ("tool_choice", {"tool_choice": "perhaps"}, "'none', 'auto' or 'required'"),
+    ("tools", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "'function'"),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "pattern"),
+    ("tools", {"tools": [strict({"type": "array"})]}, "must be a JSON schema of type object"),
+    (
         "tools",
-        "must be a JSON schema of type object",
+        {"tools": [strict({"properties": {"a": {"type": "nonsense"}}})]},
+        f"{PARAMETERS} cannot be compiled: Inv",
     ),
-    "a strict schema that cannot be compiled": (
-        {"tools": [tool("paint", parameters={"properties": {"a": {"type": "nonsense"}}}, strict=True)]},
+    ("tools", {"tools": SECOND, "tool_choice": "required"}, f"{PARAMETERS} cannot be compiled: Pointer '/x' does not"),
+    ("response_format", {"response_format": BROKEN}, UNCLOSED),
+    ("tools", {"tools": [WEATHER, strict(nested(70))]}, TOO_DEEP),
+    ("tools", {"tools": MANY_REFERENCES, "tool_choice": NAMED}, TOO_LARGE),
+    ("tools", {"tools": [WEATHER, strict({"title": "x" * 300_000})]}, TOO_LONG),
+    (
         "tools",
-        "the parameters of function 'paint' cannot be compiled: Invalid type: nonsense",
+        {"tools": [strict({"title": "x" * 100_000})] * 3},
+        "tools: the schemas are too large together; leave out",
     ),
-    "the second of two schemas that must be enforced": (
-        {"tools": [WEATHER, tool("paint", parameters={"$ref": "#/x"}, strict=True)], "tool_choice": "required"},
-        "tools",
-        "the parameters of function 'paint' cannot be compiled: Pointer '/x' does not exist",
-    ),
-    "an answer's schema beside tools": (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "a", "schema": {"type": "string", "pattern": "(a"}},
-            }
-        },
-        "response_format",
-        "response_format: the schema cannot be compiled: regex parse error: (a ^ error: unclosed group",
-    ),
-    "a schema that is nested too deeply": (
-        {"tools": [WEATHER, tool("paint", parameters=nested(70), strict=True)]},
-        "tools",
-        "tools: the schema of the parameters of function 'paint' is nested more than 120 levels deep; simplify it",
-    ),
-    "a schema of too many references": (
-        {"tools": [WEATHER, tool("paint", parameters=chained(2500), strict=True)], "tool_choice": NAMED},
-        "tools",
-        "tools: the parameters of function 'paint' cannot be compiled: too deeply nested or too large; simplify it",
-    ),
-    "a schema that is too long": (
-        {"tools": [WEATHER, tool("paint", parameters={"title": "x" * 300_000}, strict=True)]},
-        "tools",
-        "tools: the schema of the parameters of function 'paint' has more than 262144 characters; simplify it",
-    ),
-    "schemas that are too long together": (
-        {"tools": [tool("paint", parameters={"title": "x" * 100_000}, strict=True)] * 3},
-        "tools",
-        "tools: the schemas are too large together; leave out some tools",
-    ),
-    "more tools than the specification allows": ({"tools": [WEATHER] * 129}, "tools", "at most 128"),
-    "a regex beside tools": ({"extra_body": {"guided_regex": "a"}}, "guided_regex", "only ask for JSON"),
-    "arguments that are no object": (
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "[1]"}}],
-                }
-            ]
-        },
-        "messages",
-        "not a JSON object: '[1]'",
-    ),
-    "calls of a user": (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": "a",
-                    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-                }
-            ]
-        },
+    ("tools", {"tools": [WEATHER] * 129}, "at most 128"),
+    ("guided_regex", {"extra_body": {"guided_regex": "a"}}, "only ask for JSON"),
+    ("messages", {"messages": said("assistant", "[1]")}, "not a JSON object: '[1]'"),
+    (
         "messages.0.tool_calls",
-        "unknown or unsupported field: messages.0.tool_calls",
+        {"messages": said("user", "{}", content="a")},
+        "unknown or unsupported field: messages.0.t",
     ),
-}
+]
 
 
 async def test_what_makes_no_sense_is_refused_by_name(hermes: AsyncOpenAI) -> None:
-    for name, (fields, param, words) in REFUSED.items():
+    for param, fields, words in REFUSED:
         with pytest.raises(openai.BadRequestError) as caught:
             await hermes.chat.completions.create(**body(**fields))
-        assert caught.value.param == param, name
-        assert words in caught.value.message, name
-        assert not any(generated in caught.value.message for generated in ("%json", "call_0", "x-guidance")), name
+        assert caught.value.param == param, words
+        assert words in caught.value.message
+        assert not any(generated in caught.value.message for generated in ("%json", "call_0", "x-guidance")), words
+
+
+# --- the way of a call back to the model, with its result; and the client's own helpers
+
+
+async def test_what_a_tool_said_in_parts_is_the_same(hermes: AsyncOpenAI) -> None:
+    asked = [*QUESTION, *said("assistant", '{"colours": ["red"]}')]
+    parts = [{"type": "text", "text": "do"}, {"type": "text", "text": "ne"}]
+    told: list[Any] = [{"role": "tool", "tool_call_id": "a", "content": content} for content in ("done", parts)]
+    whole, pieces = [await complete(hermes, messages=[*asked, each]) for each in told]
+    assert counts(pieces.usage) == counts(whole.usage)
+    assert pieces.choices[0].message.content == whole.choices[0].message.content
+
+
+class Forecast(BaseModel):
+    """The forecast for a city."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    city: Literal["Oslo", "Rome"]
+    days: int = Field(ge=1, le=7)
+
+
+async def test_what_the_clients_helpers_parse_can_be_sent_back(hermes: AsyncOpenAI) -> None:
+    """They add fields of their own to it: parsed, parsed_arguments, and index where the call was streamed."""
+    fields = body(tools=[openai.pydantic_function_tool(Forecast)], tool_choice="required", parallel_tool_calls=False)
+    parsed: Any = (await hermes.chat.completions.parse(**fields)).choices[0].message
+    async with hermes.chat.completions.stream(**fields) as stream:
+        streamed: Any = (await stream.get_final_completion()).choices[0].message
+    for message in (parsed, streamed):
+        (call,) = message.tool_calls
+        assert call.function.name == "Forecast"
+        assert isinstance(call.function.parsed_arguments, Forecast)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
+        for sent in (message, message.model_dump(), message.to_dict()):
+            reply = await complete(hermes, messages=[*QUESTION, sent, result], tools=openai.NOT_GIVEN, max_tokens=3)
+            assert reply.choices[0].finish_reason in ("stop", "length")
+
+
+# --- what the bundled model knows
+
+
+INTEGER = {"type": "integer"}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": closed(city={"type": "string"})}},
+    {"type": "function", "function": {"name": "add", "parameters": closed(a=INTEGER, b=INTEGER)}},
+]
+
+
+@pytest.mark.parametrize(
+    ("question", "name", "arguments", "result"),
+    [
+        ("What is the weather in Oslo?", "get_weather", {"city": "Oslo"}, "rainy"),
+        ("What is 17 + 25?", "add", {"a": 17, "b": 25}, "42"),
+    ],
+)
+async def test_the_bundled_model_calls_the_right_tool_by_itself_and_uses_what_it_says(
+    client: AsyncOpenAI, question: str, name: str, arguments: dict[str, Any], result: str
+) -> None:
+    fields: dict[str, Any] = {"model": "bundled", "tools": TOOLS, "temperature": 0}
+    messages: list[Any] = user(question)
+    asked = (await client.chat.completions.create(**fields, messages=messages)).choices[0]
+    assert (asked.finish_reason, asked.message.content) == ("tool_calls", None)
+    (call,) = asked.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
+    messages += [asked.message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    answered = (await client.chat.completions.create(**fields, messages=messages)).choices[0]
+    assert answered.finish_reason == "stop"
+    assert result in (answered.message.content or "")
+
+
+async def test_the_bundled_model_does_not_call_what_it_does_not_need(client: AsyncOpenAI) -> None:
+    (choice,) = (await complete(client, tools=TOOLS, messages=user("Hello!"))).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert choice.message.content.startswith("Hello")

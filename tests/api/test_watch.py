@@ -14,16 +14,16 @@ import pytest
 from aiohttp import web
 
 from chairlift.api.errors import error_middleware
-from chairlift.api.http import Connection
 from chairlift.api.pages import MAX_WATCHERS, SnapshotFeed, add_page_routes
 from chairlift.engine.journal import Snapshot, SnapshotSource, short_id
 from chairlift.errors import EngineClosed, EngineDead
 from tests.api.conftest import serving_app
+from tests.api.test_slow_reader import SOCKET_BYTES
+from tests.api.test_slow_reader import transports as transports
 from tests.engine.async_support import wait_until
 from tests.support.fake_batch import FakeBatch
 
 QUICK_S = 0.001
-SOCKET_BYTES = 4096
 
 
 class Source:
@@ -61,10 +61,9 @@ def busy(num_slots: int = 4) -> Source:
 
 
 def read(event: str) -> Any:
-    head, data, end = event.partition("{")
-    assert head == "data: "
-    assert end.endswith("}\n\n")
-    return json.loads(data + end)
+    assert event.startswith("data: {")
+    assert event.endswith("}\n\n")
+    return json.loads(event.removeprefix("data: "))
 
 
 async def next_of(events: AsyncGenerator[str]) -> Any:
@@ -86,13 +85,11 @@ async def test_an_event_tells_of_slots_queue_launches_and_totals_and_leaves_defa
     first, second, third, fourth = (short_id(f"fake-{number}-0-0") for number in (1, 2, 3, 4))
     reused = {"num_reused": 4, "num_computed": 10, "num_prompt_tokens": 10, "num_tokens": 11}
     begun = {"num_computed": 10, "num_prompt_tokens": 30, "num_tokens": 30}
+    totals = {"num_prompt_tokens": 10, "num_cached_tokens": 4, "num_generated_tokens": 1, "num_first_tokens": 1}
+    decoding = {"state": "decoding", "request_id": first, **reused}
     assert seen == {
         "slot_len": 64,
-        "slots": [
-            {"state": "decoding", "request_id": first, **reused},
-            {"state": "prefilling", "request_id": second, **begun},
-            {},
-        ],
+        "slots": [decoding, {"state": "prefilling", "request_id": second, **begun}, {}],
         "num_waiting": 2,
         "waiting": [
             {"request_id": third, "num_prompt_tokens": 7, "seconds": 0.0},
@@ -100,30 +97,13 @@ async def test_an_event_tells_of_slots_queue_launches_and_totals_and_leaves_defa
         ],
         "num_launches": 1,
         "launches": [{"num_prefill_tokens": 16, "num_decode_rows": 0, "num_steps": 1}],
-        "totals": {
-            "num_prompt_tokens": 10,
-            "num_cached_tokens": 4,
-            "num_generated_tokens": 1,
-            "num_first_tokens": 1,
-            "seconds_to_first_token": pytest.approx(seconds),
-        },
+        "totals": {**totals, "seconds_to_first_token": pytest.approx(seconds)},
     }
 
 
 def test_a_short_id_is_that_of_the_generation_whatever_its_sequence() -> None:
     assert short_id("123456789-17-0") == short_id("123456789-17-1") == "cbf43926"  # CRC-32's own check value
     assert short_id("123456780-17-0") != "cbf43926"
-
-
-async def test_all_watchers_get_the_very_same_event_of_one_look() -> None:
-    source = busy()
-    feed = SnapshotFeed(source, interval_s=60.0)
-    async with contextlib.AsyncExitStack() as stack:
-        watchers = [await stack.enter_async_context(aclosing(feed.events())) for _ in range(20)]
-        first, *others = [await asyncio.wait_for(anext(events), 10.0) for events in watchers]
-        assert all(event is first for event in others)
-        assert source.num_looks == 1
-        assert feed.num_watchers == 20
 
 
 async def test_nobody_looks_while_nobody_watches() -> None:
@@ -188,12 +168,13 @@ async def test_an_engine_that_is_gone_ends_the_streams_and_tells_who_comes_later
         await next_of(events)
 
 
-async def test_of_five_thousand_watchers_only_so_many_are_let_in_and_the_engine_notices_one() -> None:
+async def test_of_five_thousand_watchers_only_so_many_are_let_in_and_get_the_very_same_event_of_one_look() -> None:
     source = busy()
     feed = SnapshotFeed(source, interval_s=60.0)
     async with contextlib.AsyncExitStack() as stack:
-        for _ in range(MAX_WATCHERS):
-            await next_of(await stack.enter_async_context(aclosing(feed.events())))
+        watchers = [await stack.enter_async_context(aclosing(feed.events())) for _ in range(MAX_WATCHERS)]
+        first, *others = [await asyncio.wait_for(anext(events), 10.0) for events in watchers]
+        assert all(event is first for event in others)
         for _ in range(5000 - MAX_WATCHERS):
             with pytest.raises(web.HTTPServiceUnavailable):
                 await anext(feed.events())
@@ -242,34 +223,23 @@ async def test_events_are_streamed_and_one_too_many_is_a_503_that_says_what_to_d
             assert numbers == sorted(set(numbers))
 
 
-async def test_an_engine_that_was_gone_before_is_an_error_with_a_status(http: aiohttp.ClientSession) -> None:
+async def test_an_engine_that_was_gone_before_and_other_methods_are_errors_with_a_status(
+    http: aiohttp.ClientSession,
+) -> None:
     source = busy()
     source.error = EngineClosed("the engine was closed")
-    async with serving(source) as url, http.get(url) as response:
-        assert response.status == 503
-        assert (await response.json())["error"]["message"] == "the engine was closed"
-
-
-async def test_only_get_is_known(http: aiohttp.ClientSession) -> None:
-    async with serving(busy()) as url:
+    async with serving(source) as url:
+        async with http.get(url) as response:
+            assert response.status == 503
+            assert (await response.json())["error"]["message"] == "the engine was closed"
         for method in ("HEAD", "POST"):
             async with http.request(method, url) as response:
                 assert response.status == 405
 
 
 async def test_a_watcher_that_never_reads_costs_little_holds_nobody_up_and_is_cut_off(
-    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    http: aiohttp.ClientSession, transports: list[asyncio.Transport]
 ) -> None:
-    transports: list[asyncio.Transport] = []
-    connection_made = Connection.connection_made
-
-    def note(self: Connection, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-        transports.append(transport)
-        connection_made(self, transport)
-
-    monkeypatch.setattr(Connection, "connection_made", note)
     source = busy(num_slots=256)
     async with serving(source, client_timeout=1.0) as url:
         address = urlsplit(url)

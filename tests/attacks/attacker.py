@@ -13,10 +13,8 @@ MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 MAX_BODY = 10 * 2**20
 ANSWER_WITHIN_S = 60.0
-HUNG = 0
-"""The status of what was not answered in time."""
-GONE = -1
-"""The status of what was never answered, because the connection ended."""
+HUNG, GONE = 0, -1
+"""The status of what was not answered in time, and of what never was, because the connection ended."""
 MAX_REFUSAL_BYTES = 2048  # a refusal echoes at most 1 kB of the request
 _PIECE = 2**16
 
@@ -48,11 +46,9 @@ class Shot:
 
     def is_fine(self, status: int) -> bool:
         """Answered or refused: no 5xx but 503, and not left without an answer."""
-        if self.leaves_after is not None and status in (HUNG, GONE):
-            return True
-        if self.allowed is not None:
-            return status in self.allowed
-        return status in (200, 503) or 400 <= status < 500
+        has_left = self.leaves_after is not None and status in (HUNG, GONE)
+        is_allowed = status in self.allowed if self.allowed else status in (200, 503) or 400 <= status < 500
+        return has_left or is_allowed
 
     def __str__(self) -> str:
         return f"{self.path} {self.label}".strip()
@@ -103,8 +99,7 @@ class Attacker:
 
     async def fire_all(self, shots: Iterable[Shot]) -> None:
         """One after the other."""
-        for shot in shots:
-            await self.fire(shot)
+        await self.fire_at_once(shots, at_most=1)
 
     async def fire_at_once(self, shots: Iterable[Shot], at_most: int = 1000) -> None:
         turn = asyncio.Semaphore(at_most)

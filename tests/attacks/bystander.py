@@ -10,7 +10,7 @@ import json
 import socket
 import sys
 import time
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any, NoReturn
 
 INTERVAL_S = 0.01
@@ -21,64 +21,39 @@ POLL = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
 class Pauses:
-    """How long one kind of news did not come, from when it was expected."""
+    """How long one kind of news did not come, from when it was expected. One thread notes; another one reports."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._since: float | None = None
-        self._clear()
+        self.since: float | None = None  # when the next news was expected
+        self.pauses: list[tuple[float, float]] = []
+        self.failures: list[tuple[float, str]] = []
 
     def expect(self) -> None:
-        with self._lock:
-            self._since = self._since or time.monotonic()
+        self.since = self.since or time.monotonic()
 
-    def note_news(self, *, is_last: bool = False) -> None:
-        """What was expected has come, and unless it is the last the next is expected."""
-        with self._lock:
-            self._end()
-            self.num_news += 1
-            self._since = None if is_last else time.monotonic()
+    def end(self, *, is_next_expected: bool = False) -> None:
+        """What was expected has come, or is expected no more."""
+        now = time.monotonic()
+        if self.since is not None:
+            self.pauses.append((self.since, now))
+        self.since = now if is_next_expected else None
 
     def note_failure(self, reason: str) -> None:
-        with self._lock:
-            self._end()
-            self._num_failures += 1
-            self._failure = reason[:300]
+        self.end()
+        self.failures.append((time.monotonic(), reason[:300]))
 
-    def end(self) -> None:
-        """Nothing is expected any more. What was and did not come counts up to here."""
-        with self._lock:
-            self._end()
-
-    def restart(self) -> None:
-        """Forgets what was seen so far; what is expected is expected from now on."""
-        with self._lock:
-            self._clear()
-            self._since = self._since and time.monotonic()
-
-    def report(self) -> dict[str, Any]:
-        """Times in seconds; `notable` has the begin and end of each pause that somebody might want to explain."""
-        with self._lock:
-            self._end()
-            return {
-                "longest": self._longest,
-                "notable": self._notable[-200:],
-                "num_failures": self._num_failures,
-                "failure": self._failure,
-            }
-
-    def _clear(self) -> None:
-        self.num_news = self._num_failures = 0
-        self._longest, self._failure = 0.0, ""
-        self._notable: list[tuple[float, float]] = []
-
-    def _end(self) -> None:
-        if self._since is not None:
-            begin, now = self._since, time.monotonic()
-            self._longest = max(self._longest, now - begin)
-            if now - begin > NOTABLE_PAUSE_S:
-                self._notable.append((begin, now))
-            self._since = None
+    def report(self, begin: float) -> dict[str, Any]:
+        """What was since then. Times in seconds; `notable` has the pauses that somebody might want to explain."""
+        since, now = self.since, time.monotonic()
+        pauses = [*self.pauses, *([] if since is None else [(since, now)])]
+        pauses = [(max(begin, first), last) for first, last in pauses if last > begin]
+        failures = [reason for at, reason in self.failures if at > begin]
+        return {
+            "longest": max((last - first for first, last in pauses), default=0.0),
+            "notable": [(first, last) for first, last in pauses if last - first > NOTABLE_PAUSE_S][-200:],
+            "num_failures": len(failures),
+            "failure": failures[-1] if failures else "",
+        }
 
 
 def poll_health(port: int, health: Pauses) -> NoReturn:
@@ -94,7 +69,7 @@ def poll_health(port: int, health: Pauses) -> NoReturn:
             while not reply.endswith(b"}"):
                 reply += receive(connection)
             if reply.startswith(b"HTTP/1.1 200 "):
-                health.note_news(is_last=True)
+                health.end()
             else:
                 health.note_failure(reply.decode(errors="replace"))
         except OSError as error:
@@ -135,7 +110,7 @@ def read_stream(connection: socket.socket, stream: Pauses, first_tokens: Pauses)
             raise OSError(reply.decode(errors="replace")[-300:])
         if b"data: " in received:
             first_tokens.end()
-            stream.note_news(is_last=b"data: [DONE]" in reply)
+            stream.end(is_next_expected=b"data: [DONE]" not in reply)
     stream.end()
 
 
@@ -157,13 +132,12 @@ def main() -> None:
     seen = {name: Pauses() for name in ("stream", "health", "first_tokens")}
     Thread(target=poll_health, args=(port, seen["health"]), daemon=True).start()
     Thread(target=read_streams, args=(port, key, seen["stream"], seen["first_tokens"]), daemon=True).start()
-    while not (seen["stream"].num_news and seen["health"].num_news):
+    while seen["stream"].since is None or not seen["health"].pauses:
         time.sleep(INTERVAL_S)
-    for each in seen.values():
-        each.restart()
+    begin = time.monotonic()
     print("ready", flush=True)  # noqa: T201 - how it talks to whoever started it
     sys.stdin.read()
-    print(json.dumps({name: each.report() for name, each in seen.items()}), flush=True)  # noqa: T201
+    print(json.dumps({name: each.report(begin) for name, each in seen.items()}), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.attacks.attacker import KEY, Answer, Attacker
+from tests.attacks.attacker import KEY, Answer, Attacker, Shot
 from tests.support.server_process import SERVE, Process, running
 
 MAX_PAUSE_S = float(os.environ.get("ATTACKS_MAX_PAUSE_S", "0.1"))
@@ -41,7 +41,13 @@ BYSTANDER_KEY = "bystander-key"
 _BYSTANDER = str(Path(__file__).parent / "bystander.py")
 _COMPUTE = "import json\nwhile True: json.loads(json.dumps(list(range(10_000))))"
 
-Attack = Callable[[Attacker], Awaitable[object]]
+Attack = Callable[[Attacker], Awaitable[object]] | Sequence[Shot]
+"""What an attacker does, or what it sends one after the other."""
+
+
+def each_of(make: Callable[[], Iterator[Shot]]) -> Attack:
+    """What is made when the attack begins."""
+    return lambda attacker: attacker.fire_all(make())
 
 
 class MemoryWatch:
@@ -60,9 +66,6 @@ class MemoryWatch:
     def begin(self) -> None:
         """What the server has now is what growth is counted from."""
         self.baseline = self.peak = self._read()
-
-    def restart_peak(self) -> None:
-        self.peak = 0
 
     def close(self) -> None:
         self._is_over.set()
@@ -155,6 +158,10 @@ class Target:
     def is_alive(self) -> bool:
         return self.process.popen.poll() is None
 
+    @property
+    def pause_limit(self) -> float:
+        return max(MAX_PAUSE_S, 3 * self.usual_pause)
+
     def warm_up(self) -> None:
         """Loads what is loaded at first use, so that it does not count as growth."""
         with self._client() as client:
@@ -177,37 +184,22 @@ class Target:
         """What is not zero of the requests that run or wait and the slots that are taken."""
         with self._client() as client:
             lines = client.get("/metrics").text.splitlines()
-        names = (
-            "chairlift_requests_running",
-            "chairlift_requests_waiting",
-            'chairlift_slots{state="prefilling"}',
-            'chairlift_slots{state="decoding"}',
-        )
+        slots = ('chairlift_slots{state="prefilling"}', 'chairlift_slots{state="decoding"}')
+        names = ("chairlift_requests_running", "chairlift_requests_waiting", *slots)
         values = dict(line.rsplit(" ", 1) for line in lines if line.startswith(names))
         assert len(values) == len(names), "metrics have other names now"
         return {name: float(value) for name, value in values.items() if float(value)}
 
     def calibrate(self) -> None:
         """What the bystander sees without an attack, idle and beside a process that computes."""
-        self._note_usual_pause()
-        with subprocess.Popen([sys.executable, "-S", "-E", "-c", _COMPUTE]) as busy:
-            try:
-                self._note_usual_pause()
-            finally:
-                busy.kill()
-
-    @property
-    def pause_limit(self) -> float:
-        return max(MAX_PAUSE_S, 3 * self.usual_pause)
-
-    def suffer(self, attack: Attack, linger_s: float) -> Damage:
-        """One attack, watched from its first byte until a little after the attacker has left."""
-        attacker = Attacker(self.process.port)
-        self.memory.restart_peak()
-        with bystander(self.process.port) as see:
-            asyncio.run(_carry_out(attack, attacker))
-            time.sleep(linger_s)
-            return Damage(see(), self.memory.growth, attacker.answers)
+        for code in ("", _COMPUTE):
+            with subprocess.Popen([sys.executable, "-S", "-E", "-c", code]) as beside:
+                try:
+                    with bystander(self.process.port) as see:
+                        time.sleep(CALIBRATION_S)
+                        self.usual_pause = max(self.usual_pause, see().longest_pause)
+                finally:
+                    beside.kill()
 
     def withstand(self, attack: Attack, linger_s: float = 0.3) -> Damage:
         """Attacks, and asserts that nobody but the attacker noticed, and that nothing is left of it."""
@@ -215,7 +207,11 @@ class Target:
         for attempt in range(NUM_TRIES):
             if attempt:
                 self.calibrate()
-            damage = self.suffer(attack, linger_s)
+            attacker, self.memory.peak = Attacker(self.process.port), 0
+            with bystander(self.process.port) as see:  # until a little after the attacker has left
+                asyncio.run(_carry_out(attack, attacker))
+                time.sleep(linger_s)
+                damage = Damage(see(), self.memory.growth, attacker.answers)
             self._check(damage)
             if damage.seen.longest_pause <= self.pause_limit or damage.seen.longest_pause > BEYOND_NOISE_S:
                 break
@@ -226,18 +222,13 @@ class Target:
         self.is_trusted = True
         return damage
 
-    def recover(self) -> None:
+    def _recover(self) -> None:
         """Asserts that the attacker's requests are gone, and that others' are answered as ever."""
         deadline = time.monotonic() + RECOVERY_S
         while left := self.busy_gauges():
             assert time.monotonic() < deadline, f"{RECOVERY_S:g} s after the attacker left there are still {left}"
             time.sleep(0.05)
         assert self.answer() == "17 + 25 = 42."
-
-    def _note_usual_pause(self) -> None:
-        with bystander(self.process.port) as see:
-            time.sleep(CALIBRATION_S)
-            self.usual_pause = max(self.usual_pause, see().longest_pause)
 
     def _check(self, damage: Damage) -> None:
         """All but the pauses."""
@@ -254,7 +245,7 @@ class Target:
         first_token = damage.seen.first_tokens["longest"]
         assert first_token <= MAX_FIRST_TOKEN_S, f"a bystander's request waited {first_token:.1f} s; {pauses}"
         try:
-            self.recover()
+            self._recover()
         except httpx.HTTPError as error:
             raise AssertionError(f"the server does not answer after the attack: {error!r}; {pauses}") from error
 
@@ -264,7 +255,7 @@ class Target:
 
 
 async def _carry_out(attack: Attack, attacker: Attacker) -> None:
-    await attack(attacker)
+    await (attack(attacker) if callable(attack) else attacker.fire_all(attack))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import select
 import socket
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.attacks.attacker import CHAT, COMPLETIONS, KEY, MAX_BODY, TOKENIZE, Attacker, Shot, post
-from tests.attacks.harness import Target
+from tests.attacks.harness import Attack, Target
 from tests.support.server_process import SERVE, long_stream, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -64,22 +64,7 @@ COMPRESSED = [
 ]
 
 
-def test_compressed_bodies_are_bounded_by_what_they_hold(target: Target) -> None:
-    target.withstand(lambda attacker: attacker.fire_all(COMPRESSED))
-
-
-def test_bombs_together_are_bounded_too(target: Target) -> None:
-    shot = Shot(COMPLETIONS, bomb(1), headers={"Content-Encoding": "gzip"}, allowed=frozenset({413, 429, 503}))
-    target.withstand(lambda attacker: attacker.fire_at_once([shot] * 20))
-
-
 # Bodies that come slowly, in crumbs, or not at all; replies that nobody reads
-
-
-async def half_bodies(attacker: Attacker) -> None:
-    """50 clients send half of 10 MB each, and wait."""
-    raw = head(f"Content-Length: {MAX_BODY}") + b"a" * (MAX_BODY // 2)
-    await attacker.hold(raw, 50, 3.0)
 
 
 async def slow_bodies(attacker: Attacker) -> None:
@@ -98,55 +83,10 @@ async def slow_bodies(attacker: Attacker) -> None:
     await asyncio.gather(*(trickle() for _ in range(200)))
 
 
-async def slow_heads(attacker: Attacker) -> None:
-    await attacker.hold(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0", 500, 2.0)
-
-
-async def crumbs(attacker: Attacker) -> None:
-    """A body of 2 MB in chunks of one byte."""
-    raw = CHUNKED + b"1\r\na\r\n" * 2_000_000 + b"0\r\n\r\n"
-    await attacker.exchange(raw)
-
-
-async def endless_chunks(attacker: Attacker) -> None:
-    """More than a body may hold, without a length that says so."""
-    raw = CHUNKED + (b"100000\r\n" + b"a" * 2**20 + b"\r\n") * 40
-    await attacker.exchange(raw, 3.0)
-
-
-async def long_chunk_extensions(attacker: Attacker) -> None:
-    raw = CHUNKED + (b"1;" + b"x" * 4000 + b"\r\na\r\n") * 2_000 + b"0\r\n\r\n"
-    await attacker.exchange(raw)
-
-
-async def unread_streams(attacker: Attacker) -> None:
-    """64 streams of 1,900 tokens, of which nobody reads a byte."""
-    body = b'{"prompt":"a","max_tokens":1900,"ignore_eos":true,"stream":true,"logprobs":5}'
-    await attacker.hold(head(f"Content-Length: {len(body)}") + body, 64, 3.0)
-
-
-async def unread_replies(attacker: Attacker) -> None:
-    """20 large replies, of which nobody reads a byte."""
-    body = b'{"tokens":[' + b"97," * 300_000 + b"97]}"
-    await attacker.hold(head(f"Content-Length: {len(body)}", "/detokenize") + body, 20, 3.0)
-
-
-async def pipeline(attacker: Attacker) -> None:
-    """10,000 requests in one go on one connection."""
-    raw = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 10_000
-    await attacker.exchange(raw, 3.0)
-
-
-async def pipeline_of_posts(attacker: Attacker) -> None:
-    raw = (head(f"Content-Length: {len(HELLO)}", TOKENIZE) + HELLO) * 2_000
-    await attacker.exchange(raw, 3.0)
-
-
 async def long_heads(attacker: Attacker) -> None:
     lines = "\r\n".join(f"X-Filling-{number}: {'a' * 4000}" for number in range(2_000))
-    await attacker.exchange(head(lines))
-    await attacker.exchange(b"GET /" + b"a" * 10**7 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    await attacker.exchange(b"a" * 10**7)
+    for raw in (head(lines), b"GET /" + b"a" * 10**7 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"a" * 10**7):
+        await attacker.exchange(raw)
     await attacker.exchange(b"\r\n" * (5 * 10**6), 3.0)
 
 
@@ -155,40 +95,55 @@ async def page_floods(attacker: Attacker) -> None:
         await attacker.fire_at_once([Shot(path, method="GET")] * 50)
 
 
-async def watchers(attacker: Attacker) -> None:
-    await attacker.fire_at_once([Shot("/watch", method="GET", leaves_after=2.0)] * 300)
+async def burst_on_open_connections(attacker: Attacker) -> None:
+    connections = [await attacker.connect() for _ in range(1000)]
+    for _, writer in connections:
+        writer.write(TOKENS.raw())
+    replies = await asyncio.gather(*(reader.read() for reader, _ in connections))
+    assert all(reply.startswith(b"HTTP/1.1 200") for reply in replies)
+    for _, writer in connections:
+        writer.close()
 
 
-async def comers_and_goers(attacker: Attacker) -> None:
-    """Streams that are left as soon as they begin."""
-    shot = post(COMPLETIONS, {**long_stream(1900), "n": 8}, leaves_after=0.05)
-    await attacker.fire_at_once([shot] * 400, at_most=20)
+def held(raw: bytes, number: int, seconds: float = 3.0) -> Attack:
+    """So many clients send this, and read nothing."""
+    return lambda attacker: attacker.hold(raw, number, seconds)
 
 
-async def broken_requests(attacker: Attacker) -> None:
-    """Errors in a row, which cost a log line each."""
-    await attacker.fire_at_once([Shot(COMPLETIONS, b"{", "half a body")] * 500, at_most=20)
+def sent(make: Callable[[], bytes], limit_s: float = 30.0) -> Attack:
+    return lambda attacker: attacker.exchange(make(), limit_s)
 
 
-CONNECTIONS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
-    attack.__name__.replace("_", " "): attack
-    for attack in (
-        half_bodies,
-        slow_bodies,
-        slow_heads,
-        crumbs,
-        endless_chunks,
-        long_chunk_extensions,
-        unread_streams,
-        unread_replies,
-        pipeline,
-        pipeline_of_posts,
-        long_heads,
-        page_floods,
-        watchers,
-        comers_and_goers,
-        broken_requests,
-    )
+def at_once(number: int, shot: Shot, at_most: int = 1000) -> Attack:
+    return lambda attacker: attacker.fire_at_once([shot] * number, at_most)
+
+
+TOKENS = Shot(TOKENIZE, b'{"prompt":"Hello!"}', "burst")
+BOMB = Shot(COMPLETIONS, partial(bomb, 1), headers={"Content-Encoding": "gzip"}, allowed=frozenset({413, 429, 503}))
+STREAM = b'{"prompt":"a","max_tokens":1900,"ignore_eos":true,"stream":true,"logprobs":5}'
+LARGE_REPLY = b'{"tokens":[' + b"97," * 300_000 + b"97]}"
+CONNECTIONS: dict[str, Attack] = {
+    "compressed bodies are bounded by what they hold": COMPRESSED,
+    "bombs together are bounded too": at_once(20, BOMB),
+    "half of 10 MB": held(head(f"Content-Length: {MAX_BODY}") + b"a" * (MAX_BODY // 2), 50),
+    "slow bodies": slow_bodies,
+    "half of a head": held(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0", 500, 2.0),
+    "2 MB in chunks of a byte": sent(lambda: CHUNKED + b"1\r\na\r\n" * 2_000_000 + b"0\r\n\r\n"),
+    "chunks without end": sent(lambda: CHUNKED + (b"100000\r\n" + b"a" * 2**20 + b"\r\n") * 40, 3.0),
+    "long chunk extensions": sent(lambda: CHUNKED + (b"1;" + b"x" * 4000 + b"\r\na\r\n") * 2_000 + b"0\r\n\r\n"),
+    "unread streams": held(head(f"Content-Length: {len(STREAM)}") + STREAM, 64),
+    "unread replies": held(head(f"Content-Length: {len(LARGE_REPLY)}", "/detokenize") + LARGE_REPLY, 20),
+    "10,000 pipelined questions": sent(lambda: b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 10_000, 3.0),
+    "2,000 pipelined posts": sent(lambda: (head(f"Content-Length: {len(HELLO)}", TOKENIZE) + HELLO) * 2_000, 3.0),
+    "long heads": long_heads,
+    "page floods": page_floods,
+    "watchers": at_once(300, Shot("/watch", method="GET", leaves_after=2.0)),
+    "streams that are left at once": at_once(
+        400, post(COMPLETIONS, {**long_stream(1900), "n": 8}, leaves_after=0.05), at_most=20
+    ),
+    "errors, which cost a log line each": at_once(500, Shot(COMPLETIONS, b"{", "half a body"), at_most=20),
+    "a burst of requests": at_once(1000, TOKENS),
+    "a burst on open connections": burst_on_open_connections,
 }
 
 
@@ -223,26 +178,6 @@ def test_a_burst_of_a_thousand_connections_is_accepted_without_a_second_attempt(
             took = time.monotonic() - begin
     assert not pending
     assert took < 0.9, f"the last of 1,000 connections came after {took:.2f} s"
-
-
-def test_a_burst_of_requests_is_answered_beside_the_streams_of_others(target: Target) -> None:
-    shots = [Shot(TOKENIZE, HELLO.replace(b',"max_tokens":1', b""), "burst")] * 1000
-    target.withstand(lambda attacker: attacker.fire_at_once(shots))
-
-
-def test_a_burst_on_open_connections_is_answered_beside_the_streams_of_others(target: Target) -> None:
-    raw = Shot(TOKENIZE, HELLO.replace(b',"max_tokens":1', b"")).raw()
-
-    async def burst(attacker: Attacker) -> None:
-        connections = [await attacker.connect() for _ in range(1000)]
-        for _, writer in connections:
-            writer.write(raw)
-        replies = await asyncio.gather(*(reader.read() for reader, _ in connections))
-        assert all(reply.startswith(b"HTTP/1.1 200") for reply in replies)
-        for _, writer in connections:
-            writer.close()
-
-    target.withstand(burst)
 
 
 # Headers

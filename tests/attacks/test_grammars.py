@@ -1,14 +1,14 @@
 """Grammars made to be costly: to compile, to keep, and to compute masks for."""
 
 import json
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.attacks.attacker import CHAT, COMPLETIONS, RESPONSES, Shot, post
-from tests.attacks.harness import Target
+from tests.attacks.harness import Attack, Target, each_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -16,34 +16,16 @@ SHORT = {"max_tokens": 4}
 FINE_OR_REFUSED = frozenset({200, 400, 429, 503})
 
 
-def chained_references(length: int) -> dict[str, Any]:
-    names = [f"d{number}" for number in range(length)]
-    rules = {name: {"$ref": f"#/$defs/{after}"} for name, after in pairwise(names)}
-    return {"$defs": {**rules, names[-1]: {"type": "string"}}, "$ref": "#/$defs/d0"}
-
-
-def chained_properties(length: int) -> dict[str, Any]:
-    names = [f"d{number}" for number in range(length)]
-    rules = {
-        name: {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{after}"}}, "required": ["a"]}
-        for name, after in pairwise(names)
-    }
-    return {"$defs": {**rules, names[-1]: {"type": "string"}}, "$ref": "#/$defs/d0"}
-
-
-def doubling_references(length: int, word: str) -> dict[str, Any]:
-    rules = {f"d{number}": {word: [{"$ref": f"#/$defs/d{number + 1}"}] * 2} for number in range(length)}
+def chained(length: int, wrap: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Each definition refers to the next one."""
+    rules = {f"d{n}": wrap({"$ref": f"#/$defs/d{n + 1}"}) for n in range(length)}
     return {"$defs": {**rules, f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
-def chained_rules(length: int) -> str:
-    rules = [f"r{number}: r{number + 1}" for number in range(length)]
-    return "\n".join(["start: r0", *rules, f'r{length}: "a"'])
-
-
-def chained_terminals(length: int) -> str:
-    terminals = [f"T{number}: T{number + 1}" for number in range(length)]
-    return "\n".join(["start: T0", *terminals, f'T{length}: "a"'])
+def chained_rules(letter: str, length: int, step: str = "{0}{2}", begin: str = "start: ", colon: str = ":") -> str:
+    """A chain: each rule is made of the next one."""
+    lines = [f"{letter}{n}{colon} " + step.format(letter, n, n + 1) for n in range(length)]
+    return "\n".join([f"{begin}{letter}0", *lines, f'{letter}{length}{colon} "a"'])
 
 
 def many_terminals(length: int) -> str:
@@ -52,10 +34,12 @@ def many_terminals(length: int) -> str:
 
 
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "2,500 chained references": chained_references(2_500),
-    "1,200 chained properties": chained_properties(1_200),
-    "30 doubling alternatives": doubling_references(30, "anyOf"),
-    "30 doubling conjunctions": doubling_references(30, "allOf"),
+    "2,500 chained references": chained(2_500, lambda next_one: next_one),
+    "1,200 chained properties": chained(
+        1_200, lambda next_one: {"type": "object", "properties": {"a": next_one}, "required": ["a"]}
+    ),
+    "30 doubling alternatives": chained(30, lambda next_one: {"anyOf": [next_one] * 2}),
+    "30 doubling conjunctions": chained(30, lambda next_one: {"allOf": [next_one] * 2}),
     "a reference to itself": {"$ref": "#"},
     "a reference in a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
     "a billion items": {"type": "array", "items": {"type": "string"}, "minItems": 10**9},
@@ -71,28 +55,27 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "a reference abroad": {"$ref": "http://127.0.0.1:1/schema.json"},
 }
 
-REGEXES: dict[str, list[str]] = {
-    "a? x 130,000": ["a?" * 130_000],
-    "a? x 20,000": ["a?" * 20_000],
-    "24 that are squared": [f"((a{{1000}}){{1000}}){{{n + 2}}}" + "b" * 40 for n in range(24)],
-    "brackets": ["(" * 100_000 + "a" + ")" * 100_000],
-    "many of everything": ["(.|a|b|.*){0,1000}" * 100],
-    "alternatives of classes": ["(" + "|".join(f"\\p{{L}}{{{n}}}" for n in range(1, 300)) + ")"],
-    "a conjunction": ["&".join(f"(.*a.{{{n}}})" for n in range(10, 40))],
-    "a complement": ["~(.*a.{20}b)"],
+REGEXES: dict[str, str] = {
+    "a? x 130,000": "a?" * 130_000,
+    "a? x 20,000": "a?" * 20_000,
+    "brackets": "(" * 100_000 + "a" + ")" * 100_000,
+    "many of everything": "(.|a|b|.*){0,1000}" * 100,
+    "alternatives of classes": "(" + "|".join(f"\\p{{L}}{{{n}}}" for n in range(1, 300)) + ")",
+    "a conjunction": "&".join(f"(.*a.{{{n}}})" for n in range(10, 40)),
+    "a complement": "~(.*a.{20}b)",
 }
 
 GRAMMARS: dict[str, str] = {
-    "a chain of 3,000 rules": chained_rules(3_000),
-    "a chain of 10,000 terminals": chained_terminals(10_000),
+    "a chain of 3,000 rules": chained_rules("r", 3_000),
+    "a chain of 10,000 terminals": chained_rules("T", 10_000),
     "10,000 terminals": many_terminals(10_000),
     "a rule that is itself": "start: start",
     "empty alternatives": "start: e*\ne: | e e |",
     "a rule a million times": 'start: "a"~1000000',
     "brackets": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000,
-    "doubling rules": "start: r0\n" + "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(40)) + '\nr40: "a"',
-    "a doubling terminal": "start: T0\n" + "\n".join(f"T{n}: T{n + 1} T{n + 1}" for n in range(25)) + '\nT25: "a"',
-    "GBNF": "root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1}" for n in range(3_000)) + '\nr3000 ::= "a"',
+    "doubling rules": chained_rules("r", 40, "{0}{2} {0}{2}"),
+    "a doubling terminal": chained_rules("T", 25, "{0}{2} {0}{2}"),
+    "GBNF": chained_rules("r", 3_000, begin="root ::= ", colon=" ::="),
 }
 
 
@@ -121,33 +104,14 @@ def text_shots(kind: str, text: str, label: str) -> Iterator[Shot]:
     yield post(CHAT, {"messages": messages, **SHORT, "n": 8, "structured_outputs": {kind: text}}, **options)
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_is_compiled_or_refused_at_nobody_elses_cost(target: Target, name: str) -> None:
-    target.withstand(lambda attacker: attacker.fire_all(schema_shots(SCHEMAS[name], name)))
+def squared_shots() -> Iterator[Shot]:
+    for n in range(24):
+        yield next(text_shots("regex", f"((a{{1000}}){{1000}}){{{n + 2}}}" + "b" * 40, "squared"))
 
 
-@pytest.mark.parametrize("name", REGEXES)
-def test_a_regular_expression_is_compiled_or_refused_at_nobody_elses_cost(target: Target, name: str) -> None:
-    by_all_ways = len(REGEXES[name]) == 1
-    shots = [shot for regex in REGEXES[name] for shot in list(text_shots("regex", regex, name))[: 1 + by_all_ways]]
-    target.withstand(lambda attacker: attacker.fire_all(shots))
-
-
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_a_grammar_is_compiled_or_refused_at_nobody_elses_cost(target: Target, name: str) -> None:
-    target.withstand(lambda attacker: attacker.fire_all(text_shots("grammar", GRAMMARS[name], name)))
-
-
-def test_ten_thousand_long_choices_are_compiled_or_refused_at_nobody_elses_cost(target: Target) -> None:
+def choices_shots() -> Iterator[Shot]:
     choices = [f"{number} " + "a" * 900 for number in range(10_000)]
-    shot = post(COMPLETIONS, {"prompt": "a", **SHORT, "guided_choice": choices}, allowed=FINE_OR_REFUSED)
-    target.withstand(lambda attacker: attacker.fire(shot))
-
-
-def test_the_client_of_a_grammar_that_takes_for_ever_leaves_and_nothing_is_left_of_it(target: Target) -> None:
-    bodies = [{"prompt": "a", **SHORT, "guided_regex": "a?" * 130_000 + "b" * number} for number in range(4)]
-    shots = [post(COMPLETIONS, body, leaves_after=1.0) for body in bodies]
-    target.withstand(lambda attacker: attacker.fire_at_once(shots), linger_s=3.0)
+    yield post(COMPLETIONS, {"prompt": "a", **SHORT, "guided_choice": choices}, allowed=FINE_OR_REFUSED)
 
 
 # Masks. The rows go on for seconds, and the bystander's row is in the same batch.
@@ -163,22 +127,37 @@ SLOW_MASKS: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SLOW_MASKS)
-def test_a_mask_that_comes_late_costs_its_own_row_its_turn_and_no_other(target: Target, name: str) -> None:
-    body = {"prompt": "a", "n": 4, "max_tokens": 1500, "logit_bias": {"97": 100}, **SLOW_MASKS[name]}
-    shot = post(COMPLETIONS, body, name, leaves_after=5.0, allowed=FINE_OR_REFUSED)
-    target.withstand(lambda attacker: attacker.fire(shot))
+def slow_masks(fields: dict[str, str], label: str) -> list[Shot]:
+    body = {"prompt": "a", "n": 4, "max_tokens": 1500, "logit_bias": {"97": 100}, **fields}
+    return [post(COMPLETIONS, body, label, leaves_after=5.0, allowed=FINE_OR_REFUSED)]
+
+
+ATTACKS: dict[str, Attack] = {
+    **{f"schema: {name}": each_of(partial(schema_shots, schema, name)) for name, schema in SCHEMAS.items()},
+    **{f"regex: {name}": each_of(partial(text_shots, "regex", text, name)) for name, text in REGEXES.items()},
+    "regex: 24 that are squared": each_of(squared_shots),
+    **{f"grammar: {name}": each_of(partial(text_shots, "grammar", text, name)) for name, text in GRAMMARS.items()},
+    "choices: ten thousand long ones": each_of(choices_shots),
+    **{f"masks that come late: {name}": slow_masks(fields, name) for name, fields in SLOW_MASKS.items()},
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_forces_a_structure_is_compiled_or_refused_and_obeyed_at_nobody_elses_cost(
+    target: Target, name: str
+) -> None:
+    target.withstand(ATTACKS[name])
+
+
+def test_the_client_of_a_grammar_that_takes_for_ever_leaves_and_nothing_is_left_of_it(target: Target) -> None:
+    bodies = [{"prompt": "a", **SHORT, "guided_regex": "a?" * 130_000 + "b" * number} for number in range(4)]
+    shots = [post(COMPLETIONS, body, leaves_after=1.0) for body in bodies]
+    target.withstand(lambda attacker: attacker.fire_at_once(shots), linger_s=3.0)
 
 
 def test_honest_structures_are_still_served_after_all_of_this(target: Target) -> None:
-    schema = {
-        "type": "object",
-        "properties": {f"field_{n}": {"type": "string", "maxLength": 3} for n in range(40)},
-        "required": ["field_1"],
-    }
-    shots = [
-        post(COMPLETIONS, {"prompt": "a", "max_tokens": 50, "guided_json": schema}, allowed=frozenset({200})),
-        post(COMPLETIONS, {"prompt": "a", "guided_regex": "[a-z]{3,20}"}, allowed=frozenset({200})),
-        post(COMPLETIONS, {"prompt": "a", "guided_choice": ["yes", "no"] * 50}, allowed=frozenset({200})),
-    ]
-    target.withstand(lambda attacker: attacker.fire_all(shots))
+    properties = {f"field_{n}": {"type": "string", "maxLength": 3} for n in range(40)}
+    schema = {"type": "object", "properties": properties, "required": ["field_1"]}
+    fields = ({"guided_json": schema}, {"guided_regex": "[a-z]{3,20}"}, {"guided_choice": ["yes", "no"] * 50})
+    bodies = [{"prompt": "a", "max_tokens": 50, **each} for each in fields]
+    target.withstand([post(COMPLETIONS, body, allowed=frozenset({200})) for body in bodies])

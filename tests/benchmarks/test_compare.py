@@ -6,24 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import compare
+import formats
 import pytest
+import shapes
+import speculation
 import speculation_peers
-from comparison.ceiling import (
-    ModelShape,
-    Pass,
-    Rates,
-    Workload,
-    decode_step,
-    least_seconds,
-    most_tokens_per_second,
-    prefill,
-)
-from comparison.contest import Score, Standing, Trial, record
-from comparison.report import table
+from comparison import ceiling
+from comparison.ceiling import ModelShape, Pass, Rates, Workload
+from comparison.contest import Score, Standing, Trial, record, table
 from peers.engines import Engine, UsageError
 
+from chairlift.loadtest.workload import WORDS
 from chairlift.models.cpu.build import usable_instruction_sets
-from tests.benchmarks.fakes import FAKE_WORKER, FIELDS, SETTINGS, SHAPE, RunScript
+from tests.support.kernels import needs_kernels
+
+from .conftest import FIELDS, SETTINGS, SHAPE, FakeEngine, RunScript
 
 # --- the command
 
@@ -31,7 +28,7 @@ from tests.benchmarks.fakes import FAKE_WORKER, FIELDS, SETTINGS, SHAPE, RunScri
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a configuration; the workers that measure it are fakes."""
-    monkeypatch.setattr(Engine, "command", lambda engine: [sys.executable, FAKE_WORKER, engine.kind])
+    monkeypatch.setattr(Engine, "command", FakeEngine.command)
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(FIELDS), encoding="utf-8")
@@ -42,6 +39,7 @@ def test_a_comparison_ends_in_a_line_of_json(model: Path, tmp_path: Path, run_sc
     flags = ["--model", str(model), "--workloads", "2x4+3", "1x8+1", "--rounds", "2", "--json", str(tmp_path / "out")]
     ran = run_script(compare, *flags, "--peer", "transformers", "--peer", f"vllm={sys.executable},raises=1")
     report = ran.report
+    engines, (first, second), settings = report["engines"], report["results"], report["settings"]
     assert json.loads((tmp_path / "out").read_text(encoding="utf-8")) == report
     assert "2x4+3, round 2, transformers: " in ran.err
     assert ran.out.startswith("workload")
@@ -49,34 +47,20 @@ def test_a_comparison_ends_in_a_line_of_json(model: Path, tmp_path: Path, run_sc
     # A batch of one prompt is a start-up's too.
     assert (ran.code, report["failed"]) == (1, True)
     assert run_script(compare, *flags[:3], "2x4+3", "--rounds", "1").code == 0
-    assert report["engines"]["vllm"]["failure"] == "did not start: RuntimeError: out of blocks"
-    assert [result["workload"] for result in report["results"]] == ["2x4+3", "1x8+1"]
-    assert len(report["results"][0]["engines"]["chairlift"]["seconds"]) == 2
-    assert len(report["results"][0]["machine_rates"]) == 3
-    assert report["results"][1]["unit"] == "prompt tokens/s"
-    assert report["settings"]["max_requests"] == 2
-    assert report["settings"]["max_prompt_tokens"] == 8
-    assert report["settings"]["cache_gigabytes"] == 1
+    assert engines["vllm"]["failure"] == "did not start: RuntimeError: out of blocks"
+    assert (first["workload"], second["workload"], second["unit"]) == ("2x4+3", "1x8+1", "prompt tokens/s")
+    assert (len(first["engines"]["chairlift"]["seconds"]), len(first["machine_rates"])) == (2, 3)
+    assert (settings["max_requests"], settings["max_prompt_tokens"], settings["cache_gigabytes"]) == (2, 8, 1)
     assert report["machine"]["cores"] >= 1
     assert report["machine"]["cpu_level"] == next(iter(usable_instruction_sets()), None)
-    assert report["engines"]["transformers"]["about"]["fake"] == "1.0"
+    assert engines["transformers"]["about"]["fake"] == "1.0"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--peer", "vllm=/no/python"], "compare.py: --peer vllm: no executable file at /no/python\n"),
-        (
-            ["--peer", "transformers"] * 2,
-            "compare.py: --peer transformers: named twice; tell them apart with as=NAME\n",
-        ),
-    ],
-)
-def test_a_peer_that_is_not_there_is_one_line(flags: list[str], message: str, run_script: RunScript) -> None:
-    assert run_script(compare, *flags) == (2, "", message)
-
-
-def test_a_workload_that_is_none_is_refused(run_script: RunScript) -> None:
+def test_a_peer_that_is_not_there_is_one_line_and_a_workload_that_is_none_is_refused(run_script: RunScript) -> None:
+    missing = "compare.py: --peer vllm: no executable file at /no/python\n"
+    twice = "compare.py: --peer transformers: named twice; tell them apart with as=NAME\n"
+    assert run_script(compare, "--peer", "vllm=/no/python") == (2, "", missing)
+    assert run_script(compare, *["--peer", "transformers"] * 2) == (2, "", twice)
     ran = run_script(compare, "--workloads", "8x128")
     assert ran.code == 2
     assert "'8x128' is no workload: write REQUESTSxPROMPT+OUTPUT" in ran.err
@@ -85,18 +69,14 @@ def test_a_workload_that_is_none_is_refused(run_script: RunScript) -> None:
 # --- peers
 
 
-def test_a_peer_runs_in_its_own_python() -> None:
+def test_a_peer_runs_in_its_own_python_and_llama_cpp_s_server_is_driven_by_ours(tmp_path: Path) -> None:
     engine = Engine.parse(f"vllm={sys.executable},max_num_batched_tokens=2048,as=vllm-2k")
     assert engine == Engine("vllm-2k", "vllm", sys.executable, {"max_num_batched_tokens": "2048"})
     assert engine.command() == [sys.executable, "-m", "peers.workers.vllm_worker"]
-
-
-def test_llama_cpp_s_server_is_driven_by_our_python(tmp_path: Path) -> None:
-    model = tmp_path / "model.gguf"
-    model.touch()
-    engine = Engine.parse(f"llama.cpp={sys.executable},gguf={model}")
-    assert engine.python == sys.executable
-    assert engine.options == {"gguf": str(model), "binary": sys.executable}
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    engine = Engine.parse(f"llama.cpp={sys.executable},gguf={gguf}")
+    assert (engine.python, engine.options) == (sys.executable, {"gguf": str(gguf), "binary": sys.executable})
 
 
 @pytest.mark.parametrize(
@@ -120,31 +100,30 @@ def test_what_is_not_there_is_named(text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_workers_see_our_scripts_and_no_network() -> None:
-    environment = Engine.parse("transformers").environment(replace(SETTINGS, num_threads=2), {"PATH": "/bin"})
-    assert Path(environment["PYTHONPATH"]).name == "benchmarks"
-    assert environment["HF_HUB_OFFLINE"] == "1"
-    assert environment["OMP_NUM_THREADS"] == "2"
-    assert environment["PATH"] == "/bin"
-
-
-def test_vllm_is_told_its_cores_and_cache_in_the_environment() -> None:
-    settings = replace(SETTINGS, num_threads=1, cache_gigabytes=3)
-    environment = Engine.parse("vllm=/bin/sh,preload=/bin/sh:/bin/ls").environment(settings, {})
-    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
-    assert "OMP_NUM_THREADS" not in environment
-    assert environment["LD_PRELOAD"] == "/bin/sh:/bin/ls"
+def test_workers_see_our_scripts_and_no_network_and_vllm_is_told_its_cores_and_cache() -> None:
+    ours = Engine.parse("transformers").environment(replace(SETTINGS, num_threads=2), {"PATH": "/bin"})
+    assert Path(ours["PYTHONPATH"]).name == "benchmarks"
+    assert (ours["HF_HUB_OFFLINE"], ours["OMP_NUM_THREADS"], ours["PATH"]) == ("1", "2", "/bin")
+    engine = Engine.parse("vllm=/bin/sh,preload=/bin/sh:/bin/ls")
+    vllms = engine.environment(replace(SETTINGS, num_threads=1, cache_gigabytes=3), {})
+    assert (vllms["VLLM_CPU_KVCACHE_SPACE"], vllms["LD_PRELOAD"]) == ("3", "/bin/sh:/bin/ls")
+    assert vllms["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
+    assert "OMP_NUM_THREADS" not in vllms
 
 
 # --- workloads, ceilings, medians and tables
 
 
+def standing(kind: str, imports_done: float, first_token: float, num_gigabytes: int) -> Standing:
+    marks = {"imports_done": imports_done, "first_token": first_token}
+    return Standing(kind, marks=marks, peak_bytes=num_gigabytes * 10**9)
+
+
 STANDINGS = {
-    "chairlift": Standing("chairlift", marks={"imports_done": 1.0, "first_token": 2.5}, peak_bytes=10**9),
-    "transformers": Standing("transformers", marks={"imports_done": 1.0, "first_token": 4.0}, peak_bytes=2 * 10**9),
-    "vllm": Standing("vllm", marks={"imports_done": 5.0, "first_token": 70.0}, peak_bytes=5 * 10**9),
-    "ov-int8": Standing("openvino", marks={"imports_done": 0.5, "first_token": 1.0}, peak_bytes=10**9),
+    "chairlift": standing("chairlift", 1.0, 2.5, 1),
+    "transformers": standing("transformers", 1.0, 4.0, 2),
+    "vllm": standing("vllm", 5.0, 70.0, 5),
+    "ov-int8": standing("openvino", 0.5, 1.0, 1),
 }
 
 
@@ -167,17 +146,10 @@ def test_the_best_peer_is_the_fastest_of_those_made_for_the_purpose() -> None:
 
 def test_one_that_failed_has_no_figures_but_what_there_was_is_kept() -> None:
     some = trial(chairlift=[1.0, 1.0], vllm=[0.5], ov_int8=[2.0, 2.0])
-    some.scores["vllm"].failure = "round 2: it ended with exit code 3"
-    assert some.median("vllm") is None
-    assert some.ratio("vllm") is None
-    assert some.best_peer(STANDINGS) == "ov-int8"
+    failure = some.scores["vllm"].failure = "round 2: it ended with exit code 3"
+    assert (some.median("vllm"), some.ratio("vllm"), some.best_peer(STANDINGS)) == (None, None, "ov-int8")
     kept = record(some, STANDINGS, SHAPE)
-    assert kept["engines"]["vllm"] == {
-        "seconds": [0.5],
-        "failure": "round 2: it ended with exit code 3",
-        "rates": [200.0],
-        "median": None,
-    }
+    assert kept["engines"]["vllm"] == {"seconds": [0.5], "failure": failure, "rates": [200.0], "median": None}
     assert (kept["workload"], kept["ratios"]) == ("10x3+10", {"vllm": None, "ov-int8": 2.0})
     assert kept["machine_rates"][1] == {"bytes_per_second": 1e12, "flops_per_second": 1_000_000.0}
     assert kept["best_peer"] == "ov-int8"
@@ -191,43 +163,32 @@ def test_the_ceiling_is_at_the_median_rates_and_also_at_the_highest() -> None:
     assert FULL.share(SHAPE) == pytest.approx(100.0 / median)
 
 
-def test_the_table_shows_medians_and_below_them_ratios() -> None:
-    lines = table([FULL], STANDINGS, SHAPE).splitlines()
-    assert lines[0].split() == ["workload", *STANDINGS, "ceiling", "share", "best", "peer"]
-    assert lines[1].split()[:7] == ["10x3+10", "output", "tokens/s", "100.0", "20.0", "50.0", "80.0"]
-    assert lines[2].split() == ["ratio", "4.00", "2.00", "1.25", "ov-int8", "1.25"]
-    assert lines[5].split() == ["chairlift", "2.50", "1.50", "1.00"]
-    assert lines[7].split() == ["vllm", "70.00", "65.00", "5.00"]
+def test_the_table_shows_medians_and_below_them_ratios_and_says_what_failed_and_why() -> None:
+    lines = [line.split() for line in table([FULL], STANDINGS, SHAPE).splitlines()]
+    assert lines[0] == ["workload", *STANDINGS, "ceiling", "share", "best", "peer"]
+    assert lines[1][:7] == ["10x3+10", "output", "tokens/s", "100.0", "20.0", "50.0", "80.0"]
+    assert lines[2] == ["ratio", "4.00", "2.00", "1.25", "ov-int8", "1.25"]
+    assert lines[5] == ["chairlift", "2.50", "1.50", "1.00"]
+    assert lines[7] == ["vllm", "70.00", "65.00", "5.00"]
     assert len(lines) == 9
 
-
-def test_the_table_says_what_failed_and_why() -> None:
     some = trial(chairlift=[1.0], vllm=[], ov_int8=[])
     some.scores["vllm"].failure = "warm-up: RuntimeError: out of blocks"
-    some.scores["ov-int8"].failure = "did not start: it was ended by SIGFPE"
-    standings = {
-        "chairlift": STANDINGS["chairlift"],
-        "vllm": STANDINGS["vllm"],
-        "ov-int8": Standing("openvino", failure="did not start: it was ended by SIGFPE"),
-    }
-    text = table([some], standings, SHAPE)
-    assert text.splitlines()[1].split()[3:6] == ["100.0", "failed", "failed"]
-    assert text.splitlines()[-2:] == [
-        "FAILED ov-int8: did not start: it was ended by SIGFPE",
-        "FAILED vllm at 10x3+10, warm-up: RuntimeError: out of blocks",
-    ]
+    absent = some.scores["ov-int8"].failure = "did not start: it was ended by SIGFPE"
+    standings = {name: STANDINGS[name] for name in ("chairlift", "vllm")}
+    failed = table([some], standings | {"ov-int8": Standing("openvino", failure=absent)}, SHAPE).splitlines()
+    assert failed[1].split()[3:6] == ["100.0", "failed", "failed"]
+    assert failed[-2] == "FAILED ov-int8: did not start: it was ended by SIGFPE"
+    assert failed[-1] == "FAILED vllm at 10x3+10, warm-up: RuntimeError: out of blocks"
 
 
-def test_a_workload_is_written_as_requests_prompt_and_output() -> None:
+def test_a_workload_is_written_as_requests_prompt_and_output_and_in_no_other_way() -> None:
     workload = Workload.parse("32x1024+64")
     assert workload == Workload(num_requests=32, prompt_tokens=1024, output_tokens=64)
     assert workload.name == "32x1024+64"
-
-
-@pytest.mark.parametrize("text", ["", "8", "8x128", "0x128+1", "8x0+1", "8x128+0", "8 x 128 + 1", "8x128+1 ", "-1x2+3"])
-def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no workload: write REQUESTSxPROMPT"):
-        Workload.parse(text)
+    for text in ("", "8", "8x128", "0x128+1", "8x0+1", "8x128+0", "8 x 128 + 1", "8x128+1 ", "-1x2+3"):
+        with pytest.raises(ValueError, match="is no workload: write REQUESTSxPROMPT"):
+            Workload.parse(text)
 
 
 def test_output_tokens_count_unless_there_is_only_the_first() -> None:
@@ -235,84 +196,64 @@ def test_output_tokens_count_unless_there_is_only_the_first() -> None:
     assert (Workload(2, 1024, 1).num_counted_tokens, Workload(2, 1024, 1).unit) == (2048, "prompt tokens/s")
 
 
-def test_prompts_are_the_same_for_every_engine_and_others_in_every_round() -> None:
+def test_prompts_are_the_same_for_every_engine_others_in_every_round_and_of_tokens_that_every_model_has() -> None:
     workload = Workload(4, 16, 8)
     assert workload.prompts("round 1", 1000) == workload.prompts("round 1", 1000)
     prompts = [tuple(ids) for turn in ("warm-up", "round 1", "round 2") for ids in workload.prompts(turn, 1000)]
     assert len(set(prompts)) == 12
     assert {len(ids) for ids in prompts} == {16}
-
-
-def test_every_model_has_the_tokens() -> None:
-    assert max(max(ids) for ids in Workload(32, 128, 1).prompts("x", 128256)) == 199
-    assert max(max(ids) for ids in Workload(32, 128, 1).prompts("x", 50)) == 49
+    assert [max(map(max, Workload(32, 128, 1).prompts("x", size))) for size in (128256, 50)] == [199, 49]
 
 
 # Per layer q 8x8, k and v 8x4 each, o 8x8, and three of 8x16: 64 + 64 + 64 + 384 = 576 weights. The head: 80.
 
 
-def test_the_weights_of_all_matrices_are_counted() -> None:
-    assert SHAPE.head_dim == 4
-    assert SHAPE.num_layer_weights == 2 * 576
-    assert SHAPE.num_head_weights == 80
+def test_the_weights_of_all_matrices_are_counted_and_int8_halves_their_bytes_and_not_the_cache() -> None:
+    assert (SHAPE.head_dim, SHAPE.num_layer_weights, SHAPE.num_head_weights) == (4, 2 * 576, 80)
     assert SHAPE.read_bytes == 2 * (1152 + 80)
+    int8 = ModelShape.of(FIELDS, weight_bytes=1, cache_bytes=2)
+    assert int8.read_bytes == 1232
+    assert int8.cached_bytes(1) == SHAPE.cached_bytes(1) == 2 * 2 * 1 * 4 * 2
 
 
 def test_a_known_shape_has_the_parameters_it_is_named_for() -> None:
-    fields = {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-    }
+    fields = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    fields |= {"head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152}
     shape = ModelShape.of(fields, weight_bytes=2, cache_bytes=2)
     assert shape.num_layer_weights + shape.num_head_weights == 134_479_872  # without norms
     assert shape.cached_bytes(1) == 23_040
 
 
-def test_int8_weights_halve_the_bytes_and_not_the_cache() -> None:
-    shape = ModelShape.of(FIELDS, weight_bytes=1, cache_bytes=2)
-    assert shape.read_bytes == 1232
-    assert shape.cached_bytes(1) == SHAPE.cached_bytes(1) == 2 * 2 * 1 * 4 * 2
-
-
 def test_a_prompt_is_multiplied_by_the_layers_and_its_last_token_by_the_head() -> None:
     # 3 tokens: 2 * 1152 * 3 = 6912; attention 4 * 2 layers * 2 heads * 4 * (1 + 2 + 3) = 384; head 2 * 80 = 160.
-    assert prefill(SHAPE, Workload(1, 3, 1)) == Pass(num_flops=7456, num_bytes=2464)
-    assert prefill(SHAPE, Workload(5, 3, 1)) == Pass(num_flops=5 * 7456, num_bytes=2464)
+    for num_requests in (1, 5):
+        assert ceiling.prefill(SHAPE, Workload(num_requests, 3, 1)) == Pass(
+            num_flops=num_requests * 7456, num_bytes=2464
+        )
 
 
 def test_a_decode_step_reads_weights_once_and_each_request_s_cache() -> None:
     # The second token out: 3 tokens are cached, attention sees 4. 2 * 1232 = 2464; attention 4 * 2 * 2 * 4 * 4 = 256.
-    assert decode_step(SHAPE, Workload(1, 3, 4), 1) == Pass(num_flops=2720, num_bytes=2464 + 3 * 32)
-    assert decode_step(SHAPE, Workload(6, 3, 4), 1) == Pass(num_flops=6 * 2720, num_bytes=2464 + 6 * 3 * 32)
-    assert decode_step(SHAPE, Workload(1, 3, 4), 3) == Pass(num_flops=2848, num_bytes=2464 + 5 * 32)
+    for num_requests in (1, 6):
+        step = Pass(num_flops=num_requests * 2720, num_bytes=2464 + num_requests * 3 * 32)
+        assert ceiling.decode_step(SHAPE, Workload(num_requests, 3, 4), 1) == step
+    assert ceiling.decode_step(SHAPE, Workload(1, 3, 4), 3) == Pass(num_flops=2848, num_bytes=2464 + 5 * 32)
 
 
-def test_a_pass_takes_the_larger_of_its_two_times() -> None:
+def test_a_pass_takes_the_larger_of_its_two_times_and_all_together_the_least_time() -> None:
     assert Pass(num_flops=100, num_bytes=100).seconds(Rates(bytes_per_second=10, flops_per_second=20)) == 10.0
     assert Pass(num_flops=100, num_bytes=100).seconds(Rates(bytes_per_second=20, flops_per_second=4)) == 25.0
-
-
-def test_passes_add_up_to_the_least_time() -> None:
-    slow_products = Rates(bytes_per_second=1e12, flops_per_second=1.0)
-    assert least_seconds(SHAPE, Workload(1, 3, 1), slow_products) == 7456
-    assert least_seconds(SHAPE, Workload(1, 3, 3), slow_products) == 7456 + 2720 + 2784
-    slow_memory = Rates(bytes_per_second=1.0, flops_per_second=1e12)
-    assert least_seconds(SHAPE, Workload(1, 3, 3), slow_memory) == 2464 + (2464 + 96) + (2464 + 128)
-
-
-def test_the_most_tokens_per_second_are_in_the_workload_s_unit() -> None:
+    slow_products, slow_memory = Rates(1e12, flops_per_second=1.0), Rates(bytes_per_second=1.0, flops_per_second=1e12)
+    assert ceiling.least_seconds(SHAPE, Workload(1, 3, 1), slow_products) == 7456
+    assert ceiling.least_seconds(SHAPE, Workload(1, 3, 3), slow_products) == 7456 + 2720 + 2784
+    assert ceiling.least_seconds(SHAPE, Workload(1, 3, 3), slow_memory) == 2464 + (2464 + 96) + (2464 + 128)
+    # The most tokens per second are in the workload's unit.
     rates = Rates(bytes_per_second=1e12, flops_per_second=7456)
-    assert most_tokens_per_second(SHAPE, Workload(1, 3, 1), rates) == 3.0  # prompt tokens in one second
-    two = most_tokens_per_second(SHAPE, Workload(1, 3, 2), rates)
-    assert two == pytest.approx(2 / (1 + 2720 / 7456))
+    assert ceiling.most_tokens_per_second(SHAPE, Workload(1, 3, 1), rates) == 3.0  # prompt tokens in one second
+    assert ceiling.most_tokens_per_second(SHAPE, Workload(1, 3, 2), rates) == pytest.approx(2 / (1 + 2720 / 7456))
 
 
-# --- what guesses gain each engine
+# --- what guesses gain
 
 
 def test_each_engine_guesses_in_turns_with_itself(model: Path, tmp_path: Path, run_script: RunScript) -> None:
@@ -320,16 +261,10 @@ def test_each_engine_guesses_in_turns_with_itself(model: Path, tmp_path: Path, r
     flags = ["--model", "bundled", "--kinds", "copy", "--rows", "1", "3", "--rounds", "2"]
     peer = f"openvino={sys.executable},model={model},journal={journal},raises=3"
     ran = run_script(speculation_peers, *flags, "--peer", peer)
-    chairlift, openvino, _, failed = ran.report["figures"]
+    chairlift, openvino, third, failed = ran.report["figures"]
     assert (ran.code, failed["failure"]) == (1, "RuntimeError: out of blocks")
     assert [len(pair) for pair in chairlift["seconds"]] == [len(pair) for pair in openvino["seconds"]] == [2, 2]
-    assert ran.out.splitlines()[2].split() == [
-        "copy,",
-        "3",
-        "rows",
-        f"{ran.report['figures'][2]['ratio']:.2f}",
-        "failed",
-    ]
+    assert ran.out.splitlines()[2].split() == ["copy,", "3", "rows", f"{third['ratio']:.2f}", "failed"]
     begun = [line.split()[0] for line in journal.read_text(encoding="ascii").splitlines() if line.endswith("begins")]
     without, guessing = dict.fromkeys(begun)
     assert begun[:8] == [without, without, guessing, guessing, without, guessing, without, guessing]  # a start, rounds
@@ -337,3 +272,42 @@ def test_each_engine_guesses_in_turns_with_itself(model: Path, tmp_path: Path, r
     stranger = run_script(speculation_peers, *flags, "--peer", "transformers")
     assert stranger.code == 2
     assert "--peer transformers: it does not guess from the text" in stranger.err
+
+
+@needs_kernels
+@pytest.mark.parametrize("number_format", ["bfloat16", "int8", "int4"])
+def test_random_weights_answer_as_predicted(
+    number_format: str, run_script: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = FIELDS | {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 2 * len(WORDS)}
+    monkeypatch.setitem(shapes.SHAPES, "tiny", fields)
+    small = ["--shape", "tiny", "--rows", "2", "--rounds", "1", "--tokens", "40", "--guessed", "8"]
+    ran = run_script(speculation, *small, "--kinds", "prediction", "free", "--format", number_format)
+    predicted, free = ran.report["figures"]
+    assert predicted["accepted"] >= 60
+    assert predicted["rejected"] == 0
+    assert free["accepted"] <= 4  # tokens are random
+
+
+# --- formats and levels
+
+
+@needs_kernels
+@pytest.mark.usefixtures("model")
+def test_a_row_has_bits_perplexity_speed_and_memory_of_a_format_at_a_level(run_script: RunScript) -> None:
+    level = usable_instruction_sets()[0]
+    flags = ["--model", "bundled", "--formats", "bfloat16", "int8", "--workloads", "1x4+3", "2x4+3", "--rounds", "1"]
+    ran = run_script(formats, *flags)
+    head, _, plain, int8, _ = ran.out.splitlines()
+    assert head == "| level | format | bits a weight | perplexity | 1x4+3 | 2x4+3 | peak memory, GB |"
+    assert plain.startswith(f"| {level} | bfloat16 | 16.")
+    assert int8.startswith(f"| {level} | int8 | 9.4 |")  # with the padding of a small model
+    known, results = ran.report["formats"], ran.report["results"]
+    assert known["int8"]["perplexity"] == pytest.approx(known["bfloat16"]["perplexity"], rel=0.02)
+    assert [len(result["rates"][f"{level} int8"]) for result in results] == [1, 1]
+    assert (ran.code, ran.report["engines"][f"{level} int8"]["options"]["level"]) == (0, level)
+
+
+def test_only_a_gguf_file_has_a_format_of_its_own(run_script: RunScript) -> None:
+    ran = run_script(formats, "--model", "bundled", "--formats", "file")
+    assert ran == (2, "", "formats.py: --formats file: bundled is no GGUF file\n")

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import host_path
+import http_cost
 import pytest
 import scheduler_cost
 from harness import StepTimes, make_request, medians, timed_step
@@ -20,7 +21,9 @@ from peers.sleeping_device import FILE_VARIABLE, STEP_VARIABLE, Work
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import RequestOptions
 from chairlift.scheduler import Scheduler
-from tests.benchmarks.fakes import RunScript
+from tests.engine.support import make_tiny_checkpoint
+
+from .conftest import RunScript
 
 # --- the scheduler
 
@@ -32,21 +35,14 @@ def test_all_parts_are_measured_and_the_last_line_is_json(run_script: RunScript,
     path = tmp_path / "cost.json"
     small = ["--rows", "1", "4", "--waiting", "0", "10", "--prefix-slots", "3", "--prefix-tokens", "200"]
     ran = run_script(scheduler_cost, *small, "--steps", "60", "--rounds", "1", "--json", str(path))
-    lines, report = ran.out.splitlines(), ran.report
+    lines, costs = ran.out.splitlines(), ran.report["microseconds"]
     assert ran.code == 0
-    assert json.loads(path.read_text(encoding="utf-8")) == report
-    costs = report["microseconds"]
-    assert list(costs["rows"]) == [
-        "1 decode rows",
-        "4 decode rows",
-        "4 rows, half of them new",
-        "4 rows, all of them new",
-    ]
-    assert len(costs["waiting"]) == 5 * 2
-    assert list(costs["queue"]) == ["10 waiting"]
-    verbs = ["add", "abort", "expire none", "expire each of many", "refuse", "displace"]
-    assert list(costs["queue"]["10 waiting"]) == verbs
-    assert len(costs["prefixes"]) == 5
+    assert json.loads(path.read_text(encoding="utf-8")) == ran.report
+    rows = ["1 decode rows", "4 decode rows", "4 rows, half of them new", "4 rows, all of them new"]
+    queue = ["add", "abort", "expire none", "expire each of many", "refuse", "displace"]
+    assert (list(costs["rows"]), list(costs["queue"])) == (rows, ["10 waiting"])
+    assert list(costs["queue"]["10 waiting"]) == queue
+    assert (len(costs["waiting"]), len(costs["prefixes"])) == (5 * 2, 5)
     assert all(list(figures) == VERBS for part in ("rows", "waiting") for figures in costs[part].values())
     assert all(value > 0 for figures in costs["rows"].values() for value in figures.values())
     assert lines[0].startswith("1 decode rows ")
@@ -56,14 +52,7 @@ def test_all_parts_are_measured_and_the_last_line_is_json(run_script: RunScript,
 
 def test_medians_are_of_each_verb_and_of_their_sums() -> None:
     times = [StepTimes(1e-6, 2e-6, 3e-6, 4e-6), StepTimes(3e-6, 2e-6, 1e-6, 0.0), StepTimes(2e-6, 9e-6, 2e-6, 2e-6)]
-    assert medians(times) == {
-        "schedule": 2.0,
-        "reserve": 2.0,
-        "advance": 2.0,
-        "update": 2.0,
-        "scheduler": 6.0,
-        "total": 10.0,
-    }
+    assert medians(times) == dict(zip(VERBS, [2.0, 2.0, 2.0, 2.0, 6.0, 10.0], strict=True))
 
 
 def test_a_timed_step_is_a_whole_step() -> None:
@@ -83,9 +72,9 @@ def test_a_timed_step_is_a_whole_step() -> None:
 # --- a server with all but a model
 
 
-def test_a_small_case(run_script: RunScript, tmp_path: Path) -> None:
-    flags = ["--cases", "3x4", "--seconds", "1", "--output-tokens", "9", "--json", str(tmp_path / "report.json")]
-    ran = run_script(host_path, *flags)
+def test_a_small_case_of_whole_prompts(run_script: RunScript, tmp_path: Path) -> None:
+    flags = ["--cases", "3x4", "--seconds", "1", "--prompt-tokens", "300", "--output-tokens", "3"]
+    ran = run_script(host_path, *flags, "--json", str(tmp_path / "report.json"))
     assert ran.code == 0
     assert ran.out.splitlines()[1].startswith("3 streams, 4 ms")
     report = ran.report
@@ -93,16 +82,11 @@ def test_a_small_case(run_script: RunScript, tmp_path: Path) -> None:
     (figures,) = report["cases"]
     assert figures["ideal"] == 750
     assert figures["tokens_per_s"] > 0
+    assert figures["computed_per_s"] > 80 * figures["tokens_per_s"]  # 100, but that requests are cut off by both ends
     assert figures["idle"] < 1.0
     assert figures["ttft_ms"]["p50"] > 4.0  # the step that makes it
     assert figures["cpu_us"].pop("workers") == 0.0
     assert min(figures["cpu_us"].values()) > 0.0
-
-
-def test_every_prompt_is_computed(run_script: RunScript) -> None:
-    ran = run_script(host_path, "--cases", "3x2", "--seconds", "1", "--prompt-tokens", "300", "--output-tokens", "3")
-    (figures,) = ran.report["cases"]
-    assert figures["computed_per_s"] > 80 * figures["tokens_per_s"]  # 100, but that requests are cut off by both ends
 
 
 def test_no_two_prompts_begin_alike() -> None:
@@ -110,6 +94,18 @@ def test_no_two_prompts_begin_alike() -> None:
     bodies = [json.loads(next(requests).partition(b"\r\n\r\n")[2]) for _ in range(12)]
     prompts = [body["messages"][0]["content"] for body in bodies]
     assert prompts[:2] + prompts[10:] == ["00000000aaaa", "10000000aaaa", "01000000aaaa", "11000000aaaa"]
+
+
+@pytest.mark.slow
+def test_a_server_and_a_call_take_turns(tmp_path: Path, run_script: RunScript) -> None:
+    flags = ["--requests", "2", "--rounds", "1", "--prompt-tokens", "5", "--output-tokens", "4"]
+    ran = run_script(http_cost, "--model", make_tiny_checkpoint(tmp_path), *flags)
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("2 requests: streams over HTTP take ")
+    (case,) = ran.report["cases"]
+    ((served, offline),) = ((each["served_s"], each["offline_s"]) for each in case["rounds"])
+    assert case["requests"] == 2
+    assert case["cost"] == case["cost_of_fastest"] == round(served / offline - 1, 4)
 
 
 # --- vLLM's server with a model that sleeps
@@ -157,9 +153,8 @@ def sleeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_a_row_says_a_letter_in_every_step_that_ends_its_prompt_or_follows_it(sleeper: Any, tmp_path: Path) -> None:
-    assert (
-        sleeper.execute_model(scheduled({"a": 3, "b": 4}, {"a": 3, "b": 6}, {}, set()), non_block=True).result() is None
-    )
+    prompts = scheduled({"a": 3, "b": 4}, {"a": 3, "b": 6}, {}, set())
+    assert sleeper.execute_model(prompts, non_block=True).result() is None
     assert sleeper.sample_tokens(None, non_block=True).result() == FakeOutput(["a", "b"], {"a": 0, "b": 1}, [[90], []])
     assert sleeper.execute_model(scheduled({"b": 2, "a": 1}, {}, {"a": 3, "b": 4}, set())) is None
     assert sleeper.sample_tokens(None) == FakeOutput(["b", "a"], {"b": 0, "a": 1}, [[90], [90]])

@@ -1,10 +1,7 @@
 """benchmarks/gpu.py: its figures beside their floors, worked out by hand, and the whole on a CPU at tiny shapes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import gpu
 import pytest
@@ -14,7 +11,7 @@ from on_gpu.measurements import PARTS, Measurement, Setup
 from on_gpu.report import Line, make_lines, table
 from on_gpu.scale import SCALES, hugging_face_config, model_shape
 
-from tests.benchmarks.fakes import SHAPE, RunScript
+from .conftest import SHAPE, RunScript
 
 # --- figures
 
@@ -24,16 +21,8 @@ RATES: Measurement = {"kind": "rates", "bytes_per_second": 1e6, "flops_per_secon
 
 
 def decode(seconds: float, target: float | None = None) -> Measurement:
-    return {
-        "kind": "decode",
-        "shape": "large",
-        "rows": 3,
-        "context": 10,
-        "variant": "torch, graphs, 8 a launch",
-        "target": target,
-        "seconds": seconds,
-        "num_generated": 5,
-    }
+    sizes = {"kind": "decode", "shape": "large", "rows": 3, "context": 10, "num_generated": 5}
+    return sizes | {"variant": "torch, graphs, 8 a launch", "target": target, "seconds": seconds}
 
 
 def contest(who: str, seconds: float) -> Measurement:
@@ -51,19 +40,17 @@ def test_the_floor_of_a_decode_step_is_what_it_must_read() -> None:
     assert [line.verdict for line in (good, slow, free)] == ["met", "missed", ""]
 
 
-def test_a_prefill_s_share_is_that_of_the_matrix_rate() -> None:
+PREFILL = {"kind": "prefill", "shape": "large", "workload": "1x3+1"}
+
+
+def test_a_prefill_s_share_is_that_of_the_matrix_rate_and_an_idle_device_must_stay_below_its_limit() -> None:
     # 3 tokens: 7456 FLOPs (tests of the ceiling), in 10 microseconds: 745.6 MFLOP/s of 1 GFLOP/s.
-    measured = {"kind": "prefill", "shape": "large", "workload": "1x3+1", "seconds": 1e-5}
-    line = lines(RATES, measured)[1]
+    line = lines(RATES, PREFILL | {"seconds": 1e-5})[1]
     assert line.share == pytest.approx(0.7456)
     assert line.verdict == "met"
-
-
-def test_an_idle_device_must_stay_below_its_limit() -> None:
-    measured = {"kind": "idle", "shape": "large", "rows": 32, "total": 0.08, "between_steps": 0.04}
-    (line,) = lines(measured)
-    assert (line.measured, line.share, line.verdict) == ("8.0%", 0.04, "met")
-    assert lines({**measured, "between_steps": 0.06})[0].verdict == "missed"
+    idle = {"kind": "idle", "shape": "large", "rows": 32, "total": 0.08}
+    good, bad = lines(idle | {"between_steps": 0.04}, idle | {"between_steps": 0.06})
+    assert (good.measured, good.share, good.verdict, bad.verdict) == ("8.0%", 0.04, "met", "missed")
 
 
 def test_a_peer_s_share_is_how_many_times_as_long_it_takes() -> None:
@@ -75,12 +62,9 @@ def test_a_peer_s_share_is_how_many_times_as_long_it_takes() -> None:
 
 
 def test_without_rates_there_are_figures_but_no_verdicts() -> None:
-    prefill = {"kind": "prefill", "shape": "large", "workload": "1x3+1", "seconds": 0.25}
-    without = lines(decode(0.008, target=0.5), prefill)
-    assert [(line.measured, line.floor, line.verdict) for line in without] == [
-        ("8.000 ms", "", ""),
-        ("250.000 ms", "", ""),
-    ]
+    without = lines(decode(0.008, target=0.5), PREFILL | {"seconds": 0.25})
+    figures = [(line.measured, line.floor, line.verdict) for line in without]
+    assert figures == [("8.000 ms", "", ""), ("250.000 ms", "", "")]
 
 
 def test_the_table_ends_with_what_failed() -> None:
@@ -102,58 +86,37 @@ def test_idle_is_what_no_work_covers() -> None:
         measure_idle([])
 
 
-@pytest.mark.parametrize(
-    ("fields", "num_parameters"),
-    [(SCALES["full"].large, 8_030_000_000), (SCALES["full"].small, 1_236_000_000)],
-    ids=["Llama 3.1 8B", "Llama 3.2 1B"],
-)
-def test_the_full_shapes_are_those_of_the_models_they_are_named_for(
-    fields: dict[str, int], num_parameters: int
+@pytest.mark.parametrize(("name", "num_parameters"), [("large", 8_030_000_000), ("small", 1_236_000_000)])
+def test_the_full_shapes_are_those_of_llama_3_1_8b_and_llama_3_2_1b_which_is_tied(
+    name: str, num_parameters: int
 ) -> None:
+    fields, is_tied = getattr(SCALES["full"], name), name == "small"
     shape = model_shape(fields, "bfloat16")
-    num_embeddings = 1 if fields.get("tie_word_embeddings") else 2
-    assert shape.num_layer_weights + num_embeddings * shape.num_head_weights == pytest.approx(num_parameters, rel=1e-3)
-
-
-def test_a_shape_is_tied_only_where_it_says_so() -> None:
-    scale = SCALES["full"]
-    assert hugging_face_config(scale.large, 256, "bfloat16").tie_word_embeddings is False
-    assert hugging_face_config(scale.small, 256, "bfloat16").tie_word_embeddings is True
+    num_weights = shape.num_layer_weights + (1 if is_tied else 2) * shape.num_head_weights
+    assert num_weights == pytest.approx(num_parameters, rel=1e-3)
+    assert hugging_face_config(fields, 256, "bfloat16").tie_word_embeddings is is_tied
 
 
 # --- the command and its parts
 
 
-REPOSITORY = Path(__file__).parents[2]
-SCRIPT = REPOSITORY / "benchmarks" / "gpu.py"
-TINY = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32"]
-
-
-def run(*arguments: str) -> tuple["subprocess.CompletedProcess[str]", dict[str, Any]]:
-    """The command, and the JSON in its last line."""
-    command = [sys.executable, str(SCRIPT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
-    return done, json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
-def test_a_run_prints_a_table_and_writes_json(tmp_path: Path) -> None:
-    done, report = run(*TINY, "--parts", "rates", "small", "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
-    assert [line.split(",")[0] for line in done.stdout.splitlines()[1:-1]] == ["memory", "decode small"]
+def test_a_run_prints_a_table_and_writes_json_and_a_part_that_fails_is_reported(
+    tmp_path: Path, run_script: RunScript
+) -> None:
+    tiny = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--json", str(tmp_path / "out.json")]
+    ran = run_script(gpu, *tiny, "--parts", "rates", "small")
+    report = ran.report
+    assert ran.code == 0, ran.err
+    assert [line.split(",")[0] for line in ran.out.splitlines()[1:-1]] == ["memory", "decode small"]
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == report
     assert [each["kind"] for each in report["measurements"]] == ["rates", "decode"]
-    assert report["failures"] == {}
-    assert report["versions"]["torch"] == torch.__version__
+    assert (report["failures"], report["versions"]["torch"]) == ({}, torch.__version__)
     assert 0 < report["table"][1]["share"] < 1.5
 
-
-@pytest.mark.slow
-def test_a_part_that_fails_is_reported_and_the_others_still_run(tmp_path: Path) -> None:
-    done, report = run(*TINY, "--parts", "checks", "small", "--limit", "0.01", "--json", str(tmp_path / "out.json"))
-    assert done.returncode == 1
-    assert report["failures"] == {"checks": "took longer than 0.01 s", "small": "took longer than 0.01 s"}
-    assert "FAILED checks: took longer than 0.01 s" in done.stdout
+    late = run_script(gpu, *tiny, "--parts", "checks", "small", "--limit", "0.01")
+    assert (late.code, late.report["failures"]) == (1, dict.fromkeys(("checks", "small"), "took longer than 0.01 s"))
+    assert "FAILED checks: took longer than 0.01 s" in late.out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
@@ -168,14 +131,8 @@ def measured(name: str, tmp_path: Path) -> list[Measurement]:
 
 def test_the_large_part_decodes_prefills_contests_and_profiles(tmp_path: Path) -> None:
     measurements = measured("large", tmp_path)
-    assert [(each["kind"], each.get("rows")) for each in measurements] == [
-        ("decode", 1),
-        ("decode", 4),
-        ("prefill", None),
-        ("contest", None),
-        ("idle", 1),
-        ("idle", 4),
-    ]
+    kinds = [("decode", 1), ("decode", 4), ("prefill", None), ("contest", None), ("idle", 1), ("idle", 4)]
+    assert [(each["kind"], each.get("rows")) for each in measurements] == kinds
     assert all(each["seconds"] > 0 for each in measurements[:4])
     assert all(0 <= each["between_steps"] <= each["total"] < 1 for each in measurements[4:])
 
@@ -188,10 +145,7 @@ def test_single_steps_are_measured_apart(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "who"),
-    [
-        ("transformers_static", "transformers generate"),
-        ("transformers_continuous", "transformers generate_batch"),
-    ],
+    [("transformers_static", "transformers generate"), ("transformers_continuous", "transformers generate_batch")],
 )
 def test_transformers_takes_part(name: str, who: str, tmp_path: Path) -> None:
     (measurement,) = measured(name, tmp_path)

@@ -1,15 +1,17 @@
-"""benchmarks/simulate.py from its flags to its table, JSON and plot."""
+"""benchmarks/simulate.py and simulate_fleet.py from flags to table, JSON and picture."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import simulate
+import simulate_fleet
 from simulation import simulation
 
 from chairlift.scheduler import Scheduler
 
-from .fakes import RunScript
+from .conftest import RunScript
 
 SMALL = ["--requests", "60", "--slots", "4", "--slot-tokens", "200", "--budgets", "64"]
 
@@ -44,8 +46,10 @@ def test_a_workload_file_is_replayed(run_script: RunScript, tmp_path: Path) -> N
     path.write_text("\n".join(json.dumps({**line, "timestamp": 5000 * i}) for i in range(5)), encoding="utf-8")
     flags = ["--workload", str(path), "--settings", "first-come"]
     (figures,) = run_script(simulate, *flags).report["results"]
-    assert figures["num_requests"] == 5
-    assert figures["ttft"]["p50"] == pytest.approx(8.4e-3 + 50 * 131e-6)
+    assert (figures["num_requests"], figures["ttft"]["p50"]) == (5, pytest.approx(8.4e-3 + 50 * 131e-6))
+
+
+LENGTHS = "N, uniform:LOW,HIGH, normal:MEAN,STD[,MAX] or lognormal:MEDIAN,SIGMA[,MAX]"
 
 
 @pytest.mark.parametrize(
@@ -57,12 +61,12 @@ def test_a_workload_file_is_replayed(run_script: RunScript, tmp_path: Path) -> N
         (["--requests", "0"], "a workload needs at least 1 request, not 0"),
         (["--priorities", "0.5"], "the shares of the priorities must add up to 1, not 0.5"),
         (["--load", "0"], "the rate must be above 0 requests a second, not 0"),
+        (["--flood", "1.5"], "a share must be between 0 and 1"),
+        (["--tenants", "0"], "a workload needs at least 1 tenant, not 0"),
+        (["--burstiness", "0"], "burstiness must be above 0, not 0"),
+        (["--slot-tokens", "1"], "a slot must hold a prompt token and an output token, not 1 tokens"),
         (["--window", "0"], "the window must be above 0 seconds, not 0"),
-        (
-            ["--turns", "few"],
-            "cannot read the length 'few': it must be N, uniform:LOW,HIGH, normal:MEAN,STD[,MAX] or"
-            " lognormal:MEDIAN,SIGMA[,MAX], in numbers above 0",
-        ),
+        (["--turns", "few"], f"cannot read the length 'few': it must be {LENGTHS}, in numbers above 0"),
         (["--workload", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file or directory"),
     ],
 )
@@ -83,3 +87,46 @@ def test_a_breach_is_reported_and_ends_the_run(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(simulation, "Scheduler", Forgetful)
     ran = run_script(simulate, *SMALL, "--settings", "fair")
     assert (ran.code, ran.err) == (1, "WRONG: step 1: somebody is here\n")
+
+
+# --- a fleet
+
+
+FLEET = ["--requests", "300", "--replicas", "3", "--load", "2", "--turns", "4", "--pause", "1", "--tenants", "30"]
+SHARED = ["--families", "5", "--family-share", "1", "--family-tokens", "200"]
+
+
+def fleet_figures(run_script: RunScript, *flags: str) -> dict[str, Any]:
+    """The figures of each router."""
+    results = run_script(simulate_fleet, *FLEET, *SHARED, *flags).report["results"]
+    return {each["router"]: each for each in results}
+
+
+def test_prefixes_are_reused_as_far_as_a_router_brings_them_together(run_script: RunScript, tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "fleet.json"), "--plot", str(tmp_path / "fleet.png")]
+    figures = fleet_figures(run_script, *files)
+    assert list(figures) == ["round robin", "least loaded", "hash of tenant", "prefix-aware"]
+    assert {each["num_requests"] for each in figures.values()} == {300}
+    reused = {name: each["hit_rate"] / each["known_rate"] for name, each in figures.items()}
+    assert reused["prefix-aware"] > 0.95
+    assert reused["round robin"] < 0.8 * reused["prefix-aware"]
+    assert figures["round robin"]["imbalance"] < figures["hash of tenant"]["imbalance"]
+    assert figures["prefix-aware"]["ttft"]["p99"] < figures["round robin"]["ttft"]["p99"]
+    assert json.loads((tmp_path / "fleet.json").read_text())["results"] == list(figures.values())
+    assert (tmp_path / "fleet.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_lost_replica_was_asked_others_answer(run_script: RunScript) -> None:
+    flags = ["--load", "8", "--routers", "hash of tenant", "prefix-aware"]
+    whole = fleet_figures(run_script, *flags)
+    lossy = fleet_figures(run_script, *flags, "--lose-at", "1", "--downtime", "2")
+    for name, figures in lossy.items():
+        assert figures["num_requests"] == 300
+        assert figures["num_asked_again"] > 0
+        assert figures["ttft_after_loss"] is not None
+        assert figures["hit_rate"] < whole[name]["hit_rate"]
+
+
+def test_settings_that_make_no_sense_are_refused(run_script: RunScript) -> None:
+    ran = run_script(simulate_fleet, "--requests", "0")
+    assert (ran.code, "a workload needs at least 1 request, not 0" in ran.err) == (2, True)

@@ -11,14 +11,15 @@ from simulation.figures import Spread, figures_of
 from simulation.meter import Breach, Watch
 from simulation.requests import Fate
 from simulation.simulation import Machine, Played, Setting, Simulation
-from simulation.workload import Conversation, Prefix, Turn, opening, text
+from simulation.workload import Conversation, Prefix, Turn
 
 from chairlift.cache.ledger import SlotLedger
 from chairlift.params import SamplingParams
 from chairlift.scheduler import Policy, Request, RequestState, RowPlan, Scheduler, StepPlan
 
 SECOND_A_STEP = LinearCost(step=1.0, prompt_token=0.0, decode_row=0.0, context_token=0.0, copied_token=0.0)
-FIRST_COME = Setting("first-come", Policy(enable_prefix_caching=False))
+POLICY = Policy(enable_prefix_caching=False)
+FIRST_COME, PREFIXES = Setting("first-come", POLICY), Setting("prefixes", Policy())
 
 
 def one(arrival: float, num_prompt: int, num_output: int, **others: Any) -> Conversation:
@@ -46,53 +47,40 @@ def column(played: Played, name: str) -> list[float]:
     return values
 
 
-def test_a_request_waits_for_the_slot_of_another() -> None:
-    played = play(one(0.0, 3, 2), one(0.5, 3, 3))
-    assert column(played, "admission") == [0.0, 2.0]
-    assert column(played, "first_token") == [1.0, 3.0]
-    assert column(played, "end") == [2.0, 5.0]
-    assert (played.duration, played.num_steps, played.meter.use.busy) == (5.0, 5, 5.0)
-    assert (played.meter.use.backlogged, played.meter.use.backlogged_slots) == (
-        1.0,
-        1.0,
-    )  # from 1.0 to 2.0
-
-
 def quantiles(spread: Spread | None) -> list[float]:
     assert spread is not None
     return [spread.mean, spread.p50, spread.p90, spread.p99, spread.max]
 
 
-def test_figures_of_that_world() -> None:
-    figures = figures_of("x", play(one(0.0, 3, 2), one(0.5, 3, 3)), starved_after=1.0)
+def test_a_request_waits_for_the_slot_of_another_and_the_figures_of_that_world() -> None:
+    played = play(one(0.0, 3, 2), one(0.5, 3, 3))
+    assert column(played, "admission") == [0.0, 2.0]
+    assert column(played, "first_token") == [1.0, 3.0]
+    assert column(played, "end") == [2.0, 5.0]
+    assert (played.duration, played.num_steps, played.meter.use.busy) == (5.0, 5, 5.0)
+    assert (played.meter.use.backlogged, played.meter.use.backlogged_slots) == (1.0, 1.0)  # from 1.0 to 2.0
+
+    figures = figures_of("x", played, starved_after=1.0)
     assert quantiles(figures.queueing) == pytest.approx([0.75, 0.75, 1.35, 1.485, 1.5])
     assert quantiles(figures.ttft) == pytest.approx([1.75, 1.75, 2.35, 2.485, 2.5])
     assert figures.tpot == Spread(1.0, 1.0, 1.0, 1.0, 1.0)
     assert (figures.output_tokens_per_s, figures.prompt_tokens_per_s) == (1.0, 1.2)
     assert (figures.slot_use, figures.backlogged_share, figures.num_starved) == (1.0, 0.2, 1)
-    assert figures.jain_slowdown == 1.0
+    assert (figures.jain_slowdown, figures.other_tenants) == (1.0, None)
     assert figures.largest_tenant.slowdown == pytest.approx((2 / 2 + 4.5 / 3) / 2)
-    assert figures.other_tenants is None
+    assert asdict(figures)["tpot"] == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0}  # fit for JSON
 
 
-def test_a_step_takes_as_long_as_what_is_in_it() -> None:
+def test_a_step_takes_as_long_as_what_is_in_it_and_a_long_prompt_several() -> None:
     cost = LinearCost(step=1.0, prompt_token=0.1, decode_row=0.01, context_token=0.001, copied_token=0.0)
-    played = play(one(0.0, 10, 3), cost=cost)
     # 10 prompt tokens; a row with 10 tokens in its slot; a row with 11
-    assert played.duration == pytest.approx(2.0 + 1.02 + 1.021)
-
-
-def test_a_long_prompt_is_computed_within_the_budget() -> None:
+    assert play(one(0.0, 10, 3), cost=cost).duration == pytest.approx(2.0 + 1.02 + 1.021)
     assert column(play(one(0.0, 25, 1), budget=10), "first_token") == [3.0]
 
 
-def test_several_steps_of_a_launch_take_several_times_as_long() -> None:
+def test_a_launch_takes_as_long_as_its_steps_and_an_end_token_in_its_middle_ends_the_answer() -> None:
     played = play(one(0.0, 3, 9), max_steps_per_launch=4)
-    assert column(played, "end") == [9.0]
-    assert played.num_steps == 3  # 1 + 4 + 4
-
-
-def test_an_end_token_in_the_middle_of_a_launch_ends_the_answer() -> None:
+    assert (column(played, "end"), played.num_steps) == ([9.0], 3)  # 1 + 4 + 4
     turn = Turn(3, num_output_tokens=3, max_tokens=50)
     played = play(Conversation(0.0, (turn,)), max_steps_per_launch=4)
     assert column(played, "num_output_tokens") == [3.0]
@@ -101,23 +89,15 @@ def test_an_end_token_in_the_middle_of_a_launch_ends_the_answer() -> None:
 
 def test_the_clock_jumps_over_idle_times() -> None:
     played = play(one(5.0, 1, 1), one(100.0, 1, 1))
-    assert column(played, "admission") == [5.0, 100.0]
-    assert played.duration == 101.0
+    assert (column(played, "admission"), played.duration) == ([5.0, 100.0], 101.0)
 
 
-def test_a_client_that_goes_away_gives_its_slot_back() -> None:
-    played = play(one(0.0, 3, 50, patience=2.5), one(0.0, 3, 1))
-    assert column(played, "fate") == [Fate.LEFT, Fate.FINISHED]
-    assert column(played, "end") == [2.5, 4.0]  # within a step, whose end frees the slot
-
-
-def test_a_client_that_goes_away_while_it_waits_never_had_a_slot() -> None:
-    played = play(one(0.0, 3, 5), one(0.0, 3, 5, patience=1.5))
-    assert column(played, "fate") == [Fate.LEFT, Fate.FINISHED]
-    assert isnan(column(played, "admission")[0])
-
-
-def test_a_client_with_patience_enough_gets_its_answer() -> None:
+def test_a_client_that_goes_away_gives_its_slot_back_or_never_had_one() -> None:
+    served = play(one(0.0, 3, 50, patience=2.5), one(0.0, 3, 1))
+    waiting = play(one(0.0, 3, 5), one(0.0, 3, 5, patience=1.5))
+    assert column(served, "fate") == column(waiting, "fate") == [Fate.LEFT, Fate.FINISHED]
+    assert column(served, "end") == [2.5, 4.0]  # within a step, whose end frees the slot
+    assert isnan(column(waiting, "admission")[0])
     assert column(play(one(0.0, 3, 3, patience=3.5)), "fate") == [Fate.FINISHED]
 
 
@@ -136,7 +116,7 @@ def test_a_full_queue_refuses() -> None:
 
 def test_a_turn_follows_the_answer_before_it_and_repeats_it() -> None:
     turns = (Turn(3, 2, 2), Turn(4, 1, 1, pause=10.0))
-    played = play(Conversation(0.0, turns), setting=Setting("prefixes", Policy()))
+    played = play(Conversation(0.0, turns), setting=PREFIXES)
     assert column(played, "arrival") == [0.0, 12.0]
     assert column(played, "num_prompt_tokens") == [3.0, 9.0]  # 3 + 2 + 4
     assert column(played, "num_cached_tokens") == [0.0, 4.0]  # the last token said has no keys and values
@@ -144,35 +124,30 @@ def test_a_turn_follows_the_answer_before_it_and_repeats_it() -> None:
 
 def test_a_backlog_is_kept_up_whatever_the_arrival_times() -> None:
     played = play(*[one(1000.0 * i, 3, 2) for i in range(4)], depth=2)
-    assert column(played, "admission") == [0.0, 2.0, 4.0, 6.0]
+    assert (column(played, "admission"), played.duration) == ([0.0, 2.0, 4.0, 6.0], 8.0)
     assert column(played, "arrival") == [0.0, 0.0, 1.0, 3.0]  # as soon as one of the two has a slot
-    assert played.duration == 8.0
 
 
 def test_shared_beginnings_are_found_and_copied() -> None:
-    family = (Prefix(1, 40),)
-    requests = [one(10.0 * i, 5, 2, prefixes=family) for i in range(3)]
-    played = play(*requests, num_slots=4, setting=Setting("prefixes", Policy()))
+    requests = [one(10.0 * i, 5, 2, prefixes=(Prefix(1, 40),)) for i in range(3)]
+    played = play(*requests, num_slots=4, setting=PREFIXES)
     assert column(played, "num_cached_tokens") == [0.0, 40.0, 40.0]
-    figures = figures_of("x", played, starved_after=60.0)
-    assert figures.prefix_hit_rate == pytest.approx(80 / 135)
-    without = play(*requests, num_slots=4)
-    assert column(without, "num_cached_tokens") == [0.0, 0.0, 0.0]
+    assert figures_of("x", played, starved_after=60.0).prefix_hit_rate == pytest.approx(80 / 135)
+    assert column(play(*requests, num_slots=4), "num_cached_tokens") == [0.0, 0.0, 0.0]
 
 
 def test_priorities_are_told_only_where_the_setting_knows_them() -> None:
     workload = [one(0.0, 3, 2), one(0.5, 3, 2, priority=1), one(0.6, 3, 2, priority=0)]
-    assert column(play(*workload), "priority") == [0.0, 0.0, 1.0]
-    blind = Setting("blind", Policy(enable_prefix_caching=False), knows_priorities=False)
-    played = play(*workload, setting=blind)
-    assert column(played, "priority") == [0.0, 1.0, 0.0]
+    told = play(*workload)
+    played = play(*workload, setting=Setting("blind", POLICY, knows_priorities=False))
+    assert (column(told, "priority"), column(played, "priority")) == ([0.0, 0.0, 1.0], [0.0, 1.0, 0.0])
+    assert told.meter.use.longest_overtaking == pytest.approx(0.1)
     assert played.meter.use.longest_overtaking == 0.0
     figures = figures_of("x", played, starved_after=60.0)
     assert figures.most_urgent.num_requests == 2
     assert quantiles(figures.most_urgent.ttft)[-1] == pytest.approx(4.4)
     assert figures.less_urgent is not None
     assert quantiles(figures.less_urgent.ttft)[-1] == pytest.approx(2.5)
-    assert play(*workload).meter.use.longest_overtaking == pytest.approx(0.1)
 
 
 def tenants_ends(setting: Setting) -> list[float]:
@@ -184,20 +159,15 @@ def tenants_ends(setting: Setting) -> list[float]:
 
 
 def test_tenants_are_told_only_where_the_setting_knows_them() -> None:
-    policy = Policy(enable_prefix_caching=False)
-    assert tenants_ends(Setting("blind", policy, knows_tenants=False)) == [22.0]
-    assert tenants_ends(Setting("fair", policy)) == [4.0]
+    assert tenants_ends(Setting("blind", POLICY, knows_tenants=False)) == [22.0]
+    assert tenants_ends(Setting("fair", POLICY)) == [4.0]
 
 
 def test_preempted_requests_end_too() -> None:
-    setting = Setting("preemption", Policy(preempt_after=2))
-    played = play(one(0.0, 3, 9, priority=1), one(3.5, 3, 2), setting=setting)
+    workload = [one(0.0, 3, 9, priority=1), one(3.5, 3, 2)]
+    played = play(*workload, setting=Setting("preemption", Policy(preempt_after=2)))
     assert column(played, "num_preemptions") == [0.0, 1.0]
     assert column(played, "fate") == [Fate.FINISHED, Fate.FINISHED]
-
-
-def test_text_ends_with_what_the_family_begins() -> None:
-    assert opening((Prefix(1, 2),))[:2] != text(1, 2)
 
 
 def request(name: str) -> Request:
@@ -221,33 +191,21 @@ def test_plans_against_the_rules_are_seen() -> None:
     scheduler, watching = watch(request("a"), request("b"))
     (first, second) = scheduler.schedule().rows
     assert breach(watching, [], 0) == "step 1: nothing is planned though somebody waits"
-    assert (
-        breach(watching, [RowPlan(RequestState(request("c"), 0.0), 1, True)], 0)
-        == "step 2: rows are planned that have no slot: ['c']"
-    )
+    stranger = RowPlan(RequestState(request("c"), 0.0), 1, True)
+    assert breach(watching, [stranger], 0) == "step 2: rows are planned that have no slot: ['c']"
     assert breach(watching, [first, first], 0) == "step 3: 6 tokens are planned, the budget is 4"
     assert breach(watching, [first], 1) == "step 4: a decode row takes more than one token"
     second.request.num_computed = 2
     assert breach(watching, [first], 0) == "step 5: decode rows stall: ['b']"
 
 
-def test_what_is_left_behind_is_seen() -> None:
+def test_what_is_left_behind_and_books_that_do_not_agree_are_seen() -> None:
     scheduler, watching = watch(request("a"))
-    scheduler.schedule()
+    (row,) = scheduler.schedule().rows
     with pytest.raises(Breach, match="step 0: 1 requests never ended"):
         watching.look_at_end(num_alive=1)
     with pytest.raises(Breach, match="step 0: only 1 of 2 slots came back"):
         watching.look_at_end(num_alive=0)
-
-
-def test_books_that_do_not_agree_are_seen() -> None:
-    scheduler, watching = watch(request("a"))
-    (row,) = scheduler.schedule().rows
     row.request.num_computed = 2
     with pytest.raises(Breach, match="step 0: a and its slot"):
         watching.look_after()
-
-
-def test_figures_can_be_written_as_json() -> None:
-    figures = figures_of("x", play(one(0.0, 3, 2)), starved_after=60.0)
-    assert asdict(figures)["ttft"] == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0}

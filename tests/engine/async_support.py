@@ -28,8 +28,10 @@ class Gate:
         self._permits = threading.Semaphore(0)
         self._entered = threading.Semaphore(0)
         self._is_open = False
+        self.num_calls = 0
 
     def __call__(self, *args: Any, **named: Any) -> Any:
+        self.num_calls += 1
         self._entered.release()
         if not self._is_open:
             self._permits.acquire()
@@ -117,10 +119,8 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 async def wait_until_idle(engine: AsyncLLM) -> None:
-    def is_idle() -> bool:
-        return engine.num_unfinished == 0 and engine._core.cache.slots_remaining == NUM_SLOTS
-
-    await wait_until(is_idle, "no generation, and all slots free")
+    cache = engine._core.cache
+    await wait_until(lambda: engine.num_unfinished == 0 and cache.slots_remaining == NUM_SLOTS, "all slots are free")
 
 
 async def wait_until(is_true: Callable[[], bool], what: str) -> None:
@@ -133,5 +133,5 @@ async def wait_until(is_true: Callable[[], bool], what: str) -> None:
 
 def engine_threads() -> set[threading.Thread]:
     """Threads of engines and their grammars; the log's belongs to the process."""
-    named = {thread for thread in threading.enumerate() if thread.name.startswith("chairlift")}
-    return {thread for thread in named if thread.name != "chairlift-log"}
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("chairlift")]
+    return {thread for thread in ours if thread.name != "chairlift-log"}

@@ -1,13 +1,15 @@
 """Fixtures of the engine's tests."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 
 import pytest
 
+from chairlift import LLM, AsyncLLM
 from chairlift.engine.text.grammar import GrammarCompiler
 from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
-from tests.engine.support import END_TOKEN, VOCAB_SIZE, make_tiny_checkpoint
+from tests.engine.async_support import Gate, hold_back, make_async_llm
+from tests.engine.support import END_TOKEN, VOCAB_SIZE, assert_idle, make_llm, make_tiny_checkpoint
 from tests.engine.tokenizers_made import make_byte_tokenizer
 from tests.support.kernels import HAS_COMPILER
 
@@ -24,6 +26,27 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> str:
     if not HAS_COMPILER:
         pytest.skip("there is no C++ compiler")
     return make_tiny_checkpoint(tmp_path_factory.mktemp("native"), head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: str) -> Iterator[LLM]:
+    """An engine that the tests of a module share: each leaves it idle."""
+    with make_llm(tiny) as llm:
+        yield llm
+        assert_idle(llm)
+
+
+@pytest.fixture
+async def engine(tiny: str) -> AsyncIterator[AsyncLLM]:
+    async with make_async_llm(tiny) as engine:
+        yield engine
+
+
+@pytest.fixture
+def gate(engine: AsyncLLM) -> Iterator[Gate]:
+    """The engine steps only when the gate allows it."""
+    with hold_back(engine) as gate:
+        yield gate
 
 
 @pytest.fixture(scope="session")

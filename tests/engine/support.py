@@ -18,16 +18,9 @@ from tests.support.checkpoints import make_checkpoint, random_prompts
 VOCAB_SIZE = 259  # of the byte tokenizer: 256 bytes, then <|endoftext|>, <|im_start|>, <|im_end|>
 END_TOKEN = 258
 
-TINY: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "eos_token_id": END_TOKEN,
-}
-
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+TINY: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_token_id": END_TOKEN, **SIZES, **HEADS}
 # One thread: at this size a second one only waits for the first.
 ENGINE: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1}
 
@@ -115,24 +108,13 @@ def new_grammar(compiler: GrammarCompiler, outputs: StructuredOutputs) -> TokenG
     return grammar
 
 
-def event(
-    request_id: str, token_ids: list[int], finish: FinishReason | None = None, stop_reason: int | None = None
-) -> TokenEvent:
-    has_end_token = finish is FinishReason.STOP
-    return TokenEvent(request_id, token_ids, finish, stop_reason, has_end_token=has_end_token)
+def event(name: str, token_ids: list[int], finish: FinishReason | None = None, stop: int | None = None) -> TokenEvent:
+    return TokenEvent(name, token_ids, finish, stop, has_end_token=finish is FinishReason.STOP)
 
 
 def resolved_config(model: Path | str, **changes: Any) -> ResolvedConfig:
     """Slots of 64 tokens on the CPU."""
-    fields: dict[str, Any] = {
-        "model": str(model),
-        "device": "cpu",
-        "dtype": DType.FLOAT32,
-        "attention_backend": AttentionBackend.TORCH,
-        "max_batch_size": 4,
-        "max_seq_len": 64,
-        "max_num_batched_tokens": 64,
-        "max_steps_per_launch": 1,
-        "kv_cache_memory_bytes": 2**20,
-    }
-    return ResolvedConfig(**{**fields, **changes})
+    sizes = {"max_batch_size": 4, "max_seq_len": 64, "max_num_batched_tokens": 64, "max_steps_per_launch": 1}
+    memory: dict[str, Any] = {**sizes, "kv_cache_memory_bytes": 2**20}
+    kinds = {"device": "cpu", "dtype": DType.FLOAT32, "attention_backend": AttentionBackend.TORCH}
+    return ResolvedConfig(model=str(model), **{**memory, **kinds, **changes})

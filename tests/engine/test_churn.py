@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -21,28 +22,23 @@ BEGINNINGS = random_prompts(4, [150, 40, 5], 250)
 
 
 def random_params(drawn: Random) -> SamplingParams:
-    return SamplingParams(
-        temperature=1.0,
-        seed=drawn.randrange(100),
-        n=drawn.choice([1, 1, 1, 3]),
-        max_tokens=drawn.randrange(20),
-        ignore_eos=drawn.random() < 0.5,
-        repetition_penalty=drawn.choice([1.0, 1.0, 1.5]),
-        stop=drawn.choice([[], ["a", "e"]]),
-        logprobs=drawn.choice([None, None, 2]),
-        prompt_logprobs=drawn.choice([None, None, None, 1]),
-        structured_outputs=drawn.choice([None, None, StructuredOutputs(regex="[a-f]{3,9}")]),
-    )
+    choices: dict[str, list[Any]] = {
+        "n": [1, 1, 1, 3],
+        "ignore_eos": [True, False],
+        "repetition_penalty": [1.0, 1.0, 1.5],
+        "stop": [[], ["a", "e"]],
+        "logprobs": [None, None, 2],
+        "prompt_logprobs": [None, None, None, 1],
+        "structured_outputs": [None, None, StructuredOutputs(regex="[a-f]{3,9}")],
+    }
+    fields = {name: drawn.choice(values) for name, values in choices.items()}
+    return SamplingParams(temperature=1.0, seed=drawn.randrange(100), max_tokens=drawn.randrange(20), **fields)
 
 
 def random_options(drawn: Random) -> RequestOptions:
-    return RequestOptions(
-        priority=drawn.randrange(3),
-        tenant=drawn.choice("abc"),
-        cache_salt=drawn.choice(["", "x"]),
-        queue_share=drawn.choice([1.0, 0.5]),
-        timeout=drawn.choice([None, None, 0.05]),
-    )
+    salt, share, timeout = drawn.choice(["", "x"]), drawn.choice([1.0, 0.5]), drawn.choice([None, None, 0.05])
+    priority, tenant = drawn.randrange(3), drawn.choice("abc")
+    return RequestOptions(priority=priority, tenant=tenant, cache_salt=salt, queue_share=share, timeout=timeout)
 
 
 async def visit(engine: AsyncLLM, drawn: Random, seen: set[str]) -> str:
@@ -77,15 +73,8 @@ def ids_in_memory() -> set[str]:
 async def test_after_churn_every_table_is_empty(tiny: str, monkeypatch: pytest.MonkeyPatch, num_ahead: int) -> None:
     drawn = Random(num_ahead)
     monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=num_ahead))
-    async with make_async_llm(
-        tiny,
-        max_batch_size=4,
-        max_queue_size=6,
-        max_steps_per_launch=3,
-        max_num_batched_tokens=48,
-        preempt_after=2,
-        queue_timeout=0.3,
-    ) as engine:
+    sizes = {"max_batch_size": 4, "max_queue_size": 6, "max_steps_per_launch": 3, "max_num_batched_tokens": 48}
+    async with make_async_llm(tiny, **sizes, preempt_after=2, queue_timeout=0.3) as engine:
         tasks: list[asyncio.Task[str]] = []
         seen: set[str] = set()
         for number in range(NUM_REQUESTS):

@@ -1,6 +1,7 @@
-"""The engine on the cpu backend: when it is chosen, what is said when it is not, and 8-bit weights."""
+"""Loading a model for a backend: when the cpu backend is chosen, what is said when it is not, and 8-bit weights."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,19 @@ import pytest
 import torch
 
 from chairlift import LLM, EngineConfig, SamplingParams
-from chairlift.config import AttentionBackend
+from chairlift.config import AttentionBackend, DType, LoadFormat, Quantization
 from chairlift.engine.core import EngineCore
-from chairlift.errors import ConfigurationError
-from chairlift.models import TorchForward, cpu
+from chairlift.errors import CheckpointError, ConfigurationError
+from chairlift.models import TorchForward, cpu, load_forward, load_model, open_checkpoint
 from chairlift.models.cpu import CpuDecoder, load_library
+from tests.engine.support import resolved_config
+from tests.support import flash_attn_reference
+from tests.support.checkpoints import make_checkpoint
 from tests.support.kernels import needs_kernels
 
 SMALL: dict[str, Any] = {"device": "cpu", "num_threads": 1, "max_batch_size": 4, "max_seq_len": 192}
-SLOWER = "the attention backend is torch instead of cpu: "
-GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
+HEADS: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
+NO_COMPILER = "there is no C++ compiler 'no-such-compiler'; install g++ or clang, or name one in $CXX"
 QUESTIONS = {
     "What is 17 + 25?": "42",
     "What is the opposite of hot?": "cold",
@@ -51,33 +55,26 @@ def test_it_runs_on_a_cpu_without_a_word(backend: str, is_invariant: bool, caplo
     assert warnings(caplog) == []
 
 
-def test_torch_asked_for_by_name_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
-    core = make_core(attention_backend="torch")
-    assert isinstance(core._runner._forward, TorchForward)
-    assert warnings(caplog) == []
+def assert_torch_runs(caplog: pytest.LogCaptureFixture, reason: str | None, *model: str, **config: Any) -> None:
+    """A reason is a warning."""
+    assert isinstance(make_core(*model, **config)._runner._forward, TorchForward)
+    said = [] if reason is None else [f"the attention backend is torch instead of cpu: {reason}"]
+    assert warnings(caplog) == said
+    caplog.clear()
 
 
 def test_what_it_cannot_do_is_done_in_torch_with_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
-    core = make_core(tiny, dtype="float32")
-    assert isinstance(core._runner._forward, TorchForward)
-    assert warnings(caplog) == [f"{SLOWER}it takes a head_dim up to 256 that 32 divides, not 16"]
-
-
-def test_float16_is_done_in_torch_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(make_core(dtype="float16")._runner._forward, TorchForward)
-    assert warnings(caplog) == [f"{SLOWER}it computes in float32 or bfloat16, not float16"]
-
-
-@pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_torch_runs_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(make_core()._runner._forward, TorchForward)
-    assert warnings(caplog) == [
-        f"{SLOWER}there is no C++ compiler 'no-such-compiler'; install g++ or clang, or name one in $CXX"
-    ]
+    assert_torch_runs(caplog, None, attention_backend="torch")
+    reason = "it takes a head_dim up to 256 that 32 divides, not 16"
+    assert_torch_runs(caplog, reason, tiny, dtype="float32")
+    with pytest.raises(ConfigurationError, match="does not work here: it takes a head_dim up to 256"):
+        make_core(tiny, quantization="int8")
+    assert_torch_runs(caplog, "it computes in float32 or bfloat16, not float16", dtype="float16")
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_without_a_compiler_what_needs_one_is_refused_with_the_reason() -> None:
+def test_without_a_compiler_torch_runs_with_a_warning_and_the_rest_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    assert_torch_runs(caplog, NO_COMPILER)
     reason = "there is no C\\+\\+ compiler 'no-such-compiler'"
     with pytest.raises(ConfigurationError, match=f"^attention_backend cpu does not work here: {reason}"):
         make_core(attention_backend="cpu")
@@ -85,29 +82,61 @@ def test_without_a_compiler_what_needs_one_is_refused_with_the_reason() -> None:
         make_core(quantization="int8")
 
 
-def test_quantization_of_a_model_that_it_cannot_run_is_refused_with_the_reason(tiny: str) -> None:
-    with pytest.raises(ConfigurationError, match="does not work here: it takes a head_dim up to 256"):
-        make_core(tiny, quantization="int8")
+def test_a_slot_that_is_rounded_up_to_whole_pages_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path)
+    caplog.set_level(logging.INFO, logger="chairlift.models")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    paged = {"max_seq_len": 300, "page_size": 256, "attention_backend": AttentionBackend.FLASH_ATTN}
+    with flash_attn_reference.installed():
+        load_forward(open_checkpoint(str(tmp_path)), resolved_config(tmp_path, **paged))
+    assert [record.message for record in caplog.records if record.name == "chairlift.models"] == [
+        "max_seq_len 300: slots have memory for 512 tokens, since flash_attn reads them in pages",
+        "attention: FlashAttnBackend on cpu",
+    ]
+
+
+def test_dummy_weights_are_made_up_without_a_look_at_the_files(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "whole", vocab_size=261, hidden_size=64)
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"lacks model\.safetensors"):
+        load_forward(checkpoint, resolved_config(tmp_path))
+    forward = load_forward(checkpoint, resolved_config(tmp_path, load_format=LoadFormat.DUMMY))
+    assert isinstance(forward, TorchForward)
+    assert forward.logits(torch.ones(2, 64)).shape == (2, 261)
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("quantization", [None, Quantization.INT4], ids=["bfloat16", "int4"])
+def test_packed_matrices_are_read_one_by_one(tmp_path: Path, is_tied: bool, quantization: Quantization | None) -> None:
+    make_checkpoint(tmp_path, tie_word_embeddings=is_tied, **HEADS)
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = load_model(checkpoint, DType.BFLOAT16, "cpu", 64, reads_late=True)
+    left = {name for name, _ in model.named_parameters() if not name.endswith("norm.weight")}
+    assert left == (set() if is_tied else {"model.embed_tokens.weight"})
+    whole = CpuDecoder(load_model(checkpoint, DType.BFLOAT16, "cpu", 64), 64, quantization=quantization)
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(CpuDecoder(model, 64, quantization=quantization).logits(hidden), whole.logits(hidden))
+
+
+@needs_kernels
+def test_a_file_that_ends_early_is_refused_although_it_is_read_late(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, **HEADS)
+    path = tmp_path / "model.safetensors"
+    model = load_model(open_checkpoint(str(tmp_path)), DType.BFLOAT16, "cpu", 64, reads_late=True)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        CpuDecoder(model, 64)
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_in_8_bits_answer_as_the_others_do(dtype: str) -> None:
     messages = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    for quantization in (None, "int8"):
-        with LLM("bundled", dtype=dtype, quantization=quantization, **SMALL) as llm:
-            answers = [output.outputs[0].text for output in llm.chat(messages, GREEDY)]
-        for answer, expected in zip(answers, QUESTIONS.values(), strict=True):
-            assert expected in answer
-
-
-@needs_kernels
-def test_weights_in_8_bits_take_a_quarter_of_the_memory_and_score_tokens_nearly_as_the_others_do() -> None:
-    cores = [make_core(dtype="float32", quantization=quantization) for quantization in (None, "int8")]
-    plain, quantized = (core._runner._forward for core in cores)
-    assert isinstance(plain, CpuDecoder)
-    assert isinstance(quantized, CpuDecoder)
-    assert quantized.weight_bytes < 0.3 * plain.weight_bytes
-    hidden = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
-    expected = plain.logits(hidden)
-    assert (quantized.logits(hidden) - expected).norm() < 0.02 * expected.norm()
+    with LLM("bundled", dtype=dtype, quantization="int8", **SMALL) as llm:
+        outputs = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=60))
+    for output, expected in zip(outputs, QUESTIONS.values(), strict=True):
+        assert expected in output.outputs[0].text

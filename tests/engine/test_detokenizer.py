@@ -1,7 +1,7 @@
 """From tokens to text: the bytes behind tokens of every kind of tokenizer, and texts that grow token by token."""
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,28 +29,22 @@ def llama2_like(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_llama2_like(tmp_path_factory.mktemp("llama2_like"))
 
 
-@pytest.fixture(scope="module")
-def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return make_metaspace_unigram(tmp_path_factory.mktemp("metaspace"))
-
-
 def ids_of(tokenizer: Tokenizer, *names: str) -> list[int]:
     vocabulary = tokenizer.backend.get_vocab()
     return [vocabulary[name] for name in names]
 
 
 def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> list[str]:
-    """The piece of each output token, and what `finish` gives at the end."""
+    """The piece of each output token, and what `finish` gives at the end, once."""
     detokenizer = Detokenizer(tokenizer, prompt)
-    return [*(detokenizer.push(token) for token in output), detokenizer.finish()]
+    pieces = [*(detokenizer.push(token) for token in output), detokenizer.finish()]
+    assert detokenizer.finish() == ""
+    return pieces
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:
     """What decoding all at once adds to the prompt's text."""
     return tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
-
-
-# --- one token per byte; texts of any kind are in test_stop_strings.py
 
 
 @given(output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
@@ -60,52 +54,47 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> 
 @example(output=[0x80] * 100 + [0xE2, 0x82])
 @example(output=list(f"a genuine {HALF} stays{HALF}".encode()))
 @example(output=list((10 * HALF + "€ after many of them").encode()))
-def test_bytes_that_are_no_text_come_out_as_decoding_all_at_once_gives_them(
-    byte_tokenizer: Tokenizer, output: list[int]
-) -> None:
+def test_bytes_that_are_no_text_are_decoded_as_all_at_once(byte_tokenizer: Tokenizer, output: list[int]) -> None:
     assert "".join(stream(byte_tokenizer, [], output)) == byte_tokenizer.decode(output)
 
 
 @pytest.mark.parametrize(
     ("prompt", "output", "pieces"),
     [
-        pytest.param(
-            b"", [*"a€😀".encode()], ["a", "", "", "€", "", "", "", "😀", ""], id="a character at its last byte"
-        ),
-        pytest.param(b"", [ord("a"), 0xE2, 0x82], ["a", "", "", HALF], id="an unfinished character at the end"),
-        pytest.param(
-            [END_TOKEN], [END_TOKEN, ord("a"), 257, ord("b"), 256], ["", "a", "", "b", "", ""], id="no special token"
-        ),
-        pytest.param(b"", [ord("a"), 300, ord("b"), 319], ["a", "", "b", "", ""], id="nothing of unknown ids"),
-        pytest.param(b"a\xe2\x82", [*b"bc"], ["b", "c", ""], id="what follows half a character"),
+        (b"", [*"a€😀".encode()], ["a", "", "", "€", "", "", "", "😀", ""]),  # a character at its last byte
+        (b"", [ord("a"), 0xE2, 0x82], ["a", "", "", HALF]),  # an unfinished one at the end
+        ([END_TOKEN], [END_TOKEN, ord("a"), 257, ord("b"), 256], ["", "a", "", "b", "", ""]),  # no special token
+        (b"", [ord("a"), 300, ord("b"), 319], ["a", "", "b", "", ""]),  # nothing of unknown ids
+        (b"a\xe2\x82", [*b"bc"], ["b", "c", ""]),  # what follows half a character
     ],
 )
-def test_each_token_brings(
-    byte_tokenizer: Tokenizer, prompt: Sequence[int], output: list[int], pieces: list[str]
-) -> None:
+def test_a_token_brings(byte_tokenizer: Tokenizer, prompt: Sequence[int], output: list[int], pieces: list[str]) -> None:
     assert stream(byte_tokenizer, [*prompt], output) == pieces
 
 
-def test_finishing_twice_says_nothing_twice(byte_tokenizer: Tokenizer) -> None:
-    detokenizer = Detokenizer(byte_tokenizer, [])
-    assert [detokenizer.push(0xE2), detokenizer.finish(), detokenizer.finish()] == ["", HALF, ""]
+@pytest.mark.parametrize("silent", [END_TOKEN, 10_000])  # a special token, and one that the tokenizer does not know
+def test_a_long_run_of_tokens_that_are_not_written_costs_no_more_and_more(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
+    sizes: list[int] = []
+    decode = Tokenizer.decode
 
+    def counting(self: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        sizes.append(len(token_ids))
+        return decode(self, token_ids, skip_special_tokens)
 
-# --- SentencePiece with bytes as fallback
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    assert "".join(stream(byte_tokenizer, [], [*b"a ", *[silent] * 1000, *b"b"])) == "a b"
+    assert max(sizes) <= 40
 
 
 def test_a_llama2_like_word_keeps_the_space_before_it_only_if_something_stands_there(llama2_like: Tokenizer) -> None:
-    hill, end = ids_of(llama2_like, "▁hill", "</s>")
-    the = ids_of(llama2_like, "▁the")
-    assert stream(llama2_like, the, [hill, end, hill]) == [" hill", "", " hill", ""]
-    assert stream(llama2_like, [], [hill, hill]) == ["hill", " hill", ""]
-    assert stream(llama2_like, ids_of(llama2_like, "<s>"), [hill, hill]) == ["hill", " hill", ""]
-
-
-def test_the_space_stays_after_a_prompt_that_ends_with_many_bytes(llama2_like: Tokenizer) -> None:
-    prompt = llama2_like.encode("語語語")  # nine bytes; the last eight begin within a character
-    (hill,) = ids_of(llama2_like, "▁hill")
-    assert stream(llama2_like, prompt, [hill]) == [" hill", ""]
+    hill, end, the, begin = ids_of(llama2_like, "▁hill", "</s>", "▁the", "<s>")
+    assert stream(llama2_like, [the], [hill, end, hill]) == [" hill", "", " hill", ""]
+    for nothing in ([], [begin]):
+        assert stream(llama2_like, nothing, [hill, hill]) == ["hill", " hill", ""]
+    many_bytes = llama2_like.encode("語語語")  # nine; the last eight begin within a character
+    assert stream(llama2_like, many_bytes, [hill]) == [" hill", ""]
 
 
 def test_a_byte_that_makes_earlier_ones_invalid_does_not_stop_the_text(llama2_like: Tokenizer) -> None:
@@ -135,34 +124,6 @@ def test_any_llama2_like_tokens_lose_no_letter_and_are_exact_if_they_make_charac
     assert "".join(character for character in text if character in "thes") == letters
 
 
-# --- SentencePiece without bytes
-
-
-@pytest.mark.parametrize(("prompt", "expected"), [("", "hill"), ("the", " hill"), ("the hill is high " * 20, " hill")])
-def test_a_metaspace_word_keeps_the_space_before_it_only_if_something_stands_there(
-    metaspace: Tokenizer, prompt: str, expected: str
-) -> None:
-    assert "".join(stream(metaspace, metaspace.encode(prompt), ids_of(metaspace, "▁hill"))) == expected
-
-
-@pytest.mark.parametrize("silent", [END_TOKEN, 10_000])  # a special token, and one that the tokenizer does not know
-def test_a_long_run_of_tokens_that_are_not_written_costs_no_more_and_more(
-    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, silent: int
-) -> None:
-    sizes: list[int] = []
-    decode = Tokenizer.decode
-
-    def counting(self: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        sizes.append(len(token_ids))
-        return decode(self, token_ids, skip_special_tokens)
-
-    monkeypatch.setattr(Tokenizer, "decode", counting)
-    detokenizer = Detokenizer(byte_tokenizer, [])
-    pieces = [detokenizer.push(token) for token in [*b"a ", *[silent] * 1000, *b"b"]]
-    assert "".join(pieces) == "a b"
-    assert max(sizes) <= 40
-
-
 # --- vocabularies
 
 
@@ -188,10 +149,9 @@ def test_the_bytes_of_a_texts_tokens_are_the_text(tmp_path: Path, make: Callable
 def test_the_bundled_models_tokens_are_bytes_and_names() -> None:
     """Also the byte 0xFF, which no UTF-8 holds: a prompt of token ids may, and the likeliest tokens may."""
     vocabulary = vocabulary_of(Tokenizer(find_model("bundled")), 261)
-    assert [vocabulary.token_bytes(token) for token in range(256)] == [bytes([byte]) for byte in range(256)]
-    assert [vocabulary.token_bytes(token) for token in range(256, 261)] == (
-        [b"<|endoftext|>", b"<|im_end|>", b"<|system|>", b"<|user|>", b"<|assistant|>"]
-    )
+    names = [b"<|endoftext|>", b"<|im_end|>", b"<|system|>", b"<|user|>", b"<|assistant|>"]
+    tokens = [vocabulary.token_bytes(token) for token in range(261)]
+    assert tokens == [*(bytes([byte]) for byte in range(256)), *names]
 
 
 def test_a_model_may_have_more_tokens_than_its_tokenizer_or_fewer(byte_tokenizer: Tokenizer) -> None:
@@ -200,24 +160,12 @@ def test_a_model_may_have_more_tokens_than_its_tokenizer_or_fewer(byte_tokenizer
     assert more.token_bytes(258) == b"<|im_end|>"
     assert len(more.token_bytes(319)) > 0
     assert fewer.token_bytes(ord("a")) == b"a"
-
-
-def test_it_may_be_asked_from_several_threads_at_once(byte_tokenizer: Tokenizer) -> None:
-    vocabulary = vocabulary_of(byte_tokenizer)
-    loaded: list[int] = []
-    threads = [threading.Thread(target=lambda: loaded.append(id(vocabulary.load()))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(loaded) == 4
-    assert len(set(loaded)) == 1
+    with ThreadPoolExecutor(4) as threads:  # it may be asked from several at once
+        assert len({id(each) for each in threads.map(lambda _: more.load(), range(4))}) == 1
 
 
 @pytest.mark.parametrize("make", ALL)
 def test_logprobs_can_be_asked_of_a_model_with_any_tokenizer(tmp_path: Path, make: Callable[[Path], Tokenizer]) -> None:
     make_tiny_checkpoint(tmp_path)
-    num_tokens = len(make(tmp_path).backend.get_vocab())
-    inputs = InputProcessor(resolved_config(tmp_path), num_tokens)
-    generation = inputs.prepare("r", [5, 6], SamplingParams(logprobs=1))
-    assert generation.params.logprobs == 1
+    inputs = InputProcessor(resolved_config(tmp_path), len(make(tmp_path).backend.get_vocab()))
+    assert inputs.prepare("r", [5, 6], SamplingParams(logprobs=1)).params.logprobs == 1

@@ -3,8 +3,9 @@
 import contextlib
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGUFWriter
@@ -19,15 +20,8 @@ from tests.engine.tokenizers_made import CHATML, CORPUS
 from tests.support.gguf_files import add_byte_level_tokenizer, add_sentence_piece_tokenizer, finish, new_writer
 
 TEXTS = [
-    *CORPUS,
-    "What is the capital of France?",
-    "a  12 b   345\n\n  6 7\t8",
-    "don't I'll WE'VE",
-    "  99 bottles",
-    "x <|im_end|> y",
-    " leading, trailing ",
-    "\n\n\n",
-    "",
+    *(*CORPUS, "What is the capital of France?", "a  12 b   345\n\n  6 7\t8", "don't I'll WE'VE", "  99 bottles"),
+    *("x <|im_end|> y", " leading, trailing ", "\n\n\n", ""),
 ]
 SPECIALS = ["<|begin|>", "<|im_start|>", "<|im_end|>"]
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/tokenizer.json and Qwen's: how a text is taken apart
@@ -38,34 +32,28 @@ LLAMA3 = (
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
+def byte_level(*before: pre_tokenizers.PreTokenizer, use_regex: bool = True) -> pre_tokenizers.PreTokenizer:
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    return pre_tokenizers.Sequence([*before, last]) if before else last
+
+
 def split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    parts = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return byte_level(pre_tokenizers.Split(Regex(pattern), behavior="isolated"), use_regex=False)
 
 
-def digits_alone() -> pre_tokenizers.PreTokenizer:
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-
-
-def gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-RULES: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "llama-bpe": partial(split, LLAMA3),
-    "qwen2": partial(split, QWEN2),
-    "smollm": digits_alone,
-    "refact": digits_alone,
-    "gpt-2": gpt2,
+RULES = {
+    "llama-bpe": split(LLAMA3),
+    "qwen2": split(QWEN2),
+    "smollm": byte_level(pre_tokenizers.Digits(individual_digits=True)),
+    "refact": byte_level(pre_tokenizers.Digits(individual_digits=True)),
+    "gpt-2": byte_level(),
 }
 
 
-def train(pre_tokenizer: pre_tokenizers.PreTokenizer, *, ignore_merges: bool = False) -> BackendTokenizer:
+def train(rule: str, *, ignore_merges: bool = False) -> BackendTokenizer:
     """Bytes and merges, with special tokens last as most models have them."""
     backend = BackendTokenizer(models.BPE(ignore_merges=ignore_merges))
-    backend.pre_tokenizer = pre_tokenizer
-    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = RULES[rule], decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator([*CORPUS, "12 345 1999 2024 7 88"] * 3, trainer)
@@ -73,21 +61,22 @@ def train(pre_tokenizer: pre_tokenizers.PreTokenizer, *, ignore_merges: bool = F
     return backend
 
 
-def ids_of(backend: BackendTokenizer) -> list[int]:
-    """The ids of the special tokens."""
-    return [token for each in SPECIALS if (token := backend.token_to_id(each)) is not None]
-
-
-@cache
-def small() -> BackendTokenizer:
-    return train(gpt2())
-
-
-def written(path: Path, write: Callable[[GGUFWriter], object]) -> Tokenizer:
+def written(path: Path, write: Callable[[GGUFWriter], object], **special_ids: int | None) -> Tokenizer:
+    """`special_ids`: bos, eos or unk."""
     writer = new_writer(path, "llama")
     write(writer)
+    for name, token in special_ids.items():
+        getattr(writer, f"add_{name}_token_id")(token)
     finish(writer)
     return Tokenizer(path)
+
+
+def byte_level_file(
+    directory: Path, backend: BackendTokenizer, rule: str, add_bos: bool | None = False, **special_ids: int | None
+) -> Tokenizer:
+    flags: Any = {} if add_bos is None else {"add_bos_token": add_bos}
+    write = partial(add_byte_level_tokenizer, backend=backend, rule=rule, **flags)
+    return written(directory / f"{rule}.gguf", write, **special_ids)
 
 
 def assert_alike(ours: Tokenizer, original: BackendTokenizer) -> None:
@@ -101,43 +90,25 @@ def assert_alike(ours: Tokenizer, original: BackendTokenizer) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_byte_level_tokenizer_is_the_one_that_was_written(tmp_path: Path, rule: str) -> None:
-    original = train(RULES[rule](), ignore_merges=rule == "llama-bpe")
-    write = partial(add_byte_level_tokenizer, backend=original, rule=rule, add_bos_token=False)
-    assert_alike(written(tmp_path / "model.gguf", write), original)
+    original = train(rule, ignore_merges=rule == "llama-bpe")
+    assert_alike(byte_level_file(tmp_path, original, rule), original)
 
 
 def test_a_word_that_is_a_token_needs_no_merges_where_the_model_has_it_so(tmp_path: Path) -> None:
-    def encoded(rule: str) -> list[int]:
-        original = train(RULES["llama-bpe"]())
-        state = original.get_vocab(with_added_tokens=False)
-        original = BackendTokenizer(models.BPE({**state, "zyxwv": len(state)}, []))
-        write = partial(add_byte_level_tokenizer, backend=original, rule=rule, add_bos_token=False)
-        return written(tmp_path / f"{rule}.gguf", write).encode("zyxwv")
-
-    assert len(encoded("llama-bpe")) == 1
-    assert len(encoded("qwen2")) == 5
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "zyxwv"]
+    original = BackendTokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
+    assert len(byte_level_file(tmp_path, original, "llama-bpe").encode("zyxwv")) == 1
+    assert len(byte_level_file(tmp_path, original, "qwen2").encode("zyxwv")) == 5
 
 
 @pytest.mark.parametrize("adds_space", [True, False])
 def test_a_sentence_piece_tokenizer_is_the_one_that_was_written(tmp_path: Path, adds_space: bool) -> None:
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += [
-        *"▁abcdefghijklmnopqrstuvwxyzTHECWI.,?'",
-        "th",
-        "the",
-        "▁the",
-        "▁a",
-        "ll",
-        "hill",
-        "▁hill",
-        "is",
-        "▁is",
-        "▁▁",
-    ]
+    words = ["th", "the", "▁the", "▁a", "ll", "hill", "▁hill", "is", "▁is", "▁▁"]
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["<unk>", "<s>", "</s>", *byte_pieces, *"▁abcdefghijklmnopqrstuvwxyzTHECWI.,?'", *words]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("l", "l"), ("▁", "▁"), ("i", "s"), ("▁", "is")]
-    model = models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    original = BackendTokenizer(model)
+    original = BackendTokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     scheme = "first" if adds_space else "never"
     original.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -146,29 +117,20 @@ def test_a_sentence_piece_tokenizer_is_the_one_that_was_written(tmp_path: Path, 
     original.add_special_tokens(["<unk>", "<s>", "</s>"])
     order = {"".join(merge): -rank for rank, merge in enumerate(merges)}
     scores = [float(order.get(piece, -100)) for piece in pieces]
-
-    def write(writer: GGUFWriter) -> None:
-        add_sentence_piece_tokenizer(writer, original, scores, add_space_prefix=adds_space)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_unk_token_id(0)
-
-    assert_alike(written(tmp_path / "model.gguf", write), original)
+    write = partial(add_sentence_piece_tokenizer, backend=original, scores=scores, add_space_prefix=adds_space)
+    assert_alike(written(tmp_path / "model.gguf", write, bos=1, eos=2, unk=0), original)
 
 
 def test_special_tokens_and_the_chat_template_are_the_files(tmp_path: Path) -> None:
-    original = train(RULES["qwen2"]())
-    begin, start, end = ids_of(original)
+    original = train("qwen2")
+    begin, start, end = (original.get_vocab()[token] for token in SPECIALS)
 
     def write(writer: GGUFWriter) -> None:
         add_byte_level_tokenizer(writer, original, "qwen2", add_bos_token=True)
-        writer.add_bos_token_id(begin)
-        writer.add_eos_token_id(end)
         writer.add_chat_template(CHATML)
 
-    tokenizer = written(tmp_path / "model.gguf", write)
-    assert tokenizer.encode("a")[0] == begin
-    assert tokenizer.eos_token_id == end
+    tokenizer = written(tmp_path / "model.gguf", write, bos=begin, eos=end)
+    assert (tokenizer.encode("a")[0], tokenizer.eos_token_id) == (begin, end)
     chat = tokenizer.encode_chat([{"role": "user", "content": "Hi <|im_end|>"}], ChatOptions(), max_tokens=100)
     assert tokenizer.decode(chat, skip_special_tokens=False) == (
         "<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n"
@@ -176,51 +138,35 @@ def test_special_tokens_and_the_chat_template_are_the_files(tmp_path: Path) -> N
     assert (chat.count(start), chat.count(end)) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("rule", "is_added"), [("llama-bpe", True), ("qwen2", False)], ids=["Llama 3 begins", "Qwen does not"]
-)
-def test_whether_a_text_begins_with_its_token_is_the_kinds_habit_if_the_file_is_silent(
-    tmp_path: Path, rule: str, is_added: bool
-) -> None:
-    original = train(RULES[rule]())
-
-    def write(writer: GGUFWriter) -> None:
-        add_byte_level_tokenizer(writer, original, rule)
-        writer.add_bos_token_id(ids_of(original)[0])
-
-    tokenizer = written(tmp_path / "model.gguf", write)
-    assert (tokenizer.encode("a")[0] == ids_of(original)[0]) is is_added
+def test_whether_a_text_begins_with_its_token_is_the_kinds_habit_if_the_file_is_silent(tmp_path: Path) -> None:
+    """Llama 3's do, Qwen's do not."""
+    for rule, is_added in (("llama-bpe", True), ("qwen2", False)):
+        original = train(rule)
+        begin = original.token_to_id(SPECIALS[0])
+        tokenizer = byte_level_file(tmp_path, original, rule, add_bos=None, bos=begin)
+        assert (tokenizer.encode("a")[0] == begin) is is_added
 
 
-@pytest.mark.parametrize(
-    ("write", "said"),
-    [
-        (
-            lambda writer: add_byte_level_tokenizer(writer, small(), "viking"),
-            "splits text by an unknown rule (tokenizer.ggml.pre 'viking'); name a directory with",
-        ),
-        (
-            lambda writer: writer.add_tokenizer_model("bert"),
-            "its tokenizer is of the kind 'bert', and only gpt2 and llama can be read",
-        ),
-    ],
-)
-def test_a_rule_or_a_kind_that_is_not_known_is_refused(
-    tmp_path: Path, write: Callable[[GGUFWriter], object], said: str
-) -> None:
+def test_a_rule_or_a_kind_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    said = "splits text by an unknown rule (tokenizer.ggml.pre 'viking'); name a directory with"
     with pytest.raises(CheckpointError, match=re.escape(said)):
-        written(tmp_path / "model.gguf", write)
+        byte_level_file(tmp_path, train("gpt-2"), "viking")
+    with pytest.raises(CheckpointError, match="its tokenizer is of the kind 'bert', and only gpt2 and llama can be"):
+        written(tmp_path / "model.gguf", lambda writer: writer.add_tokenizer_model("bert"))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    directory = tmp_path_factory.mktemp("sound")
+    byte_level_file(directory, train("gpt-2"), "qwen2", add_bos=True)
+    return (directory / "qwen2.gguf").read_bytes()
 
 
 @given(st.data())
-def test_whatever_bytes_are_flipped_a_tokenizer_is_made_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    path = tmp_path_factory.mktemp("flipped") / "model.gguf"
-    written(path, partial(add_byte_level_tokenizer, backend=small(), rule="qwen2", add_bos_token=True))
-    damaged = bytearray(path.read_bytes())
+def test_whatever_bytes_are_flipped_it_is_made_or_refused(sound: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    damaged = bytearray(sound)
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(damaged)
+    (tmp_path / "model.gguf").write_bytes(damaged)
     with contextlib.suppress(CheckpointError):
-        Tokenizer(path)
+        Tokenizer(tmp_path / "model.gguf")

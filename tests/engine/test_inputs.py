@@ -1,6 +1,7 @@
 """What a caller may write and what not; seeds, end tokens and defaults that come from the checkpoint."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,19 @@ from chairlift.params import StructuredOutputs
 from tests.engine.support import END_TOKEN, VOCAB_SIZE, resolved_config
 from tests.engine.tokenizers_made import make_byte_tokenizer
 
-RAISING_TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('only users speak here') }}{% endif %}"
-    "{{ m['content'] }}{% endfor %}"
-)
+HI = [{"role": "user", "content": "hi"}]
 
 
-def make_directory(
-    path: Path, generation: str | dict[str, Any] | None = None, config: dict[str, Any] | None = None
-) -> Path:
-    """The files of a checkpoint that inputs need: the byte tokenizer's and the configurations."""
+def make_inputs(
+    path: Path, generation: str | dict[str, Any] | None = None, model: dict[str, Any] | None = None, **config: Any
+) -> InputProcessor:
+    """Of a checkpoint with the byte tokenizer and these configurations: of generation, and of the model."""
     make_byte_tokenizer(path)
-    (path / "config.json").write_text(json.dumps(config or {}))
+    (path / "config.json").write_text(json.dumps(model or {}))
     if generation is not None:
         text = generation if isinstance(generation, str) else json.dumps(generation)
         (path / "generation_config.json").write_text(text)
-    return path
-
-
-def make_inputs(path: Path, generation: dict[str, Any] | None = None, **config: Any) -> InputProcessor:
-    return InputProcessor(resolved_config(make_directory(path, generation), **config), VOCAB_SIZE)
+    return InputProcessor(resolved_config(path, **config), VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +37,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> InputProcessor:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def refusal(inputs: InputProcessor, prompt: Any, params: SamplingParams | None = None) -> InvalidRequest:
+def refusal(inputs: InputProcessor, prompt: Any, **fields: Any) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        inputs.prepare("r", prompt, params or SamplingParams(max_tokens=1))
+        inputs.prepare("r", prompt, SamplingParams(**{"max_tokens": 1, **fields}))
     return caught.value
 
 
-# --- prompts
+def refusal_of_chat(inputs: InputProcessor, messages: Any, options: ChatOptions | None = None) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        inputs.encode_chat(messages, options or ChatOptions())
+    return caught.value
 
 
 def test_a_text_is_tokenized_and_kept_and_token_ids_are_taken_as_they_are(inputs: InputProcessor) -> None:
@@ -59,6 +56,9 @@ def test_a_text_is_tokenized_and_kept_and_token_ids_are_taken_as_they_are(inputs
 
 
 NO_PROMPTS = [[1, True], [1, "2"], [1.0], [None], 7, None, {"prompt": "x"}, b"x", [[1]]]
+NO_TOKENS = [-1, 259, 10**30]
+TOO_LONG = "This model's maximum context length is 64 tokens. However, "
+ONLY_ENDS = {"allowed_token_ids": [1, 1, END_TOKEN], "min_tokens": 1, "stop_token_ids": [1]}
 
 
 @pytest.mark.parametrize(
@@ -68,116 +68,84 @@ NO_PROMPTS = [[1, True], [1, "2"], [1.0], [None], 7, None, {"prompt": "x"}, b"x"
         ([], {}, "prompt", ["the prompt is empty"]),
         *((prompt, {}, "prompt", ["a string or a list of token ids"]) for prompt in NO_PROMPTS),
         ("half a pair: \ud83d", {}, "prompt", ["not valid Unicode"]),
-        ("x" * 70, {}, "prompt", ["70 tokens, 7 too many", "64 tokens"]),
-        ([1] * 64, {}, "prompt", ["1 too many"]),
-        ([1] * 60, {"max_tokens": 5}, "max_tokens", ["max_tokens 5 does not fit", "60 tokens", "leaves 4"]),
-        ([1] * 60, {"max_tokens": 16}, "max_tokens", []),
-        ([1] * 60, {"max_tokens": None, "min_tokens": 5}, "min_tokens", ["min_tokens 5", "leaves 4"]),
-        *(([5, wrong, 6], {}, "prompt", [f"token id {wrong} ", "[0, 259)"]) for wrong in (-1, 259, 10**30)),
-        ("x", {"logit_bias": {3: 1.0, -1: 1.0}}, "logit_bias", ["token id -1 ", "259"]),
-        ("x", {"logit_bias": {3: 1.0, 259: 1.0}}, "logit_bias", ["token id 259 "]),
-        ("x", {"stop_token_ids": [3, -1]}, "stop_token_ids", ["token id -1 ", "259"]),
-        ("x", {"stop_token_ids": [3, 259]}, "stop_token_ids", ["token id 259 "]),
-        *(("x", {"allowed_token_ids": [3, n]}, "allowed_token_ids", [f"token id {n} "]) for n in (-1, 259, 10**30)),
+        ("x" * 70, {}, "prompt", [TOO_LONG, "70 tokens, 7 too many"]),
+        ("x" * 10_000, {"max_tokens": 5}, "prompt", [TOO_LONG]),
+        ([1] * 64, {}, "prompt", [TOO_LONG, "1 too many"]),
+        ([1] * 60, {"max_tokens": 5}, "max_tokens", [TOO_LONG, "max_tokens 5 does not fit", "60 tokens", "leaves 4"]),
+        ([1] * 60, {"max_tokens": 16}, "max_tokens", [TOO_LONG]),
+        ([1] * 60, {"max_tokens": None, "min_tokens": 5}, "min_tokens", [TOO_LONG, "min_tokens 5", "leaves 4"]),
+        ("x" * 100, {"truncate_prompt_tokens": -1, "max_tokens": 64}, "max_tokens", [TOO_LONG]),
+        ("x" * 100, {"truncate_prompt_tokens": 64}, "prompt", [TOO_LONG]),
+        *(([5, wrong, 6], {}, "prompt", [f"token id {wrong} ", "[0, 259)"]) for wrong in NO_TOKENS),
+        *(("x", {"logit_bias": {3: 1.0, n: 1.0}}, "logit_bias", [f"token id {n} ", "259"]) for n in (-1, 259)),
+        *(("x", {"stop_token_ids": [3, n]}, "stop_token_ids", [f"token id {n} ", "259"]) for n in (-1, 259)),
+        *(("x", {"allowed_token_ids": [3, n]}, "allowed_token_ids", [f"token id {n} "]) for n in NO_TOKENS),
         ("x", {"allowed_token_ids": [END_TOKEN], "min_tokens": 1}, "allowed_token_ids", []),
-        (
-            "x",
-            {"allowed_token_ids": [1, 1, END_TOKEN], "min_tokens": 1, "stop_token_ids": [1]},
-            "allowed_token_ids",
-            ["can be sampled"],
-        ),
+        ("x", ONLY_ENDS, "allowed_token_ids", ["can be sampled"]),
         ("x", {"allowed_token_ids": [*b"ab"], "bad_words": ["a", "b"]}, "allowed_token_ids", []),
+        ("x", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", []),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_field_and_the_reason(
     inputs: InputProcessor, prompt: Any, fields: dict[str, Any], param: str, words: list[str]
 ) -> None:
-    error = refusal(inputs, prompt, SamplingParams(**{"max_tokens": 1, **fields}))
+    error = refusal(inputs, prompt, **fields)
     assert error.param == param
-    for each in words:
-        assert each in str(error)
+    assert [each for each in words if each not in str(error)] == []
+    assert isinstance(error, ContextLengthExceeded) == (TOO_LONG in words) == ("Please reduce " in str(error))
 
 
-@pytest.mark.parametrize(
-    ("params", "num_prompt_tokens", "expected"),
-    [
-        (SamplingParams(max_tokens=1), 63, 1),
-        (SamplingParams(max_tokens=4), 60, 4),
-        (SamplingParams(), 10, 16),
-        (SamplingParams(), 60, 4),
-        (SamplingParams(max_tokens=None), 10, 54),
-        (SamplingParams(max_tokens=None), 63, 1),
-    ],
-)
-def test_max_tokens_is_what_was_asked_for_and_left_open_the_room_in_the_slot_bounds_it(
-    inputs: InputProcessor, params: SamplingParams, num_prompt_tokens: int, expected: int
-) -> None:
-    assert inputs.prepare("r", [1] * num_prompt_tokens, params).requests[0].max_tokens == expected
+def test_max_tokens_is_what_was_asked_for_and_left_open_the_room_in_the_slot_bounds_it(inputs: InputProcessor) -> None:
+    def max_tokens(num_prompt_tokens: int, **fields: int | None) -> int:
+        return inputs.prepare("r", [1] * num_prompt_tokens, SamplingParams(**fields)).requests[0].max_tokens
+
+    assert [max_tokens(63, max_tokens=1), max_tokens(60, max_tokens=4)] == [1, 4]
+    assert [max_tokens(10), max_tokens(60)] == [16, 4]
+    assert [max_tokens(10, max_tokens=None), max_tokens(63, max_tokens=None)] == [54, 1]
 
 
-# --- conversations
-
-
-def test_a_conversation_is_rendered_with_the_models_template(inputs: InputProcessor) -> None:
-    ids = inputs.encode_chat([{"role": "user", "content": "hi"}])
-    assert ids == [257, *b"user\nhi", 258, ord("\n"), 257, *b"assistant\n"]
+NO_MESSAGES = [{}, {"role": "user"}, {"role": "user", "content": None}, {"content": "hi"}]
 
 
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
         ([], "at least one message"),
-        *(([wrong], "must be a list of") for wrong in (7, "hi", None, [], [{"role": "user", "content": "hi"}])),
-        *(
-            ([wrong], "refuses these messages")
-            for wrong in ({}, {"role": "user"}, {"role": "user", "content": None}, {"content": "hi"})
-        ),
+        *(([wrong], "must be a list of") for wrong in (7, "hi", None, [], HI)),
+        *(([wrong], "refuses these messages") for wrong in NO_MESSAGES),
         ([{"role": "user", "content": "half a pair: \ud83d"}], "not valid Unicode"),
     ],
 )
 def test_messages_that_cannot_be_rendered_are_refused(inputs: InputProcessor, messages: Any, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words) as caught:
-        inputs.encode_chat(messages)
-    assert caught.value.param == "messages"
+    error = refusal_of_chat(inputs, messages)
+    assert words in str(error)
+    assert error.param == "messages"
 
 
 def test_a_role_that_the_template_refuses_is_an_invalid_request_with_the_templates_words(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
-    template.write_text(RAISING_TEMPLATE)
+    refuses = "{% if messages[0].role != 'user' %}{{ raise_exception('only users speak here') }}{% endif %}"
+    template.write_text(refuses + "{{ messages[0].content }}")
     inputs = make_inputs(tmp_path, chat_template=str(template))
-    assert inputs.encode_chat([{"role": "user", "content": "hi"}]) == [*b"hi"]
-    with pytest.raises(InvalidRequest, match="only users speak here") as caught:
-        inputs.encode_chat([{"role": "system", "content": "hi"}])
-    assert caught.value.param == "messages"
+    assert inputs.encode_chat(HI) == [*b"hi"]
+    error = refusal_of_chat(inputs, [{"role": "system", "content": "hi"}])
+    assert "only users speak here" in str(error)
+    assert error.param == "messages"
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
-    make_directory(tmp_path)
+    make_byte_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        InputProcessor(resolved_config(tmp_path), VOCAB_SIZE).encode_chat([{"role": "user", "content": "hi"}])
-
-
-# --- seeds and choices
+    (tmp_path / "config.json").write_text("{}")
+    assert "no chat template" in str(refusal_of_chat(InputProcessor(resolved_config(tmp_path), VOCAB_SIZE), HI))
 
 
 def seeds_of(inputs: InputProcessor, params: SamplingParams) -> list[int]:
     return [request.seed for request in inputs.prepare("r", "x", params).requests]
 
 
-def test_requests_without_a_seed_get_seeds_that_the_configurations_seed_decides(tmp_path: Path) -> None:
-    def three_seeds(seed: int) -> list[int]:
-        inputs = make_inputs(tmp_path, seed=seed)
-        return [seeds_of(inputs, SamplingParams())[0] for _ in range(3)]
-
-    assert three_seeds(1) == three_seeds(1)
-    assert len({*three_seeds(1), *three_seeds(2)}) == 6
-
-
 @pytest.mark.parametrize("seed", [None, 0, -5, 2**63 - 1, -(2**63)])
-def test_each_choice_has_a_seed_of_its_own_the_first_that_which_was_asked_for(
-    inputs: InputProcessor, seed: int | None
-) -> None:
+def test_each_choice_has_a_seed_of_its_own_the_first_that_asked_for(inputs: InputProcessor, seed: int | None) -> None:
     seeds = seeds_of(inputs, SamplingParams(n=4, seed=seed))
     assert len(set(seeds)) == 4
     assert seed in (None, seeds[0])
@@ -189,11 +157,8 @@ def test_no_two_sequences_share_an_id_even_if_the_callers_ids_are_alike(inputs: 
     assert len({request.request_id for generation in generations for request in generation.requests}) == 18
 
 
-# --- what the checkpoint says
-
-
 @pytest.mark.parametrize(
-    ("generation", "config", "expected"),
+    ("generation", "model", "expected"),
     [
         ({"eos_token_id": 7}, {"eos_token_id": 9}, {7}),
         ({"eos_token_id": [7, 8]}, {}, {7, 8}),
@@ -205,10 +170,9 @@ def test_no_two_sequences_share_an_id_even_if_the_callers_ids_are_alike(inputs: 
     ],
 )
 def test_end_tokens_come_from_the_first_file_that_names_any(
-    tmp_path: Path, generation: dict[str, Any] | None, config: dict[str, Any], expected: set[int]
+    tmp_path: Path, generation: dict[str, Any] | None, model: dict[str, Any], expected: set[int]
 ) -> None:
-    inputs = InputProcessor(resolved_config(make_directory(tmp_path, generation, config)), VOCAB_SIZE)
-    (request,) = inputs.prepare("r", "x", SamplingParams()).requests
+    (request,) = make_inputs(tmp_path, generation, model).prepare("r", "x", SamplingParams()).requests
     assert request.eos_token_ids == expected
 
 
@@ -216,9 +180,7 @@ NAMED_TEMPLATES = {"default": "plain {{ messages[0].content }}", "tool_use": "wi
 
 
 @pytest.mark.parametrize("is_in_one_file", [False, True])
-def test_of_several_templates_the_one_for_tools_is_used_where_there_are_any(
-    tmp_path: Path, is_in_one_file: bool
-) -> None:
+def test_of_several_templates_that_for_tools_is_used_where_there_are_any(tmp_path: Path, is_in_one_file: bool) -> None:
     """In files beside the tokenizer, or in its configuration as older checkpoints have them."""
     make_byte_tokenizer(tmp_path)
     if is_in_one_file:
@@ -231,9 +193,8 @@ def test_of_several_templates_the_one_for_tools_is_used_where_there_are_any(
         (tmp_path / "additional_chat_templates").mkdir()
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED_TEMPLATES["tool_use"])
     tokenizer = Tokenizer(tmp_path)
-    messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.render_chat(messages, ChatOptions()) == "plain hi"
-    assert tokenizer.render_chat(messages, ChatOptions(tools=[{"type": "function"}])) == "with 1 tools"
+    assert tokenizer.render_chat(HI, ChatOptions()) == "plain hi"
+    assert tokenizer.render_chat(HI, ChatOptions(tools=[{"type": "function"}])) == "with 1 tools"
     assert set(tokenizer.chat_template.split("\n")) == set(NAMED_TEMPLATES.values())  # calls are looked for in both
 
 
@@ -244,11 +205,6 @@ def test_default_params_come_from_the_generation_config(tmp_path: Path) -> None:
     assert inputs.default_chat_params == SamplingParams(**fields, max_tokens=None)
     assert inputs.prepare("r", "x", None).params == inputs.default_params
     assert inputs.prepare("r", "x", SamplingParams()).params.temperature == 1.0
-    assert make_inputs(tmp_path, {"do_sample": False, "temperature": 0.6}).default_params.is_greedy
-
-
-def test_the_generation_config_says_how_long_an_answer_is_that_nobody_limits(tmp_path: Path) -> None:
-    inputs = make_inputs(tmp_path, {"max_new_tokens": 30})
     for params, prompt_size, expected in [
         (inputs.default_chat_params, 10, 30),
         (inputs.default_chat_params, 50, 14),  # the room in a slot of 64
@@ -258,6 +214,7 @@ def test_the_generation_config_says_how_long_an_answer_is_that_nobody_limits(tmp
         (None, 60, 4),
     ]:
         assert inputs.prepare("r", [1] * prompt_size, params).requests[0].max_tokens == expected
+    assert make_inputs(tmp_path, {"do_sample": False, "temperature": 0.6}).default_params.is_greedy
 
 
 def test_the_generation_config_can_be_left_out_of_account_but_for_end_tokens(tmp_path: Path) -> None:
@@ -268,65 +225,51 @@ def test_the_generation_config_can_be_left_out_of_account_but_for_end_tokens(tmp
     assert (request.max_tokens, set(request.eos_token_ids)) == (54, {9, 10})
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "{",
-        '{"max_new_tokens": 0}',
-        "[1, 2]",
-        '"text"',
-        '{"temperature": -1}',
-        '{"top_p": "high"}',
-        '{"eos_token_id": "end"}',
-    ],
-)
+BROKEN_FIELDS = ['{"max_new_tokens": 0}', '{"temperature": -1}', '{"top_p": "high"}', '{"eos_token_id": "end"}']
+
+
+@pytest.mark.parametrize("broken", ["{", "[1, 2]", '"text"', *BROKEN_FIELDS])
 def test_a_broken_generation_config_is_a_checkpoint_error_that_names_the_file(tmp_path: Path, broken: str) -> None:
-    config = resolved_config(make_directory(tmp_path, broken))
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
-        InputProcessor(config, VOCAB_SIZE)
+        make_inputs(tmp_path, broken)
 
 
-# --- what does not fit
+@pytest.mark.parametrize("text", ["x" * 100, "x" * 10_000, "<|im_end|>" * 100])
+def test_a_conversation_that_does_not_fit_is_refused_in_the_same_words(inputs: InputProcessor, text: str) -> None:
+    with pytest.raises(ContextLengthExceeded, match=re.escape(TOO_LONG) + r".*\. Please reduce ") as caught:
+        inputs.prepare("r", inputs.encode_chat([{"role": "user", "content": text}]), SamplingParams(), "messages")
+    assert caught.value.param == "messages"
 
 
-def test_what_does_not_fit_is_said_in_the_words_that_clients_look_for(inputs: InputProcessor) -> None:
-    words = r"This model's maximum context length is 64 tokens\. However, .*\. Please reduce "
-    params = SamplingParams(max_tokens=5)
-    for prompt, own_params in (("x" * 70, params), ([1] * 64, params), ([1] * 60, params), ("x" * 10_000, params)):
-        with pytest.raises(ContextLengthExceeded, match=words):
-            inputs.prepare("r", prompt, own_params)
-    with pytest.raises(ContextLengthExceeded, match=words):
-        inputs.prepare("r", [1] * 60, SamplingParams(max_tokens=None, min_tokens=5))
-    for text in ("x" * 100, "x" * 10_000, "<|im_end|>" * 100):
-        chat = [{"role": "user", "content": text}]
-        with pytest.raises(ContextLengthExceeded, match=words) as caught:
-            inputs.prepare("r", inputs.encode_chat(chat), SamplingParams(), "messages")
-        assert caught.value.param == "messages"
-
-
-def test_a_conversation_far_too_long_is_refused_before_it_is_rendered(
-    inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_far_too_long_is_refused_unrendered(inputs: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     def render(*_: object) -> str:
         raise AssertionError("it was rendered")
 
-    monkeypatch.setattr(Tokenizer, "render_chat", render)
     many = [{"role": "user", "content": ""}] * 10_000
-    long: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "x" * 100_000}]}]
-    for messages in (many, long):
-        with pytest.raises(ContextLengthExceeded) as caught:
-            inputs.encode_chat(messages)
-        assert caught.value.param == "messages"
+    long = [{"role": "user", "content": [{"type": "text", "text": "x" * 100_000}]}]
     properties = {f"property_{index}": {"type": "string"} for index in range(100_000)}
+    little: list[Any] = [{"type": "function", "function": {"name": "f", "description": "x" * 10_000}}]
+    assert inputs.encode_chat(HI, ChatOptions(tools=little))  # of which the template shows little
+    monkeypatch.setattr(Tokenizer, "render_chat", render)
     tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
-    with pytest.raises(ContextLengthExceeded) as caught:
-        inputs.encode_chat([{"role": "user", "content": "hi"}], ChatOptions(tools=tools))
-    assert caught.value.param == "tools"
+    errors = [refusal_of_chat(inputs, many), refusal_of_chat(inputs, long)]
+    errors.append(refusal_of_chat(inputs, HI, ChatOptions(tools=tools)))
+    assert [type(error) for error in errors] == [ContextLengthExceeded] * 3
+    assert [error.param for error in errors] == ["messages", "messages", "tools"]
 
 
-def test_tools_of_which_the_template_shows_little_may_be_longer_than_a_prompt(inputs: InputProcessor) -> None:
-    tools: list[Any] = [{"type": "function", "function": {"name": "f", "description": "x" * 10_000}}]
-    assert inputs.encode_chat([{"role": "user", "content": "hi"}], ChatOptions(tools=tools))
+@pytest.mark.parametrize("depth", [900, 5_000, 100_000])
+def test_what_is_nested_too_deeply_is_refused(inputs: InputProcessor, depth: int) -> None:
+    nested: Any = "x"
+    for _ in range(depth):
+        nested = [nested]
+    for message in ({**HI[0], "extra": nested}, {"role": "user", "content": nested}):
+        assert refusal_of_chat(inputs, [message]).param == "messages"
+    if depth > 1000:
+        outputs = StructuredOutputs(json={})
+        object.__setattr__(outputs, "json", {"items": nested})  # without a look at its depth
+        with pytest.raises(InvalidRequest, match="too deeply nested"):
+            inputs.prepare("r", "x", SamplingParams.model_construct(structured_outputs=outputs, max_tokens=5))
 
 
 def test_texts_to_tokenize_and_tokens_to_decode_have_a_limit_of_their_own(inputs: InputProcessor) -> None:
@@ -339,50 +282,26 @@ def test_texts_to_tokenize_and_tokens_to_decode_have_a_limit_of_their_own(inputs
     assert caught.value.param == "tokens"
 
 
-@pytest.mark.parametrize("depth", [900, 5_000, 100_000])
-def test_what_is_nested_too_deeply_is_an_invalid_request(inputs: InputProcessor, depth: int) -> None:
-    nested: Any = "x"
-    for _ in range(depth):
-        nested = [nested]
-    for message in ({"role": "user", "content": "hi", "extra": nested}, {"role": "user", "content": nested}):
-        with pytest.raises(InvalidRequest) as caught:
-            inputs.encode_chat([message])
-        assert caught.value.param == "messages"
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    ruled = SamplingParams.model_construct(structured_outputs=StructuredOutputs(json={}), max_tokens=5)
-    assert ruled.structured_outputs is not None
-    object.__setattr__(ruled.structured_outputs, "json", schema)
-    if depth > 1000:
-        assert "too deeply nested" in str(refusal(inputs, "hi", ruled))
-
-
-# --- truncation
-
-
 @pytest.mark.parametrize(
-    ("params", "num_kept"),
+    ("fields", "num_kept"),
     [
-        (SamplingParams(truncate_prompt_tokens=7), 7),
-        (SamplingParams(truncate_prompt_tokens=1000, max_tokens=1), 50),
-        (SamplingParams(truncate_prompt_tokens=-1, max_tokens=20), 44),
-        (SamplingParams(truncate_prompt_tokens=-1, max_tokens=None, min_tokens=30), 34),
-        (SamplingParams(truncate_prompt_tokens=-1), 50),
+        ({"truncate_prompt_tokens": 7}, 7),
+        ({"truncate_prompt_tokens": 1000, "max_tokens": 1}, 50),
+        ({"max_tokens": 20}, 44),
+        ({"max_tokens": None, "min_tokens": 30}, 34),
+        ({}, 50),
     ],
 )
-def test_the_last_tokens_of_a_prompt_are_kept(inputs: InputProcessor, params: SamplingParams, num_kept: int) -> None:
+def test_the_last_tokens_of_a_prompt_are_kept(inputs: InputProcessor, fields: dict[str, Any], num_kept: int) -> None:
     text = "".join(map(chr, range(ord("0"), ord("0") + 50)))
     for prompt in (text, list(text.encode())):
-        generation = inputs.prepare("r", prompt, params)
+        generation = inputs.prepare("r", prompt, SamplingParams(**{"truncate_prompt_tokens": -1, **fields}))
         assert bytes(generation.prompt_token_ids).decode() == text[-num_kept:]
         assert generation.requests[0].prompt_token_ids == tuple(generation.prompt_token_ids)
 
 
 @pytest.mark.parametrize(("max_tokens", "num_kept"), [(0, 64), (1, 63), (None, 63), (63, 1)])
-def test_a_prompt_of_any_length_may_be_truncated_to_what_fits(
-    inputs: InputProcessor, max_tokens: int | None, num_kept: int
-) -> None:
+def test_any_prompt_can_be_cut_to_what_fits(inputs: InputProcessor, max_tokens: int | None, num_kept: int) -> None:
     params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=max_tokens)
     for prompt in ("x" * 9_999 + "y", [*[1] * 10_000, ord("y")]):
         kept = inputs.prepare("r", prompt, params).prompt_token_ids
@@ -390,18 +309,10 @@ def test_a_prompt_of_any_length_may_be_truncated_to_what_fits(
 
 
 def test_a_conversation_is_truncated_after_it_is_rendered(inputs: InputProcessor) -> None:
-    params = SamplingParams(truncate_prompt_tokens=14)
     for content in ("x" * 10_000 + "yz", "<|im_end|>" * 1_000 + "yz"):
         ids = inputs.encode_chat([{"role": "user", "content": content}], truncates=True)
-        kept = inputs.prepare("r", ids, params, "messages").prompt_token_ids
+        kept = inputs.prepare("r", ids, SamplingParams(truncate_prompt_tokens=14), "messages").prompt_token_ids
         assert kept == [*b"z", 258, ord("\n"), 257, *b"assistant\n"]
-
-
-def test_what_truncation_cannot_make_fit_is_refused(inputs: InputProcessor) -> None:
-    assert refusal(inputs, "x", SamplingParams(truncate_prompt_tokens=0)).param == "truncate_prompt_tokens"
-    error = refusal(inputs, "x" * 100, SamplingParams(truncate_prompt_tokens=-1, max_tokens=64))
-    assert (error.param, type(error)) == ("max_tokens", ContextLengthExceeded)
-    assert type(refusal(inputs, "x" * 100, SamplingParams(truncate_prompt_tokens=64))) is ContextLengthExceeded
 
 
 def test_what_is_prepared_for_parameters_is_shared_by_choices_and_prompts(tmp_path: Path) -> None:
@@ -409,11 +320,10 @@ def test_what_is_prepared_for_parameters_is_shared_by_choices_and_prompts(tmp_pa
     params = SamplingParams(n=3, stop=["x"], bad_words=["ab"])
     first, second = inputs.prepare("r", "x", params), inputs.prepare("s", "y", params)
     assert first.stops is second.stops
-    filters = [
-        request.new_token_filter() for each in (first, second) for request in each.requests if request.new_token_filter
-    ]
+    new_filters = [request.new_token_filter for request in (*first.requests, *second.requests)]
+    filters = [new() for new in new_filters if new is not None]
     assert len({id(each) for each in filters}) == 6
     assert len({id(each.rules) for each in filters if isinstance(each, RuleFilter)}) == 1
-    others = [inputs.prepare("r", "x", SamplingParams(stop=["x"], bad_words=["ab"])) for _ in range(10)]
+    others = [inputs.prepare("r", "x", params.model_copy(update={"n": 1})) for _ in range(10)]
     assert len({id(each.stops) for each in [first, *others]}) == 11
     assert len(inputs._prepared) == 4

@@ -1,24 +1,21 @@
 """The journal's counts, to the token and to the tick: no model, and a clock that only launches move on."""
 
 from collections import deque
+from typing import Any
 
 import pytest
 
-from chairlift.engine.journal import EngineStats, Histogram, Journal
+from chairlift.engine.journal import EngineStats, Histogram, Journal, Totals
 from chairlift.scheduler import Policy, StepPlan
-from tests.scheduler.fake_engine import FakeEngine
+from tests.scheduler.fake_engine import FakeEngine, Words
 
 LAUNCH_S = 2.0**-7  # about 8 ms, and sums of it are exact
 HELLO = [5, 6, 7, 8]
+AHEAD = pytest.mark.parametrize("num_ahead", [0, 1])
 
 
-class Words:
+class Everything(Words):
     """A grammar that takes everything."""
-
-    is_ready = True
-
-    def foresee(self) -> None:
-        """It says nothing."""
 
     def advance(self, _: int) -> bool:
         return False
@@ -27,16 +24,8 @@ class Words:
 class Journaled(FakeEngine):
     """An engine that keeps a journal, as `EngineCore` does."""
 
-    def __init__(
-        self, num_slots: int = 4, budget: int = 64, max_steps: int = 1, num_ahead: int = 0, **policy: int
-    ) -> None:
-        super().__init__(
-            num_slots,
-            budget,
-            max_steps=max_steps,
-            num_ahead=num_ahead,
-            policy=Policy(preempt_after=policy.get("preempt_after")),
-        )
+    def __init__(self, num_slots: int = 4, preempt_after: int | None = None, **settings: Any) -> None:
+        super().__init__(num_slots, policy=Policy(preempt_after=preempt_after), **settings)
         self.journal = Journal(self.scheduler, lambda: self.now)
         self._begins: deque[float] = deque()
 
@@ -44,9 +33,14 @@ class Journaled(FakeEngine):
     def stats(self) -> EngineStats:
         return self.journal.read_stats()
 
-    def add_masked(self, name: str, prompt: list[int]) -> None:
-        """Queues a request with a grammar."""
-        self.add(name, prompt, new_grammar=Words)
+    @property
+    def totals(self) -> Totals:
+        return self.stats.totals
+
+    def give_up(self, name: str) -> None:
+        event = self.abort(name)
+        assert event is not None
+        self.journal.note_events([event])
 
     def begin(self, plan: StepPlan) -> None:
         self._begins.append(self.now)
@@ -76,18 +70,10 @@ def test_a_value_that_is_a_bound_belongs_to_the_range_that_ends_there() -> None:
     assert histogram.count == 7
 
 
-def test_what_was_read_stays_as_it_was() -> None:
+def test_rows_tokens_and_time_of_every_step_are_counted_and_what_was_read_stays_as_it_was() -> None:
     engine = Journaled()
     engine.add("a", HELLO)
     before = engine.stats
-    engine.step()
-    assert (before.totals.num_prompt_tokens, engine.stats.totals.num_prompt_tokens) == (0, 4)
-    assert (before.step_seconds.count, engine.stats.step_seconds.count) == (0, 1)
-
-
-def test_rows_tokens_and_time_of_every_step_are_counted() -> None:
-    engine = Journaled()
-    engine.add("a", HELLO)
     engine.step()
     engine.add("b", [9] * 20)
     engine.steps(3)
@@ -97,8 +83,8 @@ def test_rows_tokens_and_time_of_every_step_are_counted() -> None:
     assert filled(stats.step_tokens) == {4: 3, 64: 1}  # 4, then 1 + 20, then 2 and 2
     assert stats.step_tokens.sum == 4 + 21 + 2 + 2
     assert stats.step_seconds.sum == 4 * LAUNCH_S
-    assert stats.totals.num_prompt_tokens == 24
-    assert stats.totals.num_generated_tokens == 4 + 3
+    assert (stats.totals.num_prompt_tokens, stats.totals.num_generated_tokens) == (24, 4 + 3)
+    assert (before.totals.num_prompt_tokens, before.step_seconds.count) == (0, 0)
 
 
 def test_tokens_of_one_launch_share_its_time() -> None:
@@ -113,7 +99,7 @@ def test_tokens_of_one_launch_share_its_time() -> None:
     assert stats.inter_token_seconds.sum == 16 * LAUNCH_S / 4
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1])
+@AHEAD
 def test_a_first_token_counts_from_the_requests_coming_and_is_no_token_after_another(num_ahead: int) -> None:
     engine = Journaled(num_slots=1, num_ahead=num_ahead)
     engine.add("a", HELLO, max_tokens=3)
@@ -128,11 +114,11 @@ def test_a_first_token_counts_from_the_requests_coming_and_is_no_token_after_ano
     assert stats.totals.num_finished == 2
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1])
+@AHEAD
 def test_a_row_that_sits_launches_out_has_waited_for_them(num_ahead: int) -> None:
     engine = Journaled(num_ahead=num_ahead)
     engine.add("free", HELLO)
-    engine.add_masked("masked", [9] * 4)
+    engine.add("masked", [9] * 4, new_grammar=Everything)
     engine.steps(num_ahead + 9)
     seconds = (num_ahead + 1) * LAUNCH_S
     num_masked = engine.requests["masked"].num_output_tokens - engine.requests["masked"].num_pending - 1
@@ -145,43 +131,25 @@ def test_a_prompt_in_chunks_counts_when_its_last_token_is_computed_even_if_that_
     engine = Journaled(budget=16)
     engine.add("a", list(range(100, 133)))
     engine.steps(2)
-    assert engine.stats.totals.num_prompt_tokens == 0
-    assert engine.stats.num_prefilling == 1
+    assert (engine.totals.num_prompt_tokens, engine.stats.num_prefilling) == (0, 1)
     assert engine.step().decode == 1
-    assert engine.stats.totals.num_prompt_tokens == 33
-    assert engine.stats.totals.num_first_tokens == 1
+    assert (engine.totals.num_prompt_tokens, engine.totals.num_first_tokens) == (33, 1)
     assert engine.stats.first_token_seconds.sum == 3 * LAUNCH_S
     assert engine.stats.inter_token_seconds.count == 0
     assert (engine.stats.num_prefilling, engine.stats.num_decoding) == (0, 1)
 
 
-def test_a_prompt_without_an_answer_has_no_first_token() -> None:
-    engine = Journaled()
-    engine.add("a", HELLO, max_tokens=0)
-    engine.run()
-    totals = engine.stats.totals
-    assert (totals.num_prompt_tokens, totals.num_first_tokens, totals.num_finished) == (4, 0, 1)
-
-
-def test_a_request_that_is_given_up_in_the_middle_of_its_prompt_leaves_nothing_behind() -> None:
+def test_a_prompt_without_an_answer_has_no_first_token_and_one_given_up_in_its_middle_leaves_nothing() -> None:
     engine = Journaled(budget=16)
-    engine.add("a", list(range(100, 140)))
-    engine.step()
-    event = engine.abort("a")
-    assert event is not None
-    engine.journal.note_events([event])
-    engine.add("b", HELLO)
-    engine.step()
-    assert (engine.stats.totals.num_prompt_tokens, engine.stats.totals.num_finished) == (4, 1)
-
-
-def test_reused_tokens_are_counted_once_the_prompt_is_there() -> None:
-    engine = Journaled()
-    engine.add("a", [7] * 20, max_tokens=1)
+    engine.add("silent", HELLO, max_tokens=0)
     engine.run()
-    engine.add("b", [7] * 20, max_tokens=1)
-    engine.run()
-    assert (engine.stats.totals.num_prompt_tokens, engine.stats.totals.num_cached_tokens) == (40, 19)
+    assert (engine.totals.num_prompt_tokens, engine.totals.num_first_tokens, engine.totals.num_finished) == (4, 0, 1)
+    engine.add("long", list(range(100, 140)))
+    engine.step()
+    engine.give_up("long")
+    engine.add("next", HELLO[::-1])
+    engine.step()
+    assert (engine.totals.num_prompt_tokens, engine.totals.num_finished) == (8, 2)
 
 
 def test_a_request_that_lost_its_slot_has_a_long_pause_and_its_prompt_counts_once() -> None:
@@ -191,25 +159,23 @@ def test_a_request_that_lost_its_slot_has_a_long_pause_and_its_prompt_counts_onc
     engine.add("high", [9] * 4, max_tokens=3)
     engine.run()
     stats = engine.stats
-    assert engine.requests["low"].num_preemptions == 1
-    assert stats.totals.num_preemptions == 1
-    assert stats.totals.num_prompt_tokens == 8
-    assert stats.totals.num_first_tokens == 2
+    assert (engine.requests["low"].num_preemptions, stats.totals.num_preemptions) == (1, 1)
+    assert (stats.totals.num_prompt_tokens, stats.totals.num_first_tokens) == (8, 2)
     assert filled(stats.inter_token_seconds) == {0.01: 4, 0.05: 1}  # three launches for the other, one to come back
     assert stats.inter_token_seconds.sum == 4 * LAUNCH_S + 4 * LAUNCH_S
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1])
+@AHEAD
 def test_a_prompt_that_was_put_off_for_another_counts_its_reused_tokens_once(num_ahead: int) -> None:
     engine = Journaled(num_ahead=num_ahead)
     engine.add("leader", [7] * 20, max_tokens=3)
     follower = engine.add("follower", [*[7] * 20, 8], max_tokens=3)
     engine.run()
-    totals = engine.stats.totals
-    assert (follower.num_cached_tokens, totals.num_cached_tokens, totals.num_prompt_tokens) == (20, 20, 41)
+    assert follower.num_cached_tokens == 20
+    assert (engine.totals.num_cached_tokens, engine.totals.num_prompt_tokens) == (20, 41)
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1])
+@AHEAD
 def test_what_a_request_finds_again_after_it_lost_its_slot_counts_for_nothing(num_ahead: int) -> None:
     engine = Journaled(num_slots=1, num_ahead=num_ahead, preempt_after=1)
     engine.add("before", [7] * 20, max_tokens=1)
@@ -219,26 +185,21 @@ def test_what_a_request_finds_again_after_it_lost_its_slot_counts_for_nothing(nu
         engine.steps(5)
         engine.add(f"high{number}", HELLO, max_tokens=1)
     engine.run()
-    totals = engine.stats.totals
-    assert low.num_preemptions == 2
-    assert (low.num_cached_tokens, totals.num_cached_tokens) == (20, 20)
-    assert totals.num_prompt_tokens == 20 + 21 + 4 + 4
-    assert totals.num_first_tokens == 4
+    assert (low.num_preemptions, low.num_cached_tokens, engine.totals.num_cached_tokens) == (2, 20, 20)
+    assert (engine.totals.num_prompt_tokens, engine.totals.num_first_tokens) == (20 + 21 + 4 + 4, 4)
 
 
-def test_with_reuse_off_or_a_scored_prompt_nothing_counts_as_reused() -> None:
+@pytest.mark.parametrize(
+    ("is_reusing", "fields", "num_cached"), [(True, {}, 19), (False, {}, 0), (True, {"prompt_logprobs": 1}, 0)]
+)
+def test_reused_tokens_are_counted_once_the_prompt_is_there_and_none_with_reuse_off_or_a_scored_prompt(
+    is_reusing: bool, fields: dict[str, Any], num_cached: int
+) -> None:
     engine = Journaled()
-    engine.scheduler.placement._is_reusing = False
-    for name in "ab":
-        engine.add(name, [7] * 20, max_tokens=1)
-    engine.run()
-    scored = Journaled()
-    scored.add("a", [7] * 20, max_tokens=1)
-    scored.run()
-    scored.add("b", [7] * 20, max_tokens=1, prompt_logprobs=1)
-    scored.run()
-    for stats in (engine.stats, scored.stats):
-        assert (stats.totals.num_prompt_tokens, stats.totals.num_cached_tokens) == (40, 0)
+    engine.scheduler.placement._is_reusing = is_reusing
+    engine.serve("a", [7] * 20, max_tokens=1)
+    engine.serve("b", [7] * 20, max_tokens=1, **fields)
+    assert (engine.totals.num_prompt_tokens, engine.totals.num_cached_tokens) == (40, num_cached)
 
 
 def test_where_requests_are_is_known_after_every_launch_arrival_and_end() -> None:
@@ -249,7 +210,5 @@ def test_where_requests_are_is_known_after_every_launch_arrival_and_end() -> Non
     assert (engine.stats.num_waiting, engine.stats.num_running) == (4, 0)
     engine.step()
     assert (engine.stats.num_waiting, engine.stats.num_prefilling, engine.stats.num_decoding) == (2, 1, 1)
-    event = engine.abort("a")
-    assert event is not None
-    engine.journal.note_events([event])
+    engine.give_up("a")
     assert (engine.stats.num_waiting, engine.stats.num_running, engine.stats.num_warm) == (2, 1, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from chairlift import LLM, SamplingParams
+from chairlift import LLM
 from chairlift.engine import core as core_module
 from chairlift.engine.core import Pacing
 from chairlift.engine.sampling import compiled_grammar
@@ -17,7 +17,7 @@ from chairlift.params import RequestOutput, StructuredOutputs
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
 
 WORDS = GREEDY.model_copy(update={"structured_outputs": StructuredOutputs(regex="[a-z]{4}[0-9]+"), "max_tokens": 14})
-
+MUCH_A = {ord("a"): 100.0}
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "random": {"temperature": 1.0, "seed": 5},
@@ -57,11 +57,6 @@ def lateness(monkeypatch: pytest.MonkeyPatch) -> Lateness:
     return Lateness(monkeypatch)
 
 
-@pytest.fixture(params=[0, 1], ids=["no launch ahead", "1 ahead"])
-def pacing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=request.param))
-
-
 def answers(outputs: list[RequestOutput]) -> list[Any]:
     return [(output.outputs, output.prompt_logprobs) for output in outputs]
 
@@ -77,34 +72,39 @@ def punctual(native: str) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.usefixtures("pacing")
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.fixture(scope="module", params=[(1, 0), (4, 0), (1, 1), (4, 1)], ids=["1", "4", "1 ahead", "4 ahead"])
+def paced(native: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """One whose rows may be late, of one or four steps a launch, and of no or one launch ahead."""
+    steps, num_ahead = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=num_ahead))
+        llm = make_llm(native, **TRACELESS, max_steps_per_launch=steps)
+    with llm:
+        yield llm
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_answers_are_those_of_grammars_that_are_never_late(
-    native: str, punctual: LLM, lateness: Lateness, case: str, steps: int
-) -> None:
+def test_answers_are_those_of_grammars_never_late(punctual: LLM, paced: LLM, lateness: Lateness, case: str) -> None:
     params = WORDS.model_copy(update=CASES[case])
     mixed = [params if index % 3 else GREEDY for index in range(len(PROMPTS))]
     expected = punctual.generate(PROMPTS, mixed)
     assert all(choice.error is None for output in expected for choice in output.outputs)
-    with make_llm(native, **TRACELESS, max_steps_per_launch=steps) as llm:
-        lateness.begin()
-        assert answers(llm.generate(PROMPTS, mixed)) == answers(expected)
-        assert_idle(llm)
-    assert lateness.num_late > 3
-
-
-@pytest.mark.usefixtures("pacing")
-def test_every_step_leaves_the_books_in_order(tiny: str, lateness: Lateness) -> None:
+    core_of(paced)._scheduler.reset_prefix_cache()
     lateness.begin()
-    with make_llm(tiny, max_num_batched_tokens=8) as llm:
-        core = core_of(llm)
-        for index, prompt in enumerate(PROMPTS):
-            core.add(*llm.inputs.prepare(str(index), prompt, WORDS).requests)
-        while core.has_work:
-            core.step()
-            core.check()
-        assert core.cache.slots_remaining == 3
+    assert answers(paced.generate(PROMPTS, mixed)) == answers(expected)
+    assert lateness.num_late > 3
+    assert_idle(paced)
+
+
+def test_every_step_leaves_the_books_in_order(paced: LLM, lateness: Lateness) -> None:
+    lateness.begin()
+    core = core_of(paced)
+    for index, prompt in enumerate(PROMPTS):
+        core.add(*paced.inputs.prepare(str(index), prompt, WORDS).requests)
+    while core.has_work:
+        core.step()
+        core.check()
+    assert core.cache.slots_remaining == 3
 
 
 def test_a_token_that_was_late_is_counted_once(tiny: str, lateness: Lateness) -> None:
@@ -114,35 +114,27 @@ def test_a_token_that_was_late_is_counted_once(tiny: str, lateness: Lateness) ->
         stats = core_of(llm).read_stats()
     assert lateness.num_late > 3
     assert len(output.outputs[0].token_ids) == 14
-    assert (stats.totals.num_generated_tokens, stats.totals.num_first_tokens, stats.totals.num_prompt_tokens) == (
-        14,
-        1,
-        2,
-    )
+    totals = stats.totals
+    assert (totals.num_generated_tokens, totals.num_first_tokens, totals.num_prompt_tokens) == (14, 1, 2)
     assert stats.inter_token_seconds.count == 13
 
 
-def test_prefixes_of_rows_that_are_late_are_shared_all_the_same(tiny: str, lateness: Lateness) -> None:
+def test_prefixes_of_rows_that_are_late_are_shared_all_the_same(tiny: str, llm: LLM, lateness: Lateness) -> None:
     prompts = [[7] * 40 + [index] for index in range(4)] + [[7] * 40] * 2
-    with make_llm(tiny) as llm:
-        expected = tokens_of(llm.generate(prompts, WORDS))
-    with make_llm(tiny) as llm:
+    expected = tokens_of(llm.generate(prompts, WORDS))
+    with make_llm(tiny) as other:
         lateness.begin()
-        assert tokens_of(llm.generate(prompts, WORDS)) == expected
-        assert_idle(llm)
+        assert tokens_of(other.generate(prompts, WORDS)) == expected
+        assert_idle(other)
 
 
-def test_a_slow_sequence_sits_out_until_its_mask_is_there_and_says_the_same(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_sequence_sits_out_until_its_mask_and_says_the_same(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_llm(tiny) as llm:
         expected = tokens_of(llm.generate(PROMPTS[:3], WORDS))
-        monkeypatch.setattr(compiled_grammar, "_SLOW_S", -1.0)  # so everybody is slow
-        assert tokens_of(llm.generate(PROMPTS[:3], WORDS)) == expected
-        assert lanes_of(llm) == {"slow"}
-        monkeypatch.setattr(compiled_grammar, "_SLOW_S", 1e9)
-        assert tokens_of(llm.generate(PROMPTS[:3], WORDS)) == expected
-        assert lanes_of(llm) == {"fast"}
+        for slow_s, lane in ((-1.0, "slow"), (1e9, "fast")):
+            monkeypatch.setattr(compiled_grammar, "_SLOW_S", slow_s)
+            assert tokens_of(llm.generate(PROMPTS[:3], WORDS)) == expected
+            assert lanes_of(llm) == {lane}
         assert_idle(llm)
 
 
@@ -157,14 +149,12 @@ def lanes_of(llm: LLM) -> set[str]:
     return {"slow" if each.is_slow else "fast" for each in llm.inputs.grammars._cache.values()}
 
 
-def test_whose_lexer_is_full_begins_again_and_nobody_notices(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_lexer_is_full_begins_again_unnoticed(tiny: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     # A mask looks at states beside the way: ten for each token here.
     regex = "([a-w]{0,300}x[a-w ]{0,200}|[a-z]{0,250}y[a-w.]{0,250}|[a-w ]{0,99}0)z"
-    params = SamplingParams(
-        temperature=0.0, max_tokens=60, logit_bias={ord("a"): 100.0}, structured_outputs=StructuredOutputs(regex=regex)
-    )
-    with make_llm(tiny) as llm:
-        (expected,) = tokens_of(llm.generate("hi", params))
+    changes = {"structured_outputs": StructuredOutputs(regex=regex), "max_tokens": 60, "logit_bias": MUCH_A}
+    params = WORDS.model_copy(update={**changes, "ignore_eos": False})
+    (expected,) = tokens_of(llm.generate("hi", params))
     begun_again: list[TokenGrammar] = []
     begin_again = TokenGrammar.begin_again
 
@@ -174,12 +164,12 @@ def test_whose_lexer_is_full_begins_again_and_nobody_notices(tiny: str, monkeypa
 
     monkeypatch.setattr(TokenGrammar, "begin_again", note)
     limit(monkeypatch, max_lexer_states=150)
-    with make_llm(tiny) as llm:
-        assert tokens_of(llm.generate(["hi"] * 3, params)) == [expected] * 3
+    with make_llm(tiny) as other:
+        assert tokens_of(other.generate(["hi"] * 3, params)) == [expected] * 3
         assert begun_again
         begun_again.clear()
         short = params.model_copy(update={"max_tokens": 10})
-        assert tokens_of(llm.generate("hi", short)) == [expected[:10]]  # with a lexer that others did not fill
+        assert tokens_of(other.generate("hi", short)) == [expected[:10]]  # with a lexer that others did not fill
         assert not begun_again
 
 
@@ -195,8 +185,7 @@ def test_a_grammar_that_becomes_too_costly_ends_its_request_alone_with_the_reaso
     tiny: str, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], grammar: StructuredOutputs
 ) -> None:
     limit(monkeypatch, **limits)
-    bias = {ord("a"): 100.0}
-    params = WORDS.model_copy(update={"structured_outputs": grammar, "max_tokens": 150, "logit_bias": bias})
+    params = WORDS.model_copy(update={"structured_outputs": grammar, "max_tokens": 150, "logit_bias": MUCH_A})
     with make_llm(tiny) as llm:
         output, free = llm.generate(["hi", "free"], [params, GREEDY])
         error = output.outputs[0].error

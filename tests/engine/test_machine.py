@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,18 +24,15 @@ from tests.engine.support import make_tiny_checkpoint, resolved_config
 from tests.models.cpu.support import BASE
 
 GIB = 2**30
-SHAPE = replace(
-    BASE, layers=BASE.layers * 8, num_kv_heads=8, head_dim=64
-)  # 64 KiB of float32 cache a token, 4 MiB a slot
+SHAPE = replace(BASE, layers=BASE.layers * 8, num_kv_heads=8, head_dim=64)  # 64 KiB of float32 cache a token
 
 
 def test_a_cpu_has_float32_and_free_memory() -> None:
     facts = inspect_machine("cpu")
-    assert facts.device == "cpu"
-    assert not facts.is_gpu
+    assert (facts.device, facts.is_gpu, facts.has_elastic_memory) == ("cpu", False, sys.platform == "linux")
     assert DType.FLOAT32 in facts.fast_dtypes
     assert facts.free_bytes > 2**20
-    assert facts.has_elastic_memory == (sys.platform == "linux")
+    assert inspect_machine("auto").device == ("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(("limit", "free_bytes"), [("max\n", 9 * GIB), ("4294967296\n", 3 * GIB), ("100\n", 0)])
@@ -51,92 +47,75 @@ def test_what_is_free_in_a_container_is_what_its_limit_leaves(
     assert inspect_machine("cpu").free_bytes == free_bytes
 
 
-def test_auto_is_the_gpu_if_there_is_one() -> None:
-    expected = "cuda:0" if torch.cuda.is_available() else "cpu"
-    assert inspect_machine("auto").device == expected
+NO_KIND = "device '{}' .*choose cpu or cuda:0"
+NOT_THERE = f"{{}}.* {torch.cuda.device_count()} CUDA devices"  # from 128 on torch itself cannot hold it
 
 
-@pytest.mark.parametrize("device", ["tpu", "mps", "meta", "", "cuda:x", "cuda:-1"])
-def test_a_device_of_a_kind_that_is_not_supported_is_refused_by_name(device: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"device '{device}' .*choose cpu or cuda:0"):
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        *((device, NO_KIND) for device in ("tpu", "mps", "meta", "", "cuda:x", "cuda:-1")),
+        *((f"cuda:{index}", NOT_THERE) for index in (99, 127, 128, 256, 1000)),
+    ],
+)
+def test_a_device_that_is_not_supported_or_not_there_is_refused_by_name(device: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said.format(device)):
         inspect_machine(device)
-
-
-@pytest.mark.parametrize("index", [99, 127, 128, 256, 1000])  # from 128 on torch itself cannot hold it
-def test_a_gpu_that_is_not_there_is_refused_with_the_number_of_those_that_are(index: int) -> None:
-    with pytest.raises(ConfigurationError, match=rf"cuda:{index}.* {torch.cuda.device_count()} CUDA devices"):
-        inspect_machine(f"cuda:{index}")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
-    """Makes the machine one with two GPUs of that compute capability, 80 of 140 GiB of each free."""
-
-    def install(capability: tuple[int, int]) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * GIB, 140 * GIB))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-
-    return install
 
 
 @pytest.mark.parametrize(
     ("capability", "dtypes"), [((9, 0), set(DType)), ((7, 5), {DType.FLOAT32, DType.FLOAT16})], ids=["new", "old"]
 )
-def test_a_gpu(gpu: Callable[[tuple[int, int]], None], capability: tuple[int, int], dtypes: set[DType]) -> None:
-    gpu(capability)
+def test_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtypes: set[DType]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     facts = inspect_machine("cuda:1")
     assert (facts.device, facts.free_bytes, set(facts.fast_dtypes)) == ("cuda:1", 80 * GIB, dtypes)
 
 
+def v1(directory: str, quota: int) -> dict[str, str]:
+    return {f"cpu/{directory}cpu.cfs_quota_us": f"{quota}\n", f"cpu/{directory}cpu.cfs_period_us": "100000\n"}
+
+
+V1 = "4:memory:/docker/f00\n3:cpu,cpuacct:/docker/f00\n"
+SIBLINGS = {"a/cpu.max": "600000 100000\n", "a/b/cpu.max": "500000 100000\n", "c/cpu.max": "1 1\n"}
+
+
 @pytest.mark.parametrize(
-    ("num_cores", "num_usable", "num_threads"), [(4, 8, 4), (4, 2, 2), (1, 2, 1), (64, 64, 64), (None, 3, 3)]
+    ("num_cores", "num_usable", "own", "files", "num_threads"),
+    [
+        *((4, 8, "", {}, 4), (4, 2, "", {}, 2), (1, 2, "", {}, 1), (64, 64, "", {}, 64), (None, 3, "", {}, 3)),
+        # No more than a container has time for.
+        (8, 8, "0::/\n", {"cpu.max": "250000 100000\n"}, 2),
+        (8, 8, "0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        (8, 8, "0::/\n", {"cpu.max": "max 100000\n"}, 8),
+        (8, 8, "0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),
+        (8, 8, "0::/a/b\n", SIBLINGS, 5),
+        (8, 8, V1, v1("", 300_000), 3),
+        (8, 8, V1, v1("docker/f00/", 400_000), 4),
+        (8, 8, V1, v1("", -1), 8),
+        (8, 8, "0::/somewhere/else\n", {"cpu.max": "200000 100000\n"}, 2),
+        (8, 8, "", {}, 8),
+    ],
 )
 def test_as_many_threads_as_physical_cores_that_may_be_used(
-    num_cores: int | None, num_usable: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    num_cores: int | None, num_usable: int, own: str, files: dict[str, str], num_threads: int, tmp_path: Path
 ) -> None:
     def count(logical: bool) -> int | None:
         assert not logical
         return num_cores
 
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(psutil, "cpu_count", count)
-    monkeypatch.setattr(machine, "_OWN_CGROUPS", Path("none"))  # whatever this machine has
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_usable)))
-    assert choose_num_threads() == num_threads
-
-
-V1 = "4:memory:/docker/f00\n3:cpu,cpuacct:/docker/f00\n"
-
-
-@pytest.mark.parametrize(
-    ("own", "files", "num_threads"),
-    [
-        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2),
-        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
-        ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
-        ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),
-        ("0::/a/b\n", {"a/cpu.max": "600000 100000\n", "a/b/cpu.max": "500000 100000\n", "c/cpu.max": "1 1\n"}, 5),
-        (V1, {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-        (V1, {"cpu/docker/f00/cpu.cfs_quota_us": "400000\n", "cpu/docker/f00/cpu.cfs_period_us": "100000\n"}, 4),
-        (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
-        ("0::/somewhere/else\n", {"cpu.max": "200000 100000\n"}, 2),
-        ("", {}, 8),
-    ],
-)
-def test_no_more_threads_than_a_container_has_time_for(
-    own: str, files: dict[str, str], num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, text in files.items():
+    for name, text in {**files, "own": own}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)  # noqa: ARG005
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert choose_num_threads() == num_threads
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
+        patch.setattr(machine, "_CGROUP", tmp_path)
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        patch.setattr(psutil, "cpu_count", count)
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(num_usable)))
+        assert choose_num_threads() == num_threads
 
 
 def test_as_many_threads_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,38 +148,32 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return numbers
 
 
-def fitted(forward: TorchForward, asked: EngineConfig, **resolved: Any) -> ResolvedConfig:
-    fields = {"device": "cuda:0", "max_batch_size": 4096, "max_num_batched_tokens": 4096, **resolved}
-    return fit_cache(asked, resolved_config("model", **fields), SHAPE, forward)
+def fitted(forward: TorchForward, **asked: Any) -> ResolvedConfig:
+    """In slots of 256 MiB."""
+    resolved = resolved_config("model", device="cuda:0", max_batch_size=50, max_seq_len=4096)
+    return fit_cache(EngineConfig(**asked), resolved, SHAPE, forward)
 
 
 @pytest.mark.usefixtures("memory")
-def test_slots_take_their_share_of_what_weights_and_a_step_leave(forward: TorchForward) -> None:
-    assert fitted(forward, EngineConfig()).max_batch_size == 1638  # 0.8 (10 - 2) GiB / 4 MiB
-    assert fitted(forward, EngineConfig(kv_cache_memory_bytes=4 * GIB)).max_batch_size == 1024
-
-
-@pytest.mark.usefixtures("memory")
-def test_slots_that_were_asked_for_and_do_not_fit_are_refused(forward: TorchForward) -> None:
+def test_slots_take_their_share_of_what_weights_and_a_step_leave(
+    forward: TorchForward, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="chairlift.engine.execution.machine")
+    assert fitted(forward).max_batch_size == 25  # 0.8 (10 - 2) GiB / 256 MiB
+    assert caplog.messages == [
+        "cuda:0: 10.00 of 16.00 GiB are free beside 1.00 GiB of weights; a step of 64 tokens needs 2.00 GiB of them",
+        "25 slots of 4096 tokens: a cache of 6.25 GiB",
+    ]
+    assert fitted(forward, kv_cache_memory_bytes=4 * GIB).max_batch_size == 16
+    assert fitted(forward, max_batch_size=25).max_batch_size == 25
     with pytest.raises(ConfigurationError, match=r"80% of the 8\.00 GiB .* lower max_batch_size or max_seq_len"):
-        fitted(forward, EngineConfig(max_batch_size=1639))
-    assert fitted(forward, EngineConfig(max_batch_size=1638)).max_batch_size == 1638
+        fitted(forward, max_batch_size=26)
 
 
 def test_a_gpu_that_is_too_small_for_one_slot_is_refused(forward: TorchForward, memory: dict[str, int]) -> None:
     memory["free"] = 2 * GIB + 2**20
-    with pytest.raises(ConfigurationError, match=r"no room for 1 slot of 64 tokens: .* lower max_seq_len$"):
-        fitted(forward, EngineConfig())
-
-
-@pytest.mark.usefixtures("memory")
-def test_the_numbers_are_logged(forward: TorchForward, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="chairlift.engine.execution.machine")
-    fitted(forward, EngineConfig())
-    assert caplog.messages == [
-        "cuda:0: 10.00 of 16.00 GiB are free beside 1.00 GiB of weights; a step of 4096 tokens needs 2.00 GiB of them",
-        "1638 slots of 64 tokens: a cache of 6.40 GiB",
-    ]
+    with pytest.raises(ConfigurationError, match=r"no room for 1 slot of 4096 tokens: .* lower max_seq_len$"):
+        fitted(forward)
 
 
 @pytest.mark.usefixtures("memory")
@@ -212,16 +185,17 @@ def test_a_step_that_does_not_fit_beside_the_weights_says_what_to_lower(
 
     monkeypatch.setattr(forward, "rehearse", run_out)
     with pytest.raises(ConfigurationError) as caught:
-        fitted(forward, EngineConfig())
+        fitted(forward)
     assert str(caught.value) == (
-        "cuda:0 ran out of memory in a step of 4096 tokens beside 1.00 GiB of weights; lower max_num_batched_tokens or"
+        "cuda:0 ran out of memory in a step of 64 tokens beside 1.00 GiB of weights; lower max_num_batched_tokens or"
         " max_batch_size"
     )
 
 
-def test_on_a_cpu_nothing_changes_where_torch_computes(forward: TorchForward) -> None:
+def test_on_a_cpu_nothing_changes_where_torch_computes_and_a_rehearsal_needs_no_cache(forward: TorchForward) -> None:
     resolved = resolved_config("model")
     assert fit_cache(EngineConfig(), resolved, SHAPE, forward) is resolved
+    assert forward.rehearse(num_tokens=200, num_rows=3).shape == (3, 259)  # more tokens than the model has positions
 
 
 @pytest.mark.parametrize(("num_step_bytes", "num_bytes"), [(GIB // 2, GIB), (3 * GIB, 0.8 * GIB)])
@@ -244,11 +218,6 @@ def test_on_a_cpu_the_cache_leaves_what_a_step_takes(
     assert fitted.cache_tokens == int(num_bytes) // 2**16 // 64 * 64
 
 
-def test_a_rehearsal_needs_no_cache(forward: TorchForward) -> None:
-    logits = forward.rehearse(num_tokens=200, num_rows=3)  # more tokens than the model has positions
-    assert logits.shape == (3, 259)
-
-
 @pytest.mark.usefixtures("memory")
 def test_a_rehearsal_samples_all_rows_with_penalties_filters_and_log_probabilities(
     forward: TorchForward, monkeypatch: pytest.MonkeyPatch
@@ -264,5 +233,5 @@ def test_a_rehearsal_samples_all_rows_with_penalties_filters_and_log_probabiliti
 
     real = Sampler.sample
     monkeypatch.setattr(Sampler, "sample", sample)
-    fitted(forward, EngineConfig(), max_batch_size=5)
-    assert seen == [(5, 259), DrawKind.TOP, 5, 5, [20] * 5, (5, 259)]
+    fitted(forward)
+    assert seen == [(50, 259), DrawKind.TOP, 50, 50, [20] * 50, (50, 259)]

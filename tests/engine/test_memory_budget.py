@@ -11,25 +11,22 @@ from chairlift.cache import ContinuousBatchingKVCacheManager, KVCacheParams
 from chairlift.cache.memory import MappedMemory, can_map
 from chairlift.engine import llm as llm_module
 from chairlift.engine import thread
-from chairlift.errors import ContextLengthExceeded
 from tests.engine.async_support import last, make_async_llm, wait_until
 from tests.engine.support import ENGINE, core_of, make_tiny_checkpoint, tokens_of
 from tests.models.cpu.support import BASE, FLOAT32, cpu_bench
 from tests.support.forward_bench import SLOT_LEN, Row
 from tests.support.kernels import HAS_COMPILER
 
-elastic_only = pytest.mark.skipif(not can_map(torch.device("cpu")), reason="memory comes at once on this platform")
-pytestmark = elastic_only
+pytestmark = pytest.mark.skipif(not can_map(torch.device("cpu")), reason="memory comes at once on this platform")
 
 TOKEN_BYTES = 2 * 2 * 32 * 4  # two layers of keys and values of one head, in float32
 
 
-def prompts() -> list[list[int]]:
-    return [[(7 * i + 3 * j) % 90 + 5 for j in range(40 + 11 * i)] for i in range(24)]
-
-
-def params() -> list[SamplingParams]:
-    return [SamplingParams(temperature=0.0, max_tokens=60 + 5 * i, ignore_eos=True) for i in range(24)]
+PROMPTS = [[(7 * i + 3 * j) % 90 + 5 for j in range(40 + 11 * i)] for i in range(20)]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=50 + 5 * i, ignore_eos=True, prompt_logprobs=1 if i % 2 else None)
+    for i in range(20)
+]
 
 
 @pytest.fixture
@@ -42,28 +39,16 @@ def llm(tmp_path: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_all_end_with_the_tokens_that_each_has_alone(llm: LLM) -> None:
-    together = tokens_of(llm.generate(prompts(), params()))  # 6,900 tokens in memory for 640
+def test_all_end_with_the_tokens_that_each_has_alone_and_with_whole_scores_of_their_prompts(llm: LLM) -> None:
+    together = llm.generate(PROMPTS, PARAMS)  # 4,800 tokens in memory for 640
     core = core_of(llm)
     core.check()
     assert core.read_stats().totals.num_preemptions > 0
     llm.reset_prefix_cache()
-    alone = [tokens_of(llm.generate([prompt], own))[0] for prompt, own in zip(prompts(), params(), strict=True)]
-    assert together == alone
-
-
-def test_log_probabilities_of_a_prompt_are_whole_though_its_row_yields(llm: LLM) -> None:
-    scored = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, prompt_logprobs=1)
-    together = llm.generate(prompts()[:16], [scored] * 16)
-    assert core_of(llm).read_stats().totals.num_preemptions > 0
-    for prompt, output in zip(prompts(), together, strict=False):
-        assert output.prompt_logprobs is not None
-        assert len(output.prompt_logprobs) == len(prompt)
-
-
-def test_a_request_that_could_never_fit_is_refused_with_the_numbers(llm: LLM) -> None:
-    with pytest.raises(ContextLengthExceeded, match="maximum context length is 512 tokens"):
-        llm.generate([[5] * 600], SamplingParams(max_tokens=1))
+    alone = [llm.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, PARAMS, strict=True)]
+    assert tokens_of(together) == tokens_of(alone)
+    lengths = [len(output.prompt_logprobs) if output.prompt_logprobs else None for output in together]
+    assert lengths == [len(prompt) if index % 2 else None for index, prompt in enumerate(PROMPTS)]
 
 
 def test_memory_comes_with_tokens_and_goes_when_all_rests(llm: LLM) -> None:
@@ -71,7 +56,7 @@ def test_memory_comes_with_tokens_and_goes_when_all_rests(llm: LLM) -> None:
     (memory,) = core.cache.memories
     assert isinstance(memory, MappedMemory)
     assert memory.num_resident() == 0
-    llm.generate(prompts()[-2:], SamplingParams(max_tokens=1))
+    llm.generate(PROMPTS[-2:], SamplingParams(max_tokens=1))
     used = memory.num_resident()
     assert used > 0
     core.rest()

@@ -10,32 +10,26 @@ import torch
 from chairlift import LLM, SamplingParams
 from chairlift.cache import ContinuousBatchingKVCacheManager
 from chairlift.device import on_device
-from chairlift.engine import core as core_module
-from chairlift.engine.core import Pacing
 from chairlift.engine.execution import runner as runner_module
 from chairlift.errors import EngineDead
 from chairlift.models import TorchForward
 from chairlift.models.attention import BatchMetadata
 from chairlift.params import RequestOutput
-from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
-from tests.engine.test_poison import assert_all_finite
+from tests.engine.support import GREEDY, PROMPTS, core_of, make_llm, tokens_of
+from tests.engine.test_poison import ahead, assert_clean, greedy
 
 SAID = (
     "the device ran out of memory in a step with this sequence; lower max_num_batched_tokens or kv_cache_memory_bytes"
 )
 LONG_PROMPT = list(range(1, 60))
-PENALISED = GREEDY.model_copy(update={"repetition_penalty": 1.5, "frequency_penalty": 0.5})
+PENALISED = greedy(repetition_penalty=1.5, frequency_penalty=0.5)
 
 
 @pytest.fixture(params=[0, 1], ids=["waits", "1 ahead"])
-def make(
-    tiny: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[[BatchMetadata], bool]], LLM]:
+def make(tiny: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     """An engine that has no memory for some batches; so many launches ahead."""
-    monkeypatch.setattr(core_module.Pacing, "of", lambda _: Pacing(request.param))
 
     def make_with(is_too_large: Callable[[BatchMetadata], bool]) -> LLM:
-        llm = make_llm(tiny, attention_backend="torch", max_steps_per_launch=1)
         hidden = TorchForward.hidden
 
         def hidden_if_it_fits(self: TorchForward, batch: BatchMetadata, *rest: Any) -> torch.Tensor:
@@ -45,7 +39,8 @@ def make(
             return result
 
         monkeypatch.setattr(TorchForward, "hidden", hidden_if_it_fits)
-        return llm
+        with ahead(request.param):
+            return make_llm(tiny, attention_backend="torch", max_steps_per_launch=1)
 
     return make_with
 
@@ -70,8 +65,7 @@ def test_a_prompt_ends_with_an_error_and_rows_that_decode_beside_it_go_on(
         outputs = llm.generate(prompts, asked)
         assert errors_of(outputs) == [None, None, None, SAID]
         assert tokens_of(outputs) == [*expected[:3], []]
-        assert_all_finite(llm)
-        assert_idle(llm)
+        assert_clean(llm)
 
 
 def test_no_memory_for_the_smallest_copy_is_no_end_either(
@@ -90,25 +84,23 @@ def test_no_memory_for_the_smallest_copy_is_no_end_either(
     with make(lambda _: False) as llm:
         assert errors_of(llm.generate([LONG_PROMPT], GREEDY)) == [SAID]
         assert errors_of(llm.generate([PROMPTS[0]], asking(GREEDY, 3))) == [None]
-        assert_idle(llm)
+        assert_clean(llm)
 
 
 def test_prompts_of_one_step_end_together(make: Callable[..., LLM]) -> None:
     with make(lambda batch: max(batch.num_new_tokens) > 50) as llm:
-        outputs = llm.generate([PROMPTS[0], LONG_PROMPT], asking(GREEDY, 12, 12))
-        assert errors_of(outputs) == [SAID, SAID]
-        assert_idle(llm)
+        assert errors_of(llm.generate([PROMPTS[0], LONG_PROMPT], GREEDY)) == [SAID, SAID]
+        assert_clean(llm)
 
 
 def test_where_nothing_but_decoding_is_to_be_done_all_rows_end_with_the_tokens_that_they_have(
     make: Callable[..., LLM],
 ) -> None:
     with make(lambda batch: batch.is_decode and max(batch.num_cached_tokens) == 30) as llm:
-        first, second = llm.generate([PROMPTS[1], PROMPTS[6]], asking(GREEDY, 12, 12))  # of 17 and 25 tokens
-        assert errors_of([first, second]) == [SAID, SAID]
-        assert [len(each) for each in tokens_of([first, second])] == [6, 6]
-        assert_all_finite(llm)
-        assert_idle(llm)
+        outputs = llm.generate([PROMPTS[1], PROMPTS[6]], GREEDY)  # of 17 and 25 tokens
+        assert errors_of(outputs) == [SAID, SAID]
+        assert [len(each) for each in tokens_of(outputs)] == [6, 6]
+        assert_clean(llm)
 
 
 def test_one_of_several_ranks_cannot_go_on_without_the_others(make: Callable[..., LLM]) -> None:
@@ -125,8 +117,6 @@ def test_a_gpu_is_the_current_one_while_something_is_launched_on_it() -> None:
     guard = on_device(torch.device("cuda:1"))
     assert isinstance(guard, torch.cuda.device)
     assert guard.idx == 1
-    with on_device(torch.device("cpu")):
-        pass
 
 
 def test_a_launch_happens_on_its_device(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

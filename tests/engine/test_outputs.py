@@ -9,7 +9,7 @@ import pytest
 from chairlift import SamplingParams
 from chairlift.engine.text.detokenizer import StopStrings
 from chairlift.engine.text.inputs import DEFAULT_TEXT, Generation, TextOptions
-from chairlift.engine.text.outputs import Delivery, GenerationState, OutputProcessor
+from chairlift.engine.text.outputs import Delivery, OutputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.params import CompletionOutput, FinishReason, Logprob
 from chairlift.scheduler import Request, TokenEvent
@@ -26,28 +26,31 @@ def generation_of(params: SamplingParams, request_id: str = "g", prompt: list[in
 class Follower:
     """One generation that is followed: events in, its state out."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, text_options: TextOptions = DEFAULT_TEXT) -> None:
+    def __init__(self, tokenizer: Tokenizer, text_options: TextOptions = DEFAULT_TEXT, **fields: Any) -> None:
         self.processor = OutputProcessor(tokenizer)
-        self.state = self.processor.open(replace(generation_of(params), text_options=text_options))
+        generation = generation_of(SamplingParams(**fields))
+        self.state = self.processor.open(replace(generation, text_options=text_options))
 
     @property
     def outputs(self) -> list[CompletionOutput]:
         return self.state.output.copy().outputs
 
-    def text(
-        self, text: str, finish: FinishReason | None = None, stop_reason: int | None = None, end: int | None = None
-    ) -> Delivery:
-        """The bytes of a text come as tokens of the first choice, then `end` if given."""
-        tokens = [*text.encode(), *([] if end is None else [end])]
-        return self.processor.process([event("g-0", tokens, finish, stop_reason)])
+    def hear(self, said: bytes | list[int], finish: FinishReason | None = None, index: int = 0) -> Delivery:
+        """Bytes come as tokens of a choice."""
+        return self.processor.process([event(f"g-{index}", list(said), finish)])
+
+    def score(self, tokens: bytes, finish: FinishReason | None = None, index: int = 0) -> None:
+        """The first of some tokens comes with the log-probabilities of all."""
+        scored = {token: Logprob(-1.0, rank) for rank, token in enumerate(tokens, start=1)}
+        self.processor.process([TokenEvent(f"g-{index}", [tokens[0]], finish, logprobs=[scored])])
 
 
-def test_text_and_tokens_accumulate(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams())
-    delivery = follower.text("ab")
-    assert delivery == Delivery({follower.state: None})
-    assert follower.outputs == [CompletionOutput(0, "ab", [97, 98], None, None)]
-    follower.text("c", FinishReason.LENGTH)
+def test_text_and_tokens_accumulate_in_snapshots_that_stay_as_they_are(byte_tokenizer: Tokenizer) -> None:
+    follower = Follower(byte_tokenizer)
+    assert follower.hear(b"ab") == Delivery({follower.state: None})
+    before = follower.state.output.copy()
+    follower.hear(b"c", FinishReason.LENGTH)
+    assert before.outputs == [CompletionOutput(0, "ab", [97, 98], None, None)]
     assert follower.outputs == [CompletionOutput(0, "abc", [97, 98, 99], FinishReason.LENGTH, None)]
     assert follower.state.is_finished
 
@@ -58,22 +61,13 @@ def test_a_snapshot_carries_the_generation_and_is_finished_with_all_choices(byte
     processor.process([event("name-1", [97], FinishReason.LENGTH)])
     snapshot = state.output.copy()
     assert (snapshot.request_id, snapshot.prompt, snapshot.prompt_token_ids) == ("name", None, [5, 6])
-    assert not snapshot.finished
     processor.process([event("name-0", [98], FinishReason.LENGTH)])
-    assert state.output.copy().finished
-    assert not snapshot.finished
-
-
-def test_a_snapshot_does_not_change_with_later_tokens(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams())
-    follower.text("a")
-    before = follower.state.output.copy()
-    follower.text("b", FinishReason.LENGTH)
-    assert before.outputs == [CompletionOutput(0, "a", [97], None, None)]
+    assert (snapshot.finished, state.output.copy().finished) == (False, True)
 
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 NOTHING, STOP, LENGTH, ABORT = None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
+UP_TO_B: dict[str, Any] = {"stop": ["b"]}
 END = bytes([255])  # stands for the end token in what is said
 
 
@@ -99,37 +93,19 @@ ENDINGS = {
     "a stop string over several events": Ending(
         {"stop": ["END"]}, [(b"xE", NOTHING), (b"N", NOTHING), (b"D", NOTHING)], ["x"] * 3, STOP, "END", aborts=True
     ),
-    "a stop string within an event": Ending(
-        {"stop": ["b"]}, [(b"abcd", NOTHING)], ["a"], STOP, "b", aborts=True, num_tokens=2
-    ),
+    "a stop string within an event": Ending(UP_TO_B, [(b"abcd", NOTHING)], ["a"], STOP, "b", True, num_tokens=2),
     "a stop string before surplus events": Ending(
-        {"stop": ["b"]},
-        [(b"ab", NOTHING), (b"cd", NOTHING), (b"", ABORT)],
-        ["a"] * 3,
-        STOP,
-        "b",
-        aborts=True,
-        num_tokens=2,
+        UP_TO_B, [(b"ab", NOTHING), (b"cd", NOTHING), (b"", ABORT)], ["a"] * 3, STOP, "b", True, num_tokens=2
     ),
-    "a stop string in the last step": Ending({"stop": ["b"]}, [(b"abc", LENGTH)], ["a"], STOP, "b", num_tokens=2),
-    "a stop string before an end token": Ending(
-        {"stop": ["b"]}, [(b"abc" + END, STOP)], ["a"], STOP, "b", num_tokens=2
-    ),
+    "a stop string in the last step": Ending(UP_TO_B, [(b"abc", LENGTH)], ["a"], STOP, "b", num_tokens=2),
+    "a stop string before an end token": Ending(UP_TO_B, [(b"abc" + END, STOP)], ["a"], STOP, "b", num_tokens=2),
     "half a stop string, which is shown then": Ending(
         {"stop": ["END"]}, [(b"xEN", NOTHING), (END, STOP)], ["x", "xEN"], STOP
     ),
-    "half a character, which is shown then": Ending(
-        {}, [(b"a\xe2\x82", NOTHING), (b"", ABORT)], ["a", "a" + HALF], ABORT
-    ),
+    "half a character, shown then": Ending({}, [(b"a\xe2\x82", NOTHING), (b"", ABORT)], ["a", "a" + HALF], ABORT),
     "half a character that is a stop string": Ending({"stop": [HALF]}, [(b"a\xe2", LENGTH)], ["a"], STOP, HALF),
     "a stop string after min_tokens": Ending(
-        {"stop": ["b"], "min_tokens": 3},
-        [(b"abb", NOTHING), (b"abc", NOTHING)],
-        ["abb", "abba"],
-        STOP,
-        "b",
-        aborts=True,
-        num_tokens=5,
+        {**UP_TO_B, "min_tokens": 3}, [(b"abb", NOTHING), (b"abc", NOTHING)], ["abb", "abba"], STOP, "b", True, 5
     ),
     "an abort, with what there is": Ending({}, [(b"ab", NOTHING), (b"", ABORT)], ["ab", "ab"], ABORT),
 }
@@ -137,7 +113,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("case", ENDINGS.values(), ids=ENDINGS.keys())
 def test_a_text_ends_with(byte_tokenizer: Tokenizer, case: Ending) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(**case.fields))
+    follower = Follower(byte_tokenizer, **case.fields)
     shown, aborted, tokens = [], [], []
     for said, reason in case.said:
         spoken = [END_TOKEN if byte == END[0] else byte for byte in said]
@@ -157,36 +133,21 @@ def test_choices_grow_and_end_each_on_their_own(byte_tokenizer: Tokenizer) -> No
     delivery = processor.process([event("g-2", [97, 33]), event("g-0", [98]), event("g-1", [99], FinishReason.LENGTH)])
     assert delivery == Delivery({state: None}, ["g-2"])
     assert state.unfinished_ids == ["g-0"]
-    assert [(output.index, output.text, output.finish_reason) for output in state.output.copy().outputs] == [
-        (0, "b", None),
-        (1, "c", FinishReason.LENGTH),
-        (2, "a", FinishReason.STOP),
-    ]
+    outputs = [(output.index, output.text, output.finish_reason) for output in state.output.copy().outputs]
+    assert outputs == [(0, "b", None), (1, "c", "length"), (2, "a", "stop")]
 
 
-def test_events_find_their_generation_among_several(byte_tokenizer: Tokenizer) -> None:
+def test_events_find_their_generation_among_several_and_are_dropped_once_it_is_closed(
+    byte_tokenizer: Tokenizer,
+) -> None:
     processor = OutputProcessor(byte_tokenizer)
-    first, second, third = (processor.open(generation_of(SamplingParams(), name)) for name in ("x", "x-0", "y"))
-    delivery = processor.process([event("x-0-0", [97]), event("x-0", [98])])
-    assert list(delivery.changed) == [second, first]
-    assert texts_of(first, second, third) == ["b", "a", ""]
-
-
-def texts_of(*states: GenerationState) -> list[str]:
-    return [state.output.copy().outputs[0].text for state in states]
-
-
-def test_after_closing_events_are_dropped(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams())
-    follower.text("a")
-    follower.processor.close(follower.state)
-    assert follower.text("b") == Delivery()
-    assert follower.outputs[0].text == "a"
-    follower.processor.close(follower.state)
-
-
-def test_events_of_nobody_are_dropped(byte_tokenizer: Tokenizer) -> None:
-    assert OutputProcessor(byte_tokenizer).process([event("who-0", [97])]) == Delivery()
+    states = [processor.open(generation_of(SamplingParams(), name)) for name in ("x", "x-0", "y")]
+    delivery = processor.process([event("x-0-0", [97]), event("x-0", [98]), event("who-0", [99])])
+    assert list(delivery.changed) == [states[1], states[0]]
+    processor.close(states[0])
+    assert processor.process([event("x-0", [97])]) == Delivery()
+    processor.close(states[0])
+    assert [state.output.copy().outputs[0].text for state in states] == ["b", "a", ""]
 
 
 def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(
@@ -201,10 +162,9 @@ def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(
         return decode(self, token_ids, skip_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "decode", counting)
-    follower = Follower(byte_tokenizer, SamplingParams(logprobs=1))
+    follower = Follower(byte_tokenizer, logprobs=1)
     for _ in range(50):
-        scored = {token: Logprob(-1.0, rank) for rank, token in enumerate([ord("x"), ord("y")], start=1)}
-        follower.processor.process([TokenEvent("g-0", [ord("x")], None, logprobs=[scored])])
+        follower.score(b"xy")
     (output,) = follower.outputs
     assert output.logprobs is not None
     assert [each.decoded_token for each in output.logprobs[-1].values()] == ["x", "y"]
@@ -229,55 +189,39 @@ ONE_SENTENCE = TextOptions(new_watcher=Sentence)
 
 
 def test_a_text_ends_where_its_watcher_says_and_the_engine_is_told(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(), ONE_SENTENCE)
-    assert follower.text("No").to_abort == []
-    assert follower.text("w. And then").to_abort == ["g-0"]
-    assert follower.outputs == [CompletionOutput(0, "Now.", [*b"Now."], FinishReason.STOP, None)]
-    assert follower.text("more").to_abort == []
-    assert follower.outputs[0].text == "Now."
-
-
-def test_each_choice_has_a_watcher_of_its_own(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(n=2), ONE_SENTENCE)
-    follower.text("a.")
-    follower.processor.process([event("g-1", [*b"bc"])])
-    assert [(output.text, output.finish_reason) for output in follower.outputs] == [
-        ("a.", FinishReason.STOP),
-        ("bc", None),
-    ]
+    follower = Follower(byte_tokenizer, ONE_SENTENCE, n=2)
+    assert [follower.hear(text).to_abort for text in (b"No", b"w. And then", b"more")] == [[], ["g-0"], []]
+    follower.hear(b"bc", index=1)  # whose watcher is its own
+    ended = CompletionOutput(0, "Now.", [*b"Now."], FinishReason.STOP, None)
+    assert follower.outputs == [ended, CompletionOutput(1, "bc", [*b"bc"])]
 
 
 def test_a_watcher_sees_what_is_shown_and_ends_nothing_before_min_tokens(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(min_tokens=4, stop=["x"]), ONE_SENTENCE)
-    follower.text("a.bcde")
+    follower = Follower(byte_tokenizer, ONE_SENTENCE, min_tokens=4, stop=["x"])
+    follower.hear(b"a.bcde")
     assert follower.outputs == [CompletionOutput(0, "a.bcd", [*b"a.bcd"], FinishReason.STOP, None)]
-    hidden = Follower(byte_tokenizer, SamplingParams(stop=[".x"]), ONE_SENTENCE)
-    hidden.text("a.")
+    hidden = Follower(byte_tokenizer, ONE_SENTENCE, stop=[".x"])
+    hidden.hear(b"a.")
     assert hidden.outputs == [CompletionOutput(0, "a", [*b"a."])]
-    hidden.text("b")
+    hidden.hear(b"b")
     assert (hidden.outputs[0].text, hidden.outputs[0].finish_reason) == ("a.b", FinishReason.STOP)
 
 
 def test_a_special_token_is_part_of_the_text_where_that_is_wanted(byte_tokenizer: Tokenizer) -> None:
     tokens = [*"é".encode()[:1], 257, *b"a", 256, *"ü".encode()]
-    for shown, text in ((("<|im_start|>", "no such token"), "\N{REPLACEMENT CHARACTER}<|im_start|>aü"), ((), None)):
-        follower = Follower(byte_tokenizer, SamplingParams(), TextOptions(shown_tokens=shown))
-        follower.processor.process([event("g-0", [token]) for token in tokens])
-        follower.processor.process([event("g-0", [], FinishReason.LENGTH)])
-        expected = byte_tokenizer.decode(tokens) if text is None else text
-        assert follower.outputs[0].text == expected
+    shown = (("<|im_start|>", "no such token"), HALF + "<|im_start|>aü"), ((), byte_tokenizer.decode(tokens))
+    for shown_tokens, text in shown:
+        follower = Follower(byte_tokenizer, TextOptions(shown_tokens=shown_tokens))
+        for token in tokens:
+            follower.hear([token])
+        follower.hear(b"", FinishReason.LENGTH)
+        assert follower.outputs[0].text == text
 
 
 def test_a_state_that_was_kept_does_not_change_and_shares_what_it_can(byte_tokenizer: Tokenizer) -> None:
-    follower = Follower(byte_tokenizer, SamplingParams(logprobs=0, n=2))
-
-    def score(index: int, token: int, finish: FinishReason | None = None) -> None:
-        scored = [{token: Logprob(-1.0, 1)}]
-        follower.processor.process([TokenEvent(f"g-{index}", [token], finish, logprobs=scored)])
-
-    states = []
-    for token in b"abc":
-        score(0, token)
+    follower, states = Follower(byte_tokenizer, logprobs=0, n=2), []
+    for token in (b"a", b"b", b"c"):
+        follower.score(token)
         states.append(follower.outputs[0])
     assert [state.text for state in states] == ["a", "ab", "abc"]
     assert [len(state.logprobs or []) for state in states] == [1, 2, 3]
@@ -289,8 +233,8 @@ def test_a_state_that_was_kept_does_not_change_and_shares_what_it_can(byte_token
     with pytest.raises(IndexError):
         _ = second[2]
     assert second[0] is third[0]
-    score(0, ord("d"), FinishReason.LENGTH)
+    follower.score(b"d", FinishReason.LENGTH)
     finished = follower.outputs[0]
-    score(1, ord("x"))
+    follower.score(b"x", index=1)
     assert isinstance(finished.logprobs, list)
     assert follower.outputs[0] is finished  # and is not copied again while the other one goes on

@@ -7,6 +7,7 @@ import re
 import signal
 import urllib.request
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import psutil
@@ -21,6 +22,7 @@ from chairlift.params import RequestOutput, StructuredOutputs
 from chairlift.scheduler import StepPlan
 from tests.engine.async_support import DEADLINE_S, make_async_llm
 from tests.engine.support import GREEDY, PROMPTS, VOCAB_SIZE, core_of, make_llm, make_tiny_checkpoint, tokens_of
+from tests.engine.test_poison import failing, greedy
 from tests.support.checkpoints import random_prompts
 from tests.support.server_process import SERVE, running
 
@@ -71,14 +73,14 @@ def answers(llm: LLM) -> dict[str, list[RequestOutput]]:
     results = {
         "greedy": llm.generate(PROMPTS, GREEDY),
         "drawn": llm.generate(PROMPTS[:4], DRAWN),
-        "scored": llm.generate(PROMPTS[3:4], GREEDY.model_copy(update={"logprobs": 2, "prompt_logprobs": 1})),
-        "structured": llm.generate(PROMPTS[:4], GREEDY.model_copy(update={"structured_outputs": DIGITS})),
+        "scored": llm.generate(PROMPTS[3:4], greedy(logprobs=2, prompt_logprobs=1)),
+        "structured": llm.generate(PROMPTS[:4], greedy(structured_outputs=DIGITS)),
         "stopped": llm.generate(PROMPTS[:4], stops),
     }
     core_of(llm).rest()
     llm.reset_prefix_cache()
     results["reused"] = [llm.generate([PREFIX + ending], GREEDY)[0] for ending in ENDINGS]
-    results["yielding"] = llm.generate(LONG, GREEDY.model_copy(update={"max_tokens": 40}))
+    results["yielding"] = llm.generate(LONG, greedy(max_tokens=40))
     core = core_of(llm)
     assert core.read_stats().totals.num_preemptions > 0
     core.check()
@@ -93,18 +95,6 @@ def pids_of_ranks(core: EngineCore) -> list[int]:
     return [process.pid for process in core.ranks._others._processes]
 
 
-def assert_same(found: dict[str, list[RequestOutput]], expected: dict[str, list[RequestOutput]]) -> None:
-    for name, outputs in expected.items():
-        assert tokens_of(found[name]) == tokens_of(outputs), name
-        assert [each.num_cached_tokens for each in found[name]] == [each.num_cached_tokens for each in outputs], name
-    assert [each.num_cached_tokens for each in expected["reused"]] == [0, 60, 60, 60]
-    assert all(re.fullmatch("[0-9]{3}-[0-9]{2}|none", each.outputs[0].text) for each in found["structured"])
-    ours, theirs = (logprobs_of(each["scored"][0]) for each in (found, expected))
-    assert [list(each) for each in ours] == [list(each) for each in theirs]
-    for own, other in zip(ours, theirs, strict=True):
-        assert own == pytest.approx(other, abs=1e-4)
-
-
 def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
     listed = [*(output.prompt_logprobs or ())[1:], *(output.outputs[0].logprobs or ())]
     assert len(listed) == 39 + 12
@@ -112,15 +102,24 @@ def logprobs_of(output: RequestOutput) -> list[dict[int, float]]:
 
 
 def test_two_and_four_ranks_answer_as_one_does(divided: LLM, expected: dict[str, list[RequestOutput]]) -> None:
-    assert_same(answers(divided), expected)
+    found = answers(divided)
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs), name
+        assert [each.num_cached_tokens for each in found[name]] == [each.num_cached_tokens for each in outputs], name
+    assert [each.num_cached_tokens for each in expected["reused"]] == [0, 60, 60, 60]
+    assert all(re.fullmatch("[0-9]{3}-[0-9]{2}|none", each.outputs[0].text) for each in found["structured"])
+    for own, other in zip(*(logprobs_of(each["scored"][0]) for each in (found, expected)), strict=True):
+        assert list(own) == list(other)
+        assert own == pytest.approx(other, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_that_guess_tokens_and_verify_them_answer_as_one_does(
     model: str, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     verse = random_prompts(8, [12], VOCAB_SIZE)[0] * 4
-    params = GREEDY.model_copy(update={"max_tokens": 40})
+    params = greedy(max_tokens=40)
     with make_divided(model, 1) as llm:
         expected = tokens_of(llm.generate([verse, *PROMPTS[:2]], params))
     guessing = SETTINGS | {"batch_invariant": True, "speculation": "ngram"}
@@ -136,54 +135,44 @@ def test_ranks_that_guess_tokens_and_verify_them_answer_as_one_does(
 def test_a_request_that_is_refused_or_left_changes_nothing_on_any_rank(divided: LLM) -> None:
     core = core_of(divided)
     expected = tokens_of(divided.generate(PROMPTS[:3], GREEDY))
-    generation = divided.inputs.prepare("twice", PROMPTS[1], GREEDY)
-    core.add(*generation.requests)
+    (request,) = divided.inputs.prepare("twice", PROMPTS[1], GREEDY).requests
+    core.add(request)
     with pytest.raises(ValueError, match="already here"):
-        core.add(*generation.requests)
+        core.add(request)
     core.step()
-    assert core.abort(generation.requests[0].request_id) is not None
+    assert core.abort(request.request_id) is not None
     assert core.abort("nobody") is None
     assert tokens_of(divided.generate(PROMPTS[:3], GREEDY)) == expected
 
 
-def test_an_interrupted_step_ends_the_ranks(divided: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = core_of(divided)
-    pids = pids_of_ranks(core)
+def test_an_interrupted_step_ends_the_ranks(divided: LLM) -> None:
+    pids = pids_of_ranks(core_of(divided))
     assert len(pids) == divided.config.tensor_parallel_size - 1
-    monkeypatch.setattr(core._runner, "launch", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with failing(divided, "launch", KeyboardInterrupt(), after=0), pytest.raises(KeyboardInterrupt):
         divided.generate(PROMPTS, GREEDY)
-    monkeypatch.undo()
     with pytest.raises(EngineDead, match="a step ended with KeyboardInterrupt, so that the ranks no longer agree"):
         divided.generate(PROMPTS, GREEDY)
     assert not any(map(psutil.pid_exists, pids))
 
 
-def interrupt(_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def test_a_rank_that_is_killed_in_a_step_ends_all_with_an_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_divided(model, 2) as llm:
         (pid,) = pids_of_ranks(core_of(llm))
-        launch = core_of(llm)._runner.launch
-        num_launches = 0
+        launch, num_launches = core_of(llm)._runner.launch, count(1)
 
         def kill_at_third(plan: StepPlan) -> Launch:
-            nonlocal num_launches
-            num_launches += 1
-            if num_launches == 3:
+            if next(num_launches) == 3:
                 os.kill(pid, signal.SIGKILL)
             return launch(plan)
 
         monkeypatch.setattr(core_of(llm)._runner, "launch", kill_at_third)
-        with pytest.raises(EngineDead, match="rank 1 was killed by signal 9"):
-            llm.generate(PROMPTS, GREEDY)
-        with pytest.raises(EngineDead, match="rank 1 was killed by signal 9"):
-            llm.generate(PROMPTS, GREEDY)
+        for _ in range(2):
+            with pytest.raises(EngineDead, match="rank 1 was killed by signal 9"):
+                llm.generate(PROMPTS, GREEDY)
         assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_killed_while_nothing_runs_is_noticed(model: str) -> None:
     async with make_async_llm(model, **SETTINGS, tensor_parallel_size=2) as llm:
         outputs = [output async for output in llm.generate(PROMPTS[0], GREEDY)]
@@ -196,6 +185,7 @@ async def test_a_rank_that_is_killed_while_nothing_runs_is_noticed(model: str) -
             await llm.generate(PROMPTS[0], GREEDY).__anext__()
 
 
+@pytest.mark.slow
 def test_a_server_has_ranks_which_end_with_it_however_it_ends(model: str) -> None:
     with running(SERVE, model, "-tp", "2", "--attention-backend", "torch", "--dtype", "float32") as server:
         body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}).encode()

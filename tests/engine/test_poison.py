@@ -1,6 +1,6 @@
 """One request that cannot be computed ends alone: the others' bits, its slot's next owner and the engine are sound."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,17 +8,33 @@ import pytest
 import torch
 
 from chairlift import LLM, SamplingParams
-from chairlift.engine.text.inputs import Generation
+from chairlift.engine.core import Pacing
+from chairlift.engine.execution.runner import Launch
+from chairlift.errors import EngineDead
 from chairlift.params import RequestOutput, StructuredOutputs
 from chairlift.scheduler import Scheduler
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, state_of, tokens_of
 
 POISON = 255  # the token whose embedding is no number; none of PROMPTS has it
-AVOIDING = {POISON: -100.0}  # so that a sound request never says it
-SCORED = GREEDY.model_copy(update={"logprobs": 3, "logit_bias": AVOIDING})
 SAID = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
-
 POISONED_PROMPTS = [[POISON], [1, 2, POISON, 3], [POISON, *range(40)], [*range(40), POISON]]
+
+
+def greedy(**changes: Any) -> SamplingParams:
+    return GREEDY.model_copy(update=changes)
+
+
+AVOIDING = greedy(logit_bias={POISON: -100.0})  # so that a sound request never says it
+SAYING_IT = greedy(logit_bias={POISON: 100.0})
+SCORED = AVOIDING.model_copy(update={"logprobs": 3})
+
+
+@contextmanager
+def ahead(num_launches: int) -> Iterator[None]:
+    """Engines that are made here begin so many launches before they take the tokens of the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pacing, "of", lambda _: Pacing(num_launches))
+        yield
 
 
 @contextmanager
@@ -33,68 +49,81 @@ def poisoned(llm: LLM, value: float = torch.nan) -> Iterator[None]:
         weight[POISON] = before
 
 
+@contextmanager
+def failing(llm: LLM, place: str, error: BaseException, after: int) -> Iterator[None]:
+    """The call of `place` after that many raises: a launch when it has written to the slots, others at once."""
+    owners = {"launch": core_of(llm)._runner, "wait": Launch, "update": Scheduler, "process": llm._outputs}
+    call, num_left = getattr(owners[place], place), after
+
+    def call_or_raise(*args: Any) -> Any:
+        nonlocal num_left
+        num_left -= 1
+        result = call(*args) if num_left != -1 or place == "launch" else None
+        if num_left == -1:
+            raise error
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owners[place], place, call_or_raise)
+        yield
+
+
 def assert_failed(output: RequestOutput, num_tokens: int = 0) -> None:
-    (choice,) = output.outputs
-    assert (choice.finish_reason, choice.error, len(choice.token_ids)) == ("abort", SAID, num_tokens)
+    for choice in output.outputs:
+        assert (choice.finish_reason, choice.error, len(choice.token_ids)) == ("abort", SAID, num_tokens)
 
 
 def assert_all_finite(llm: LLM) -> None:
     cache = core_of(llm).cache
     cache.settle()  # as before the next launch
-    for blocks in cache.blocks:
-        assert blocks.isfinite().all()
+    assert all(blocks.isfinite().all() for blocks in cache.blocks)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("bad", POISONED_PROMPTS)
+def assert_clean(llm: LLM) -> None:
+    assert_idle(llm)
+    assert_all_finite(llm)
+
+
+def choices_of(outputs: Iterable[RequestOutput]) -> list[Any]:
+    return [output.outputs for output in outputs]
+
+
 @pytest.mark.parametrize("steps", [1, 4])
-def test_the_others_get_bit_for_bit_what_they_get_beside_a_sound_request(
-    tiny: str, bad: list[int], value: float, steps: int
-) -> None:
-    prompts = [PROMPTS[0], bad, PROMPTS[3], PROMPTS[4]]
-    params = [SCORED, GREEDY.model_copy(update={"max_tokens": 1}), SCORED, SCORED]  # a sound one ends as early
+def test_the_others_get_bit_for_bit_what_they_get_beside_a_sound_request(tiny: str, steps: int) -> None:
+    params = [SCORED, greedy(max_tokens=1), SCORED, SCORED]  # a sound one ends as early
     # Reused prompts are not computed in the batch in which they were, of which the torch backend's bits tell.
     with make_llm(tiny, max_steps_per_launch=steps, enable_prefix_caching=False) as llm:
-        sound = llm.generate(prompts, params)
-        with poisoned(llm, value):
-            mixed = llm.generate(prompts, params)
-        assert_failed(mixed.pop(1))
-        sound.pop(1)
-        assert [output.outputs for output in mixed] == [output.outputs for output in sound]
-        assert_idle(llm)
-        assert_all_finite(llm)
+        for bad in POISONED_PROMPTS:
+            prompts = [PROMPTS[0], bad, PROMPTS[3], PROMPTS[4]]
+            first, _, *rest = llm.generate(prompts, params)
+            for value in (torch.nan, torch.inf):
+                with poisoned(llm, value):
+                    mixed = llm.generate(prompts, params)
+                assert_failed(mixed.pop(1))
+                assert choices_of(mixed) == choices_of([first, *rest])
+                assert_clean(llm)
 
 
-@pytest.mark.parametrize("budget", [3, 8, 64])
-def test_slots_that_held_poison_serve_the_next_as_if_new(tiny: str, budget: int) -> None:
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+@pytest.mark.parametrize(("steps", "budget"), [(1, 8), (4, 3), (4, 64)])
+def test_slots_that_held_poison_serve_the_next_as_if_new(tiny: str, num_ahead: int, steps: int, budget: int) -> None:
     sound = [PROMPTS[1], PROMPTS[3], PROMPTS[6], PROMPTS[7], PROMPTS[2], PROMPTS[5]]
-    pairs = zip(POISONED_PROMPTS, sound, strict=False)
-    mixed = [prompt for pair in pairs for prompt in pair] + sound[4:]
-    with make_llm(tiny, max_num_batched_tokens=budget) as llm:
+    says_it = [104, 105]  # what came before its own token is kept
+    bad = [*POISONED_PROMPTS, [POISON] * 30, says_it]
+    mixed = [prompt for pair in zip(bad, sound, strict=True) for prompt in pair]
+    params = [SAYING_IT if prompt is says_it else SCORED for prompt in mixed]
+    with ahead(num_ahead), make_llm(tiny, max_steps_per_launch=steps, max_num_batched_tokens=budget) as llm:
         expected = tokens_of(llm.generate(sound, SCORED))
-        with poisoned(llm):
-            outputs = llm.generate(mixed, SCORED)
-            again = tokens_of(llm.generate(sound, SCORED))
-        assert_all_finite(llm)
-    for output in outputs:
-        if POISON in output.prompt_token_ids:
-            assert_failed(output)
-    assert tokens_of(output for output in outputs if POISON not in output.prompt_token_ids) == expected
-    assert again == expected
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-def test_one_that_is_spoiled_by_its_own_token_keeps_what_came_before(tiny: str, steps: int) -> None:
-    saying_it = GREEDY.model_copy(update={"logit_bias": {POISON: 100.0}})
-    with make_llm(tiny, max_steps_per_launch=steps) as llm:
-        expected = tokens_of(llm.generate(PROMPTS[:2], SCORED))
-        with poisoned(llm):
-            first, bad, second = llm.generate([PROMPTS[0], [104, 105], PROMPTS[1]], [SCORED, saying_it, SCORED])
-        assert bad.outputs[0].token_ids == [POISON]
-        assert_failed(bad, num_tokens=1)
-        assert tokens_of([first, second]) == expected
-        assert_idle(llm)
-        assert_all_finite(llm)
+        for value in (torch.nan, torch.inf):
+            with poisoned(llm, value):
+                outputs = llm.generate(mixed, params)
+                again = tokens_of(llm.generate(sound, SCORED))
+            for output in outputs[:-2:2]:
+                assert_failed(output)
+            assert_failed(outputs[-2], num_tokens=1)
+            assert outputs[-2].outputs[0].token_ids == [POISON]
+            assert tokens_of(outputs[1::2]) == again == expected
+            assert_clean(llm)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -104,85 +133,80 @@ CASES: dict[str, dict[str, Any]] = {
     "scored": {"logprobs": 5, "prompt_logprobs": 5},
     "structured": {"structured_outputs": StructuredOutputs(regex="[a-z]{20}")},
     "only the prompt": {"max_tokens": 0, "prompt_logprobs": 2},
+    "several choices": {"n": 3, "temperature": 1.0, "seed": 2},
     "with min_tokens": {"min_tokens": 5, "ignore_eos": False},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_whatever_it_asked_for_it_ends_alone(tiny: str, case: str) -> None:
-    params = GREEDY.model_copy(update=CASES[case])
+    params = greedy(**CASES[case])
     with make_llm(tiny) as llm:
-        expected = llm.generate([PROMPTS[0], PROMPTS[1]], params)
+        expected = llm.generate(PROMPTS[:2], params)
         with poisoned(llm):
             first, bad, second = llm.generate([PROMPTS[0], [1, POISON, 2], PROMPTS[1]], params)
             assert_failed(bad)
             assert tokens_of([first, second]) == tokens_of(expected)
-        assert [output.outputs for output in llm.generate([PROMPTS[0], PROMPTS[1]], params)] == [
-            output.outputs for output in expected
-        ]
-        assert_idle(llm)
-        assert_all_finite(llm)
-
-
-def test_all_choices_of_a_poisoned_prompt_fail_and_say_so(tiny: str) -> None:
-    with make_llm(tiny) as llm, poisoned(llm):
-        (output,) = llm.generate([[POISON]], GREEDY.model_copy(update={"n": 5}))
-        assert [choice.error for choice in output.outputs] == [SAID] * 5
-        assert_idle(llm)
+        assert choices_of(llm.generate(PROMPTS[:2], params)) == choices_of(expected)
+        assert_clean(llm)
 
 
 # --- aborted before anybody could know
 
 
-def begun(llm: LLM, prompt: list[int], num_steps: int) -> Generation:
-    """A generation of which that many steps were taken, with eight tokens each."""
-    core = core_of(llm)
-    generation = llm.inputs.prepare("bad", prompt, GREEDY)
-    core.add(*generation.requests)
-    for _ in range(num_steps):
-        assert core.step() == []
-    return generation
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_a_poisoned_prompt_that_is_aborted_half_way_leaves_a_clean_slot(tiny: str, num_steps: int) -> None:
-    with make_llm(tiny, max_num_batched_tokens=8) as llm:
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_a_poisoned_prompt_that_is_aborted_half_way_leaves_a_clean_slot(tiny: str, num_ahead: int) -> None:
+    with ahead(num_ahead), make_llm(tiny, max_num_batched_tokens=8) as llm:
         core = core_of(llm)
-        with poisoned(llm):
-            bad = begun(llm, [POISON] * 40, num_steps)
-            assert not core.cache.blocks[0].isfinite().all()
-            event = core.abort(bad.requests[0].request_id)
-        assert event is not None
-        assert event.finish_reason == "abort"
-        assert_all_finite(llm)
-        assert_idle(llm)
+        for num_steps in range(1, 8):
+            with poisoned(llm):
+                (bad,) = llm.inputs.prepare("bad", [POISON] * 40, GREEDY).requests
+                core.add(bad)
+                heard = [event for _ in range(num_steps) for event in core.step()]
+                assert [event.error for event in heard] == [SAID] * (num_steps > 4 + num_ahead)
+                assert heard or not core.cache.blocks[0].isfinite().all()
+                aborted = core.abort(bad.request_id)
+                assert (aborted.finish_reason if aborted else None) == (None if heard else "abort")
+                while core.has_work:
+                    assert core.step() == []
+            assert_clean(llm)
 
 
-@pytest.mark.parametrize("prompt", [[POISON, 1, 2], [POISON] * 40])
-def test_a_poisoned_step_that_is_interrupted_leaves_a_clean_slot(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, prompt: list[int]
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+@pytest.mark.parametrize("place", ["launch", "wait", "update", "process"])
+def test_an_interrupt_leaves_nothing_in_flight_and_the_next_call_is_as_if_new(
+    tiny: str, place: str, num_ahead: int
 ) -> None:
-    """Keys and values were written, but the request does not count them."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with make_llm(tiny, max_num_batched_tokens=8) as llm:
+    with ahead(num_ahead), make_llm(tiny, max_num_batched_tokens=8) as llm:
         expected = tokens_of(llm.generate(PROMPTS, SCORED))
-        with poisoned(llm), monkeypatch.context() as patch:
-            patch.setattr(Scheduler, "update", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate([prompt], GREEDY)
-        assert tokens_of(llm.generate(PROMPTS, SCORED)) == expected
-        assert_all_finite(llm)
+        for after in (0, 1, 5):
+            with poisoned(llm), failing(llm, place, KeyboardInterrupt(), after), pytest.raises(KeyboardInterrupt):
+                llm.generate([[POISON, 1], [POISON] * 40, *PROMPTS], SCORED)
+            if place != "process":  # what was in flight between two steps ends with the next call
+                assert_all_finite(llm)
+            assert tokens_of(llm.generate(PROMPTS, SCORED)) == expected
+            assert_clean(llm)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+@pytest.mark.parametrize("place", ["launch", "wait"])
+def test_a_launch_that_fails_takes_those_in_flight_with_it(tiny: str, place: str, num_ahead: int) -> None:
+    for after in (0, 1, 5):
+        with ahead(num_ahead), make_llm(tiny, max_steps_per_launch=1) as llm:
+            with failing(llm, place, RuntimeError("no luck"), after), pytest.raises(EngineDead) as caught:
+                llm.generate(PROMPTS, GREEDY)
+            assert "a step failed: RuntimeError: no luck" in str(caught.value)
+            core_of(llm).check()
+            assert (core_of(llm).has_work, core_of(llm).cache.slots_remaining) == (False, 3)
+            assert_all_finite(llm)
 
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_what_is_computed_after_the_end_of_a_sequence_leaves_a_clean_slot(tiny: str, caching: bool) -> None:
     """The second token is poison and ends it, in the first of four steps."""
-    ending = {"logit_bias": {POISON: 100.0}, "stop_token_ids": [POISON], "min_tokens": 1}
+    ending = SAYING_IT.model_copy(update={"stop_token_ids": [POISON], "min_tokens": 1})
     with make_llm(tiny, max_steps_per_launch=4, enable_prefix_caching=caching) as llm, poisoned(llm):
-        (output,) = llm.generate([PROMPTS[0]], GREEDY.model_copy(update=ending))
+        (output,) = llm.generate([PROMPTS[0]], ending)
         assert (output.outputs[0].finish_reason, output.outputs[0].error) == ("stop", None)
         assert_all_finite(llm)
 
@@ -192,48 +216,45 @@ def test_a_follower_of_a_poisoned_prompt_that_is_aborted_before_it_says_anything
     with make_llm(tiny, max_num_batched_tokens=16) as llm:
         core = core_of(llm)
         with poisoned(llm):
-            leader = llm.inputs.prepare("leader", shared + list(range(60, 160)), GREEDY)
-            follower = llm.inputs.prepare("follower", shared + list(range(160, 250)), GREEDY)
-            core.add(*leader.requests, *follower.requests)
-            while not state_of(core, follower.requests[0]).num_reused:
+            (leader,) = llm.inputs.prepare("leader", shared + list(range(60, 160)), GREEDY).requests
+            (follower,) = llm.inputs.prepare("follower", shared + list(range(160, 250)), GREEDY).requests
+            core.add(leader, follower)
+            while not state_of(core, follower).num_reused:
                 core.step()
-            core.abort(follower.requests[0].request_id)
-            core.abort(leader.requests[0].request_id)  # which still computes what it shares with nobody
+            core.abort(follower.request_id)
+            core.abort(leader.request_id)  # which still computes what it shares with nobody
         assert core.cache.warm == {}
-        assert_all_finite(llm)
-        assert_idle(llm)
+        assert_clean(llm)
 
 
 # --- logits that are no numbers, though what led to them was
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("params", [SCORED, SCORED.model_copy(update={"temperature": 1.0, "seed": 3, "top_p": 0.9})])
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_row_without_usable_logits_fails_and_no_other(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, value: float, params: SamplingParams, row: int
-) -> None:
+def test_a_row_without_usable_logits_fails_and_no_other(tiny: str, params: SamplingParams, row: int) -> None:
     with make_llm(tiny, max_steps_per_launch=1, enable_prefix_caching=False) as llm:
         lengths = [5 if index == row else 12 for index in range(3)]
         each = [params.model_copy(update={"max_tokens": length}) for length in lengths]  # a sound one ends as early
         expected = llm.generate(PROMPTS[:3], each)
         forward = core_of(llm)._runner._forward
-        logits, num_calls = forward.logits, 0
+        logits = forward.logits
+        for value in (torch.nan, torch.inf, -torch.inf):
+            num_calls = 0
 
-        def spoil(hidden: torch.Tensor) -> torch.Tensor:
-            nonlocal num_calls
-            num_calls += 1
-            result = logits(hidden)
-            if num_calls == 5:
-                result[row] = value
-            return result
+            def spoil(hidden: torch.Tensor, value: float = value) -> torch.Tensor:
+                nonlocal num_calls
+                num_calls += 1
+                result = logits(hidden)
+                if num_calls == 5:
+                    result[row] = value
+                return result
 
-        monkeypatch.setattr(forward, "logits", spoil)
-        outputs = llm.generate(PROMPTS[:3], each)
-        assert_failed(outputs[row], num_tokens=4)
-        assert outputs[row].outputs[0].token_ids == expected[row].outputs[0].token_ids[:4]
-        assert len(outputs[row].outputs[0].logprobs or []) == 4
-        for other in {0, 1, 2} - {row}:
-            assert outputs[other].outputs == expected[other].outputs
-        monkeypatch.undo()
-        assert_idle(llm)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(forward, "logits", spoil)
+                outputs = llm.generate(PROMPTS[:3], each)
+            assert_failed(outputs[row], num_tokens=4)
+            assert outputs[row].outputs[0].token_ids == expected[row].outputs[0].token_ids[:4]
+            assert len(outputs[row].outputs[0].logprobs or []) == 4
+            assert all(outputs[other].outputs == expected[other].outputs for other in {0, 1, 2} - {row})
+            assert_idle(llm)

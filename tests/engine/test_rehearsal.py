@@ -1,6 +1,5 @@
 """Grammars that would end the process, or take it for themselves, are refused; honest ones of any size are compiled."""
 
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from chairlift.engine.text.grammar import _NUM_THREADS, GrammarCompiler
 from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, Verdict
 from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar
-from chairlift.params import MAX_GRAMMAR_CHARACTERS, StructuredOutputs
+from chairlift.params import StructuredOutputs
 from tests.engine.async_support import DEADLINE_S
 from tests.engine.support import END_TOKEN, VOCAB_SIZE, new_grammar
 
@@ -46,9 +45,7 @@ def rules(names: str, length: int) -> str:
 
 def an_object(num_properties: int, **more: Any) -> dict[str, Any]:
     kinds = ["string", "integer", "number", "boolean", "array", "null"]
-    fields = {
-        f"field_{index}": {"type": kinds[index % 6], "description": "what it is"} for index in range(num_properties)
-    }
+    fields = {f"field_{index}": {"type": kinds[index % 6], "description": "what"} for index in range(num_properties)}
     return {"type": "object", "properties": fields, "additionalProperties": False, **more}
 
 
@@ -57,19 +54,33 @@ def a_call(number: int) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": ["name", "arguments"]}
 
 
-ATTACKS: dict[str, tuple[StructuredOutputs, str]] = {
+def grammar(text: str) -> StructuredOutputs:
+    return StructuredOutputs(grammar=text)
+
+
+def pattern(regex: str) -> StructuredOutputs:
+    return StructuredOutputs(regex=regex)
+
+
+UNCLOSED = "line 2: Expected token ')', found '\\n' (at \"\\n\\n\" ('\\n'))"
+REFUSED: dict[str, tuple[StructuredOutputs, str]] = {
     "2,500 chained references": (StructuredOutputs(json=chained_references(2500)), TOO_LARGE),
     "1,200 objects": (StructuredOutputs(json=nested(1200)), TOO_LARGE),
     "100,000 brackets": (StructuredOutputs(json="[" * 100_000), TOO_LARGE),
-    "3,000 rules": (StructuredOutputs(grammar=rules("r", 3000)), TOO_LARGE),
-    "10,000 terminals": (StructuredOutputs(grammar=rules("T", 10_000)), TOO_LARGE),
-    "parentheses": (StructuredOutputs(grammar=f'start: {"(" * 50_000}"a"{")" * 50_000}\n'), f"line 1: {TOO_LARGE}"),
-    "130,000 optional letters": (StructuredOutputs(regex="a?" * 130_000), TOO_COMPLEX),
-    "20,000 optional letters": (StructuredOutputs(regex="a?" * 20_000), TOO_LARGE),
-    "a million letters": (StructuredOutputs(regex="(a{1000}){1000}"), TOO_COMPLEX),
-    "as many in Lark": (StructuredOutputs(grammar='start: a{1000}\na: b{1000}\nb: "x"{1000}\n'), TOO_COMPLEX),
+    "3,000 rules": (grammar(rules("r", 3000)), TOO_LARGE),
+    "10,000 terminals": (grammar(rules("T", 10_000)), TOO_LARGE),
+    "parentheses": (grammar(f'start: {"(" * 50_000}"a"{")" * 50_000}\n'), f"line 1: {TOO_LARGE}"),
+    "130,000 optional letters": (pattern("a?" * 130_000), TOO_COMPLEX),
+    "20,000 optional letters": (pattern("a?" * 20_000), TOO_LARGE),
+    "a million letters": (pattern("(a{1000}){1000}"), TOO_COMPLEX),
+    "as many in Lark": (grammar('start: a{1000}\na: b{1000}\nb: "x"{1000}\n'), TOO_COMPLEX),
     "a choice of one long text": (StructuredOutputs(choice=["a b c " * 40_000]), TOO_COMPLEX),
-    "GBNF parentheses": (StructuredOutputs(grammar=f'root ::= {"(" * 5000}"a"{")" * 5000}\n'), TOO_LARGE),
+    "GBNF parentheses": (grammar(f'root ::= {"(" * 5000}"a"{")" * 5000}\n'), TOO_LARGE),
+    # The line of an error is told where the client wrote lines.
+    "an unknown name": (grammar('start: "a" x\nx: y\n'), 'line 2: unknown name: "y"'),
+    "an unknown name in GBNF": (grammar("root ::= x\nx ::= y\n"), "Rule 'y' not found"),
+    "a group": (pattern("(a"), 'invalid regex "(a" (in regex): regex parse error: (a ^ error: unclosed group'),
+    "parentheses in line 2": (grammar('start: "a"\n  | "b" (\n'), UNCLOSED),
 }
 
 HONEST: dict[str, StructuredOutputs] = {
@@ -88,8 +99,12 @@ HONEST: dict[str, StructuredOutputs] = {
 
 @pytest.fixture(scope="module")
 def shared_compiler(byte_tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    with closing(GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))) as compiler:
+    with closing(new_compiler(byte_tokenizer)) as compiler:
         yield compiler
+
+
+def new_compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(Vocabulary(tokenizer, VOCAB_SIZE, [END_TOKEN]))
 
 
 def helper_of(compiler: GrammarCompiler) -> psutil.Process:
@@ -98,8 +113,8 @@ def helper_of(compiler: GrammarCompiler) -> psutil.Process:
     return psutil.Process(helper.process.pid)
 
 
-@pytest.mark.parametrize(("outputs", "reason"), ATTACKS.values(), ids=ATTACKS.keys())
-def test_what_would_overflow_a_stack_or_never_end_is_refused(
+@pytest.mark.parametrize(("outputs", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_wrong_would_overflow_a_stack_or_never_end_is_refused_with_the_reason(
     shared_compiler: GrammarCompiler, outputs: StructuredOutputs, reason: str
 ) -> None:
     before = psutil.Process().memory_info().rss
@@ -115,72 +130,65 @@ def test_what_is_only_large_is_compiled(shared_compiler: GrammarCompiler, output
     assert new_grammar(shared_compiler, outputs).is_ready
 
 
-def test_a_schema_may_be_nested_only_so_deep() -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(100_000):
-        deep = {"items": deep}
-    with pytest.raises(ValidationError, match="the schema is nested more than 120 levels deep"):
-        StructuredOutputs(json=deep)
+def deep(num_levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(num_levels):
+        schema = {"items": schema}
+    return schema
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"json": deep(100_000)}, "nested more than 120 levels deep"),
         ({"json": {"enum": ["x" * 100] * 2700}}, "the schema has more than 262144 characters; simplify it"),
         ({"json": {"x" * 300_000: 1}}, "the schema has more than 262144 characters; simplify it"),
         ({"choice": ["x" * 1000] * 300}, "the list of choices has more than 262144 characters; simplify it"),
     ],
+    ids=["depth", "values", "key", "choices"],
 )
-def test_a_schema_may_be_as_long_as_its_text_may_be(fields: dict[str, Any], said: str) -> None:
+def test_a_schema_may_be_only_so_deep_and_so_long(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         StructuredOutputs(**fields)
     assert StructuredOutputs(json={"enum": ["x" * 100] * 2000})
-    assert len(json.dumps({"enum": ["x" * 100] * 2000})) < MAX_GRAMMAR_CHARACTERS
 
 
 def test_without_forks_llguidances_own_limits_have_to_do(
     byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(grammar_module, "IS_POSSIBLE", False)
-    with closing(GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))) as compiler:
+    with closing(new_compiler(byte_tokenizer)) as compiler:
         assert "grammars are compiled without a process of their own" in caplog.text
-        assert new_grammar(compiler, StructuredOutputs(regex="[a-z]+")).is_ready
+        assert new_grammar(compiler, pattern("[a-z]+")).is_ready
         with pytest.raises(InvalidGrammar, match=TOO_COMPLEX):
-            new_grammar(compiler, StructuredOutputs(regex="(a{1000}){1000}"))
+            new_grammar(compiler, pattern("(a{1000}){1000}"))
         assert compiler._rehearsal._helper is None
 
 
-def test_who_wants_the_same_grammar_waits_for_the_same_one(compiler: GrammarCompiler) -> None:
-    same = StructuredOutputs(regex="[a-z]{3}")
-    futures = [compiler.compile(same) for _ in range(20)]
-    assert len({id(future.result(DEADLINE_S)) for future in futures}) == 1
-    assert compiler.compile(same).result() is futures[0].result()
-
-
-def test_the_helper_is_started_again_when_it_dies(compiler: GrammarCompiler) -> None:
-    new_grammar(compiler, StructuredOutputs(regex="a"))
+def test_the_helper_is_started_again_when_it_dies_and_serves_who_waited(compiler: GrammarCompiler) -> None:
+    new_grammar(compiler, pattern("a"))
     first = helper_of(compiler)
     first.kill()
     psutil.wait_procs([first], DEADLINE_S)
-    new_grammar(compiler, StructuredOutputs(regex="b"))
-    assert helper_of(compiler).pid != first.pid
-
-
-def test_who_waits_when_the_helper_dies_is_served_by_the_next_one(compiler: GrammarCompiler) -> None:
-    new_grammar(compiler, StructuredOutputs(regex="a"))
-    first = helper_of(compiler)
-    first.suspend()
-    future = compiler.compile(StructuredOutputs(regex="b"))
-    first.kill()
+    new_grammar(compiler, pattern("b"))
+    second = helper_of(compiler)
+    assert second.pid != first.pid
+    second.suspend()
+    future = compiler.compile(pattern("c"))
+    second.kill()
     assert compiler.starter(future.result(DEADLINE_S))().is_ready
 
 
-def test_process_and_threads_end_with_their_compiler(byte_tokenizer: Tokenizer) -> None:
+def test_the_helper_knows_nothing_of_torch_and_ends_like_the_threads_with_its_compiler(
+    byte_tokenizer: Tokenizer,
+) -> None:
     before = set(threading.enumerate())
-    compiler = GrammarCompiler(Vocabulary(byte_tokenizer, VOCAB_SIZE, [END_TOKEN]))
-    new_grammar(compiler, StructuredOutputs(regex="a"))
-    helper = helper_of(compiler)
-    threads = set(threading.enumerate()) - before
+    compiler = new_compiler(byte_tokenizer)
+    new_grammar(compiler, pattern("a"))
+    helper, threads = helper_of(compiler), set(threading.enumerate()) - before
+    mapped = [each.path for each in helper.memory_maps()]
+    assert any("llguidance" in path for path in mapped)
+    assert not any("torch" in os.path.basename(path) for path in mapped)
     assert len(threads) > 4
     compiler.close()
     assert not helper.is_running() or helper.status() == psutil.STATUS_ZOMBIE
@@ -188,7 +196,7 @@ def test_process_and_threads_end_with_their_compiler(byte_tokenizer: Tokenizer) 
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
     with pytest.raises(GrammarsBusy):
-        new_grammar(compiler, StructuredOutputs(regex="b"))
+        new_grammar(compiler, pattern("b"))
 
 
 STARTS_ONE = """
@@ -213,17 +221,10 @@ def test_the_helper_ends_when_the_process_that_started_it_is_killed(byte_tokeniz
     assert not alive
 
 
-def test_the_helper_knows_nothing_of_torch_or_of_this_package(compiler: GrammarCompiler) -> None:
-    new_grammar(compiler, StructuredOutputs(regex="a"))
-    mapped = {os.path.basename(each.path) for each in helper_of(compiler).memory_maps()}
-    assert any("llguidance" in path.path for path in helper_of(compiler).memory_maps())
-    assert not any("torch" in name for name in mapped)
-
-
 def test_slow_grammars_hold_up_nobody_while_a_thread_is_left(compiler: GrammarCompiler) -> None:
-    new_grammar(compiler, StructuredOutputs(regex="a"))
-    slow = [compiler.compile(StructuredOutputs(regex="a?" * 20_000 + "b" * index)) for index in range(_NUM_THREADS - 1)]
-    compiler.compile(StructuredOutputs(regex="[a-z]+")).result(DEADLINE_S)
+    new_grammar(compiler, pattern("a"))
+    slow = [compiler.compile(pattern("a?" * 20_000 + "b" * index)) for index in range(_NUM_THREADS - 1)]
+    compiler.compile(pattern("[a-z]+")).result(DEADLINE_S)
     assert not all(future.done() for future in slow)
     for future in slow:
         assert isinstance(future.exception(DEADLINE_S), InvalidGrammar)
@@ -233,35 +234,27 @@ def test_beyond_a_number_nobody_else_may_wait(compiler: GrammarCompiler, monkeyp
     monkeypatch.setattr(grammar_module, "_MAX_UNFINISHED", 2)
     gate = threading.Event()
     monkeypatch.setattr(Rehearsal, "perform", lambda *_: gate.wait(DEADLINE_S) and Verdict(error="no"))
-    waiting = [compiler.compile(StructuredOutputs(regex=letter)) for letter in "ab"]
+    waiting = [compiler.compile(pattern(letter)) for letter in "ab"]
     with pytest.raises(GrammarsBusy, match="2 other grammars are being compiled; try again later"):
-        compiler.compile(StructuredOutputs(regex="c"))
-    assert compiler.compile(StructuredOutputs(regex="a")) is waiting[0]
+        compiler.compile(pattern("c"))
+    assert compiler.compile(pattern("a")) is waiting[0]
     gate.set()
     for future in waiting:
         assert isinstance(future.exception(DEADLINE_S), InvalidGrammar)
 
 
-def test_without_a_thread_to_be_had_a_grammar_can_be_had_later(compiler: GrammarCompiler) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(GrammarsBusy, match="can't start new thread; try again later"):
-            new_grammar(compiler, StructuredOutputs(regex="a"))
-    assert new_grammar(compiler, StructuredOutputs(regex="a")).is_ready
-
-
-def test_without_a_process_to_be_had_too(compiler: GrammarCompiler) -> None:
+@pytest.mark.parametrize("what", ["threading.Thread.start", "chairlift.engine.text.rehearsal.subprocess.Popen"])
+def test_without_a_thread_or_a_process_to_be_had_a_grammar_can_be_had_later(
+    compiler: GrammarCompiler, what: str
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise BlockingIOError("Resource temporarily unavailable")
+        raise RuntimeError("none is left") if "Thread" in what else BlockingIOError("none is left")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chairlift.engine.text.rehearsal.subprocess.Popen", refuse)
-        with pytest.raises(GrammarsBusy, match="Resource temporarily unavailable; try again later"):
-            new_grammar(compiler, StructuredOutputs(regex="a"))
-    assert new_grammar(compiler, StructuredOutputs(regex="a")).is_ready
+        patch.setattr(what, refuse)
+        with pytest.raises(GrammarsBusy, match="none is left; try again later"):
+            new_grammar(compiler, pattern("a"))
+    assert new_grammar(compiler, pattern("a")).is_ready
 
 
 def test_the_cache_is_bounded_by_what_is_in_it(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +272,7 @@ def test_the_cache_is_bounded_by_what_is_in_it(compiler: GrammarCompiler, monkey
 def test_what_a_grammar_grows_by_in_use_counts_and_pushes_out_others(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = StructuredOutputs(regex="[a-z]+"), StructuredOutputs(regex="[0-9]+")
+    first, second = pattern("[a-z]+"), pattern("[0-9]+")
     compiled = compiler.compile(first).result(DEADLINE_S)
     size = compiled.num_bytes
     compiled.note_cost(0.01)
@@ -292,27 +285,10 @@ def test_what_a_grammar_grows_by_in_use_counts_and_pushes_out_others(
     assert list(compiler._cache) == [grammar_module._as_json(second)]
 
 
-def test_a_grammar_whose_lexer_broke_is_compiled_anew_for_those_who_come(compiler: GrammarCompiler) -> None:
-    outputs = StructuredOutputs(regex="[a-z]+")
-    compiled = compiler.compile(outputs).result(DEADLINE_S)
+def test_a_grammar_is_compiled_once_and_anew_when_its_lexer_broke(compiler: GrammarCompiler) -> None:
+    outputs = pattern("[a-z]+")
+    futures = [compiler.compile(outputs) for _ in range(20)]
+    (compiled,) = {future.result(DEADLINE_S) for future in futures}
+    assert compiler.compile(outputs).result() is compiled
     compiled.is_broken = True
     assert compiler.compile(outputs).result(DEADLINE_S) is not compiled
-
-
-def test_the_line_of_an_error_is_told_where_the_client_wrote_lines(compiler: GrammarCompiler) -> None:
-    said = []
-    for outputs in (
-        StructuredOutputs(grammar='start: "a" x\nx: y\n'),
-        StructuredOutputs(grammar="root ::= x\nx ::= y\n"),
-        StructuredOutputs(regex="(a"),
-        StructuredOutputs(grammar='start: "a"\n  | "b" (\n'),
-    ):
-        with pytest.raises(InvalidGrammar) as caught:
-            new_grammar(compiler, outputs)
-        said.append(str(caught.value).removeprefix("the grammar or schema cannot be compiled: "))
-    assert said == [
-        'line 2: unknown name: "y"',
-        "Rule 'y' not found",
-        'invalid regex "(a" (in regex): regex parse error: (a ^ error: unclosed group',
-        "line 2: Expected token ')', found '\\n' (at \"\\n\\n\" ('\\n'))",
-    ]

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,15 @@ VOCAB = 40
 Floats = npt.NDArray[np.float64]
 
 
-def new_sampler(vocab_size: int = VOCAB, num_slots: int = 8) -> Sampler:
-    return Sampler(vocab_size, num_slots, torch.device("cpu"))
-
-
 def random_logits(seed: int, num_rows: int, vocab_size: int = VOCAB) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return 3.0 * torch.randn(num_rows, vocab_size, generator=generator)
 
 
-def sample_once(requests: Sequence[RequestState], logits: torch.Tensor, sampler: Sampler | None = None) -> list[int]:
-    sampler = sampler or new_sampler(logits.shape[1])
+def sample_once(requests: Sequence[RequestState], logits: torch.Tensor) -> list[int]:
+    sampler = Sampler(logits.shape[1], 8, torch.device("cpu"))
     tokens: list[int] = sampler.sample(logits.clone(), sampler.prepare(requests, 1), 0).tokens.tolist()
     return tokens
-
-
-def drawable(logits: list[float], **params: Any) -> set[int]:
-    """The tokens that 400 seeds draw."""
-    requests = [make_request(SamplingParams(**params), seed=seed) for seed in range(400)]
-    return set(sample_once(requests, torch.tensor([logits] * len(requests))))
 
 
 def exact_probabilities(logits: Sequence[float], params: SamplingParams) -> Floats:
@@ -65,9 +55,11 @@ def exact_probabilities(logits: Sequence[float], params: SamplingParams) -> Floa
     return probabilities
 
 
-def inverted(probabilities: Floats, uniform: float) -> int:
-    """The token in whose share of [0, 1) the number lies."""
-    return int(np.searchsorted(np.cumsum(probabilities), uniform, side="right"))
+def expected(requests: Sequence[RequestState], logits: torch.Tensor) -> list[int]:
+    """The tokens in whose shares of [0, 1) the numbers of the rows lie."""
+    drawn = zip(logits.tolist(), requests, uniforms(requests, 1)[0], strict=True)
+    shares = ((np.cumsum(exact_probabilities(row, request.params)), number) for row, request, number in drawn)
+    return [int(np.searchsorted(ends, number, side="right")) for ends, number in shares]
 
 
 FILTERS: dict[str, dict[str, Any]] = {
@@ -88,30 +80,13 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fields", FILTERS.values(), ids=FILTERS.keys())
-def test_a_row_draws_by_inverting_the_exact_distribution(fields: dict[str, Any]) -> None:
-    params = SamplingParams(**fields)
-    requests = [make_request(params, seed=seed) for seed in range(200)]
-    logits = random_logits(1, len(requests))
-    expected = [
-        inverted(exact_probabilities(row, params), uniform)
-        for row, uniform in zip(logits.tolist(), uniforms(requests, 1)[0], strict=True)
-    ]
-    assert sample_once(requests, logits) == expected
-
-
-def test_rows_with_parameters_of_their_own_each_follow_their_own() -> None:
-    requests = [
-        make_request(SamplingParams(**fields), seed=100 * copy + row)
-        for copy in range(10)
-        for row, fields in enumerate(FILTERS.values())
-    ]
-    logits = random_logits(2, len(requests))
-    expected = [
-        inverted(exact_probabilities(row, request.params), uniform)
-        for row, request, uniform in zip(logits.tolist(), requests, uniforms(requests, 1)[0], strict=True)
-    ]
-    assert sample_once(requests, logits) == expected
+def test_rows_draw_by_inverting_the_exact_distribution_each_its_own() -> None:
+    logits = random_logits(1, 200)
+    for name, fields in FILTERS.items():
+        requests = [make_request(SamplingParams(**fields), seed=seed) for seed in range(200)]
+        assert sample_once(requests, logits) == expected(requests, logits), name
+    mixed = [make_request(SamplingParams(**fields), seed=seed) for seed in range(10) for fields in FILTERS.values()]
+    assert sample_once(mixed, logits[: len(mixed)]) == expected(mixed, logits[: len(mixed)])
 
 
 SHARES = [float(np.log(share)) for share in (0.1, 0.5, 0.15, 0.25)]
@@ -124,32 +99,24 @@ TIED = [0.0, 2.0, 2.0, 2.0, -1.0]
         ([1.0, 5.0, 3.0], {"temperature": 0.0}, {1}),
         ([1.0, 5.0, 3.0], {"temperature": 0.0, "logit_bias": {1: -100.0}}, {2}),
         ([1.0, 5.0, 3.0], {"temperature": 0.0, "logit_bias": {0: 100.0}}, {0}),
-        ([1.0, 1.0, 1.0], {"logit_bias": {1: -100.0}}, {0, 2}),
-        ([1.0, 1.0, 1.0], {"logit_bias": {1: 100.0}}, {1}),
-        ([0.0, 3.0, 1.0, 2.0], {"top_k": 1}, {1}),
-        ([0.0, 3.0, 1.0, 2.0], {"top_k": 3}, {1, 2, 3}),
+        *(([1.0] * 3, {"logit_bias": {1: -100.0}}, {0, 2}), ([1.0] * 3, {"logit_bias": {1: 100.0}}, {1})),
+        *(([0.0, 3.0, 1.0, 2.0], {"top_k": 1}, {1}), ([0.0, 3.0, 1.0, 2.0], {"top_k": 3}, {1, 2, 3})),
         (TIED, {"top_k": 2}, {1, 2, 3}),  # all that tie with the last of them stay
-        ([0.0, 1.0, 0.5], {"top_k": 3}, {0, 1, 2}),
-        ([0.0, 1.0, 0.5], {"top_k": 1000}, {0, 1, 2}),
+        *(([0.0, 1.0, 0.5], {"top_k": 3}, {0, 1, 2}), ([0.0, 1.0, 0.5], {"top_k": 1000}, {0, 1, 2})),
         *((SHARES, {"top_p": 1e-9}, {1}), (SHARES, {"top_p": 0.45}, {1}), (SHARES, {"top_p": 0.55}, {1, 3})),
         *((SHARES, {"top_p": 0.8}, {1, 2, 3}), (SHARES, {"top_p": 0.95}, {0, 1, 2, 3})),
-        (SHARES, {"min_p": 0.4}, {1, 3}),
-        (SHARES, {"min_p": 0.25}, {1, 2, 3}),
+        *((SHARES, {"min_p": 0.4}, {1, 3}), (SHARES, {"min_p": 0.25}, {1, 2, 3})),
         (SHARES, {"min_p": 0.15}, {0, 1, 2, 3}),
         ([0.0, 0.1, 0.2, -5.0], {"temperature": 1e-30}, {2}),
     ],
-    ids=lambda value: None if isinstance(value, list) else str(value),
 )
-@pytest.mark.parametrize("find_cutoff", [cutoff_by_sorting, cutoff_by_bisection])
 def test_just_those_tokens_can_be_drawn_that_the_parameters_leave(
-    logits: list[float],
-    params: dict[str, Any],
-    drawn: set[int],
-    find_cutoff: Callable[..., torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
+    logits: list[float], params: dict[str, Any], drawn: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "cutoff_by_sorting", find_cutoff)
-    assert drawable(logits, **params) == drawn
+    requests = [make_request(SamplingParams(**params), seed=seed) for seed in range(400)]
+    for find_cutoff in (cutoff_by_sorting, cutoff_by_bisection):
+        monkeypatch.setattr(drawing, "cutoff_by_sorting", find_cutoff)
+        assert set(sample_once(requests, torch.tensor([logits] * len(requests)))) == drawn
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
@@ -167,13 +134,9 @@ def test_bisection_keeps_the_tokens_that_sorting_keeps(scale: float, num_allowed
 
 def test_greedy_rows_take_the_likeliest_whatever_random_rows_are_beside_them() -> None:
     logits = random_logits(3, 12)
-    requests = [
-        make_request(SamplingParams(temperature=0.0, top_k=3, top_p=0.2))
-        if row % 2
-        else make_request(SamplingParams(temperature=3.0, top_p=0.9, min_p=0.01), seed=row)
-        for row in range(12)
-    ]
-    tokens = sample_once(requests, logits)
+    greedy = SamplingParams(temperature=0.0, top_k=3, top_p=0.2)
+    drawn = SamplingParams(temperature=3.0, top_p=0.9, min_p=0.01)
+    tokens = sample_once([make_request(greedy if row % 2 else drawn, seed=row) for row in range(12)], logits)
     assert tokens[1::2] == logits.argmax(dim=-1).tolist()[1::2]
     assert tokens[0::2] != logits.argmax(dim=-1).tolist()[0::2]
 
@@ -185,7 +148,7 @@ def test_a_seeded_row_draws_the_same_whatever_is_beside_it_and_however_long_the_
     def draw(num_beside: int, launch: int) -> list[int]:
         request = make_request(SamplingParams(temperature=1.3), slot=0, seed=77)
         beside = [make_request(params, seed=row) for row, params in enumerate(crowd[:num_beside])]
-        sampler = new_sampler()
+        sampler = Sampler(VOCAB, 8, torch.device("cpu"))
         for first in range(0, len(steps), launch):
             batch = sampler.prepare([*beside, request], launch)
             tokens = []
@@ -201,19 +164,13 @@ def test_a_seeded_row_draws_the_same_whatever_is_beside_it_and_however_long_the_
         assert draw(num_beside, launch) == alone
 
 
-def test_uniforms_lie_between_0_and_1_and_are_spread_evenly() -> None:
+def test_uniforms_lie_between_0_and_1_are_spread_evenly_and_differ_between_steps_and_seeds() -> None:
     drawn = uniforms([make_request(SamplingParams(), seed=seed) for seed in range(-500, 500)], 50)
     assert drawn.shape == (50, 1000)
-    assert drawn.min() >= 0.0
-    assert drawn.max() < 1.0
+    assert 0.0 <= drawn.min() < drawn.max() < 1.0
     assert drawn.mean() == pytest.approx(0.5, abs=0.005)
-    neighbours = np.corrcoef(drawn[:, :-1].ravel(), drawn[:, 1:].ravel())[0, 1]
-    successive = np.corrcoef(drawn[:-1].ravel(), drawn[1:].ravel())[0, 1]
-    assert abs(neighbours) < 0.02
-    assert abs(successive) < 0.02
-
-
-def test_uniforms_differ_between_steps_and_between_seeds_of_either_sign() -> None:
+    for rows, beside in ((drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:])):
+        assert abs(np.corrcoef(rows.ravel(), beside.ravel())[0, 1]) < 0.02
     seeds = [0, 1, -1, 2, -2, 2**63 - 1, -(2**63), 2**32, -(2**32), 2**63 + 126]
     drawn = uniforms([make_request(SamplingParams(), seed=seed) for seed in seeds], 100)
     assert len(set(drawn.ravel().tolist())) == 1000

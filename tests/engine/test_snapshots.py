@@ -9,7 +9,7 @@ import torch
 
 from chairlift import AsyncLLM, SamplingParams
 from chairlift.cache.budget import CacheUse
-from chairlift.engine.journal import LaunchRecord, SlotSnapshot, SlotState, Snapshot, Totals, short_id
+from chairlift.engine.journal import SlotSnapshot, SlotState, Snapshot, Totals, short_id
 from chairlift.errors import EngineClosed, EngineDead
 from tests.engine.async_support import LONG, NUM_SLOTS, Gate, hold_back, last, make_async_llm, wait_until
 from tests.engine.support import GREEDY
@@ -34,15 +34,17 @@ async def look_in_two_steps(engine: AsyncLLM, gate: Gate) -> Snapshot:
     return seen
 
 
-async def test_an_idle_engine_is_seen_as_it_is(tiny: str) -> None:
+async def test_an_idle_engine_is_seen_as_it_is_by_any_number_of_lookers(tiny: str) -> None:
     async with make_async_llm(tiny, max_seq_len=64) as engine:
         first, second = await engine.take_snapshot(), await engine.take_snapshot()
-    free = (SlotSnapshot(), SlotSnapshot())
-    nothing: tuple[LaunchRecord, ...] = ()
-    assert first == Snapshot(
-        first.time, 64, free, 0, (), 0, nothing, Totals(), CacheUse(num_tokens=first.cache.num_tokens)
-    )
-    assert first == second
+        looks = [asyncio.create_task(engine.take_snapshot()) for _ in range(10)]
+        await asyncio.sleep(0)
+        for look in looks[:9]:  # who asked and left disturbs nobody
+            look.cancel()
+        assert await looks[9] == first
+        assert len((await last(engine.generate(PROMPT, GREEDY))).outputs[0].token_ids) == 12
+    cache = CacheUse(num_tokens=first.cache.num_tokens)
+    assert first == second == Snapshot(first.time, 64, (SlotSnapshot(),) * 2, 0, (), 0, (), Totals(), cache)
     assert 0.0 < first.time < second.time
 
 
@@ -50,9 +52,8 @@ async def test_slots_queue_launches_and_totals_are_those_between_two_launches(ti
     async with make_async_llm(tiny, max_num_batched_tokens=8) as engine:
         with hold_back(engine) as gate:
             lengths = {"a": 4, "b": 10, "c": 5}
-            readers = [
-                asyncio.create_task(last(engine.generate([7] * length, LONG, name))) for name, length in lengths.items()
-            ]
+            outputs = [last(engine.generate([7] * length, LONG, name)) for name, length in lengths.items()]
+            readers = [asyncio.create_task(each) for each in outputs]
             await gate.entered()
             await wait_until(lambda: engine.num_unfinished == 3, "all have come")
             gate.allow(2)
@@ -63,16 +64,13 @@ async def test_slots_queue_launches_and_totals_are_those_between_two_launches(ti
     assert [slot.state for slot in seen.slots] == [SlotState.DECODING] * NUM_SLOTS
     assert {slot.num_prompt_tokens for slot in seen.slots} == {4, 10}
     assert all(slot.num_computed == slot.num_tokens - 1 for slot in seen.slots)
-    assert seen.num_waiting == 1
     assert {slot.request_id for slot in seen.slots} == {short_id("a-0-0"), short_id("b-0-0")}
     (waiting,) = seen.waiting
-    assert waiting.request_id == short_id("c-0-0")
-    assert waiting.num_prompt_tokens == 5
+    assert (waiting.request_id, waiting.num_prompt_tokens, seen.num_waiting) == (short_id("c-0-0"), 5, 1)
     assert waiting.seconds > 0.0
     assert seen.num_launches == 3
     assert sum(prefill for prefill, _, _ in launches_of(seen)) == 14
-    assert seen.totals.num_prompt_tokens == 14
-    assert seen.totals.num_first_tokens == 2
+    assert (seen.totals.num_prompt_tokens, seen.totals.num_first_tokens) == (14, 2)
     assert seen.totals.seconds_to_first_token > 0.0
 
 
@@ -106,61 +104,10 @@ async def test_tokens_kept_in_a_slot_are_seen_before_and_while_a_request_reuses_
     assert (seen.totals.num_prompt_tokens, seen.totals.num_cached_tokens) == (40 + 42, 40)
 
 
-async def test_several_steps_of_a_launch_are_told(tiny: str) -> None:
+async def test_several_steps_of_a_launch_are_told_and_their_time_holds_the_forward_pass(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with make_async_llm(tiny, max_steps_per_launch=4) as engine:
-        await last(engine.generate(PROMPT, GREEDY))
-        seen = await engine.take_snapshot()
-    assert launches_of(seen) == [(4, 0, 1), (0, 1, 4), (0, 1, 4), (0, 1, 3)]
-
-
-async def test_who_asked_and_left_disturbs_nobody(tiny: str) -> None:
-    async with make_async_llm(tiny) as engine:
-        looks = [asyncio.create_task(engine.take_snapshot()) for _ in range(10)]
-        await asyncio.sleep(0)
-        for look in looks[:9]:
-            look.cancel()
-        assert (await looks[9]).num_launches == 0
-        assert len((await last(engine.generate(PROMPT, GREEDY))).outputs[0].token_ids) == 12
-
-
-async def test_an_engine_that_dies_or_is_closed_tells_who_waits_and_who_comes_later(tiny: str) -> None:
-    async with make_async_llm(tiny) as engine:
-        with hold_back(engine) as gate:
-            reader = asyncio.create_task(last(engine.generate(PROMPT, LONG)))
-            await gate.entered()
-            look = asyncio.create_task(engine.take_snapshot())
-            await asyncio.sleep(0)
-            gate.fail(RuntimeError("broken"))
-            with pytest.raises(EngineDead, match="broken"):
-                await look
-            await asyncio.gather(reader, return_exceptions=True)
-        with pytest.raises(EngineDead, match="broken"):
-            await engine.take_snapshot()
-    engine = make_async_llm(tiny)
-    await engine.close()
-    with pytest.raises(EngineClosed):
-        await engine.take_snapshot()
-
-
-async def test_statistics_do_not_wait_for_a_step_and_outlive_the_engine(tiny: str) -> None:
-    async with make_async_llm(tiny) as engine:
-        with hold_back(engine) as gate:
-            reader = asyncio.create_task(last(engine.generate(PROMPT, LONG)))
-            gate.allow(1)
-            await gate.entered()
-            await gate.entered()
-            held = engine.read_stats()
-            gate.fail(RuntimeError("broken"))
-            await asyncio.gather(reader, return_exceptions=True)
-        assert engine.death is not None
-        after = engine.read_stats()
-    assert (held.num_running, held.num_decoding, held.totals.num_generated_tokens) == (1, 1, 1)
-    assert after.totals == held.totals
-    assert after.step_seconds == held.step_seconds
-
-
-async def test_the_time_of_a_launch_holds_its_forward_pass(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with make_async_llm(tiny) as engine:
         forward = engine._core._runner._forward
         hidden = forward.hidden
         spent: list[float] = []
@@ -174,5 +121,35 @@ async def test_the_time_of_a_launch_holds_its_forward_pass(tiny: str, monkeypatc
         monkeypatch.setattr(forward, "hidden", timed)
         await last(engine.generate(PROMPT, GREEDY))
         seen = await engine.take_snapshot()
-    assert len(spent) == len(seen.launches)
-    assert all(launch.seconds >= seconds - 1e-6 for launch, seconds in zip(seen.launches, spent, strict=True))
+    assert launches_of(seen) == [(4, 0, 1), (0, 1, 4), (0, 1, 4), (0, 1, 3)]
+    passes = iter(spent)
+    for launch in seen.launches:
+        assert launch.seconds >= sum(next(passes) for _ in range(launch.num_steps)) - 1e-6
+
+
+async def test_an_engine_that_is_closed_is_not_looked_at(tiny: str) -> None:
+    engine = make_async_llm(tiny)
+    await engine.close()
+    with pytest.raises(EngineClosed):
+        await engine.take_snapshot()
+
+
+async def test_when_the_engine_dies_lookers_are_told_and_statistics_which_wait_for_no_step_remain(tiny: str) -> None:
+    async with make_async_llm(tiny) as engine:
+        with hold_back(engine) as gate:
+            reader = asyncio.create_task(last(engine.generate(PROMPT, LONG)))
+            gate.allow(1)
+            await gate.entered()
+            await gate.entered()
+            held = engine.read_stats()
+            look = asyncio.create_task(engine.take_snapshot())
+            await asyncio.sleep(0)
+            gate.fail(RuntimeError("broken"))
+            with pytest.raises(EngineDead, match="broken"):
+                await look
+            await asyncio.gather(reader, return_exceptions=True)
+        with pytest.raises(EngineDead, match="broken"):
+            await engine.take_snapshot()
+        after = engine.read_stats()
+    assert (held.num_running, held.num_decoding, held.totals.num_generated_tokens) == (1, 1, 1)
+    assert (after.totals, after.step_seconds) == (held.totals, held.step_seconds)

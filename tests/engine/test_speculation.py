@@ -167,7 +167,8 @@ def test_a_right_prediction_is_accepted_and_a_wrong_one_is_not() -> None:
 
 
 @needs_kernels
-def test_an_answer_that_comes_again_is_accepted_nearly_whole_but_nobody_elses_is() -> None:
+def test_an_answer_that_comes_again_is_accepted_nearly_whole_but_none_behind_a_wall_is() -> None:
+    """`y` has no answers, but may reuse the prompts of `x`; with another salt nobody may."""
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True)
     accepted = []
     with LLM(device="cpu", speculation="ngram", num_speculative_tokens=8) as llm:
@@ -177,8 +178,8 @@ def test_an_answer_that_comes_again_is_accepted_nearly_whole_but_nobody_elses_is
         llm.reset_prefix_cache()
         (output,) = llm.generate(["A fox"], params, options=RequestOptions(tenant="x"))
         accepted.append(output.outputs[0].num_accepted_tokens)
-    assert accepted[1] >= 32
-    assert accepted[0] == accepted[2] == accepted[3] == accepted[4] < 20
+    assert min(accepted[1:3]) >= 32
+    assert accepted[0] == accepted[3] == accepted[4] < 20
 
 
 @pytest.fixture

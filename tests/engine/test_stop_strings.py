@@ -4,7 +4,7 @@ import random
 import string
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from chairlift.engine.text.outputs import OutputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.params import CompletionOutput, FinishReason
 from chairlift.scheduler import Request, TokenEvent
-from tests.engine.support import END_TOKEN
+from tests.engine.support import END_TOKEN, event
 from tests.engine.tokenizers_made import make_byte_level_bpe, make_llama2_like, make_metaspace_unigram
 
 SHORT = st.text(alphabet="ab", min_size=1, max_size=4)
@@ -27,81 +27,35 @@ ALIKE = [chr(code) for code in range(ord("b"), ord("b") + 64)]
 PIECES = st.lists(st.text(alphabet="abc", max_size=4), max_size=12)
 
 
-def run(stops: Sequence[str], pieces: Sequence[str]) -> tuple[list[str], str | None]:
-    """What goes out for each piece and at the end, and the stop string that ended it."""
-    matcher = StopMatcher(StopStrings(stops))
-    out = []
-    for piece in pieces:
-        text, stop = matcher.push(piece)
-        out.append(text)
-        if stop is not None:
-            return out, stop
-    return [*out, matcher.finish()], None
-
-
-@given(stops=st.lists(SHORT, min_size=1, max_size=3), pieces=PIECES)
-def test_text_goes_out_as_soon_as_it_cannot_begin_a_stop(stops: list[str], pieces: list[str]) -> None:
-    matcher = StopMatcher(StopStrings(stops))
-    whole, out = "", ""
-    for piece in pieces:
-        text, stop = matcher.push(piece)
-        whole, out = whole + piece, out + text
-        if stop is not None:
-            return
-        held = whole[len(out) :]
-        assert not held or any(stop.startswith(held) for stop in stops)
-        assert not any(stop.startswith(whole[start:]) for stop in stops for start in range(len(out)))
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "out", "stop"),
-    [
-        pytest.param([], ["some", "", " text"], ["some", "", " text", ""], None, id="none"),
-        pytest.param(["<|eot|>"], ["so ", *"<|eot|>", "more"], ["so ", *[""] * 7], "<|eot|>", id="over many pieces"),
-        pytest.param(["###"], ["a#", "#", "b#"], ["a", "", "##b", "#"], None, id="only looks like one"),
-        pytest.param(["\n"], ["one line\nanother"], ["one line"], "\n", id="in the middle of a piece"),
-        pytest.param(["later", "now"], ["x now or later"], ["x "], "now", id="the first to begin wins"),
-        pytest.param(["abc", "bcd"], ["xab", "cd"], ["x", ""], "abc", id="overlapping"),
-        pytest.param(["bcd", "abcde"], ["xabc", "d"], ["x", "a"], "bcd", id="overlapping, the later one complete"),
-        pytest.param(["😀."], ["a😀", "😀", "."], ["a", "😀", ""], "😀.", id="several code units"),
-        pytest.param(["ab", "abc"], ["xabcd"], ["x"], "ab", id="of the same place the first named"),
-        pytest.param(["abc", "ab"], ["xabcd"], ["x"], "abc", id="of the same place the first named, the longer"),
-        pytest.param(["abc", "ab"], ["xab", "cd"], ["x"], "ab", id="as soon as one is complete"),
-    ],
-)
-def test_each_piece_goes_out_up_to_where_a_stop_may_begin(
-    stops: list[str], pieces: list[str], out: list[str], stop: str | None
-) -> None:
-    assert run(stops, pieces) == (out, stop)
-
-
-def test_what_is_held_at_the_end_goes_out_once() -> None:
-    matcher = StopMatcher(StopStrings(["END"]))
-    assert matcher.push("the EN") == ("the ", None)
-    assert matcher.finish() == "EN"
-    assert matcher.finish() == ""
-
-
-def plain_search(stops: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
-    """Text and stop string, found by looking for every stop string in all of the text after each piece."""
-    whole = ""
-    for piece in pieces:
-        whole += piece
-        found = [(at, index) for index, stop in enumerate(stops) if (at := whole.find(stop)) >= 0]
-        if found:
-            at, index = min(found)
-            return whole[:at], stops[index]
-    return whole, None
-
-
 @given(stops=st.lists(SHORT, max_size=6), pieces=PIECES)
 @example(stops=["abba", "bb", "b", "bba"], pieces=["a", "abba"])
 @example(stops=["abb", "bba"], pieces=["a", "ab", "b", "a"])
 @example(stops=["aab"], pieces=["a", "a", "a", "a", "b"])
 @example(stops=["abba", "bb"], pieces=["abb", "a"])
-def test_any_stops_end_the_text_where_a_plain_search_does(stops: list[str], pieces: list[str]) -> None:
-    out, stop = run(stops, pieces)
-    assert ("".join(out), stop) == plain_search(stops, pieces)
+@example(stops=["abc", "ab"], pieces=["xab", "cd"])
+@example(stops=["abc", "ab"], pieces=["xabcd"])
+@example(stops=["ab", "abc"], pieces=["xabcd"])
+@example(stops=["bcd", "abcde"], pieces=["xabc", "d"])
+@example(stops=["<|eot|>"], pieces=["so ", *"<|eot|>", "more"])
+@example(stops=["###"], pieces=["a#", "#", "b#"])
+@example(stops=["😀."], pieces=["a😀", "😀", "."])
+def test_any_stops_end_the_text_where_a_plain_search_does_and_all_else_goes_out_at_once(
+    stops: list[str], pieces: list[str]
+) -> None:
+    matcher, whole, out = StopMatcher(StopStrings(stops)), "", ""
+    for piece in pieces:
+        text, stop = matcher.push(piece)
+        whole, out = whole + piece, out + text
+        found = [(at, index) for index, stop in enumerate(stops) if (at := whole.find(stop)) >= 0]
+        if found:
+            at, index = min(found)
+            assert (out, stop) == (whole[:at], stops[index])
+            return
+        held = whole[len(out) :]  # no more than may begin a stop
+        assert (stop, whole) == (None, out + held)
+        assert not held or any(stop.startswith(held) for stop in stops)
+        assert not any(stop.startswith(whole[start:]) for stop in stops for start in range(len(out)))
+    assert (out + matcher.finish(), matcher.finish()) == (whole, "")
 
 
 @pytest.mark.parametrize(
@@ -136,25 +90,9 @@ def test_stop_strings_are_small_and_choices_share_them() -> None:
 HALF = "\N{REPLACEMENT CHARACTER}"
 
 HARD = [
-    *(
-        "👩‍👩‍👧‍👦",
-        "🇩🇪",
-        "👍🏽",
-        "𓀀",
-        "e\u0301",
-        "ก็",
-        "日本語",
-        "한국어",
-        "שלום",
-        "مرحبا",
-        "\u200f",
-        "\x00",
-        "\r\n",
-        "  ",
-    ),
-    *("é", "the hill", "ab"),
+    *("👩‍👩‍👧‍👦", "🇩🇪", "👍🏽", "𓀀", "e\u0301", "ก็", "日本語", "한국어", "שלום", "مرحبا"),
+    *("\u200f", "\x00", "\r\n", "  ", "é", "the hill", "ab"),
 ]
-
 TEXTS = st.lists(st.sampled_from(HARD) | st.text(max_size=6), min_size=1, max_size=8).map("".join)
 KINDS = ["byte", "byte_level_bpe", "llama2_like", "metaspace"]
 
@@ -213,52 +151,38 @@ def run_whole(tokenizer: Tokenizer, case: Case, is_ended_by_token: bool = False)
     """Every state of the choice, event by event, as a reader that keeps up would see it."""
     params = SamplingParams(stop=case.stops, min_tokens=case.min_tokens, max_tokens=1000)
     requests = [Request("g-0", case.prompt, params, 1000, 0)]
-    generation = Generation("g", None, case.prompt, params, requests, StopStrings(case.stops))
     processor = OutputProcessor(tokenizer)
-    state = processor.open(generation)
+    state = processor.open(Generation("g", None, case.prompt, params, requests, StopStrings(case.stops)))
     seen = []
-    for event in events_of(case, is_ended_by_token):
-        delivery = processor.process([event])
-        assert delivery.failed == {}
+    for each in events_of(case, is_ended_by_token):
+        assert processor.process([each]).failed == {}
         seen.append(state.output.copy().outputs[0])
     return seen
 
 
-def events_of(case: Case, is_ended_by_token: bool) -> list[TokenEvent]:
-    left, events = list(case.output), []
+def events_of(case: Case, is_ended_by_token: bool) -> Iterator[TokenEvent]:
+    left = list(case.output)
     for size in case.event_sizes:
         if len(left) > size:
-            events.append(TokenEvent("g-0", left[:size], None))
+            yield event("g-0", left[:size])
             left = left[size:]
-    if is_ended_by_token:
-        end = [*left, END_TOKEN]
-        return [*events, TokenEvent("g-0", end, FinishReason.STOP, has_end_token=True)]
-    return [*events, TokenEvent("g-0", left, FinishReason.LENGTH)]
+    end = [END_TOKEN] if is_ended_by_token else []
+    yield event("g-0", left + end, FinishReason.STOP if end else FinishReason.LENGTH)
 
 
-def earliest(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first stop string begins."""
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-
-
-def assert_streams_the_decoded_text(tokenizer: Tokenizer, case: Case, is_ended_by_token: bool) -> None:
+def assert_streams_the_decoded_text(tokenizer: Tokenizer, case: Case, is_ended_by_token: bool = False) -> None:
     """`whole`: |--- free: out with the first min_tokens ---|--- judged ---|stop string|--- never seen ---|"""
     whole = decoded(tokenizer, case.prompt, case.output)
     detokenizer = Detokenizer(tokenizer, case.prompt)
     free = "".join(detokenizer.push(token) for token in case.output[: case.min_tokens])
-    at = earliest(whole[len(free) :], case.stops)
-    expected = whole if at is None else whole[: len(free) + at]
+    at = min((at for stop in case.stops if (at := whole.find(stop, len(free))) >= 0), default=None)
     seen = run_whole(tokenizer, case, is_ended_by_token)
-    assert seen[-1].text == expected
     for before, after in pairwise(seen):
         assert after.text.startswith(before.text)  # and so, of a text without half characters, none ever shows any
-    if at is None:
-        assert seen[-1].finish_reason == ("stop" if is_ended_by_token else "length")
-        assert seen[-1].stop_reason is None
-    else:
-        assert seen[-1].finish_reason == "stop"
-        assert isinstance(seen[-1].stop_reason, str)
-        assert whole.startswith(seen[-1].stop_reason, len(expected))
+    choice, reason = seen[-1], "length" if at is None and not is_ended_by_token else "stop"
+    assert (choice.text, choice.finish_reason) == (whole[:at], reason)
+    assert (choice.stop_reason is None) == (at is None)
+    assert at is None or whole.startswith(str(choice.stop_reason), at)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -266,17 +190,10 @@ def assert_streams_the_decoded_text(tokenizer: Tokenizer, case: Case, is_ended_b
 def test_any_text_comes_out_up_to_the_first_stop_string(
     tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:
-    tokenizer = tokenizers[kind]
-    case = data.draw(cases(tokenizer))
-    assume(HALF not in tokenizer.decode(case.prompt + case.output))
-    assert_streams_the_decoded_text(tokenizer, case, is_ended_by_token=False)
-
-
-@given(data=st.data())
-def test_with_an_end_token_it_is_the_same(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
-    case = data.draw(cases(tokenizers["byte"]))
-    assume(HALF not in tokenizers["byte"].decode(case.prompt + case.output))
-    assert_streams_the_decoded_text(tokenizers["byte"], case, is_ended_by_token=True)
+    case = data.draw(cases(tokenizers[kind]))
+    assume(HALF not in tokenizers[kind].decode(case.prompt + case.output))
+    is_ended_by_token = kind == "byte" and data.draw(st.booleans())
+    assert_streams_the_decoded_text(tokenizers[kind], case, is_ended_by_token)
 
 
 @pytest.mark.parametrize("kind", ["byte", "byte_level_bpe", "metaspace"])
@@ -284,11 +201,9 @@ def test_with_an_end_token_it_is_the_same(tokenizers: dict[str, Tokenizer], data
 def test_bytes_that_are_no_text_come_out_as_the_whole_has_them_and_stops_are_found_among_them(
     tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
 ) -> None:
-    tokenizer = tokenizers[kind]
-    case = data.draw(cases(tokenizer, is_any_token=True))
-    case = replace(case, min_tokens=0)
-    assume(not tokenizer.decode(case.prompt).endswith(HALF))
-    assert_streams_the_decoded_text(tokenizer, case, is_ended_by_token=False)
+    case = replace(data.draw(cases(tokenizers[kind], is_any_token=True)), min_tokens=0)
+    assume(not tokenizers[kind].decode(case.prompt).endswith(HALF))
+    assert_streams_the_decoded_text(tokenizers[kind], case)
 
 
 @given(data=st.data())

@@ -18,10 +18,8 @@ CORPUS = [
     "مرحبا بالعالم שלום עולם",
     "😀😃👍🏽👩‍👩‍👧‍👦🇩🇪 are pictures",
 ]
-SENTENCE_PIECES = [
-    *("▁", "▁the", "▁hill", "▁a", "▁chair", "lift", "▁is", "▁high", ".", ",", "▁日", "本", "▁▁", "▁▁▁▁", "\n", "é"),
-    *"abcdefghijklmnopqrstuvwxyzTHE",
-]
+SENTENCE_PIECES = ["▁", "▁the", "▁hill", "▁a", "▁chair", "lift", "▁is", "▁high", ".", ",", "▁日", "本", "▁▁", "▁▁▁▁"]
+SENTENCE_PIECES += ["\n", *"éabcdefghijklmnopqrstuvwxyzTHE"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 BYTE_LEVEL_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
@@ -51,9 +49,8 @@ def make_byte_level_bpe(directory: Path) -> Tokenizer:
     backend = BackendTokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(CORPUS * 3, trainer)
     return _load(backend, directory)
 
@@ -65,9 +62,8 @@ def make_llama2_like(directory: Path) -> Tokenizer:
     model = models.BPE(vocab=vocab, merges=_merges(vocab), unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     backend = BackendTokenizer(model)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
     return _load(backend, directory)
 
 
@@ -92,18 +88,10 @@ def _merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _load(
-    backend: BackendTokenizer,
-    directory: Path,
-    specials: Sequence[str] = ("<unk>", "<s>", END),
-    chat_template: str | None = None,
+    backend: BackendTokenizer, directory: Path, specials: Sequence[str] = ("<unk>", "<s>", END), chat: str | None = None
 ) -> Tokenizer:
     """Through files, as a checkpoint's is loaded. The last special token is the end."""
     backend.add_special_tokens([AddedToken(name, special=True) for name in specials])
-    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
-        eos_token=specials[-1],
-        clean_up_tokenization_spaces=False,
-        chat_template=chat_template,
-    )
-    wrapped.save_pretrained(directory)
+    settings = {"eos_token": specials[-1], "clean_up_tokenization_spaces": False, "chat_template": chat}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **settings).save_pretrained(directory)  # type: ignore[no-untyped-call]
     return Tokenizer(directory)

@@ -7,13 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from chairlift.loadtest.report import Report, draw_sweep, draw_test, report_sweep, report_test
 
-from .samples import BUSY, failed, record, result, sweep
+from .conftest import BUSY, failed, record, result, sweep
 
 
 def lines(report: Report) -> list[str]:
@@ -61,18 +60,16 @@ def test_an_open_loop_shows_how_long_requests_waited_in_the_client_and_the_goodp
     assert shown[-1] == "failed: HTTP 503          1 (queue is full)"
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
+def test_arrivals_are_shown_as_they_are_typed() -> None:
+    typed: list[tuple[dict[str, Any], str]] = [
         ({}, "--concurrency 8 (closed loop)"),
         ({"request_rate": 2.5}, "--request-rate 2.5 (open loop)"),
         ({"ramp": (1, 20), "burstiness": 0.5}, "--burstiness 0.5 --ramp 1,20 (open loop)"),
         ({"request_rate": 500.0, "concurrency": 4}, "--request-rate 500 --concurrency 4 (open loop)"),
         ({"trace": "a.jsonl", "trace_speedup": 2}, "--trace a.jsonl --trace-speedup 2 (open loop)"),
-    ],
-)
-def test_arrivals_are_shown_as_they_are_typed(settings: dict[str, Any], said: str) -> None:
-    assert lines(report_test(result(record(0), **settings)))[2] == f"arrivals                  {said}"
+    ]
+    for settings, said in typed:
+        assert lines(report_test(result(record(0), **settings)))[2] == f"arrivals                  {said}"
 
 
 def test_what_is_said_of_a_client_that_fell_behind() -> None:
@@ -99,11 +96,6 @@ def test_the_table_of_a_sweep() -> None:
     ]
 
 
-def written(path: Path, report: Report) -> Any:
-    report.write_json(path)
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def test_guessed_tokens_have_a_row_where_the_server_tells_of_some() -> None:
     guessed = [replace(record(index), usage_accepted_tokens=2, usage_rejected_tokens=index) for index in range(3)]
     assert "guessed tokens            9, of which 6 are output" in str(report_test(result(*guessed))).splitlines()
@@ -111,40 +103,28 @@ def test_guessed_tokens_have_a_row_where_the_server_tells_of_some() -> None:
     assert "guessed" not in str(report_test(result(silent, record(1))))
 
 
-def test_the_json_has_settings_summary_and_raw_figures(tmp_path: Path) -> None:
+def written(path: Path, report: Report) -> Any:
+    report.write_json(path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_the_json_has_settings_summary_and_raw_figures_in_seconds_since_the_test_began(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"request_rate": 2.0, "goodput": "ttft:1000", "api_key": "sk-secret"}
-    bench = result(replace(record(0), sent_at=50.5), failed(1, BUSY), **settings)
-    document = written(tmp_path / "result.json", report_test(bench))
+    late = replace(record(0), sent_at=50.5, turn=2, usage_cached_tokens=4)
+    document = written(tmp_path / "result.json", report_test(result(late, failed(1, BUSY), **settings)))
     assert list(document) == ["config", "summary", "requests"]
-    config, summary = document["config"], document["summary"]
+    config, summary, (first, second) = document.values()
     assert (config["model"], config["request_rate"], config["api_key"]) == ("tiny", 2.0, "**********")
     assert summary["ttft_ms"] == {"mean": 1000.0, "p50": 1000.0, "p90": 1000.0, "p99": 1000.0}
     assert summary["client_queue_ms"] == {"mean": 250.0, "p50": 250.0, "p90": 450.0, "p99": 495.0}
     assert (summary["client_busy_share"], summary["output_token_source"]) == (0.25, "server's usage")
     assert (summary["limits"], summary["goodput"], summary["good_share"]) == ("ttft:1000", 0.25, 0.5)
     assert summary["failures"] == [{"label": "HTTP 503", "count": 1, "first_message": "queue is full"}]
-
-
-def test_raw_figures_are_seconds_since_the_test_began(tmp_path: Path) -> None:
-    bench = result(replace(record(0), sent_at=50.5, turn=2, usage_cached_tokens=4), failed(1, BUSY))
-    first, second = written(tmp_path / "result.json", report_test(bench))["requests"]
-    assert first == {
-        "index": 0,
-        "turn": 2,
-        "intended_s": 0.0,
-        "sent_s": 0.5,
-        "chunks_s": [1.0, 1.5, 2.0],
-        "ended_s": 2.0,
-        "asked_prompt_tokens": 12,
-        "asked_output_tokens": 3,
-        "prompt_tokens": 10,
-        "cached_tokens": 4,
-        "accepted_tokens": None,
-        "rejected_tokens": None,
-        "output_tokens": 3,
-        "output_token_source": "server's usage",
-        "error": None,
-    }
+    times = {"intended_s": 0.0, "sent_s": 0.5, "chunks_s": [1.0, 1.5, 2.0], "ended_s": 2.0}
+    asked = {"index": 0, "turn": 2, "asked_prompt_tokens": 12, "asked_output_tokens": 3}
+    counts = {"prompt_tokens": 10, "cached_tokens": 4, "accepted_tokens": None, "rejected_tokens": None}
+    reply = {"output_tokens": 3, "output_token_source": "server's usage", "error": None}
+    assert first == times | asked | counts | reply
     assert (second["intended_s"], second["chunks_s"], second["ended_s"]) == (1.0, [], 10.0)
     assert (second["output_tokens"], second["error"]) == (0, "HTTP 503: queue is full")
 
@@ -159,13 +139,9 @@ def test_the_json_of_a_sweep_has_its_tests_and_what_was_found(tmp_path: Path) ->
 class Page(HTMLParser):
     """Collects the text and what is referred to, and sees that tags are closed in order."""
 
-    VOID = ("meta", "img")
-
     def __init__(self, report: Report, path: Path) -> None:
         super().__init__()
-        self.texts: list[str] = []
-        self.sources: list[str] = []
-        self.open: list[str] = []
+        self.texts, self.sources, self.open = list[str](), list[str](), list[str]()
         report.write_page(path)
         self.feed(path.read_text(encoding="utf-8"))
         self.close()
@@ -173,7 +149,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in self.VOID:
+        if tag not in ("meta", "img"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -195,54 +171,42 @@ def test_the_page_has_the_tables_and_plots_and_needs_nothing_from_elsewhere(tmp_
     assert b64decode(source.partition(",")[2]).startswith(b"\x89PNG\r\n\x1a\n")
 
 
-@pytest.mark.parametrize("report", [report_test(result(failed(0, BUSY))), report_sweep(sweep((failed(0, BUSY),)))])
-def test_a_page_is_written_where_nothing_succeeded(tmp_path: Path, report: Report) -> None:
+def test_a_page_is_written_where_nothing_succeeded(tmp_path: Path) -> None:
+    report = report_sweep(sweep((failed(0, BUSY),)))
     assert report.title in Page(report, tmp_path / "r.html").texts
-    assert not report.is_good
+    assert (report.is_good, report_test(result(failed(0, BUSY))).is_good) == (False, False)
 
 
-def plot(figure: Figure, title: str) -> Axes:
-    [axes] = [axes for axes in figure.axes if axes.get_title(loc="left") == title]
-    return axes
+def plots(figure: Figure) -> dict[str, Axes]:
+    return {title: axes for axes in figure.axes if (title := axes.get_title(loc="left"))}
 
 
 def legend(axes: Axes) -> list[str]:
     return axes.get_legend_handles_labels()[1]
 
 
-def test_six_plots_of_a_test() -> None:
-    figure = draw_test(result(record(0), record(1), failed(2, BUSY), goodput="ttft:1100,e2el:9000"))
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert [title for title in titles if title] == [
-        "Time to first token (TTFT)",
-        "Time per output token (TPOT)",
-        "Inter-token latency (ITL)",
-        "Whole request (E2EL)",
-        "Throughput over time",
-        "TTFT against arrival",
-    ]
-    ttft = plot(figure, "Time to first token (TTFT)")
-    assert legend(ttft) == ["limit 1100 ms"]
-    assert list(ttft.lines[0].get_xdata())[1:] == [1000.0, 1000.0]  # type: ignore[arg-type]
-    assert legend(plot(figure, "TTFT against arrival")) == ["succeeded", "failed", "limit 1100 ms"]
+LATENCIES = ["Time to first token (TTFT)", "Time per output token (TPOT)"]
 
 
-def test_requests_in_flight_are_drawn_over_time() -> None:
-    figure = draw_test(result(record(0), duration_s=6.0))
+def test_six_plots_of_a_test_and_the_requests_in_flight() -> None:
+    bench = result(record(0), record(1), failed(2, BUSY), goodput="ttft:1100,e2el:9000", duration_s=6.0)
+    figure = draw_test(bench)
+    drawn = plots(figure)
+    others = ["Inter-token latency (ITL)", "Whole request (E2EL)", "Throughput over time", "TTFT against arrival"]
+    assert list(drawn) == LATENCIES + others
+    assert legend(drawn[LATENCIES[0]]) == ["limit 1100 ms"]
+    assert list(drawn[LATENCIES[0]].lines[0].get_xdata())[1:] == [1000.0, 1000.0]  # type: ignore[arg-type]
+    assert legend(drawn["TTFT against arrival"]) == ["succeeded", "failed", "limit 1100 ms"]
     [running] = [axes for axes in figure.axes if axes.get_ylabel() == "requests in flight"]
-    # In flight for 2 of 6 seconds: the first 20 of 60 bins.
-    assert list(running.lines[0].get_ydata()) == [1.0] * 20 + [0.0] * 40  # type: ignore[arg-type]
+    # In flight from 0, 1 and 2 s, to 2, 3 and beyond: 10 bins a second.
+    in_flight = [1.0] * 10 + [2.0] * 20 + [1.0] * 30
+    assert list(running.lines[0].get_ydata()) == in_flight  # type: ignore[arg-type]
 
 
 def test_four_plots_of_a_sweep_with_the_highest_value_marked() -> None:
     figure = draw_sweep(sweep((record(0),), (record(0),), (failed(0, BUSY),)))
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "Time to first token (TTFT)",
-        "Time per output token (TPOT)",
-        "Output throughput",
-        "Requests within the limits",
-    ]
-    share = plot(figure, "Requests within the limits")
+    *others, share = plots(figure).values()
+    assert list(plots(figure)) == [*LATENCIES, "Output throughput", "Requests within the limits"]
     assert list(share.lines[0].get_ydata()) == [100.0, 100.0, 0.0]  # type: ignore[arg-type]
-    assert list(share.lines[-1].get_xdata()) == [2.0, 2.0]  # type: ignore[arg-type]
+    assert all(list(axes.lines[-1].get_xdata()) == [2.0, 2.0] for axes in (*others, share))  # type: ignore[arg-type]
     assert figure.get_suptitle() == "sweep of rate: 2 is the highest within the limits"

@@ -1,15 +1,14 @@
 """When conversations are sent, what each turn says, where one fails; and the load test's watch over itself."""
 
 import asyncio
+import json
 import sys
 import time
 from io import StringIO
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import pytest
-from aiohttp import web
 
 from chairlift.loadtest import BenchConfig
 from chairlift.loadtest.client import open_session
@@ -17,8 +16,20 @@ from chairlift.loadtest.runner import Player, closed_loop, open_loop, watching
 from chairlift.loadtest.summary import RequestRecord
 from chairlift.loadtest.workload import build_workload
 
-from .null_server import DONE, NullServer, answer_in_full, chat_token, in_turn, play_one, status, stream
-from .samples import BUSY, failed, record
+from .conftest import (
+    BUSY,
+    DONE,
+    NullServer,
+    after,
+    answer_in_full,
+    chat_token,
+    failed,
+    in_turn,
+    play_one,
+    record,
+    status,
+    stream,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,19 +37,21 @@ pytestmark = pytest.mark.asyncio
 class Flights:
     """A stand-in for the client: counts what is in flight; a request ends when the gate is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_open: bool = False) -> None:
         self.gate = asyncio.Event()
-        self.intended: dict[int, float] = {}
-        self.num_in_flight = 0
-        self.peak = 0
+        if is_open:
+            self.gate.set()
+        self.order: list[str] = []
+        self.num_in_flight = self.peak = 0
 
     async def send(self, index: int, intended_at: float) -> None:
-        self.intended[index] = intended_at
+        assert intended_at <= perf_counter()
+        self.order.append(f"sent {index}")
         self.num_in_flight += 1
         self.peak = max(self.peak, self.num_in_flight)
         await self.gate.wait()
-        # Let the others see it before it lands.
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the others see it before it lands
+        self.order.append(f"ended {index}")
         self.num_in_flight -= 1
 
 
@@ -46,11 +59,10 @@ class Flights:
 async def test_closed_loop_reaches_its_concurrency_and_never_exceeds_it(
     count: int, concurrency: int, peak: int
 ) -> None:
-    flights = Flights()
-    flights.gate.set()
+    flights = Flights(is_open=True)
     await closed_loop(count, concurrency, flights.send)
     assert flights.peak == peak
-    assert sorted(flights.intended) == list(range(count))
+    assert sorted(flights.order) == sorted(f"{what} {index}" for what in ("sent", "ended") for index in range(count))
 
 
 async def test_closed_loop_sends_nothing_more_until_a_reply_has_ended() -> None:
@@ -58,23 +70,22 @@ async def test_closed_loop_sends_nothing_more_until_a_reply_has_ended() -> None:
     loop = asyncio.create_task(closed_loop(5, 2, flights.send))
     for _ in range(10):
         await asyncio.sleep(0)
-    assert sorted(flights.intended) == [0, 1]
+    assert flights.order == ["sent 0", "sent 1"]
     flights.gate.set()
     await loop
-    assert sorted(flights.intended) == [0, 1, 2, 3, 4]
+    assert {f"sent {index}" for index in range(5)} < set(flights.order)
 
 
 async def test_closed_loop_intends_each_request_when_it_sends_it() -> None:
-    started_at = perf_counter()
-    sent: list[float] = []
+    sent = [perf_counter()]
 
     async def send(_index: int, intended_at: float) -> None:
-        assert (sent or [started_at])[-1] <= intended_at <= perf_counter()
+        assert sent[-1] <= intended_at <= perf_counter()
         await asyncio.sleep(0.002)
         sent.append(perf_counter())
 
     await closed_loop(3, 1, send)
-    assert len(sent) == 3
+    assert len(sent) == 4
 
 
 async def test_open_loop_sends_all_though_none_has_ended() -> None:
@@ -107,26 +118,16 @@ async def test_a_late_open_loop_keeps_to_the_schedule_it_was_given_and_never_sen
 
 
 async def test_an_open_loop_that_lags_still_sends_while_it_catches_up() -> None:
-    order: list[str] = []
-
-    async def send(index: int, _intended_at: float) -> None:
-        order.append(f"sent {index}")
-        await asyncio.sleep(0)
-        order.append(f"ended {index}")
-
-    await open_loop([-1.0] * 50, send)
-    assert order.index("ended 0") < order.index("sent 49")
-
-
-def texts(body: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in body["messages"]]
+    flights = Flights(is_open=True)
+    await open_loop([-1.0] * 50, flights.send)
+    assert flights.order.index("ended 0") < flights.order.index("sent 49")
 
 
 async def test_each_turn_repeats_what_was_said_before(server: NullServer) -> None:
     server.answer = in_turn(*(stream(chat_token(content=f"reply {n}"), chat_token("stop"), DONE) for n in (1, 2, 3)))
     records = await play_one(server.url, num_requests=3, turns=3, prefix_tokens=2)
     assert [record.failure for record in records] == [None] * 3
-    first, second, third = (texts(body) for body in server.bodies)
+    first, second, third = ([(said["role"], said["content"]) for said in body["messages"]] for body in server.bodies)
     assert [role for role, _ in first] == ["system", "user"]
     assert second[:3] == [*first, ("assistant", "reply 1")]
     assert third[:5] == [*second, ("assistant", "reply 2")]
@@ -134,9 +135,8 @@ async def test_each_turn_repeats_what_was_said_before(server: NullServer) -> Non
 
 
 async def test_turns_are_numbered_and_due_after_the_reply_and_a_time_to_think(server: NullServer) -> None:
-    records = await play_one(server.url, num_requests=2, turns=2, think_time=0.03)
-    assert [(record.index, record.turn) for record in records] == [(0, 0), (1, 1)]
-    first, second = records
+    first, second = await play_one(server.url, num_requests=2, turns=2, think_time=0.03)
+    assert [(record.index, record.turn) for record in (first, second)] == [(0, 0), (1, 1)]
     assert first.intended_at == 1.5
     assert second.intended_at - first.ended_at >= 0.03
     assert second.queue_time >= 0.0
@@ -152,28 +152,23 @@ async def test_turns_after_a_failed_one_count_as_not_sent(server: NullServer) ->
 
 
 async def test_a_message_is_sent_with_all_its_fields(server: NullServer, tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "hello", "name": "ann"}]}', encoding="utf-8")
+    message, path = {"role": "user", "content": "hello", "name": "ann"}, tmp_path / "m.jsonl"
+    path.write_text(json.dumps({"messages": [message]}), encoding="utf-8")
     await play_one(server.url, conversations=path)
-    assert server.bodies[0]["messages"] == [{"role": "user", "content": "hello", "name": "ann"}]
+    assert server.bodies[0]["messages"] == [message]
 
 
 async def test_a_schedule_with_a_most_in_flight_makes_the_others_wait_in_the_client(server: NullServer) -> None:
-    first_is_in, gate = asyncio.Event(), asyncio.Event()
-
-    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        first_is_in.set()
-        await gate.wait()
-        return await answer_in_full(request, body)
-
-    server.answer = answer
+    gate = asyncio.Event()
+    server.answer = after(gate.wait)
     settings = {"url": server.url, "num_requests": 3, "request_rate": 1000.0, "concurrency": 1, "output_tokens": 2}
     config = BenchConfig.model_validate(settings).resolved("null")
     records: list[RequestRecord] = []
     async with open_session(config) as session:
         player = Player(session, config, build_workload(config).conversations, records.append)
         sending = asyncio.create_task(open_loop([0.0, 0.0, 0.0], player.play))
-        await first_is_in.wait()
+        while not server.bodies:
+            await asyncio.sleep(0)
         await asyncio.sleep(0.02)
         assert server.num_in_flight == 1
         gate.set()
@@ -182,13 +177,6 @@ async def test_a_schedule_with_a_most_in_flight_makes_the_others_wait_in_the_cli
     assert [record.failure for record in records] == [None] * 3
     assert records[1].queue_time >= 0.015
     assert records[1].ttft >= records[1].queue_time
-
-
-class Terminal(StringIO):
-    """A stderr that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 async def test_a_blocked_event_loop_is_seen_as_lag_and_it_is_sampled_until_the_end() -> None:
@@ -204,13 +192,15 @@ async def test_a_blocked_event_loop_is_seen_as_lag_and_it_is_sampled_until_the_e
     assert len(asyncio.all_tasks()) == num_tasks
 
 
-@pytest.mark.parametrize("stderr", [Terminal(), StringIO()])
+@pytest.mark.parametrize("is_terminal", [True, False])
 async def test_a_terminal_sees_how_far_it_is_and_what_failed_and_a_file_nothing(
-    stderr: StringIO, monkeypatch: pytest.MonkeyPatch
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stderr = StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
     async with watching(4) as watch:
         watch.take(record(0))
         watch.take(failed(1, BUSY))
     shown = stderr.getvalue()
-    assert ("2/4" in shown and "1 failed" in shown) if isinstance(stderr, Terminal) else shown == ""
+    assert ("2/4" in shown, "1 failed" in shown, shown == "") == (is_terminal, is_terminal, not is_terminal)

@@ -42,14 +42,17 @@ class Tokens:
 
     def shard(self, device: int, n_devices: int) -> "Tokens":
         """The heads of one device."""
-        query, key, value = (x.chunk(n_devices, dim=2)[device] for x in (self.query, self.key, self.value))
-        return Tokens(query, key, value)
+        return Tokens(*(x.chunk(n_devices, dim=2)[device] for x in self.parts))
 
     def to(self, device: torch.device) -> "Tokens":
-        return Tokens(self.query.to(device), self.key.to(device), self.value.to(device))
+        return Tokens(*(x.to(device) for x in self.parts))
 
     def rows(self, which: list[int]) -> "Tokens":
-        return Tokens(self.query[which], self.key[which], self.value[which])
+        return Tokens(*(x[which] for x in self.parts))
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query, self.key, self.value
 
     def new_parts(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `attend` takes: query, key and value of the rows' new tokens, `[T, H, D]` each."""
@@ -57,19 +60,11 @@ class Tokens:
 
 
 def random_tokens(
-    rows: Sequence[Row],
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 16,
-    dtype: torch.dtype = torch.float32,
+    rows: Sequence[Row], heads: int = 4, kv_heads: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32
 ) -> Tokens:
-    generator = torch.Generator().manual_seed(len(rows))
-    longest = max(row.num_cached + row.num_new for row in rows)
-    query, key, value = (
-        torch.randn(len(rows), longest, heads, head_dim, generator=generator).to(dtype)
-        for heads in (num_heads, num_kv_heads, num_kv_heads)
-    )
-    return Tokens(query, key, value)
+    generator, longest = torch.Generator().manual_seed(len(rows)), max(row.num_cached + row.num_new for row in rows)
+    shapes = [(len(rows), longest, num_heads, head_dim) for num_heads in (heads, kv_heads, kv_heads)]
+    return Tokens(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
 
 
 def reference(tokens: Tokens, config: AttentionConfig | None = None) -> torch.Tensor:
@@ -95,14 +90,13 @@ def new_parts(padded: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 def batch_of(rows: Sequence[Row], device: torch.device = CPU) -> BatchMetadata:
     """Rows of one new token that come first are decode rows."""
     num_new = [row.num_new for row in rows]
-    num_decode_rows = next((i for i, count in enumerate(num_new) if count > 1), len(rows))
     return BatchMetadata(
         row_offsets=torch.tensor([0, *accumulate(num_new)], dtype=torch.int32, device=device),
         positions=torch.cat([row.num_cached + torch.arange(row.num_new) for row in rows]).to(device),
         slots=tuple(row.slot for row in rows),
         num_new_tokens=tuple(num_new),
         num_cached_tokens=tuple(row.num_cached for row in rows),
-        num_decode_rows=num_decode_rows,
+        num_decode_rows=next((i for i, count in enumerate(num_new) if count > 1), len(rows)),
     )
 
 
@@ -130,9 +124,9 @@ def make_cache(
         manager.claim_slot(row.slot)
         inputs = manager.fetch([row.slot], [row.num_cached])
         for device, collection in enumerate(inputs):
-            shard = tokens.shard(device, n_devices)
-            collection.get_key_cache(LAYER)[row.slot, : row.num_cached] = shard.key[i, : row.num_cached]
-            collection.get_value_cache(LAYER)[row.slot, : row.num_cached] = shard.value[i, : row.num_cached]
+            shard, held = tokens.shard(device, n_devices), slice(row.num_cached)
+            collection.get_key_cache(LAYER)[row.slot, held] = shard.key[i, held]
+            collection.get_value_cache(LAYER)[row.slot, held] = shard.value[i, held]
         manager.step([row.num_cached], inputs)
     return manager
 
@@ -146,12 +140,10 @@ def attend(
     """
     backend = backend or TorchBackend(plain(tokens.query.shape[-1]))
     inputs = manager.fetch([row.slot for row in rows], [row.num_new for row in rows])
-    outputs = [
-        backend.prepare(batch_of(rows, collection.blocks.device), collection)(
-            LAYER, *tokens.shard(device, len(inputs)).new_parts(rows)
-        )
-        for device, collection in enumerate(inputs)
-    ]
+    outputs = []
+    for device, collection in enumerate(inputs):
+        attend_layer = backend.prepare(batch_of(rows, collection.blocks.device), collection)
+        outputs.append(attend_layer(LAYER, *tokens.shard(device, len(inputs)).new_parts(rows)))
     manager.step([row.num_new for row in rows], inputs)
     return torch.cat(outputs, dim=1)
 

@@ -1,5 +1,6 @@
 """What keeps a backend from running; which flash-attn is used where; what the references of its kernels refuse."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -42,18 +43,25 @@ def test_version_3_is_used_on_hopper_and_version_2_elsewhere(missing: str | None
         assert [find_flash_attn(capability) for capability in (AMPERE, HOPPER, BLACKWELL)] == names
 
 
+OnGpu = Callable[[tuple[int, int]], None]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> OnGpu:
+    """Lets a GPU have that compute capability."""
+    return lambda capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+
 @pytest.mark.parametrize(("capability", "name"), [(AMPERE, "FlashAttnBackend"), (HOPPER, "FlashAttn3Backend")])
-def test_the_backend_is_that_of_the_version(
-    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+def test_the_backend_is_that_of_the_version(capability: tuple[int, int], name: str, on_gpu: OnGpu) -> None:
+    on_gpu(capability)
     with installed():
         backend = load_backend(AttentionBackend.FLASH_ATTN, BASE, torch.bfloat16, CUDA)
     assert type(backend).__name__ == name
 
 
-def test_a_package_that_cannot_be_imported_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: AMPERE)
+def test_a_package_that_cannot_be_imported_is_one_clear_line(on_gpu: OnGpu) -> None:
+    on_gpu(AMPERE)
     with installed(), module("flash_attn", {}), pytest.raises(ConfigurationError) as caught:
         load_backend(AttentionBackend.FLASH_ATTN, BASE, torch.bfloat16, CUDA)
     message = str(caught.value)
@@ -71,29 +79,30 @@ def shape(head_dim: int) -> ModelConfig:
     return replace(BASE, head_dim=head_dim, attention_scale=head_dim**-0.5)
 
 
-OBSTACLES = [
-    (AttentionBackend.CPU, 24, DType.FLOAT32, "cpu", "it takes a head_dim up to 256 that 32 divides, not 24"),
-    (AttentionBackend.CPU, 288, DType.FLOAT32, "cpu", "it takes a head_dim up to 256 that 32 divides, not 288"),
-    (AttentionBackend.CPU, 64, DType.FLOAT16, "cpu", "it computes in float32 or bfloat16, not float16"),
-    (AttentionBackend.CPU, 64, DType.FLOAT32, "cuda:1", "it runs on a CPU, and the device is cuda:1"),
-    (AttentionBackend.FLASH_ATTN, 64, DType.BFLOAT16, "cpu", "it runs on a CUDA device, and the device is cpu"),
-    (AttentionBackend.FLASH_ATTN, 64, DType.FLOAT32, "cuda:0", "it computes in bfloat16 or float16, not float32"),
-    (AttentionBackend.FLASH_ATTN, 60, DType.FLOAT16, "cuda:0", "it takes a head_dim up to 256 that 8 divides, not 60"),
-    (AttentionBackend.FLASH_ATTN, 64, DType.FLOAT16, "cuda:0", None),
-    (AttentionBackend.TORCH, 24, DType.FLOAT16, "cpu", None),
-]
-
-
-@pytest.mark.parametrize(("backend", "head_dim", "dtype", "device", "obstacle"), OBSTACLES)
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "dtype", "device", "obstacle"),
+    [
+        (AttentionBackend.CPU, 24, DType.FLOAT32, "cpu", "it takes a head_dim up to 256 that 32 divides, not 24"),
+        (AttentionBackend.CPU, 288, DType.FLOAT32, "cpu", "it takes a head_dim up to 256 that 32 divides, not 288"),
+        (AttentionBackend.CPU, 64, DType.FLOAT16, "cpu", "it computes in float32 or bfloat16, not float16"),
+        (AttentionBackend.CPU, 64, DType.FLOAT32, "cuda:1", "it runs on a CPU, and the device is cuda:1"),
+        (AttentionBackend.FLASH_ATTN, 64, DType.BFLOAT16, "cpu", "it runs on a CUDA device, and the device is cpu"),
+        (AttentionBackend.FLASH_ATTN, 64, DType.FLOAT32, "cuda:0", "it computes in bfloat16 or float16, not float32"),
+        (
+            AttentionBackend.FLASH_ATTN,
+            60,
+            DType.FLOAT16,
+            "cuda:0",
+            "it takes a head_dim up to 256 that 8 divides, not 60",
+        ),
+        (AttentionBackend.FLASH_ATTN, 64, DType.FLOAT16, "cuda:0", None),
+        (AttentionBackend.TORCH, 24, DType.FLOAT16, "cpu", None),
+    ],
+)
 def test_a_backend_says_what_keeps_it_from_running_a_model(
-    backend: AttentionBackend,
-    head_dim: int,
-    dtype: DType,
-    device: str,
-    obstacle: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    backend: AttentionBackend, head_dim: int, dtype: DType, device: str, obstacle: str | None, on_gpu: OnGpu
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: AMPERE)
+    on_gpu(AMPERE)
     with installed():
         assert find_obstacle(backend, shape(head_dim), dtype, device) == obstacle
 
@@ -105,12 +114,9 @@ def test_nothing_keeps_native_code_from_running_such_models(head_dim: int, dtype
     assert find_obstacle(AttentionBackend.CPU, shape(head_dim), dtype, "cpu") is None
 
 
-def test_native_code_computes_in_one_process() -> None:
+def test_native_code_runs_in_one_process_and_no_model_in_transformers_own_code() -> None:
     said = "it computes in one process, and tensor_parallel_size is 2"
     assert find_obstacle(AttentionBackend.CPU, shape(64), DType.FLOAT32, "cpu", 2) == said
-
-
-def test_native_code_runs_no_model_in_transformers_own_code() -> None:
     described = {field.name: getattr(BASE, field.name) for field in fields(ModelShape)}
     mixtral = ModelShape(**{**described, "architecture": "MixtralForCausalLM"})
     said = "it runs the families that have a wiring of their own, and MixtralForCausalLM has none"
@@ -132,10 +138,8 @@ def test_without_a_compiler_there_is_no_native_code(tmp_path: Path, monkeypatch:
         ((7, 5), "it needs compute capability 8.0, and this GPU has 7.5"),
     ],
 )
-def test_a_gpu_that_is_too_old_or_without_the_package(
-    capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+def test_a_gpu_that_is_too_old_or_without_the_package(capability: tuple[int, int], said: str, on_gpu: OnGpu) -> None:
+    on_gpu(capability)
     with module("flash_attn", None), module("flash_attn_interface", None):
         assert find_obstacle(AttentionBackend.FLASH_ATTN, shape(64), DType.BFLOAT16, "cuda:0") == said
 
@@ -151,51 +155,25 @@ def int32(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
+HOW = {"causal": True, "softmax_scale": 0.25, "softcap": 0.0, "window_size": (-1, -1)}
+
+
 def decode_arguments() -> Arguments:
-    return {
-        "q": random(2, 1, 4, 16),
-        "k_cache": random(3, 256, 2, 16),
-        "v_cache": random(3, 256, 2, 16),
-        "k": random(2, 1, 2, 16),
-        "v": random(2, 1, 2, 16),
-        "cache_seqlens": int32(5, 255),
-        "cache_batch_idx": int32(2, 0),
-        "causal": True,
-        "softmax_scale": 0.25,
-        "softcap": 0.0,
-        "window_size": (-1, -1),
-    }
+    new = {"q": random(2, 1, 4, 16), "k": random(2, 1, 2, 16), "v": random(2, 1, 2, 16)}
+    caches = {"k_cache": random(3, 256, 2, 16), "v_cache": random(3, 256, 2, 16)}
+    return {**new, **caches, "cache_seqlens": int32(5, 255), "cache_batch_idx": int32(2, 0), **HOW}
 
 
 def varlen_arguments() -> Arguments:
-    return {
-        "q": random(5, 4, 16),
-        "k": random(3, 256, 2, 16),
-        "v": random(3, 256, 2, 16),
-        "cu_seqlens_q": int32(0, 2, 5),
-        "cu_seqlens_k": int32(0, 9, 12),
-        "max_seqlen_q": 3,
-        "max_seqlen_k": 9,
-        "causal": True,
-        "softmax_scale": 0.25,
-        "softcap": 0.0,
-        "window_size": (-1, -1),
-        "block_table": int32(2, 0).unsqueeze(1),
-    }
+    tensors = {"q": random(5, 4, 16), "k": random(3, 256, 2, 16), "v": random(3, 256, 2, 16)}
+    offsets = {"cu_seqlens_q": int32(0, 2, 5), "cu_seqlens_k": int32(0, 9, 12), "max_seqlen_q": 3, "max_seqlen_k": 9}
+    return {**tensors, **offsets, "block_table": int32(2, 0).unsqueeze(1), **HOW}
 
 
 def ragged_arguments() -> Arguments:
-    return {
-        **decode_arguments(),
-        "q": random(5, 4, 16),
-        "k": random(5, 2, 16),
-        "v": random(5, 2, 16),
-        "cache_seqlens": int32(5, 253),
-        "cu_seqlens_q": int32(0, 2, 5),
-        "cu_seqlens_k_new": int32(0, 2, 5),
-        "max_seqlen_q": 3,
-        "num_splits": 1,
-    }
+    new = {"q": random(5, 4, 16), "k": random(5, 2, 16), "v": random(5, 2, 16)}
+    offsets = {"cu_seqlens_q": int32(0, 2, 5), "cu_seqlens_k_new": int32(0, 2, 5), "max_seqlen_q": 3, "num_splits": 1}
+    return {**decode_arguments(), **new, **offsets, "cache_seqlens": int32(5, 253)}
 
 
 def transposed(*shape: int) -> torch.Tensor:
@@ -203,58 +181,46 @@ def transposed(*shape: int) -> torch.Tensor:
     return random(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
 
 
-REFUSED = [
-    (flash_attn_with_kvcache, decode_arguments, {"q": random(2, 1, 4, 16, dtype=torch.float32)}),
-    (flash_attn_with_kvcache, decode_arguments, {"k": random(2, 1, 2, 16, dtype=torch.float16)}),
-    (flash_attn_with_kvcache, decode_arguments, {"q": random(2, 1, 3, 16)}),
-    (flash_attn_with_kvcache, decode_arguments, {"q": transposed(2, 1, 4, 16)}),
-    (flash_attn_with_kvcache, decode_arguments, {"k_cache": transposed(3, 256, 2, 16)}),
-    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": torch.tensor([5, 255])}),
-    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5, 256)}),
-    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5, -1)}),
-    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5)}),
-    (flash_attn_with_kvcache, decode_arguments, {"cache_seqlens": int32(5, 0, 6, 0)[::2]}),
-    (flash_attn_with_kvcache, decode_arguments, {"cache_batch_idx": int32(2, 2)}),
-    (flash_attn_with_kvcache, decode_arguments, {"cache_batch_idx": int32(2, 3)}),
-    (flash_attn_with_kvcache, decode_arguments, {"v": random(2, 1, 1, 16)}),
-    (flash_attn_varlen_func, varlen_arguments, {"k": random(3, 255, 2, 16), "v": random(3, 255, 2, 16)}),
-    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_q": int32(0, 2, 4)}),
-    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_q": int32(1, 2, 5)}),
-    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_k": torch.tensor([0, 9, 12])}),
-    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_k": int32(0, 9, 11)}),
-    (flash_attn_varlen_func, varlen_arguments, {"cu_seqlens_k": int32(0, 300, 303), "max_seqlen_k": 300}),
-    (flash_attn_varlen_func, varlen_arguments, {"max_seqlen_q": 2}),
-    (flash_attn_varlen_func, varlen_arguments, {"max_seqlen_k": 8}),
-    (flash_attn_varlen_func, varlen_arguments, {"block_table": torch.tensor([[2], [0]])}),
-    (flash_attn_varlen_func, varlen_arguments, {"block_table": int32(2, 3).unsqueeze(1)}),
-    (flash_attn_varlen_func, varlen_arguments, {"block_table": int32(2).unsqueeze(1)}),
-    (flash_attn_3_with_kvcache, ragged_arguments, {"cache_seqlens": int32(5, 254)}),
-    (flash_attn_3_with_kvcache, ragged_arguments, {"cu_seqlens_k_new": int32(0, 2, 4)}),
-    (flash_attn_3_with_kvcache, ragged_arguments, {"cu_seqlens_q": int32(0, 0, 5)}),
-    (flash_attn_3_with_kvcache, ragged_arguments, {"max_seqlen_q": 2}),
-    (flash_attn_3_with_kvcache, ragged_arguments, {"max_seqlen_q": 257}),
-    (flash_attn_3_with_kvcache, ragged_arguments, {"cache_batch_idx": int32(1, 1)}),
-]
-
-
-@pytest.mark.parametrize(("function", "arguments", "spoiled"), REFUSED)
-def test_a_reference_refuses_what_its_kernel_cannot_be_given(function: Any, arguments: Any, spoiled: Arguments) -> None:
-    assert function(**arguments()).isfinite().all()
-    with pytest.raises(AssertionError):
-        function(**{**arguments(), **spoiled})
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [
-        (flash_attn_with_kvcache, decode_arguments),
-        (flash_attn_varlen_func, varlen_arguments),
-        (flash_attn_3_with_kvcache, ragged_arguments),
+KERNELS: dict[Callable[[], Arguments], Callable[..., torch.Tensor]] = {
+    decode_arguments: flash_attn_with_kvcache,
+    varlen_arguments: flash_attn_varlen_func,
+    ragged_arguments: flash_attn_3_with_kvcache,
+}
+SPOILED: dict[Callable[[], Arguments], list[Arguments]] = {
+    decode_arguments: [
+        *({"q": q} for q in (random(2, 1, 4, 16, dtype=torch.float32), random(2, 1, 3, 16), transposed(2, 1, 4, 16))),
+        {"k": random(2, 1, 2, 16, dtype=torch.float16)},
+        {"v": random(2, 1, 1, 16)},
+        {"k_cache": transposed(3, 256, 2, 16)},
+        *({"cache_seqlens": lengths} for lengths in (torch.tensor([5, 255]), int32(5, 256), int32(5, -1), int32(5))),
+        {"cache_seqlens": int32(5, 0, 6, 0)[::2]},
+        *({"cache_batch_idx": slots} for slots in (int32(2, 2), int32(2, 3))),
     ],
-)
-def test_a_reference_knows_only_the_arguments_that_are_passed(function: Any, arguments: Any) -> None:
+    varlen_arguments: [
+        {"k": random(3, 255, 2, 16), "v": random(3, 255, 2, 16)},
+        *({"cu_seqlens_q": offsets} for offsets in (int32(0, 2, 4), int32(1, 2, 5))),
+        *({"cu_seqlens_k": offsets} for offsets in (torch.tensor([0, 9, 12]), int32(0, 9, 11))),
+        {"cu_seqlens_k": int32(0, 300, 303), "max_seqlen_k": 300},
+        *({"max_seqlen_q": 2}, {"max_seqlen_k": 8}),
+        *({"block_table": pages} for pages in (torch.tensor([[2], [0]]), int32(2, 3)[:, None], int32(2)[:, None])),
+    ],
+    ragged_arguments: [
+        {"cache_seqlens": int32(5, 254)},
+        *({"cu_seqlens_k_new": int32(0, 2, 4)}, {"cu_seqlens_q": int32(0, 0, 5)}),
+        *({"max_seqlen_q": 2}, {"max_seqlen_q": 257}),
+        {"cache_batch_idx": int32(1, 1)},
+    ],
+}
+
+
+@pytest.mark.parametrize("arguments", KERNELS)
+def test_a_reference_refuses_what_its_kernel_cannot_be_given(arguments: Callable[[], Arguments]) -> None:
+    assert KERNELS[arguments](**arguments()).isfinite().all()
+    for spoiled in SPOILED[arguments]:
+        with pytest.raises(AssertionError):
+            KERNELS[arguments](**{**arguments(), **spoiled})
     with pytest.raises(TypeError, match="unexpected keyword argument 'alibi_slopes'"):
-        function(**arguments(), alibi_slopes=None)
+        KERNELS[arguments](**arguments(), alibi_slopes=None)
 
 
 def test_the_causal_mask_is_aligned_to_the_last_key() -> None:

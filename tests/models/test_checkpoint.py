@@ -11,12 +11,10 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from chairlift.config import DType
 from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
 from chairlift.errors import CheckpointError, InvalidRequest
 from chairlift.models import checkpoint
 from chairlift.models.checkpoint import find_model, open_checkpoint
-from chairlift.models.config import LayerConfig, ModelConfig, RopeConfig
 from chairlift.models.grouped import GroupedWeight
 from tests.support.checkpoints import make_checkpoint
 
@@ -30,9 +28,8 @@ def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytes
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    checkpoint = open_checkpoint("somebody/tiny")
-    assert checkpoint.path == snapshot
-    assert checkpoint.config.num_layers == 3
+    found = open_checkpoint("somebody/tiny")
+    assert (found.path, found.config.num_layers) == (snapshot, 3)
 
 
 def test_a_hub_id_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,28 +39,20 @@ def test_a_hub_id_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: py
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("model", ["nowhere", "./nowhere", "/no/where", "a/b/c", "~/nowhere", ""])
-def test_what_is_neither_directory_nor_hub_id_is_said(model: str) -> None:
-    with pytest.raises(CheckpointError, match="is neither a directory nor a hub id"):
-        find_model(model)
+def test_what_is_neither_directory_nor_hub_id_is_said(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    named = ["nowhere", "./nowhere", "/no/where", "a/b/c", "~/nowhere", "", str(tmp_path / "model.safetensors")]
+    for model in named:
+        with pytest.raises(CheckpointError, match="is neither a directory nor a hub id"):
+            find_model(model)
 
 
-def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.touch()
-    with pytest.raises(CheckpointError, match="is neither a directory"):
-        find_model(str(path))
-
-
-def test_the_bundled_model_is_a_llama_of_at_most_8_mb() -> None:
-    checkpoint = open_checkpoint("bundled")
-    assert checkpoint.config.dtype == "bfloat16"
-    assert sum(path.stat().st_size for path in checkpoint.weight_files) <= 8_000_000
-
-
-def test_the_directory_of_the_bundled_model_loads_like_any_other(tmp_path: Path) -> None:
+def test_the_bundled_model_is_a_llama_of_at_most_8_mb_and_its_directory_like_any_other(tmp_path: Path) -> None:
+    bundled = open_checkpoint("bundled")
+    assert bundled.config.dtype == "bfloat16"
+    assert sum(path.stat().st_size for path in bundled.weight_files) <= 8_000_000
     copied = shutil.copytree(find_model("bundled"), tmp_path / "copy")
-    assert open_checkpoint(str(copied)).config == open_checkpoint("bundled").config
+    assert open_checkpoint(str(copied)).config == bundled.config
 
 
 def write_index(directory: Path, file_name: object) -> None:
@@ -71,26 +60,12 @@ def write_index(directory: Path, file_name: object) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../other/model.safetensors",
-        "/other/model.safetensors",
-        "folder/model.safetensors",
-        "folder/../../model.safetensors",
-        "..",
-        ".",
-        "",
-        ".safetensors",
-        "..\\model.safetensors",
-        "model.safetensors\x00",
-        "config.json",
-        "model.bin",
-        3,
-        None,
-        ["model.safetensors"],
-    ],
-)
+OUTSIDE = ["../other/model.safetensors", "/other/model.safetensors", "folder/model.safetensors", "..", ".", ""]
+OUTSIDE += ["folder/../../model.safetensors", "..\\model.safetensors"]
+NO_WEIGHTS = [".safetensors", "model.safetensors\x00", "config.json", "model.bin", 3, None, ["model.safetensors"]]
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, *NO_WEIGHTS])
 def test_an_index_names_nothing_but_weights_beside_it(tmp_path: Path, name: object) -> None:
     directory = shutil.copytree(find_model("bundled"), tmp_path / "model")
     other = shutil.copytree(directory, tmp_path / "other")
@@ -127,17 +102,6 @@ TOKENS = {
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer(find_model("smollm2"))
-
-
-def test_the_configuration_is_that_of_the_file() -> None:
-    config = open_checkpoint("smollm2").config
-    assert isinstance(config, ModelConfig)
-    assert (config.num_layers, config.hidden_size, config.intermediate_size) == (30, 576, 1536)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
-    assert (config.vocab_size, config.max_position_embeddings, config.is_tied) == (49152, 8192, True)
-    assert set(config.layers) == {LayerConfig(RopeConfig(theta=100_000.0))}
-    assert config.rms_norm_eps == pytest.approx(1e-5, rel=1e-6)
-    assert config.dtype is DType.BFLOAT16
 
 
 def test_the_weights_are_bit_for_bit_those_that_transformers_reads() -> None:
@@ -219,16 +183,13 @@ TRAINED_WITH = """\
 PLAIN = [{"role": "user", "content": "What is 2 + 2?"}]
 SYSTEM = [{"role": "system", "content": "You add."}, *PLAIN]
 
+CALLS = [
+    {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    for arguments in ({"a": 2, "b": "zwei é"}, '{"a": 3}')
+]
 CALLED: list[dict[str, Any]] = [
     *SYSTEM,
-    {
-        "role": "assistant",
-        "content": "Let me see.",
-        "tool_calls": [
-            {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "zwei é"}}},
-            {"type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}},
-        ],
-    },
+    {"role": "assistant", "content": "Let me see.", "tool_calls": CALLS},
     {"role": "tool", "content": "4"},
     {"role": "assistant", "content": "4"},
     *PLAIN,
@@ -252,39 +213,37 @@ TOOL_SETS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def load(template: str, directory: Path) -> Tokenizer:
-    path = directory / "template.jinja"
-    path.write_text(template)
-    return Tokenizer(find_model("bundled"), str(path))
-
-
 @pytest.fixture(scope="module")
 def bundled() -> Tokenizer:
     return Tokenizer(find_model("bundled"))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("trained") / "template.jinja"
+    path.write_text(TRAINED_WITH)
+    return Tokenizer(find_model("bundled"), str(path))
+
+
 @pytest.mark.parametrize("messages", [PLAIN, SYSTEM, CALLED], ids=["plain", "system", "called"])
 @pytest.mark.parametrize("name", TOOL_SETS)
 def test_prompts_are_those_of_training(
-    bundled: Tokenizer, tmp_path: Path, name: str, messages: list[dict[str, Any]]
+    bundled: Tokenizer, trained: Tokenizer, name: str, messages: list[dict[str, Any]]
 ) -> None:
-    trained = load(TRAINED_WITH, tmp_path)
     for begins_answer in (True, False):
         options = ChatOptions(tools=list(TOOL_SETS[name]), add_generation_prompt=begins_answer)
         assert bundled.render_chat(messages, options) == trained.render_chat(messages, options)
 
 
 @pytest.mark.parametrize("schema", [7, [], None, {"type": 7}, {"type": []}])
-def test_what_it_cannot_show_is_refused_as_before(bundled: Tokenizer, tmp_path: Path, schema: Any) -> None:
-    options = ChatOptions(tools=[tool("f", {"a": schema})])
-    assert outcome(bundled, options) == outcome(load(TRAINED_WITH, tmp_path), options)
-
-
-def outcome(tokenizer: Tokenizer, options: ChatOptions) -> str:
-    try:
-        return tokenizer.render_chat(PLAIN, options)
-    except InvalidRequest as error:
-        return str(error)
+def test_what_it_cannot_show_is_refused_as_before(bundled: Tokenizer, trained: Tokenizer, schema: Any) -> None:
+    outcomes = []
+    for tokenizer in (bundled, trained):
+        try:
+            outcomes.append(tokenizer.render_chat(PLAIN, ChatOptions(tools=[tool("f", {"a": schema})])))
+        except InvalidRequest as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("num_tools", [1, 20_000])

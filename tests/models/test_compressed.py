@@ -3,21 +3,18 @@
 Each format is packed here as its documentation has it, element by element, from integers that are known.
 """
 
-import json
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from chairlift.config import DType
-from chairlift.errors import CheckpointError
-from chairlift.models import load_model, open_checkpoint
-from chairlift.models.decoder import Decoder
-from chairlift.models.layers import Linear
+from chairlift.models import open_checkpoint
 from chairlift.models.loader import grouped_size
+from tests.models.support import edit, groups_of, load, num_bytes, read_config, refusal, write_config
 from tests.support.checkpoints import make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -83,12 +80,12 @@ def pack_awq(name: str, matrix: Quantized) -> Tensors:
         columns = unsigned.T.reshape(unsigned.shape[1], -1, 8)
         return words(columns[:, :, AWQ_ORDER].flatten(1), 4)
 
-    scales = matrix.scales.T.contiguous()
-    return {
-        f"{name}.qweight": shuffled(matrix.values),
-        f"{name}.qzeros": shuffled(matrix.zeros),
-        f"{name}.scales": scales,
+    parts = {
+        "qweight": shuffled(matrix.values),
+        "qzeros": shuffled(matrix.zeros),
+        "scales": matrix.scales.T.contiguous(),
     }
+    return {f"{name}.{part}": tensor for part, tensor in parts.items()}
 
 
 def pack_gptq(name: str, matrix: Quantized, num_bits: int, zero_shift: int) -> Tensors:
@@ -126,15 +123,8 @@ def awq(**stated: Any) -> dict[str, Any]:
 
 CASES: dict[str, tuple[dict[str, Any], int, int, bool]] = {  # what is stated, bits, group size, whether symmetric
     **{
-        f"pack-quantized, w{bits}a16, groups of {size}, {'symmetric' if symmetric else 'zero points'}": (
-            compressed_tensors(bits, size, symmetric),
-            bits,
-            size,
-            symmetric,
-        )
-        for bits in (4, 8)
-        for size in (32, 128, -1)
-        for symmetric in (True, False)
+        f"pack-quantized {case}": (compressed_tensors(*case), *case)
+        for case in itertools.product((4, 8), (32, 128, -1), (True, False))
     },
     "awq": (awq(), 4, 64, False),
     "gptq, 4 bits": (gptq(), 4, 64, False),
@@ -163,54 +153,27 @@ def write(directory: Path, case: str, **stated: Any) -> dict[str, torch.Tensor]:
             case _:
                 tensors |= pack_quantized(base, matrix, num_bits, is_symmetric)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    path = directory / "config.json"
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**fields, "quantization_config": {**config, **stated}}), encoding="utf-8")
+    write_config(directory, read_config(directory), quantization_config={**config, **stated})
     return expected
 
 
-def edit(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
-    """Tensors that are replaced, or left out."""
-    tensors = {**load_file(directory / "model.safetensors"), **change}
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def load(directory: Path, *, keeps_groups: bool = False) -> Decoder:
-    return load_model(open_checkpoint(str(directory)), DType.FLOAT32, "cpu", 16, keeps_groups=keeps_groups)
-
-
-def refusal(directory: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load(directory)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_what_was_packed_is_read_without_loss(tmp_path: Path, case: str) -> None:
+def test_what_was_packed_is_read_without_loss_and_weighed_before(tmp_path: Path, case: str) -> None:
     expected = write(tmp_path, case)
-    layer, kept = load(tmp_path).layers[0], load(tmp_path, keeps_groups=True).layers[0]
+    plain, kept = load(tmp_path), load(tmp_path, keeps_groups=True)
     parts = [expected[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(layer.self_attn.qkv_proj.weight, torch.cat(parts))
-    assert torch.equal(layer.mlp.down_proj.weight, expected[f"{DOWN}.weight"])
-    grouped = kept.mlp.down_proj.grouped
+    assert torch.equal(plain.layers[0].self_attn.qkv_proj.weight, torch.cat(parts))
+    assert torch.equal(plain.layers[0].mlp.down_proj.weight, expected[f"{DOWN}.weight"])
+    grouped, size = kept.layers[0].mlp.down_proj.grouped, grouped_size(open_checkpoint(str(tmp_path)))
     assert grouped is not None
     assert torch.equal(grouped.dequantize(), expected[f"{DOWN}.weight"])
-    assert grouped.num_bits == CASES[case][1]
-    assert grouped.group_size == (128 if CASES[case][2] == -1 else CASES[case][2])
-
-
-@pytest.mark.parametrize("case", ["awq", "pack-quantized, w8a16, groups of 32, symmetric"])
-def test_what_is_kept_is_weighed_before_it_is_read(tmp_path: Path, case: str) -> None:
-    write(tmp_path, case)
-    size = grouped_size(open_checkpoint(str(tmp_path)))
-    linears = [module for module in load(tmp_path, keeps_groups=True).modules() if isinstance(module, Linear)]
-    kept = [linear.grouped for linear in linears if linear.grouped is not None]
+    assert (grouped.num_bits, grouped.group_size) == (CASES[case][1], {-1: 128}.get(CASES[case][2], CASES[case][2]))
     assert size is not None
-    assert size.num_bytes == sum(
-        part.nbytes for each in kept for part in (each.values, each.scales, each.offsets) if part is not None
-    )
+    assert size.num_bytes == num_bytes(groups_of(kept))
+
+
+ACTIVATIONS = compressed_tensors(8, 128, True)
+ACTIVATIONS["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +187,7 @@ def test_what_is_kept_is_weighed_before_it_is_read(tmp_path: Path, case: str) ->
         (compressed_tensors(4, 16, True), "values of 4 bits in groups of 16"),
         (compressed_tensors(8, 128, True, type="float"), "of float values by group"),
         ({**compressed_tensors(4, 128, True), "kv_cache_scheme": {"num_bits": 8}}, "a quantized cache"),
+        (ACTIVATIONS, "compressed-tensors with quantized activations"),
         (awq(version="gemv"), "AWQ in the version gemv"),
         (awq(bits=8), "AWQ in 8 bits"),
         (gptq(checkpoint_format="marlin"), "GPTQ in the format marlin"),
@@ -237,13 +201,6 @@ def test_another_format_is_refused_by_name(tmp_path: Path, stated: dict[str, Any
     assert "which cannot be read; choose a checkpoint of 4 or 8 bits in groups of 32, 64 or 128" in message
 
 
-def test_quantized_activations_are_refused(tmp_path: Path) -> None:
-    stated = compressed_tensors(8, 128, True)
-    stated["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
-    write(tmp_path, "awq", **stated)
-    assert "compressed-tensors with quantized activations" in refusal(tmp_path)
-
-
 def test_act_order_is_refused_by_its_indices(tmp_path: Path) -> None:
     write(tmp_path, "gptq, 4 bits", desc_act=True)
     assert load(tmp_path).config.num_layers == 1  # the order is that of the inputs, whatever is stated
@@ -255,16 +212,11 @@ def test_biases_of_zeros_are_dropped_where_the_model_has_none(tmp_path: Path) ->
     write(tmp_path, "gptq, 4 bits")
     before = load(tmp_path).state_dict()
     edit(tmp_path, {f"{DOWN}.bias": torch.zeros(128, dtype=torch.float16)})
-    loaded = load(tmp_path).state_dict()
-    assert loaded.keys() == before.keys()
+    assert load(tmp_path).state_dict().keys() == before.keys()
     assert grouped_size(open_checkpoint(str(tmp_path))) is not None
     edit(tmp_path, {f"{DOWN}.bias": torch.arange(128) / 100})
     assert refusal(tmp_path) == f"tensor {DOWN}.bias is not zero, and this model has no such bias"
-
-
-def test_a_bias_of_zeros_beside_a_plain_matrix_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "gptq, 4 bits")
-    edit(tmp_path, {"lm_head.bias": torch.zeros(64)})
+    edit(tmp_path, {f"{DOWN}.bias": None, "lm_head.bias": torch.zeros(64)})  # beside a plain matrix
     assert "tensors that this model has no place for: lm_head.bias" in refusal(tmp_path)
 
 

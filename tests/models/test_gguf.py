@@ -17,21 +17,20 @@ from hypothesis import strategies as st
 from chairlift.config import DType, EngineConfig
 from chairlift.engine.execution.resolver import MachineFacts, resolve
 from chairlift.errors import CheckpointError
-from chairlift.models import load_model, open_checkpoint
+from chairlift.models import open_checkpoint
 from chairlift.models.checkpoint import find_model
-from chairlift.models.decoder import Decoder
 from chairlift.models.gguf import open_gguf, read_tensor
 from chairlift.models.gguf.families import end_tokens, sampling_of
 from chairlift.models.grouped import GroupedWeight
-from chairlift.models.layers import Linear
 from chairlift.models.loader import grouped_size
+from tests.models.support import groups_of, load, num_bytes, refusal
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import Kind, finish, new_writer, write_model
 
 EXACT = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K]
 NUM_BITS = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q4_K: 4}
+DTYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
-MAX_SEQ_LEN = 16
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +42,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def valid(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file in Q4_0."""
     return write_model(model, tmp_path_factory.mktemp("valid") / "model.gguf", Kind.Q4_0)
-
-
-def load(path: Path, *, keeps_groups: bool = False) -> Decoder:
-    return load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", MAX_SEQ_LEN, keeps_groups=keeps_groups)
-
-
-def refusal(path: Path) -> str:
-    """The message, one line, of the error that loading meets."""
-    with pytest.raises(CheckpointError) as caught:
-        load(path)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # Blocks
@@ -86,15 +73,10 @@ def read_blocks(path: Path, kind: Kind, num_rows: int = 37) -> tuple[GroupedWeig
     return read, torch.from_numpy(gguf.dequantize(blocks, kind))
 
 
-@pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.name)
-def test_blocks_are_read_without_loss(tmp_path: Path, kind: Kind) -> None:
-    read, expected = read_blocks(tmp_path / "blocks.gguf", kind)
+@pytest.mark.parametrize(("kind", "num_rows"), [*((kind, 37) for kind in EXACT), (Kind.Q4_1, 5000)])
+def test_blocks_are_read_without_loss(tmp_path: Path, kind: Kind, num_rows: int) -> None:
+    read, expected = read_blocks(tmp_path / "blocks.gguf", kind, num_rows)
     assert (read.num_bits, read.group_size) == (NUM_BITS.get(kind, 8), 32)
-    assert torch.equal(read.dequantize(), expected)
-
-
-def test_a_matrix_of_many_rows_is_read_like_one_of_few(tmp_path: Path) -> None:
-    read, expected = read_blocks(tmp_path / "blocks.gguf", Kind.Q4_1, num_rows=5000)
     assert torch.equal(read.dequantize(), expected)
 
 
@@ -106,14 +88,13 @@ def test_q6_k_becomes_the_nearest_of_255_steps_in_groups_of_32(tmp_path: Path) -
     assert torch.linalg.vector_norm(read.dequantize() - expected) < 0.005 * torch.linalg.vector_norm(expected)
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", DTYPES, ids=lambda kind: kind.name)
 def test_plain_numbers_are_as_they_are(model: Any, tmp_path: Path, kind: Kind) -> None:
     checkpoint = open_checkpoint(str(write_model(model, tmp_path / "model.gguf", kind)))
-    dtype = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]
-    assert checkpoint.config.dtype == str(dtype).removeprefix("torch.")
+    assert checkpoint.config.dtype == str(DTYPES[kind]).removeprefix("torch.")
     read = checkpoint.open_weights().read("model.layers.1.mlp.down_proj.weight")
     assert isinstance(read, torch.Tensor)
-    assert torch.equal(read, model.model.layers[1].mlp.down_proj.weight.to(dtype))
+    assert torch.equal(read, model.model.layers[1].mlp.down_proj.weight.to(DTYPES[kind]))
     assert grouped_size(checkpoint) is None
 
 
@@ -131,31 +112,23 @@ def test_products_keep_their_groups_and_are_weighed_before_they_are_read(tmp_pat
     assert query is not None
     assert torch.equal(query.dequantize(), plain.layers[1].self_attn.qkv_proj.weight)
     assert torch.equal(kept.lm_head.grouped.dequantize(), plain.lm_head.weight)
-    linears = [module for module in kept.modules() if isinstance(module, Linear)]
-    grouped = [linear.grouped for linear in linears if linear.grouped is not None]
     size = grouped_size(open_checkpoint(str(path)))
     assert size is not None
-    assert size.num_bytes == sum(
-        part.nbytes for each in grouped for part in (each.values, each.scales, each.offsets) if part is not None
-    )
-    assert size.num_parameters == sum(each.num_outputs * each.num_inputs for each in grouped)
+    assert size.num_bytes == num_bytes(groups_of(kept))
+    assert size.num_parameters == sum(each.num_outputs * each.num_inputs for each in groups_of(kept))
 
 
-def test_on_a_gpu_what_is_in_groups_becomes_numbers_and_the_log_says_so(
-    valid: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_on_a_gpu_groups_become_numbers_and_the_log_says_so(valid: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="chairlift.models.loader")
     checkpoint = open_checkpoint(str(valid))
     shape, gpu = checkpoint.config, MachineFacts("cuda:0", frozenset(DType), free_bytes=2**30)
     config = resolve(EngineConfig(), shape, 2**17, gpu, lambda *_: None, grouped_size(checkpoint))
-    loaded = load_model(checkpoint, config.dtype, "cpu", MAX_SEQ_LEN, keeps_groups=config.keeps_groups)
+    loaded = load(valid, config.dtype, keeps_groups=config.keeps_groups)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
     exact = load(valid).layers[1].mlp.down_proj.weight
     assert torch.equal(loaded.layers[1].mlp.down_proj.weight, exact.bfloat16())
-    said = [message for message in caplog.messages if "small integers" in message]
-    assert (
-        said[0] == "0.0 MB of weights in groups of small integers become bfloat16: only the cpu backend multiplies them"
-    )
+    said = next(message for message in caplog.messages if "small integers" in message)
+    assert said == "0.0 MB of weights in groups of small integers become bfloat16: only the cpu backend multiplies them"
 
 
 def test_what_cannot_stay_in_groups_is_logged(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,21 +155,16 @@ def test_matrices_of_four_and_eight_bits_are_stacked_in_eight(model: Any, valid:
 # Where a file is
 
 
-def test_a_directory_with_one_file_is_that_file(valid: Path) -> None:
-    assert find_model(str(valid.parent)) == valid
-    assert open_checkpoint(str(valid.parent)).path == valid
-
-
-def test_of_several_files_in_a_directory_one_must_be_named(valid: Path, tmp_path: Path) -> None:
+def test_a_directory_with_one_file_is_that_file_and_of_several_one_must_be_named(valid: Path, tmp_path: Path) -> None:
+    assert find_model(str(valid.parent)) == open_checkpoint(str(valid.parent)).path == valid
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).symlink_to(valid)
     assert "has 2 GGUF files (a.gguf, b.gguf...); name the one" in refusal(tmp_path)
     assert load(tmp_path / "a.gguf").config.num_layers == 2
+    assert "nor a GGUF file" in refusal(tmp_path / "nowhere.gguf")
 
 
-def test_a_file_in_parts_is_read_by_the_name_of_any_or_of_the_directory(
-    model: Any, valid: Path, tmp_path: Path
-) -> None:
+def test_a_file_in_parts_is_read_by_the_name_of_any_or_of_all(model: Any, valid: Path, tmp_path: Path) -> None:
     write_model(model, tmp_path / "model.gguf", Kind.Q4_0, split_max_tensors=8)
     parts = sorted(path.name for path in tmp_path.iterdir())
     assert parts == [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
@@ -209,20 +177,13 @@ def test_a_file_in_parts_is_read_by_the_name_of_any_or_of_the_directory(
     assert refusal(tmp_path).endswith(f"is split, and {parts[1]} is not beside it")
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    assert "nor a GGUF file" in refusal(tmp_path / "nowhere.gguf")
-
-
 # What is wrong with a file
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"general.architecture": "mamba"},
-            "architecture 'mamba' is not supported, only gemma2, gemma3, granite, llama",
-        ),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported, only gemma2, gemma3, granite, ll"),
         ({"llama.block_count": 3}, "it has 2 layers, and its metadata say 3"),
         ({"llama.block_count": 4_000_000_000}, "llama.block_count must be a number from 1 to 16777216, not 4000000000"),
         ({"llama.embedding_length": 32}, "has shape [96, 64]; the model needs [96, 32]"),
@@ -238,7 +199,7 @@ def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
         ({"llama.context_length": "long"}, "llama.context_length must be a number from 1 to 16777216, not 'long'"),
     ],
 )
-def test_metadata_that_are_at_odds_with_the_tensors_are_named(
+def test_metadata_at_odds_with_tensors_is_named(
     valid: Path, tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     finish(rewritten(valid, tmp_path / "model.gguf", changes))
@@ -262,19 +223,19 @@ def rewritten(source: Path, target: Path, changes: dict[str, Any]) -> GGUFWriter
     return writer
 
 
-def test_a_type_that_cannot_be_read_is_named(valid: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("extra", Kind.IQ4_XS, "tensor blk.0.extra.weight is IQ4_XS, and only F32, F16, BF16, Q8_0, "),
+        ("ffn_gate_inp", Kind.F32, "no place for: blk.0.ffn_gate_inp.weight"),
+    ],
+)
+def test_a_tensor_of_no_place_or_type_is_named(valid: Path, tmp_path: Path, name: str, kind: Kind, said: str) -> None:
     writer = rewritten(valid, tmp_path / "model.gguf", {})
-    blocks = np.zeros((4, GGML_QUANT_SIZES[Kind.IQ4_XS][1]), dtype=np.uint8)
-    writer.add_tensor("blk.0.extra.weight", blocks, raw_dtype=Kind.IQ4_XS)
+    blocks = np.zeros((4, 64), np.float32) if kind is Kind.F32 else np.zeros((4, GGML_QUANT_SIZES[kind][1]), np.uint8)
+    writer.add_tensor(f"blk.0.{name}.weight", blocks, raw_dtype=kind)
     finish(writer)
-    assert "tensor blk.0.extra.weight is IQ4_XS, and only F32, F16, BF16, Q8_0, " in refusal(tmp_path / "model.gguf")
-
-
-def test_a_tensor_without_a_place_is_named(valid: Path, tmp_path: Path) -> None:
-    writer = rewritten(valid, tmp_path / "model.gguf", {})
-    writer.add_tensor("blk.0.ffn_gate_inp.weight", np.zeros((4, 64), dtype=np.float32))
-    finish(writer)
-    assert "no place for: blk.0.ffn_gate_inp.weight" in refusal(tmp_path / "model.gguf")
+    assert said in refusal(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.3, 0.999])
@@ -286,35 +247,28 @@ def test_a_truncated_file_is_one_line(valid: Path, tmp_path: Path, share: float)
 
 
 HUGE = struct.pack("<Q", 2**62)
+LONG_LISTS = [
+    ("tokenizer.ggml.tokens", 4, struct.pack("<I", kind) + HUGE) for kind in (0, 8, 12)
+]  # uint8, texts, float64
+LARGE_TENSORS = [("token_embd.weight", 4, struct.pack("<QQ", *shape)) for shape in ((2**40, 2**40), (2**63, 2))]
 
 
-@pytest.mark.parametrize("place", [8, 16, 24], ids=["tensors", "metadata", "a name"])
-def test_absurd_numbers_in_a_header_are_refused_at_once(valid: Path, tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "offset", "content", "said"),
+    [  # what is written so many bytes behind a name, or behind the beginning of the file
+        *(("", offset, HUGE, "") for offset in (8, 16, 24)),  # numbers of tensors, of metadata, of a name's bytes
+        *((*each, "it is truncated in its header") for each in LONG_LISTS),
+        *((*each, "it is truncated: tensor token_embd.weight ends at byte") for each in LARGE_TENSORS),
+    ],
+)
+def test_absurd_numbers_in_a_header_are_refused_at_once(
+    valid: Path, tmp_path: Path, name: str, offset: int, content: bytes, said: str
+) -> None:
     damaged = bytearray(valid.read_bytes())
-    damaged[place : place + 8] = HUGE
-    path = tmp_path / "model.gguf"
-    path.write_bytes(damaged)
-    assert "is no GGUF file that can be read: " in refusal(path)
-
-
-def test_an_absurdly_long_list_is_refused_at_once(valid: Path, tmp_path: Path) -> None:
-    damaged = bytearray(valid.read_bytes())
-    name = b"tokenizer.ggml.tokens"
-    place = damaged.index(name) + len(name) + 8  # behind the types of the field and of its elements
-    for kind in (0, 8, 12):  # uint8, texts, float64
-        damaged[place - 4 : place + 8] = struct.pack("<I", kind) + HUGE
-        (tmp_path / "model.gguf").write_bytes(damaged)
-        assert "it is truncated in its header" in refusal(tmp_path / "model.gguf")
-
-
-@pytest.mark.parametrize("shape", [(2**40, 2**40), (2**63, 2)])
-def test_a_tensor_larger_than_the_file_is_refused(valid: Path, tmp_path: Path, shape: tuple[int, int]) -> None:
-    damaged = bytearray(valid.read_bytes())
-    name = b"token_embd.weight"
-    place = damaged.index(name) + len(name) + 4
-    damaged[place : place + 16] = struct.pack("<QQ", *shape)
+    place = (damaged.index(name.encode()) + len(name) if name else 0) + offset
+    damaged[place : place + len(content)] = content
     (tmp_path / "model.gguf").write_bytes(damaged)
-    assert "it is truncated: tensor token_embd.weight ends at byte" in refusal(tmp_path / "model.gguf")
+    assert f"is no GGUF file that can be read: {said}" in refusal(tmp_path / "model.gguf")
 
 
 @given(st.data())

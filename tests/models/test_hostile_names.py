@@ -1,6 +1,5 @@
 """Names that a file gives its tensors and fields: in a refusal they are one short line, whatever they are."""
 
-import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from chairlift.config import DType
 from chairlift.errors import CheckpointError, named, shown
-from chairlift.models import load_model, open_checkpoint
+from tests.models.support import load, read_config, write_config
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import Kind, write_model
 
@@ -34,16 +32,12 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def refusal(path: Path) -> str:
-    """The message, without the path."""
+def assert_refused_sanely(path: Path, most: int = MOST) -> None:
     with pytest.raises(CheckpointError) as caught:
-        load_model(open_checkpoint(str(path)), DType.FLOAT32, "cpu", 16)
-    return str(caught.value).replace(str(path), "")
-
-
-def assert_sane(message: str) -> None:
+        load(path)
+    message = str(caught.value).replace(str(path), "")
     assert message.isprintable()
-    assert len(message) < MOST
+    assert len(message) < most
 
 
 def text(name: str) -> bytes:
@@ -57,60 +51,46 @@ def with_hostile_header(valid: Path, name: str, where: str) -> bytes:
     start = source.index(text("token_embd.weight"))  # the first tensor's
     fields, tensors = source[24:start], source[start:]
     match where:
-        case "tensor":
-            place = struct.pack("<I2QIQ", 2, 1, 1, F32, 0)
-            header, tensors = (num_tensors + 1, num_fields), text(name) + place + tensors
-        case "tensor of no type":
-            header, tensors = (
-                (num_tensors + 1, num_fields),
-                text(name) + struct.pack("<I2QIQ", 2, 1, 1, 99, 0) + tensors,
-            )
+        case "tensor" | "tensor of no type":
+            place = struct.pack("<I2QIQ", 2, 1, 1, F32 if where == "tensor" else 99, 0)
+            num_tensors, tensors = num_tensors + 1, text(name) + place + tensors
         case "field":
-            header, fields = (
-                (num_tensors, num_fields + 1),
-                fields + text("llama." + name) + struct.pack("<2I", UINT32, 1),
-            )
+            num_fields, fields = num_fields + 1, fields + text("llama." + name) + struct.pack("<2I", UINT32, 1)
         case "field of no type":
-            header, fields = (num_tensors, num_fields + 1), fields + text(name) + struct.pack("<I", 99)
+            num_fields, fields = num_fields + 1, fields + text(name) + struct.pack("<I", 99)
         case "architecture":
             key = text("general.architecture")
             assert fields.startswith(key)
-            header, fields = (
-                (num_tensors, num_fields),
-                key + struct.pack("<I", TEXT) + text(name) + fields[len(key) + 17 :],
-            )
-    return source[:8] + struct.pack("<QQ", *header) + fields + tensors + bytes(64)
+            fields = key + struct.pack("<I", TEXT) + text(name) + fields[len(key) + 17 :]
+    return source[:8] + struct.pack("<QQ", num_tensors, num_fields) + fields + tensors + bytes(64)
+
+
+def with_attacks(test: Any) -> Any:
+    """Any name, and each of those."""
+    for attack in ATTACKS:
+        test = example(name=attack)(test)
+    return given(name=NAMES)(test)
 
 
 @pytest.mark.parametrize("where", ["tensor", "tensor of no type", "field", "field of no type", "architecture"])
-@given(name=NAMES)
-@example(name=ATTACKS[0])
-@example(name=ATTACKS[1])
-@example(name=ATTACKS[2])
-@example(name=ATTACKS[3])
-@example(name=ATTACKS[4])
+@with_attacks
 def test_names_in_a_gguf_file(valid: Path, tmp_path_factory: pytest.TempPathFactory, where: str, name: str) -> None:
     path = tmp_path_factory.mktemp("hostile") / "model.gguf"
     path.write_bytes(with_hostile_header(valid, name, where))
-    assert_sane(refusal(path))
+    assert_refused_sanely(path)
 
 
 @pytest.mark.parametrize("ending", ["", ".qweight"])
-@given(name=NAMES)
-@example(name=ATTACKS[0])
-@example(name=ATTACKS[1])
-@example(name=ATTACKS[2])
+@with_attacks
 def test_names_of_tensors_in_safetensors(
     valid: Path, tmp_path_factory: pytest.TempPathFactory, ending: str, name: str
 ) -> None:
     directory = tmp_path_factory.mktemp("hostile")
-    config = json.loads((valid / "config.json").read_text(encoding="utf-8"))
-    if ending:
-        config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    awq = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}
+    write_config(directory, read_config(valid), awq if ending else {})
     tensors = {**load_file(valid / "model.safetensors"), f"{name}{ending}": torch.zeros(2, 2, dtype=torch.int32)}
     save_file(tensors, directory / "model.safetensors")
-    assert_sane(refusal(directory))
+    assert_refused_sanely(directory)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +107,8 @@ def test_names_of_tensors_in_safetensors(
 )
 @pytest.mark.parametrize("name", ATTACKS, ids=range(len(ATTACKS)))
 def test_values_in_a_configuration(valid: Path, tmp_path: Path, change: Any, name: str) -> None:
-    config = json.loads((valid / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config | change(name)), encoding="utf-8")
-    message = refusal(tmp_path)
-    assert message.isprintable()
-    assert len(message) < 1200
+    write_config(tmp_path, read_config(valid), change(name))
+    assert_refused_sanely(tmp_path, most=1200)
 
 
 def test_what_looks_like_a_name_stands_as_it_is() -> None:

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from chairlift.config import DType
-from chairlift.errors import CheckpointError, ConfigurationError
-from chairlift.models import TorchForward, load_model, make_dummy_model, open_checkpoint
+from chairlift.errors import ConfigurationError
+from chairlift.models import TorchForward, make_dummy_model, open_checkpoint
 from chairlift.models.attention.torch_sdpa import TorchBackend
 from chairlift.models.decoder import Decoder
 from chairlift.models.loader import TORCH_DTYPES, count_parameters
+from tests.models.support import MAX_SEQ_LEN, edit, load, refusal, write_config
 from tests.support.checkpoints import SMALL, make_checkpoint
 from tests.support.forward_bench import Bench, Row
 
-MAX_SEQ_LEN = 32
 TINY: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 DOWN, GATE, UP = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "gate", "up"))
@@ -29,26 +29,6 @@ NORM, HEAD, EMBEDDING = "model.norm.weight", "lm_head.weight", "model.embed_toke
 def saved(tmp_path: Path) -> Any:
     """A checkpoint in `tmp_path`, as transformers has it: 4 query and 2 key/value heads of 8."""
     return make_checkpoint(tmp_path, **TINY)
-
-
-def load(directory: Path, dtype: DType = DType.FLOAT32) -> Decoder:
-    return load_model(open_checkpoint(str(directory)), dtype, "cpu", MAX_SEQ_LEN)
-
-
-def refusal(directory: Path) -> str:
-    """The message, one line, of the error that loading meets."""
-    with pytest.raises(CheckpointError) as caught:
-        load(directory)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-def edit(directory: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """Tensors that are replaced or added; None: left out."""
-    path = directory / "model.safetensors"
-    tensors = {name: tensor for name, tensor in {**load_file(path), **changes}.items() if tensor is not None}
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def all_logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
@@ -63,13 +43,10 @@ def all_logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
 def test_fused_weights_are_stacked_in_the_order_of_their_table(tmp_path: Path, saved: Any) -> None:
     weights = dict(load(tmp_path).named_parameters())
     attention, mlp = saved.model.layers[1].self_attn, saved.model.layers[1].mlp
-    qkv, gate_up = (
-        weights["model.layers.1.self_attn.qkv_proj.weight"],
-        weights["model.layers.1.mlp.gate_up_proj.weight"],
-    )
-    parts = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
-    assert torch.equal(qkv, torch.cat(parts))
-    assert torch.equal(gate_up, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+    qkv = torch.cat([getattr(attention, f"{name}_proj").weight for name in "qkv"])
+    assert torch.equal(weights["model.layers.1.self_attn.qkv_proj.weight"], qkv)
+    gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))
+    assert torch.equal(weights["model.layers.1.mlp.gate_up_proj.weight"], gate_up)
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
@@ -80,13 +57,18 @@ def test_weights_are_loaded_in_the_number_format_asked_for(tmp_path: Path, saved
     assert torch.equal(model.model.norm.weight, saved.model.norm.weight.to(TORCH_DTYPES[dtype]))
 
 
-def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
-    saved = make_checkpoint(tmp_path / "single", **TINY)
-    saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(open_checkpoint(str(tmp_path / "sharded")).weight_files) > 2
-    single, sharded = load(tmp_path / "single").state_dict(), load(tmp_path / "sharded").state_dict()
-    assert single.keys() == sharded.keys()
-    assert all(torch.equal(single[name], sharded[name]) for name in single)
+def shard(directory: Path, saved: Any) -> Path:
+    """The same checkpoint in small files, below."""
+    saved.save_pretrained(directory / "sharded", max_shard_size="20KB")
+    return directory / "sharded"
+
+
+def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path, saved: Any) -> None:
+    sharded = shard(tmp_path, saved)
+    assert len(open_checkpoint(str(sharded)).weight_files) > 2
+    weights, expected = load(sharded).state_dict(), load(tmp_path).state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 @pytest.mark.parametrize("has_head", [False, True], ids=["without lm_head.weight", "with lm_head.weight"])
@@ -98,9 +80,8 @@ def test_a_tied_head_is_the_embedding_whether_or_not_a_copy_is_stored(tmp_path: 
         edit(tmp_path, {HEAD: stored[EMBEDDING].clone()})
     model = load(tmp_path)
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
-    torch.testing.assert_close(
-        all_logits(model, [1, 2, 3]), saved(torch.tensor([[1, 2, 3]])).logits[0].detach(), rtol=1e-4, atol=1e-4
-    )
+    theirs = saved(torch.tensor([[1, 2, 3]])).logits[0].detach()
+    torch.testing.assert_close(all_logits(model, [1, 2, 3]), theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_rotary_tables_of_older_formats_are_ignored(tmp_path: Path, saved: Any) -> None:
@@ -147,10 +128,7 @@ SHAPES: dict[str, tuple[list[int], list[tuple[int, ...]]]] = {  # what the model
             for name, (needed, shapes) in SHAPES.items()
             for shape in shapes
         ),
-        (  # which fit together only
-            {GATE: (50, 32), UP: (46, 32)},
-            f"tensor {GATE} has shape [50, 32]; the model needs [48, 32]",
-        ),
+        ({GATE: (50, 32), UP: (46, 32)}, f"tensor {GATE} has shape [50, 32]; the model needs [48, 32]"),  # fit together
     ],
 )
 def test_a_tensor_that_is_missing_or_left_over_or_misshapen_is_named(
@@ -167,11 +145,15 @@ def test_a_checkpoint_without_weights_says_what_it_needs(tmp_path: Path) -> None
     assert refusal(tmp_path) == f"{tmp_path} lacks model.safetensors (weights must be safetensors)"
 
 
-def test_a_missing_shard_is_named(tmp_path: Path, saved: Any) -> None:
-    saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    shard = open_checkpoint(str(tmp_path / "sharded")).weight_files[1]
-    shard.unlink()
-    assert refusal(tmp_path / "sharded") == f"{tmp_path / 'sharded'} lacks {shard.name} (weights must be safetensors)"
+def test_a_missing_shard_is_named_and_so_is_a_tensor_that_its_shard_lacks(tmp_path: Path, saved: Any) -> None:
+    sharded = shard(tmp_path, saved)
+    index = json.loads((sharded / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    path = sharded / index[NORM]
+    path.rename(sharded / "model.safetensors")
+    assert refusal(sharded) == f"{sharded} lacks {path.name} (weights must be safetensors)"
+    edit(sharded, {NORM: None})
+    (sharded / "model.safetensors").rename(path)
+    assert refusal(sharded) == f"the checkpoint lacks {NORM}"
 
 
 @pytest.mark.usefixtures("saved")
@@ -181,14 +163,6 @@ def test_a_missing_shard_is_named(tmp_path: Path, saved: Any) -> None:
 def test_a_damaged_index_of_shards_is_named(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     assert "model.safetensors.index.json" in refusal(tmp_path)
-
-
-def test_an_index_that_promises_a_tensor_which_its_shard_lacks(tmp_path: Path, saved: Any) -> None:
-    saved.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    path = tmp_path / "sharded" / index["weight_map"][NORM]
-    save_file({name: tensor for name, tensor in load_file(path).items() if name != NORM}, path)
-    assert refusal(tmp_path / "sharded") == f"the checkpoint lacks {NORM}"
 
 
 @pytest.mark.usefixtures("saved")
@@ -205,11 +179,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, share: float) -> None:
 
 def make_config(directory: Path, **shape: Any) -> Path:
     """A directory that holds a config.json and nothing else."""
-    config = LlamaConfig(**{**SMALL, **TINY, **shape})
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(directory)
-    (directory / "generation_config.json").unlink(missing_ok=True)
-    assert [path.name for path in directory.iterdir()] == ["config.json"]
+    write_config(directory, LlamaConfig(**{**SMALL, **TINY, **shape}).to_dict(), architectures=["LlamaForCausalLM"])
     return directory
 
 
@@ -217,22 +187,19 @@ def dummy(directory: Path, seed: int = 0, dtype: DType = DType.FLOAT32) -> Decod
     return make_dummy_model(open_checkpoint(str(directory)), dtype, "cpu", seed, MAX_SEQ_LEN)
 
 
-def test_dummy_weights_need_a_configuration_only(tmp_path: Path) -> None:
+def test_dummy_weights_need_a_configuration_and_depend_on_the_seed_alone(tmp_path: Path) -> None:
     model = dummy(make_config(tmp_path), dtype=DType.BFLOAT16)
     assert {(each.dtype, each.requires_grad) for each in model.parameters()} == {(torch.bfloat16, False)}
-
-
-def test_dummy_weights_depend_on_the_seed_and_nothing_else(tmp_path: Path) -> None:
-    first, again, other = (dummy(make_config(tmp_path), seed).state_dict() for seed in (3, 3, 4))
+    first, again, other = (dummy(tmp_path, seed).state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
-    assert not torch.equal(first["lm_head.weight"], first["model.embed_tokens.weight"])
+    assert not torch.equal(first[HEAD], other[HEAD])
+    assert not torch.equal(first[HEAD], first[EMBEDDING])
 
 
 def test_dummy_norms_are_one_and_biases_zero(tmp_path: Path) -> None:
     weights = dummy(make_config(tmp_path, attention_bias=True, mlp_bias=True)).state_dict()
-    assert weights["model.layers.1.pre_attention_norm.weight"].unique().tolist() == [1.0]
-    assert weights["model.norm.weight"].unique().tolist() == [1.0]
+    for name in ("model.layers.1.pre_attention_norm.weight", NORM):
+        assert weights[name].unique().tolist() == [1.0]
     biases = [weight for name, weight in weights.items() if name.endswith(".bias")]
     assert len(biases) == 2 * 4
     assert not any(bias.any() for bias in biases)

@@ -5,7 +5,8 @@ also that of manual.txt, a part of this project's documents as they once were.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +15,38 @@ import openai
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from chairlift import LLM, SamplingParams
+from chairlift.models import open_checkpoint
+from chairlift.models.checkpoint import find_model
+from chairlift.models.gguf import open_gguf
+from chairlift.models.gguf.families import describe_gguf
 from tests.support.gguf_files import Kind, write_model
 from tests.support.kernels import needs_kernels
-from tests.support.server_process import SERVE, Process, running
+from tests.support.server_process import SERVE, running
 
 PROSE, MANUAL = ((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("prose.txt", "manual.txt"))
 
-QUESTIONS = (
-    "What is the capital of France?",
-    "Why is the sky blue?",
-    "Give me three tips for better sleep.",
-    "Write a short poem about the sea.",
-    "How do I boil an egg?",
-    "Who was Marie Curie?",
-    "What is 12 + 30?",
-    "Explain to a child what a battery does.",
-)
-
-BEGINNINGS = (
-    "The",
-    "Once upon a time",
-    "In 1969, the first people",
-    "def fibonacci(n):\n",
-    "Dear Sir or Madam,",
-    "Water boils at a temperature of",
-    *(PROSE[:length].rpartition(" ")[0] for length in (150, 300, 600, 1000, 1500, 2000)),
-)
-
-NUM_TOKENS = 24
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+FRANCE = "What is the capital of France?"
 ENGINE: dict[str, Any] = {"max_batch_size": 10, "max_seq_len": 1280, "max_num_batched_tokens": 512}
 # What transformers has in float32 when it reads the GGUF file itself.
 PERPLEXITY_OF_THE_FILE = 22.8196
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the numbers that the file's integers stand for.
+
+    Bit for bit what transformers reads of the file (tests/models/test_checkpoint.py), for which it wants accelerate.
+    """
+    directory = tmp_path_factory.mktemp("smollm2")
+    weights = open_checkpoint("smollm2").open_weights()
+    tensors = {name: weights.read(name) for name in weights.tensors}
+    exact = {name: each if isinstance(each, torch.Tensor) else each.dequantize() for name, each in tensors.items()}
+    save_file(exact, directory / "model.safetensors", metadata={"format": "pt"})
+    LlamaConfig(**describe_gguf(open_gguf(find_model("smollm2")))).save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("cpu", marks=needs_kernels)])
@@ -65,39 +63,18 @@ def served() -> Iterator[LLM]:
         yield llm
 
 
-class Reference:
-    """transformers' own model. It computes the same only once, as two engines are compared with it."""
-
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        self._computed: dict[tuple[int, ...], tuple[list[int], float]] = {}
-
-    def next_tokens(self, token_ids: list[int]) -> list[int]:
-        """The likeliest token after each."""
-        return self._compute(tuple(token_ids))[0]
-
-    def perplexity(self, token_ids: list[int]) -> float:
-        return self._compute(tuple(token_ids))[1]
-
-    @torch.inference_mode()
-    def _compute(self, token_ids: tuple[int, ...]) -> tuple[list[int], float]:
-        if token_ids not in self._computed:
-            tokens = torch.tensor(token_ids)
-            logits: torch.Tensor = self._model(tokens[None]).logits[0].float()  # [tokens, vocabulary]
-            logprobs = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])
-            self._computed[token_ids] = logits.argmax(-1).tolist(), math.exp(-logprobs.mean().item())
-        return self._computed[token_ids]
+@torch.inference_mode()
+def perplexity_in_transformers(directory: Path, dtype: torch.dtype, token_ids: list[int]) -> float:
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    tokens = torch.tensor(token_ids)
+    logprobs = model(tokens[None]).logits[0, :-1].float().log_softmax(-1).gather(1, tokens[1:, None])
+    return math.exp(-logprobs.mean().item())
 
 
 @pytest.fixture(scope="module")
-def reference(numbers: Path) -> Reference:
-    return Reference(numbers, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Process]:
-    with running(SERVE, "smollm2", "--max-batch-size", "2") as process:
-        yield process
+def reference(numbers: Path, served: LLM) -> float:
+    """Of transformers, in float32."""
+    return perplexity_in_transformers(numbers, torch.float32, served.inputs.tokenize(PROSE))
 
 
 def perplexity(llm: LLM, token_ids: list[int]) -> float:
@@ -110,54 +87,39 @@ def perplexity(llm: LLM, token_ids: list[int]) -> float:
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
-@needs_kernels
-@pytest.mark.slow  # as the next two: test_families and test_greedy show it of small models
-@pytest.mark.parametrize("exact", ["cpu"], indirect=True)  # perplexities compare the torch backend
-def test_greedy_tokens_of_twenty_prompts_are_those_of_transformers(exact: LLM, reference: Reference) -> None:
-    chats = [exact.inputs.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-    prompts = [*chats, *(exact.inputs.tokenize(beginning) for beginning in BEGINNINGS)]
-    assert len(prompts) == 20
-    for prompt, output in zip(prompts, exact.generate(prompts, GREEDY), strict=True):
-        answer = output.outputs[0].token_ids
-        # One pass says what transformers takes after each beginning of the answer, and so, by induction, all of it.
-        assert reference.next_tokens([*prompt, *answer])[len(prompt) - 1 : -1] == answer
-        assert len(answer) == NUM_TOKENS
-
-
-@pytest.mark.slow
-def test_perplexity_in_float32_is_that_of_transformers_and_of_the_file(exact: LLM, reference: Reference) -> None:
-    token_ids = exact.inputs.tokenize(PROSE)
-    ours = perplexity(exact, token_ids)
-    assert ours == pytest.approx(reference.perplexity(token_ids), rel=1e-5)
+@pytest.mark.slow  # as the next: test_families shows it of small models
+def test_perplexity_in_float32_is_that_of_transformers_and_of_the_file(exact: LLM, reference: float) -> None:
+    ours = perplexity(exact, exact.inputs.tokenize(PROSE))
+    assert ours == pytest.approx(reference, rel=1e-5)
     assert ours == pytest.approx(PERPLEXITY_OF_THE_FILE, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_perplexity_in_bfloat16_is_that_of_transformers(served: LLM, numbers: Path, reference: Reference) -> None:
+def test_perplexity_in_bfloat16_is_that_of_transformers(served: LLM, numbers: Path, reference: float) -> None:
     assert served.config.dtype == "bfloat16"
     token_ids = served.inputs.tokenize(PROSE)
     ours = perplexity(served, token_ids)
-    assert ours == pytest.approx(Reference(numbers, torch.bfloat16).perplexity(token_ids), rel=3e-3)
-    assert ours == pytest.approx(reference.perplexity(token_ids), rel=3e-3)
+    assert ours == pytest.approx(perplexity_in_transformers(numbers, torch.bfloat16, token_ids), rel=3e-3)
+    assert ours == pytest.approx(reference, rel=3e-3)
 
 
 def test_an_answer_ends_with_its_turn_and_is_sampled_as_the_models_card_has_it(served: LLM) -> None:
     assert served.inputs.default_params == SamplingParams(temperature=0.2, top_p=0.9)
-    (output,) = served.chat([{"role": "user", "content": QUESTIONS[0]}], SamplingParams(temperature=0, max_tokens=20))
+    (output,) = served.chat([{"role": "user", "content": FRANCE}], SamplingParams(temperature=0, max_tokens=20))
     assert output.outputs[0].text == "The capital of France is Paris."
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_the_server_knows_the_capital_of_france(server: Process) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+@pytest.mark.slow  # the test before shows it without a server, and servers have tests of their own
+def test_the_server_knows_the_capital_of_france() -> None:
+    with (
+        running(SERVE, "smollm2", "--max-batch-size", "2") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
         assert [model.id for model in client.models.list()] == ["smollm2"]
+        ask = partial(client.chat.completions.create, model="smollm2", messages=[{"role": "user", "content": FRANCE}])
         for temperature in (0.0, openai.omit):  # the latter is the model's own
-            reply = client.chat.completions.create(
-                model="smollm2",
-                messages=[{"role": "user", "content": "What is the capital of France?"}],
-                temperature=temperature,
-                seed=1,
-            )
+            reply = ask(temperature=temperature, seed=1)
             assert reply.choices[0].message.content == "The capital of France is Paris."
             assert reply.choices[0].finish_reason == "stop"
 
@@ -169,7 +131,7 @@ def test_the_server_knows_the_capital_of_france(server: Process) -> None:
 
 
 FACTS = {
-    "What is the capital of France?": "The capital of France is Paris.",
+    FRANCE: "The capital of France is Paris.",
     "Who was Marie Curie?": "Marie Curie was a Polish-French chemist and physicist who dedicated her life to",
     "What is 12 + 30?": "12 + 30 = 32",  # the model cannot add, in any format
     "Give me three tips for better sleep.": "1. **Avoiding Caffeine",
@@ -188,8 +150,8 @@ def perplexities_of(llm: LLM) -> list[float]:
     return [perplexity(llm, llm.inputs.tokenize(text)) for text in (PROSE, MANUAL)]
 
 
-def ratios(ours: list[float], theirs: list[float]) -> list[float]:
-    return [one / other for one, other in zip(ours, theirs, strict=True)]
+def ratios(llm: LLM, theirs: list[float]) -> list[float]:
+    return [one / other for one, other in zip(perplexities_of(llm), theirs, strict=True)]
 
 
 def assert_answers_alike(llm: LLM) -> None:
@@ -199,6 +161,11 @@ def assert_answers_alike(llm: LLM) -> None:
         assert answer.startswith(expected)
 
 
+def slow_on_kernels(test: Callable[..., None]) -> Callable[..., None]:
+    marked: Callable[..., None] = needs_kernels(pytest.mark.slow(test))
+    return marked
+
+
 @pytest.fixture(scope="module")
 def plain(numbers: Path) -> list[float]:
     with load(numbers, None) as llm:
@@ -206,27 +173,22 @@ def plain(numbers: Path) -> list[float]:
         return perplexities_of(llm)
 
 
-@needs_kernels
-@pytest.mark.slow
+@slow_on_kernels
 def test_8_bits_cost_little_and_answers_begin_alike(numbers: Path, plain: list[float]) -> None:
     with load(numbers, "int8") as llm:
-        assert all(0.99 < ratio < 1.003 for ratio in ratios(perplexities_of(llm), plain))  # chance may also gain
+        assert all(0.99 < ratio < 1.003 for ratio in ratios(llm, plain))  # chance may also gain
         assert_answers_alike(llm)
 
 
-@needs_kernels
-@pytest.mark.slow
+@slow_on_kernels
 def test_the_integers_of_the_file_cost_little_more_than_their_numbers() -> None:
     with LLM("smollm2", attention_backend="cpu", **ENGINE) as llm:
         assert llm.config.keeps_groups
         assert perplexity(llm, llm.inputs.tokenize(PROSE)) == pytest.approx(PERPLEXITY_OF_THE_FILE, rel=3e-3)
 
 
-@needs_kernels
-@pytest.mark.slow
-def test_products_with_the_integers_of_q8_0_cost_little_more_than_with_their_numbers(
-    numbers: Path, tmp_path: Path
-) -> None:
+@slow_on_kernels
+def test_products_with_integers_of_q8_0_cost_little_more_than_with_their_numbers(numbers: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(numbers, dtype=torch.float32)
     path = write_model(model, tmp_path / "model.gguf", Kind.Q8_0)
     with LLM(str(path), tokenizer="smollm2", dtype="float32", attention_backend="cpu", **ENGINE) as llm:
@@ -234,11 +196,10 @@ def test_products_with_the_integers_of_q8_0_cost_little_more_than_with_their_num
         exact = perplexities_of(llm)
     with load(path, None) as llm:
         assert llm.config.keeps_groups
-        assert ratios(perplexities_of(llm), exact) == pytest.approx([1, 1], abs=2e-3)
+        assert ratios(llm, exact) == pytest.approx([1, 1], abs=2e-3)
 
 
-@needs_kernels
-@pytest.mark.slow
+@slow_on_kernels
 def test_4_bits_cost_less_than_q4_0_of_the_same_weights(numbers: Path, tmp_path: Path, plain: list[float]) -> None:
     q4_0 = gguf.GGMLQuantizationType.Q4_0
     weights = load_file(numbers / "model.safetensors")

@@ -5,26 +5,17 @@ import re
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from tests.soak.case import COMPLETIONS, RESPONSES, Case, Generated, JsonAnswer, Refusal
-from tests.soak.reply import (
-    ChunkStream,
-    ErrorEvent,
-    ResponseStream,
-    Wrong,
-    parse_object,
-    read_error,
-    read_response,
-    read_whole,
-)
+from tests.soak.reply import ErrorEvent, Wrong, parse_object, read_error, read_response, read_stream, read_whole
 from tests.soak.server import NUMBER_HEADER
 
 # --- the log
@@ -52,24 +43,28 @@ class Entry:
     status: int | None = None
     complaint: str | None = None
 
+    def __str__(self) -> str:
+        return f"request {self.number} ({self.kind}, {self.manner})"
 
+
+@dataclass
 class ClientLog:
     """All requests of a soak."""
 
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
+    entries: list[Entry] = field(default_factory=list)
 
-    def open(self, kind: str, manner: str) -> Entry:
-        """Before anything is sent."""
+    async def follow(self, kind: str, manner: str, exchange: Callable[[Entry], Awaitable[Ending]]) -> Entry:
+        """One request to its end. Never raises, but when it is cancelled, which counts as leaving."""
         entry = Entry(len(self.entries), kind, manner)
         self.entries.append(entry)
+        ending = Ending.LEFT
+        try:
+            ending = await exchange(entry)
+        except (Wrong, TimeoutError, OSError) as error:
+            ending, entry.complaint = Ending.FAILED, f"{type(error).__name__}: {error}"
+        finally:
+            entry.ending = ending
         return entry
-
-    def close(self, entry: Entry, ending: Ending, complaint: str | None = None) -> None:
-        """When it is known how the request ended. ValueError if that was known already."""
-        if entry.ending is not None:
-            raise ValueError(f"request {entry.number} ended twice: {entry.ending}, then {ending}")
-        entry.ending, entry.complaint = ending, complaint
 
     def count(self) -> dict[str, Counter[str]]:
         """Endings by kind."""
@@ -78,34 +73,22 @@ class ClientLog:
             counts.setdefault(entry.kind, Counter())[entry.ending or "open"] += 1
         return counts
 
-    def count_manners(self) -> Counter[str]:
-        return Counter(entry.manner for entry in self.entries)
-
-    def complaints(self) -> list[str]:
-        """Requests that failed or were never closed."""
-        failed = [
-            f"request {entry.number} ({entry.kind}, {entry.manner}): {entry.complaint}"
-            for entry in self.entries
-            if entry.ending is Ending.FAILED
-        ]
-        return failed + [f"request {entry.number} was never closed" for entry in self.entries if entry.ending is None]
-
-    def compare(self, server_log: Mapping[str, Sequence[str]]) -> list[str]:
-        """Where the server's log contradicts what the clients saw.
+    def complaints(self, server_log: Mapping[str, Sequence[str]]) -> list[str]:
+        """Requests that failed or did not end, and where the server's log contradicts what the clients saw.
 
         What the client saw a status of, arrived once and ended with that status; nothing arrived twice; and nothing
         arrived that was not sent. Requests that no HTTP parser can read do not arrive.
         """
         complaints = []
         for entry in self.entries:
-            told = server_log.get(str(entry.number), [])
-            if len(told) > 1:
-                complaints.append(f"request {entry.number} ({entry.kind}) arrived {len(told)} times: {told}")
+            told = list(server_log.get(str(entry.number), []))
             is_whole = entry.ending in (Ending.FINISHED, Ending.QUEUE_FULL, Ending.REFUSED)
-            if is_whole and entry.status is not None and list(told) != [str(entry.status)]:
-                complaints.append(
-                    f"request {entry.number} ({entry.kind}): the client saw {entry.status}, the server tells {told}"
-                )
+            if entry.ending in (None, Ending.FAILED):
+                complaints.append(f"{entry} did not end as it should: {entry.complaint}")
+            if len(told) > 1:
+                complaints.append(f"{entry} arrived {len(told)} times: {told}")
+            elif is_whole and entry.status is not None and told != [str(entry.status)]:
+                complaints.append(f"{entry}: the client saw {entry.status}, the server tells {told}")
         unknown = set(server_log) - {str(entry.number) for entry in self.entries}
         return complaints + [f"the server tells of requests that nobody sent: {sorted(unknown)}"] * bool(unknown)
 
@@ -132,44 +115,29 @@ class Manner(StrEnum):
 _UNDULY_SLOW = (Manner.SLOW, Manner.STOPS)
 
 
-class _Left(Exception):
-    """This client went away on purpose."""
+@asynccontextmanager
+async def connecting(url: str, log: ClientLog) -> AsyncIterator["Client"]:
+    """A client whose connections are closed in the end."""
+    # Kept connections of slow readers would be tiny ones, so each is used once.
+    tiny = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_tiny_socket)
+    async with (
+        aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session,
+        aiohttp.ClientSession(url, connector=tiny, read_bufsize=_TINY_BUFFER) as slow_session,
+    ):
+        yield Client(log, session, slow_session)
 
 
+@dataclass(frozen=True)
 class Client:
-    """Many clients of one server. Use as a context manager, which opens and closes all connections."""
+    """Many clients of one server."""
 
-    def __init__(self, url: str, client_log: ClientLog) -> None:
-        self._url = url
-        self._client_log = client_log
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = await self._stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        # Kept connections would be tiny ones, so each is used once.
-        tiny = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_tiny_socket)
-        self._slow_session = await self._stack.enter_async_context(
-            aiohttp.ClientSession(connector=tiny, read_bufsize=_TINY_BUFFER)
-        )
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
+    log: ClientLog
+    session: aiohttp.ClientSession
+    slow_session: aiohttp.ClientSession
 
     async def perform(self, case: Case, manner: Manner, rng: Random) -> Entry:
-        """Sends it and follows it to its end. Never raises, but when it is cancelled, which counts as leaving."""
-        entry = self._client_log.open(case.kind, manner)
-        ending, complaint = Ending.LEFT, None
-        try:
-            ending = await self._in_time(case, manner, rng, entry)
-        except Wrong as error:
-            ending, complaint = Ending.FAILED, f"{error}; asked {(case.body or b'')[:300]!r}"
-        finally:
-            self._client_log.close(entry, ending, complaint)
-        return entry
+        """Sends it and follows it to its end."""
+        return await self.log.follow(case.kind, manner, lambda entry: self._in_time(case, manner, rng, entry))
 
     async def _in_time(self, case: Case, manner: Manner, rng: Random, entry: Entry) -> Ending:
         patience = min(rng.expovariate(6.0), 5.0) if manner is Manner.LEAVES_BEFORE else DEADLINE_S
@@ -179,9 +147,7 @@ class Client:
         except TimeoutError:
             if manner is Manner.LEAVES_BEFORE:
                 return Ending.LEFT
-            raise Wrong(f"no end within {DEADLINE_S:g} s") from None
-        except _Left:
-            return Ending.LEFT
+            raise
         except ErrorEvent as error:
             if error.code == "queue_full":  # a keep-alive comment was faster than the queue's answer
                 return Ending.QUEUE_FULL
@@ -190,46 +156,16 @@ class Client:
             if manner in _UNDULY_SLOW and entry.status == 200:
                 return Ending.CUT_OFF
             raise Wrong(f"the connection failed: {type(error).__name__}: {error}") from None
+        except Wrong as error:
+            raise Wrong(f"{error}; asked {(case.body or b'')[:300]!r}") from None
 
     async def _exchange(self, case: Case, manner: Manner, rng: Random, entry: Entry) -> Ending:
-        session = self._slow_session if manner in _UNDULY_SLOW else self._session
+        session = self.slow_session if manner in _UNDULY_SLOW else self.session
         headers = {"Content-Type": "application/json", NUMBER_HEADER: str(entry.number), **case.headers}
-        url = self._url + case.path
-        async with session.request(case.method, url, data=case.body, headers=headers) as response:
+        async with session.request(case.method, case.path, data=case.body, headers=headers) as response:
             entry.status = response.status
-            pieces = _read(response, manner, rng)
-            if response.status == 200:
-                await _check_answer(case, response, pieces)
-                return Ending.FINISHED
-            raw = b"".join([piece async for piece in pieces])
-            return _judge_error(case, response, read_error(raw))
-
-
-async def _check_answer(case: Case, response: aiohttp.ClientResponse, pieces: AsyncIterator[bytes]) -> None:
-    """Reads the reply; `Wrong` if it is not what the case wants."""
-    right = case.right
-    if isinstance(right, Refusal):
-        raise Wrong(f"this is answered, where {right.status} was due")
-    if isinstance(right, Generated) and right.is_stream:
-        _check_type(response, "text/event-stream")
-        stream = ResponseStream() if case.path == RESPONSES else ChunkStream()
-        async for piece in pieces:
-            stream.feed(piece)
-        if not stream.is_done:
-            raise Wrong("the stream has no end")
-        right.check(stream.reply)
-        return
-    _check_type(response, "application/json")
-    raw = b"".join([piece async for piece in pieces])
-    if isinstance(right, JsonAnswer):
-        right.check(parse_object(raw))
-    else:
-        right.check(read_response(parse_object(raw)) if case.path == RESPONSES else read_whole(raw))
-
-
-def _check_type(response: aiohttp.ClientResponse, content_type: str) -> None:
-    if response.content_type != content_type:
-        raise Wrong(f"{response.content_type} where {content_type} was due")
+            raw, has_left = await _read(response.content, manner, rng)
+            return _judge(case, response, raw, has_left)
 
 
 def _judge_error(case: Case, response: aiohttp.ClientResponse, error: dict[str, Any]) -> Ending:
@@ -243,23 +179,45 @@ def _judge_error(case: Case, response: aiohttp.ClientResponse, error: dict[str, 
     raise Wrong(f"{response.status} {error}, where {right} was due")
 
 
-async def _read(response: aiohttp.ClientResponse, manner: Manner, rng: Random) -> AsyncIterator[bytes]:
-    """The body, as this manner reads it. `_Left` when it reads no more."""
-    content = response.content
-    num_left = int(2 ** rng.uniform(0, 14))
+def _judge(case: Case, response: aiohttp.ClientResponse, raw: bytes, has_left: bool) -> Ending:
+    """Whether it is what the case wants, or, if the client has left, may become it."""
+    right = case.right
+    if response.status != 200:
+        return Ending.LEFT if has_left else _judge_error(case, response, read_error(raw))
+    if isinstance(right, Refusal):
+        raise Wrong(f"this is answered, where {right.status} was due")
+    is_stream, is_response = isinstance(right, Generated) and right.is_stream, case.path == RESPONSES
+    if response.content_type != (due := "text/event-stream" if is_stream else "application/json"):
+        raise Wrong(f"{response.content_type} where {due} was due")
+    reply, is_done = read_stream(raw, is_response) if is_stream else (None, True)
+    if has_left:
+        return Ending.LEFT
+    if not is_done:
+        raise Wrong("the stream has no end")
+    if isinstance(right, JsonAnswer):
+        right.check(parse_object(raw))
+    else:
+        right.check(reply or (read_response(parse_object(raw)) if is_response else read_whole(raw)))
+    return Ending.FINISHED
+
+
+async def _read(content: aiohttp.StreamReader, manner: Manner, rng: Random) -> tuple[bytes, bool]:
+    """The body, as this manner reads it, and whether it read no more of it."""
+    num_wanted = int(2 ** rng.uniform(0, 14))
     deadline = asyncio.get_running_loop().time() + _SLOW_S
+    raw = bytearray()
     if manner is Manner.STOPS:
-        yield await content.read(1)
+        raw += await content.read(1)
         await asyncio.sleep(_STANDSTILL_S)
     while piece := await (content.read(rng.randint(1, 4000)) if manner is Manner.SLOW else content.readany()):
-        num_left -= len(piece)
-        if manner is Manner.LEAVES_WITHIN and num_left < 0:
-            raise _Left
-        yield piece
+        raw += piece
+        if manner is Manner.LEAVES_WITHIN and len(raw) > num_wanted:
+            return bytes(raw), True
         if manner is Manner.SLOW:
             if asyncio.get_running_loop().time() > deadline:
-                raise _Left
+                return bytes(raw), True
             await asyncio.sleep(rng.uniform(0, 0.1))
+    return bytes(raw), False
 
 
 def _tiny_socket(address: Any) -> socket.socket:
@@ -274,8 +232,6 @@ def _tiny_socket(address: Any) -> socket.socket:
 # --- clients that break HTTP itself
 
 
-_RAW_DEADLINE_S = 30.0
-
 _NO_HTTP = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # the beginning of TLS
     b"GET / HTTP/9.9\r\n\r\n",
@@ -285,86 +241,44 @@ _NO_HTTP = [
 ]
 
 
-class RawClient:
-    """Talks to one address."""
+async def break_http(url: str, log: ClientLog, rng: Random) -> Entry:
+    """Draws a way to misbehave, and looks at what comes of it."""
+    kind = rng.choice(["no HTTP", "withheld headers", "withheld body", "leaves within its body"])
 
-    def __init__(self, host: str, port: int, client_log: ClientLog) -> None:
-        self._host = host
-        self._port = port
-        self._client_log = client_log
+    async def misbehave(entry: Entry) -> Ending:
+        async with asyncio.timeout(30.0):
+            address = urlsplit(url)
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            try:
+                return await _misbehave(reader, writer, entry, rng)
+            finally:
+                writer.transport.abort()
 
-    async def perform(self, rng: Random) -> Entry:
-        """Draws a way to misbehave, and looks at what comes of it."""
-        ways: dict[str, Callable[[Entry, Random], Awaitable[Ending]]] = {
-            "no HTTP": self._send_rubbish,
-            "withheld headers": self._withhold_headers,
-            "withheld body": self._withhold_body,
-            "leaves within its body": self._leave_within_body,
-        }
-        kind = rng.choice(list(ways))
-        entry = self._client_log.open(kind, "raw")
-        ending, complaint = Ending.LEFT, None
-        try:
-            async with asyncio.timeout(_RAW_DEADLINE_S):
-                ending = await ways[kind](entry, rng)
-        except (Wrong, TimeoutError, OSError) as error:
-            ending, complaint = Ending.FAILED, f"{type(error).__name__}: {error}"
-        finally:
-            self._client_log.close(entry, ending, complaint)
-        return entry
+    return await log.follow(kind, "raw", misbehave)
 
-    async def _send_rubbish(self, entry: Entry, rng: Random) -> Ending:  # noqa: ARG002 - it does not arrive
-        sent = rng.choice(_NO_HTTP)
-        reply = await self._exchange(sent)
-        _expect_error(reply, 400, sent)
-        return Ending.REFUSED
 
-    async def _withhold_headers(self, entry: Entry, rng: Random) -> Ending:
-        sent = _head(entry, 10)
-        reply = await self._exchange(sent[: rng.randint(0, len(sent) - 3)])
+async def _misbehave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, entry: Entry, rng: Random) -> Ending:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head += f"{NUMBER_HEADER}: {entry.number}\r\nContent-Length: 100\r\n\r\n"
+    sent = {
+        "no HTTP": rng.choice(_NO_HTTP),
+        "withheld headers": head.encode()[: rng.randint(0, len(head) - 3)],
+    }.get(entry.kind, head.encode() + b"{" * rng.randint(0, 99))
+    writer.write(sent)
+    if entry.kind == "leaves within its body":
+        await asyncio.sleep(rng.uniform(0, 0.2))
+        return Ending.LEFT
+    try:
+        reply = await reader.read()
+    except ConnectionError:
+        reply = b""
+    if entry.kind == "withheld headers":
         if reply:
             raise Wrong(f"an answer to half of the headers: {reply[:200]!r}")
         return Ending.CUT_OFF
-
-    async def _withhold_body(self, entry: Entry, rng: Random) -> Ending:
-        sent = _head(entry, 100) + b"{" * rng.randint(0, 99)
-        reply = await self._exchange(sent)
-        _expect_error(reply, 408, sent)
-        entry.status = 408
-        return Ending.REFUSED
-
-    async def _leave_within_body(self, entry: Entry, rng: Random) -> Ending:
-        _, writer = await asyncio.open_connection(self._host, self._port)
-        writer.write(_head(entry, 100) + b"{" * rng.randint(0, 99))
-        await asyncio.sleep(rng.uniform(0, 0.2))
-        writer.transport.abort()
-        return Ending.LEFT
-
-    async def _exchange(self, data: bytes) -> bytes:
-        """All that comes back until the server closes the connection."""
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        try:
-            writer.write(data)
-            return await reader.read()
-        except ConnectionError:
-            return b""
-        finally:
-            writer.close()
-
-
-def _head(entry: Entry, content_length: int) -> bytes:
-    lines = [
-        f"POST {COMPLETIONS} HTTP/1.1",
-        "Host: soak",
-        "Content-Type: application/json",
-        f"{NUMBER_HEADER}: {entry.number}",
-        f"Content-Length: {content_length}",
-    ]
-    return "\r\n".join([*lines, "", ""]).encode()
-
-
-def _expect_error(reply: bytes, status: int, sent: bytes) -> None:
-    head, _, body = reply.partition(b"\r\n\r\n")
-    if not re.match(rb"HTTP/1\.[01] %d " % status, head):  # who sends no HTTP is answered in the oldest
-        raise Wrong(f"{head[:80]!r} where {status} was due; sent {sent[:80]!r}")
+    entry.status = status = 408 if entry.kind == "withheld body" else None
+    first, _, body = reply.partition(b"\r\n\r\n")
+    if not re.match(rb"HTTP/1\.[01] %d " % (status or 400), first):  # who sends no HTTP is answered in the oldest
+        raise Wrong(f"{first[:80]!r} where {status or 400} was due; sent {sent[:80]!r}")
     read_error(body)
+    return Ending.REFUSED

@@ -1,7 +1,6 @@
 """Replies read strictly: whole and streamed ones become a `ParsedReply`; what breaks the protocol is an error."""
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,22 +53,15 @@ class ParsedReply:
             raise Wrong(f"a usage that does not add up: {usage}")
 
 
-def read_whole(raw: bytes) -> ParsedReply:
-    """The reply of a request that did not stream."""
-    body = parse_object(raw)
-    reply = ParsedReply(usage=_get(body, "usage"))
-    for item in _get(body, "choices"):
-        choice = Choice(finish_reason=item["finish_reason"], num_scored=_num_scored(item))
-        message = item.get("message")
-        if message is None:
-            choice.text = item["text"]
-        else:
-            choice.text = message["content"] or ""
-            calls = [call["function"] for call in message.get("tool_calls", [])]
-            choice.calls = [(call["name"], call["arguments"]) for call in calls]
-        if reply.choices.setdefault(item["index"], choice) is not choice:
-            raise Wrong(f"choice {item['index']} comes twice")
-    return reply
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """JSON that must be an object."""
+    try:
+        parsed = json.loads(raw)
+    except ValueError as error:
+        raise Wrong(f"no JSON: {raw[:200]!r}") from error
+    if not isinstance(parsed, dict):
+        raise Wrong(f"no JSON object: {raw[:200]!r}")
+    return parsed
 
 
 def read_error(raw: bytes) -> dict[str, Any]:
@@ -82,99 +74,19 @@ def read_error(raw: bytes) -> dict[str, Any]:
     return error
 
 
-class EventStream(ABC):
-    """A streamed reply while it comes. `Wrong` if the protocol is broken, `ErrorEvent` if the server says so."""
-
-    def __init__(self) -> None:
-        self.reply = ParsedReply()
-        self.is_done = False
-        self._reader = EventReader()
-
-    def feed(self, piece: bytes) -> None:
-        """Whatever bytes came."""
-        for event in self._reader.feed(piece):
-            if self.is_done:
-                raise Wrong(f"after the end came {event[:80]!r}")
-            if event == DONE:
-                self.is_done = True
-                continue
-            chunk = parse_object(event)
-            if "error" in chunk:
-                raise ErrorEvent(read_error(event))
-            self._take(chunk)
-
-    @abstractmethod
-    def _take(self, chunk: dict[str, Any]) -> None: ...
-
-
-class ChunkStream(EventStream):
-    """Chunks of completions or of a chat, and [DONE]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._identity: tuple[object, ...] | None = None
-
-    def _take(self, chunk: dict[str, Any]) -> None:
-        identity = tuple(_get(chunk, name) for name in ("id", "created", "model", "object"))
-        if self._identity not in (None, identity):
-            raise Wrong(f"one stream, two identities: {self._identity} and {identity}")
-        self._identity = identity
-        if self.reply.usage is not None:
-            raise Wrong("a chunk after the usage")
-        self._take_choices(_get(chunk, "choices"))
-        if chunk.get("usage") is not None:
-            if chunk["choices"]:
-                raise Wrong("a usage chunk with choices")
-            self.reply.usage = chunk["usage"]
-
-    def _take_choices(self, items: Iterable[dict[str, Any]]) -> None:
-        for item in items:
-            is_new = item["index"] not in self.reply.choices
-            choice = self.reply.choices.setdefault(item["index"], Choice())
-            if choice.finish_reason is not None:
-                raise Wrong(f"choice {item['index']} goes on after its end")
-            delta = item.get("delta")
-            if delta is None:
-                choice.text += item["text"]
-            else:
-                if is_new != ("role" in delta):
-                    raise Wrong("the role belongs into a choice's first chunk, and nowhere else")
-                _add_delta(choice, delta)
-            choice.num_scored += _num_scored(item)
-            choice.finish_reason = item["finish_reason"]
-
-
-def _add_delta(choice: Choice, delta: dict[str, Any]) -> None:
-    choice.text += delta.get("content") or ""
-    for call in delta.get("tool_calls", []):
-        if call["index"] == len(choice.calls):
-            choice.calls.append((call["function"]["name"], ""))
-        name, arguments = choice.calls[call["index"]]
-        choice.calls[call["index"]] = (name, arguments + call["function"].get("arguments", ""))
-
-
-def _num_scored(item: dict[str, Any]) -> int:
-    logprobs = item.get("logprobs")
-    if logprobs is None:
-        return 0
-    return len(logprobs["content"] if "content" in logprobs else logprobs["tokens"])
-
-
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """JSON that must be an object."""
-    try:
-        parsed = json.loads(raw)
-    except ValueError as error:
-        raise Wrong(f"no JSON: {raw[:200]!r}") from error
-    if not isinstance(parsed, dict):
-        raise Wrong(f"no JSON object: {raw[:200]!r}")
-    return parsed
-
-
-def _get(body: dict[str, Any], name: str) -> Any:
-    if name not in body:
-        raise Wrong(f"{name} is missing in {str(body)[:200]}")
-    return body[name]
+def read_whole(raw: bytes) -> ParsedReply:
+    """A completion or a chat that did not stream."""
+    body = parse_object(raw)
+    reply = ParsedReply(usage=_get(body, "usage"))
+    for item in _get(body, "choices"):
+        choice = Choice(finish_reason=item["finish_reason"], num_scored=_num_scored(item))
+        message = item.get("message", {})
+        choice.text = (message["content"] or "") if message else item["text"]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        choice.calls = [(call["name"], call["arguments"]) for call in calls]
+        if reply.choices.setdefault(item["index"], choice) is not choice:
+            raise Wrong(f"choice {item['index']} comes twice")
+    return reply
 
 
 def read_response(body: dict[str, Any]) -> ParsedReply:
@@ -189,41 +101,81 @@ def read_response(body: dict[str, Any]) -> ParsedReply:
             choice.calls.append((item["name"], item["arguments"]))
     if choice.calls and body["status"] == "completed":
         choice.finish_reason = "tool_calls"
-    used = body["usage"]
-    usage = {
-        "prompt_tokens": used["input_tokens"],
-        "completion_tokens": used["output_tokens"],
-        "total_tokens": used["total_tokens"],
-    }
-    return ParsedReply({0: choice}, usage)
+    names = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens", "total_tokens": "total_tokens"}
+    return ParsedReply({0: choice}, {ours: body["usage"][theirs] for ours, theirs in names.items()})
 
 
-class ResponseStream(EventStream):
+def read_stream(raw: bytes, is_response: bool) -> tuple[ParsedReply, bool]:
+    """What has come of a stream, and whether that is all of it. `ErrorEvent` if the server says so in the stream."""
+    events = EventReader().feed(raw)
+    is_done = events[-1:] == [DONE] and not is_response
+    chunks = [parse_object(event) for event in (events[:-1] if is_done else events)]
+    for event, chunk in zip(events, chunks, strict=False):
+        if "error" in chunk:
+            raise ErrorEvent(read_error(event))
+    return _read_events(chunks) if is_response else (_read_chunks(chunks), is_done)
+
+
+def _read_chunks(chunks: Iterable[dict[str, Any]]) -> ParsedReply:
+    reply, identities = ParsedReply(), set()
+    for chunk in chunks:
+        identities.add(tuple(_get(chunk, name) for name in ("id", "created", "model", "object")))
+        if len(identities) > 1:
+            raise Wrong(f"one stream, two identities: {identities}")
+        if reply.usage is not None:
+            raise Wrong("a chunk after the usage")
+        for item in _get(chunk, "choices"):
+            _add_chunk(reply, item)
+        reply.usage = chunk.get("usage")
+        if reply.usage is not None and chunk["choices"]:
+            raise Wrong("a usage chunk with choices")
+    return reply
+
+
+def _add_chunk(reply: ParsedReply, item: dict[str, Any]) -> None:
+    is_new = item["index"] not in reply.choices
+    choice, delta = reply.choices.setdefault(item["index"], Choice()), item.get("delta")
+    if choice.finish_reason is not None:
+        raise Wrong(f"choice {item['index']} goes on after its end")
+    if delta is not None and is_new != ("role" in delta):
+        raise Wrong("the role belongs into a choice's first chunk, and nowhere else")
+    choice.text += item["text"] if delta is None else delta.get("content") or ""
+    for call in (delta or {}).get("tool_calls", []):
+        if call["index"] == len(choice.calls):
+            choice.calls.append((call["function"]["name"], ""))
+        name, arguments = choice.calls[call["index"]]
+        choice.calls[call["index"]] = (name, arguments + call["function"].get("arguments", ""))
+    choice.num_scored += _num_scored(item)
+    choice.finish_reason = item["finish_reason"]
+
+
+def _read_events(events: list[dict[str, Any]]) -> tuple[ParsedReply, bool]:
     """Numbered events of a response, of which the last repeats all that the others brought."""
+    deltas = {"response.output_text.delta": "", "response.function_call_arguments.delta": ""}
+    for number, event in enumerate(events):
+        if event.get("sequence_number") != number:
+            raise Wrong(f"event {number} says that it is {event.get('sequence_number')}")
+        if event["type"] in deltas:
+            deltas[event["type"]] += event["delta"]
+        elif event["type"] in ("response.failed", "error"):
+            raise Wrong(f"the stream ended with {event}")
+        elif event["type"] in ("response.completed", "response.incomplete"):
+            if number != len(events) - 1:
+                raise Wrong(f"after the end came {events[number + 1]}")
+            reply = read_response(event["response"])
+            whole = [reply.choices[0].text, "".join(arguments for _, arguments in reply.choices[0].calls)]
+            if list(deltas.values()) != whole:
+                raise Wrong(f"the deltas made {deltas}, the whole is {whole}")
+            return reply, True
+    return ParsedReply(), False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_events = 0
-        self._text = ""
-        self._arguments = ""
 
-    def _take(self, chunk: dict[str, Any]) -> None:
-        if chunk.get("sequence_number") != self._num_events:
-            raise Wrong(f"event {self._num_events} says that it is {chunk.get('sequence_number')}")
-        self._num_events += 1
-        match chunk["type"]:
-            case "response.output_text.delta":
-                self._text += chunk["delta"]
-            case "response.function_call_arguments.delta":
-                self._arguments += chunk["delta"]
-            case "response.failed" | "error":
-                raise Wrong(f"the stream ended with {chunk}")
-            case "response.completed" | "response.incomplete":
-                self._finish(chunk["response"])
+def _num_scored(item: dict[str, Any]) -> int:
+    logprobs = item.get("logprobs") or {"tokens": []}
+    return len(logprobs["content"] if "content" in logprobs else logprobs["tokens"])
 
-    def _finish(self, body: dict[str, Any]) -> None:
-        self.is_done = True
-        self.reply = read_response(body)
-        choice = self.reply.choices[0]
-        if self._text != choice.text or self._arguments != "".join(arguments for _, arguments in choice.calls):
-            raise Wrong(f"the deltas made {self._text!r} and {self._arguments!r}, the whole is {choice}")
+
+def _get(body: dict[str, Any], name: str) -> Any:
+    if name not in body:
+        raise Wrong(f"{name} is missing in {str(body)[:200]}")
+    return body[name]

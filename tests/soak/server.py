@@ -1,261 +1,136 @@
-"""The server of a soak: production parts around the bundled model, small, so that little load is too much for it.
+"""The server of a soak: the real one around the bundled model, small, so that little load is too much for it.
 
-As a script it runs in a process of its own. It prints its address as JSON; then for each line that it reads on
-standard input (`peek` or `state`) its state; and goes when standard input ends. `in_child_process` is the other end.
-The state is what the server holds at a moment, read inside its process, and must be nothing when nobody asks it.
+It also tells on `/soak/state` what it holds at a moment, which must be nothing when nobody asks it.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import gc
-import json
-import logging
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 
 import psutil
 from aiohttp import web
 
-from chairlift.api import ServerConfig
+import chairlift.__main__
+from chairlift.api import ServerConfig, server
 from chairlift.api.app import Api
 from chairlift.api.errors import Handler
 from chairlift.api.http.listening import Listener
-from chairlift.api.server import make_runner, start
-from chairlift.engine.async_llm import AsyncLLM
+from tests.support.server_process import Process, running
 
 NUMBER_HEADER = "X-Soak-Number"
-LEFT = "left"
+STATE_PATH = "/soak/state"
+MAX_SEQ_LEN = 512
+MAX_BODY_BYTES = 200_000
+_SEND_BUFFER_BYTES = 2**14
+# Short of slots, queue, budget and patience: every limit is met often. In bfloat16 kernels are made and kept for every
+# shape, which looks like a leak for long.
+_FLAGS = f"""--max-batch-size 8 --max-queue-size 8 --max-seq-len {MAX_SEQ_LEN} --max-steps-per-launch 4 --dtype float32
+    --max-num-batched-tokens 128 --max-body-bytes {MAX_BODY_BYTES} --client-timeout 1 --log-interval 0
+    --drain-timeout 2"""
 
 
 @dataclass(frozen=True, slots=True)
-class ServerState:
-    """What a server holds. Everything but `server_log` and `faults` is a number at one moment."""
+class State:
+    """What a server holds at one moment."""
 
-    num_slots: int
-    num_free_slots: int
-    num_sequences: int  # waiting and running, in the scheduler
-    num_generations: int  # that `AsyncLLM` follows
-    num_routes: int  # sequences whose tokens the text side waits for
-    num_active: int  # POST requests between their headers and their last byte
-    num_connections: int
-    num_tasks: int
-    num_threads: int
-    num_fds: int
-    num_objects: int  # that the garbage collector knows; 0 unless counted
-    rss_mb: float
-    faults: list[str] = field(default_factory=list)  # what was logged as an error, and books that do not agree
-    server_log: dict[str, list[str]] = field(default_factory=dict)  # statuses of its arrivals, by a request's number
+    held: dict[str, int]  # what should be zero when nobody asks anything
+    sizes: dict[str, float]  # what should be the same when nobody asks anything
+    faults: list[str]  # books that do not agree
+    arrivals: dict[str, list[str]]  # by a request's number: the statuses of its arrivals since the last look
 
     @property
     def leftovers(self) -> dict[str, int]:
-        """What should be zero when nobody asks anything, where it is not."""
-        counts = {
-            "slots taken": self.num_slots - self.num_free_slots,
-            "sequences": self.num_sequences,
-            "generations": self.num_generations,
-            "routes": self.num_routes,
-            "active requests": self.num_active,
-            "connections": self.num_connections,
-        }
-        return {name: count for name, count in counts.items() if count}
+        return {name: count for name, count in self.held.items() if count}
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A server that a load is put on, and how its state is read: thoroughly or not, see `Served.read`."""
-
-    url: str
-    read: Callable[[bool], Awaitable[ServerState]]
-
-
-class ServerLog(logging.Handler):
-    """Notes every numbered request that reaches the application and how it ends, and every error that is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.entries: dict[str, list[str]] = {}
-        self.faults: list[str] = []
-
-    @web.middleware
-    async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The outermost middleware."""
-        ending = LEFT
-        try:
-            response = await handler(request)
-            ending = str(response.status)
-            return response
-        finally:
-            if (number := request.headers.get(NUMBER_HEADER)) is not None:
-                self.entries.setdefault(number, []).append(ending)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.faults.append(f"{record.name}: {record.getMessage()} {record.exc_info[1] if record.exc_info else ''}")
+@contextmanager
+def soaked(is_forked: bool) -> Iterator[Process]:
+    """A server in a process of its own, which must log no error, and end by itself when this context is left."""
+    script = "import sys; from tests.soak.server import main; sys.exit(main())"
+    with running(script, *_FLAGS.split(), is_forked=is_forked) as process:
+        yield process
+        process.popen.terminate()
+        code = process.exit_code()
+        process.log += [f" ERROR the server ended with exit code {code}"] * (code != 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A running server, seen from inside its process."""
+def main() -> int:
+    """Serves as the arguments say, with a record of what arrives, and buffers that are full soon."""
+    make_runner, start = server.make_runner, server.start
 
-    url: str
-    llm: AsyncLLM
+    def make_telling_runner(api: Api) -> web.AppRunner:
+        runner = make_runner(api)
+        runner.app.middlewares.insert(0, _note_arrival)
+        runner.app.router.add_get(STATE_PATH, _Teller(api, runner).tell)
+        return runner
+
+    async def start_with_small_buffers(runner: web.AppRunner, config: ServerConfig, listener: Listener) -> None:
+        await start(runner, config, listener)
+        for each in listener.sockets:  # connections inherit it: who stops reading is felt soon
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+
+    server.make_runner, server.start = make_telling_runner, start_with_small_buffers
+    return chairlift.__main__.main()
+
+
+_arrivals: dict[str, list[str]] = {}
+
+
+@web.middleware
+async def _note_arrival(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Notes every numbered request that reaches the application, and how it ends."""
+    ending = "left"
+    try:
+        response = await handler(request)
+        ending = str(response.status)
+        return response
+    finally:
+        if (number := request.headers.get(NUMBER_HEADER)) is not None:
+            _arrivals.setdefault(number, []).append(ending)
+
+
+@dataclass(frozen=True)
+class _Teller:
     api: Api
-    server: web.Server
-    server_log: ServerLog
+    runner: web.AppRunner
 
-    async def read(self, is_thorough: bool) -> ServerState:
-        """In the server's own event loop. Thorough: after a garbage collection, with the objects counted.
-
-        The server's log is handed over: what was in it is not told again.
-        """
-        if is_thorough:
-            _tidy()
-        process = psutil.Process()
-        core, scheduler = self.llm._core, self.llm._core._scheduler
-        entries, self.server_log.entries = self.server_log.entries, {}
-        faults, self.server_log.faults = self.server_log.faults, []
-        return ServerState(
-            num_slots=core.config.max_batch_size,
-            num_free_slots=core.cache.slots_remaining,
-            num_sequences=scheduler.num_waiting + scheduler.num_running,
-            num_generations=self.llm.num_unfinished,
-            num_routes=len(self.llm._outputs._routes),
-            num_active=self.api.num_active,
-            num_connections=len(self.server.connections),
-            num_tasks=len(asyncio.all_tasks()),
-            num_threads=threading.active_count(),
-            num_fds=process.num_fds(),
-            num_objects=len(gc.get_objects()) if is_thorough else 0,
-            rss_mb=process.memory_info().rss / 2**20,
-            faults=faults + self._disagreements(),
-            server_log=entries,
-        )
-
-    def _disagreements(self) -> list[str]:
-        """The engine's own check, which may only be made while its thread rests."""
-        if self.llm._core.has_work:
-            return []
-        try:
-            self.llm._core.check()
-        except AssertionError as error:
-            return [f"the engine's books do not agree: {error}"]
-        return []
-
-
-def _tidy() -> None:
-    """Collects garbage and returns its memory to the system as far as possible, so that the rest can be compared."""
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def as_record(state: ServerState) -> dict[str, Any]:
-    """For a report: the numbers."""
-    return {each.name: getattr(state, each.name) for each in fields(state) if each.name not in ("faults", "server_log")}
-
-
-MAX_SEQ_LEN = 512
-MAX_BODY_BYTES = 200_000
-CLIENT_TIMEOUT_S = 1.0
-_SEND_BUFFER_BYTES = 2**14
-_PATIENCE_S = 120.0  # for a model to be loaded
-_ROOT = Path(__file__).parents[2]
-
-
-@contextlib.asynccontextmanager
-async def serving(num_slots: int = 8, max_queue_size: int = 8) -> AsyncIterator[Served]:
-    """The server, in this event loop. Short of slots, queue, budget and patience: every limit is met often."""
-    llm = AsyncLLM(
-        max_batch_size=num_slots,
-        max_queue_size=max_queue_size,
-        max_seq_len=MAX_SEQ_LEN,
-        max_steps_per_launch=4,
-        max_num_batched_tokens=128,
-        dtype="float32",  # in bfloat16 kernels are made and kept for every shape, which looks like a leak for long
-    )
-    config = ServerConfig(
-        port=0,
-        max_body_bytes=MAX_BODY_BYTES,
-        client_timeout=CLIENT_TIMEOUT_S,
-    )
-    api, server_log = Api(llm, config), ServerLog()
-    runner = make_runner(api)
-    runner.app.middlewares.insert(0, server_log.note)
-    logging.getLogger().addHandler(server_log)
-    try:
-        with Listener(config) as listener:
-            await start(runner, config, listener)
-            for each in listener.sockets:  # connections inherit it: who stops reading is felt soon
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            assert runner.server is not None, "started"
-            yield Served(listener.url, llm, api, runner.server, server_log)
-    finally:
-        logging.getLogger().removeHandler(server_log)
-        await llm.close()
-        await runner.cleanup()
-
-
-@contextlib.asynccontextmanager
-async def in_child_process() -> AsyncIterator[Target]:
-    """A server in a child process, which must end by itself when this context is left."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.soak.server",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=_ROOT,
-        limit=2**26,  # a server's log is one line
-    )
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None
-    assert stdout is not None
-
-    async def next_line() -> bytes:
-        line = await asyncio.wait_for(stdout.readline(), _PATIENCE_S)
-        if not line:
-            raise RuntimeError(f"the server is gone; its exit code is {await process.wait()}")
-        return line
-
-    async def read(is_thorough: bool) -> ServerState:
-        stdin.write(b"state\n" if is_thorough else b"peek\n")
-        return ServerState(**json.loads(await next_line()))
-
-    try:
-        yield Target(json.loads(await next_line())["url"], read)
-        stdin.close()
-        code = await asyncio.wait_for(process.wait(), 30)
-        if code != 0:
-            raise RuntimeError(f"the server ended with exit code {code}")
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def _main() -> None:
-    loop = asyncio.get_running_loop()
-    commands = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-    async with serving() as served:
-        _tell({"url": served.url})
-        while line := await commands.readline():
-            _tell(asdict(await served.read(line.strip() == b"state")))
-
-
-def _tell(message: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    import uvloop
-
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as main_runner:
-        main_runner.run(_main())
+    async def tell(self, request: web.Request) -> web.Response:
+        """Thoroughly: after a garbage collection, with the objects counted."""
+        is_thorough = "thorough" in request.query
+        if is_thorough:  # the rest can be compared then
+            gc.collect()
+            if sys.platform == "linux":
+                ctypes.CDLL(None).malloc_trim(0)
+        assert self.runner.server is not None, "it serves"
+        llm, process = self.api._llm, psutil.Process()
+        core, scheduler = llm._core, llm._core._scheduler
+        held = {
+            "slots taken": core.config.max_batch_size - core.cache.slots_remaining,
+            "sequences": scheduler.num_waiting + scheduler.num_running,
+            "generations": llm.num_unfinished,
+            "routes": len(llm._outputs._routes),  # sequences whose tokens the text side waits for
+            "active requests": self.api.num_active,
+            "connections": len(self.runner.server.connections) - 1,  # but for this one
+        }
+        sizes = {
+            "tasks": len(asyncio.all_tasks()),
+            "open files": process.num_fds(),
+            "threads": threading.active_count(),
+            "objects": len(gc.get_objects()) if is_thorough else 0,
+            "MB of memory": process.memory_info().rss / 2**20,
+        }
+        faults = []
+        if not core.has_work:  # the engine's own check, which may only be made while its thread rests
+            try:
+                core.check()
+            except AssertionError as error:
+                faults = [f"the engine's books do not agree: {error}"]
+        state = State(held, sizes, faults, dict(_arrivals))
+        _arrivals.clear()
+        return web.json_response(asdict(state))

@@ -124,14 +124,11 @@ async def test_workers_that_are_killed_under_load_lose_their_own_clients_and_lea
             async with asyncio.timeout(DEADLINE_S):
                 while (books := await metrics_of(http))["chairlift_requests_running"]:
                     await asyncio.sleep(0.01)
-            assert books["chairlift_requests_waiting"] == 0
-            slots = {name: books[f'chairlift_slots{{state="{name}"}}'] for name in ("prefilling", "decoding")}
-            assert slots == {"prefilling": 0, "decoding": 0}
+            slots = [f'chairlift_slots{{state="{name}"}}' for name in ("prefilling", "decoding")]
+            assert [books[name] for name in ("chairlift_requests_waiting", *slots)] == [0, 0, 0]
             assert len(workers_of(process) - load.killed) == NUM_WORKERS
         process.popen.send_signal(signal.SIGTERM)
         assert process.exit_code() == 0
     errors = [re.sub(".* ERROR +", "", line) for line in process.log if " ERROR " in line]
-    assert (
-        errors
-        == ["an API worker has ended, and with it the requests that it served; another one is started\n"] * NUM_KILLS
-    )
+    told = "an API worker has ended, and with it the requests that it served; another one is started\n"
+    assert errors == [told] * NUM_KILLS

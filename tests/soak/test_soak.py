@@ -1,20 +1,22 @@
-"""A minute of mixed load on a server of its own, and a little in this process: all is right and nothing is left."""
+"""A minute of mixed load on a server of its own, and a little: all is right and nothing is left."""
 
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.soak import __main__ as soak_command
-from tests.soak.client import ClientLog, Ending
-from tests.soak.load import Load, Verdict, Wave, growth, judge
-from tests.soak.server import ServerState, Target, serving
+from tests.soak.__main__ import Load, Wave
+from tests.soak.client import ClientLog, Ending, Entry
+from tests.soak.server import State, soaked
 
 ROOT = Path(__file__).parents[2]
 MINUTES = 1
@@ -39,8 +41,6 @@ def test_after_a_minute_of_mixed_load_nothing_is_left_and_everything_was_right()
     assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-6000:]}"
     report = json.loads(result.stdout.splitlines()[-1])
     assert report["complaints"] == []
-    assert report["after"]["num_free_slots"] == report["after"]["num_slots"] == 8
-
     assert set(report["manners"]) == MANNERS
     # No buffer takes all that "full slot" sends, and its clients do not read on.
     assert outcomes_of(report, ANSWERED, "finished") | {"full slot"} == ANSWERED
@@ -51,7 +51,8 @@ def test_after_a_minute_of_mixed_load_nothing_is_left_and_everything_was_right()
     assert min(totals["finished"], totals["queue full"], totals["left"]) > 50  # a minute of waves of all strengths
 
 
-STATE = ServerState(8, 8, 0, 0, 0, 0, 0, num_tasks=5, num_threads=9, num_fds=20, num_objects=1000, rss_mb=300.0)
+SIZES = {"tasks": 5, "open files": 20, "threads": 9, "objects": 1000, "MB of memory": 300.0}
+STATE = State({"slots taken": 0, "sequences": 0}, SIZES, [], {})
 
 
 def test_a_soak_says_what_is_wrong_and_fails(
@@ -59,94 +60,75 @@ def test_a_soak_says_what_is_wrong_and_fails(
 ) -> None:
     path = tmp_path / "report.json"
 
-    async def soak(seconds: float, seed: int) -> Verdict:
-        assert (seconds, seed) == (120.0, 1)
-        return Verdict({}, Counter(), {}, STATE, STATE, ["a slot is lost"])
+    async def soak(url: str, seconds: float, seed: int) -> dict[str, Any]:
+        assert (url, seconds, seed) == ("http://here", 120.0, 1)
+        return {"complaints": ["a slot is lost"]}
+
+    @contextmanager
+    def soaked(is_forked: bool) -> Iterator[SimpleNamespace]:
+        assert not is_forked
+        yield SimpleNamespace(url="http://here", log=["12:00 INFO a\n", "12:00 ERROR b\n"])
 
     monkeypatch.setattr(soak_command, "soak", soak)
+    monkeypatch.setattr(soak_command, "soaked", soaked)
     monkeypatch.setattr(sys, "argv", ["soak", "--seed", "1", "--json", str(path)])
     assert soak_command.main() == 1
-    assert "WRONG (seed 1): a slot is lost" in capsys.readouterr().out
-    assert json.loads(path.read_text(encoding="utf-8"))["complaints"] == ["a slot is lost"]
+    complaints = ["a slot is lost", "the server: 12:00 ERROR b"]
+    assert capsys.readouterr().out.splitlines()[:2] == [f"WRONG (seed 1): {complaint}" for complaint in complaints]
+    assert json.loads(path.read_text(encoding="utf-8"))["complaints"] == complaints
 
 
-def test_what_has_grown_beyond_what_is_allowed_is_told() -> None:
-    assert growth(STATE, replace(STATE, num_threads=17, num_objects=6000, rss_mb=315.0)) == []
-    assert growth(STATE, replace(STATE, num_tasks=6, num_fds=21, num_threads=18, rss_mb=316.0)) == [
+def test_what_is_left_or_has_grown_beyond_what_is_allowed_is_told() -> None:
+    allowed = State(STATE.held, {**SIZES, "threads": 17, "objects": 6000, "MB of memory": 315.0}, [], {})
+    assert Load("", 0).report(STATE, allowed)["complaints"] == []
+    sizes = {**SIZES, "tasks": 6, "open files": 21, "threads": 18, "MB of memory": 316.0}
+    assert Load("", 0, health_seconds=[0.1, 2.5]).report(STATE, State({"slots taken": 1}, sizes, [], {}))[
+        "complaints"
+    ] == [
         "there were 5 tasks, and now there are 6",
         "there were 20 open files, and now there are 21",
         "there were 9 threads, and now there are 18",
         "there were 300 MB of memory, and now there are 316",
+        "at the end there are 1 slots taken",
+        "/health took 2.5 s",
     ]
 
 
-# --- in small
+@pytest.mark.parametrize(
+    ("ending", "told", "complaints"),
+    [
+        (Ending.FINISHED, {"0": ["200"]}, []),
+        (Ending.FINISHED, {}, ["{}: the client saw 200, the server tells []"]),
+        (
+            Ending.FINISHED,
+            {"0": ["left"]},
+            ["{}: the client saw 200, the server tells ['left']"],
+        ),
+        (Ending.FINISHED, {"0": ["200"] * 2}, ["{} arrived 2 times: ['200', '200']"]),
+        (Ending.FINISHED, {"0": ["200"], "7": [""]}, ["the server tells of requests that nobody sent: ['7']"]),
+        (None, {}, ["{} did not end as it should: None"]),
+        (Ending.FAILED, {"0": ["200"]}, ["{} did not end as it should: None"]),
+        (Ending.LEFT, {}, []),  # it may have arrived or not, but not twice
+        (Ending.LEFT, {"0": ["left"]}, []),
+        (Ending.LEFT, {"0": ["200"]}, []),
+        (Ending.LEFT, {"0": ["left", "200"]}, ["{} arrived 2 times: ['left', '200']"]),
+    ],
+)
+def test_the_server_must_tell_the_same_of_a_request(
+    ending: Ending | None, told: dict[str, list[str]], complaints: list[str]
+) -> None:
+    log = ClientLog([Entry(0, "story", "patient", ending, 200)])
+    assert log.complaints(told) == [complaint.format("request 0 (story, patient)") for complaint in complaints]
 
 
 async def test_a_hundred_mixed_requests_are_all_accounted_for() -> None:
-    async with serving() as served:
-        load = Load(Target(served.url, served.read), seed=1)
+    with soaked(is_forked=True) as process:
+        load = Load(process.url, seed=1)
         await load.put(Wave(num_clients=12, seconds=60.0, max_requests=70))
         await load.put(Wave(num_clients=30, seconds=2.0, is_cut=True, max_requests=40))
-        after = await load.read_final_state()
-        assert after is not None
-        assert after.leftovers == {}
-        assert after.num_free_slots == 8
-    assert judge(load, after, after).complaints == []
+        after = await load.settle()
+    assert load.report(after, after)["complaints"] == []
+    assert [line for line in process.log if " ERROR " in line] == []
     assert len(load.client_log.entries) >= 100
     endings = {entry.ending for entry in load.client_log.entries}
     assert endings >= {Ending.FINISHED, Ending.QUEUE_FULL, Ending.REFUSED, Ending.LEFT}
-
-
-def test_an_ending_twice_is_an_error() -> None:
-    client_log = ClientLog()
-    entry = client_log.open("story", "patient")
-    client_log.close(entry, Ending.FINISHED)
-    with pytest.raises(ValueError, match="request 0 ended twice: finished, then left"):
-        client_log.close(entry, Ending.LEFT)
-
-
-def test_a_request_that_never_ends_is_a_complaint() -> None:
-    client_log = ClientLog()
-    client_log.open("story", "patient")
-    assert client_log.complaints() == ["request 0 was never closed"]
-
-
-@pytest.mark.parametrize(
-    ("told", "complaint"),
-    [
-        (["200"], None),
-        ([], "request 0 (story): the client saw 200, the server tells []"),
-        (["left"], "request 0 (story): the client saw 200, the server tells ['left']"),
-        (["200", "200"], "request 0 (story) arrived 2 times: ['200', '200']"),
-    ],
-)
-def test_the_server_must_tell_the_same_of_a_request(told: list[str], complaint: str | None) -> None:
-    client_log = ClientLog()
-    entry = client_log.open("story", "patient")
-    entry.status = 200
-    client_log.close(entry, Ending.FINISHED)
-    complaints = client_log.compare({"0": told} if told else {})
-    assert complaints[:1] == ([] if complaint is None else [complaint])
-
-
-def test_who_left_may_have_arrived_or_not_but_not_twice() -> None:
-    client_log = ClientLog()
-    client_log.close(client_log.open("story", "leaves before the reply"), Ending.LEFT)
-    assert client_log.compare({}) == []
-    assert client_log.compare({"0": ["left"]}) == []
-    assert client_log.compare({"0": ["200"]}) == []
-    assert client_log.compare({"0": ["left", "200"]}) == ["request 0 (story) arrived 2 times: ['left', '200']"]
-
-
-def test_a_request_that_nobody_sent_is_a_complaint() -> None:
-    assert ClientLog().compare({"7": ["200"]}) == ["the server tells of requests that nobody sent: ['7']"]
-
-
-async def test_a_slot_that_stays_taken_is_a_complaint() -> None:
-    async with serving() as served:
-        load = Load(Target(served.url, served.read), seed=0)
-        served.llm._core.cache.claim(1)
-        after = await served.read(True)
-    complaints = judge(load, after, after).complaints
-    assert "at the end there are 1 slots taken" in complaints

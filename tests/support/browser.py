@@ -91,9 +91,7 @@ class Page:
         """Until the expression is true. Asks often, since what is awaited may not last."""
         deadline = time.monotonic() + DEADLINE_S
         while not self.run(script, *args):
-            assert time.monotonic() < deadline, (
-                f"not so in time: {script}; the page: {self.run('document.body.innerText')}"
-            )
+            assert time.monotonic() < deadline, f"not so: {script}; the page: {self.run('document.body.innerText')}"
 
     def wait_for_text(self, selector: str, text: str) -> None:
         """Until the element's text holds this."""
@@ -183,12 +181,9 @@ class FakeSite:
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[error_middleware])
         add_page_routes(app, SnapshotFeed(self.batch, interval_s=0.02))
-        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models", _models)
         app.router.add_post("/v1/chat/completions", self._chat)
         return app
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake-model"}]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(await request.json())
@@ -196,8 +191,8 @@ class FakeSite:
             raise web.HTTPBadRequest(text=self.error)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        deltas = [{"reasoning_content": thought} for thought in self.thoughts]
-        for delta in [*deltas, *({"content": piece} for piece in self.pieces)]:
+        thoughts = ({"reasoning_content": thought} for thought in self.thoughts)
+        for delta in (*thoughts, *({"content": piece} for piece in self.pieces)):
             await response.write(_chunk([{"index": 0, "delta": delta, "finish_reason": None}]))
         try:
             if self.is_held:
@@ -209,6 +204,10 @@ class FakeSite:
         await response.write(_chunk([{"index": 0, "delta": {}, "finish_reason": "stop"}]))
         await response.write(_chunk([], usage=usage) + b"data: [DONE]\n\n")
         return response
+
+
+async def _models(_: web.Request) -> web.Response:
+    return web.json_response({"data": [{"id": "fake-model"}]})
 
 
 def _chunk(choices: list[Any], **others: Any) -> bytes:

@@ -45,16 +45,6 @@ def make_checkpoint(
 
 
 @torch.inference_mode()
-def reference_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """Greedy tokens by recomputing the whole sequence for each: no cache that could be wrong."""
-    token_ids = list(prompt)
-    for _ in range(num_tokens):
-        logits = model(torch.tensor([token_ids])).logits
-        token_ids.append(int(logits[0, -1].argmax()))
-    return token_ids[len(prompt) :]
-
-
-@torch.inference_mode()
 def assert_greedy(model: Any, prompt: list[int], answer: list[int], num_tokens: int) -> None:
     """One pass tells the likeliest token after each beginning of the answer, and so, by induction, all of it."""
     assert len(answer) == num_tokens

@@ -1,8 +1,9 @@
-"""What the functions of flash-attn 2 and 3 do, argument by argument, in plain torch: slow, on any device.
+"""What flash-attn 2 and 3, and torch's ragged kernels, do argument by argument, in plain torch: slow, on any device.
 
 Written from the packages' documented semantics and the checks that their C++ makes (2.8 and 3.0 beta). Only the
 arguments that Chairlift passes exist here, so passing another one fails, as does anything that the kernels refuse or,
-worse, take in silence: a dtype, a stride, an index type, a row past its view, two rows of one slot.
+worse, take in silence: a dtype, a stride, an index type, a row past its view, two rows of one slot. What is passed as
+`how` are the last arguments of `attention`: it refuses others.
 """
 
 import sys
@@ -14,66 +15,97 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 _PAGE_MULTIPLE = 256
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
 
+Functions = Mapping[str, Callable[..., Any]]
 
-def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    cache_batch_idx: torch.Tensor,
-    causal: bool,
-    softmax_scale: float,
-    softcap: float,
-    window_size: tuple[int, int],
-) -> torch.Tensor:
-    """Version 2. `q` [B, n, Hq, D]; caches [N, S, H, D]; `k`, `v` [B, n, H, D].
+
+def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """Version 2. `q` [B, n, Hq, D]; caches [N, S, H, D]; `k`, `v` [B, n, H, D]; `how` also has what follows.
 
     Row i appends its keys and values, in place, to slot `cache_batch_idx[i]` from `cache_seqlens[i]` on, and attends
     to all that the slot then holds; causal: query j of n sees all but the last n - 1 - j keys.
     """
-    num_rows, num_new, _, head_dim = q.shape
-    num_slots, capacity, num_kv_heads, _ = k_cache.shape
+    assert k.shape == v.shape == (*q.shape[:2], *k_cache.shape[2:])
+    offsets = q.shape[1] * torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+    queries, keys, values = (x.flatten(0, 1) for x in (q, k, v))
+    return _append_and_attend(queries, keys, values, k_cache, v_cache, (offsets, offsets), **how).view_as(q)
+
+
+def flash_attn_3_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k_new: Tensor,
+    max_seqlen_q: int,
+    num_splits: int,
+    **how: Any,
+) -> Tensor:
+    """Version 3, ragged. `q` [T, Hq, D]; caches [N, S, H, D]; `k`, `v` [T, H, D].
+
+    As version 2's, where row i's queries are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, and its keys and values
+    `cu_seqlens_k_new[i]` to `cu_seqlens_k_new[i + 1]`.
+    """
+    capacity = k_cache.shape[1]
+    _check_indices(len(how["cache_seqlens"]) + 1, cu_seqlens_q, cu_seqlens_k_new)
+    _check_offsets(cu_seqlens_q, len(q), max_seqlen_q)
+    _check_offsets(cu_seqlens_k_new, len(k), capacity)
+    assert max_seqlen_q <= capacity, "the kernel refuses more queries than the view has tokens"
+    assert num_splits == (0 if max_seqlen_q == 1 else 1), "one block for a row, or room for a prompt's split results"
+    return _append_and_attend(q, k, v, k_cache, v_cache, (cu_seqlens_q, cu_seqlens_k_new), **how)
+
+
+def _append_and_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    offsets: tuple[Tensor, Tensor],  # of each row's queries, and of its keys and values
+    *,
+    cache_seqlens: Tensor,
+    cache_batch_idx: Tensor,
+    **how: Any,
+) -> Tensor:
+    num_slots, capacity, num_kv_heads, head_dim = k_cache.shape
     _check_tensors(q, k_cache, v_cache, k, v)
     _check_heads(q, k_cache, v_cache)
-    assert k.shape == v.shape == (num_rows, num_new, num_kv_heads, head_dim)
-    _check_indices(num_rows, cache_seqlens, cache_batch_idx)
-    _check_slots(cache_batch_idx, num_slots)
+    assert k.shape == v.shape == (len(k), num_kv_heads, head_dim)
+    _check_indices(len(offsets[0]) - 1, cache_seqlens, cache_batch_idx)
+    assert all(0 <= slot < num_slots for slot in cache_batch_idx), "the kernel would read another tensor's memory"
+    assert len(set(cache_batch_idx.tolist())) == len(cache_batch_idx), "rows of one slot race in the kernel"
     output = torch.empty_like(q)
     for row, (slot, length) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
-        end = length + num_new
+        (start, stop), (new_start, new_stop) = (each[row : row + 2].tolist() for each in offsets)
+        end = length + new_stop - new_start
         assert length >= 0, "lengths count from 0"
         assert end <= capacity, "the kernel would write past the view"
-        k_cache[slot, length:end] = k[row]
-        v_cache[slot, length:end] = v[row]
-        output[row] = attention(
-            q[row], k_cache[slot, :end], v_cache[slot, :end], causal, softmax_scale, softcap, window_size
-        )
+        k_cache[slot, length:end] = k[new_start:new_stop]
+        v_cache[slot, length:end] = v[new_start:new_stop]
+        output[start:stop] = attention(q[start:stop], k_cache[slot, :end], v_cache[slot, :end], **how)
     return output
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool,
-    softmax_scale: float,
-    softcap: float,
-    window_size: tuple[int, int],
-    block_table: torch.Tensor,
-) -> torch.Tensor:
+    block_table: Tensor,
+    **how: Any,
+) -> Tensor:
     """Version 2. `q` [T, Hq, D]; `k`, `v` pages [N, P, H, D]; `block_table` [B, pages]: which hold each row's keys.
 
     Row i's queries are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`; of its pages, end to end, it sees the first
@@ -96,70 +128,57 @@ def flash_attn_varlen_func(
         start, stop = cu_seqlens_q[row : row + 2].tolist()
         length = int(cu_seqlens_k[row + 1] - cu_seqlens_k[row])
         assert stop - start <= length <= min(max_seqlen_k, page_size * len(pages))
-        keys, values = k[pages].flatten(0, 1)[:length], v[pages].flatten(0, 1)[:length]
-        output[start:stop] = attention(q[start:stop], keys, values, causal, softmax_scale, softcap, window_size)
+        keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
+        output[start:stop] = attention(q[start:stop], keys, values, **how)
     return output
 
 
-def flash_attn_3_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
     *,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    cache_batch_idx: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k_new: torch.Tensor,
-    max_seqlen_q: int,
-    causal: bool,
-    num_splits: int,
-    softmax_scale: float,
-    softcap: float,
+    scale: float,
     window_size: tuple[int, int],
-) -> torch.Tensor:
-    """Version 3, ragged. `q` [T, Hq, D]; caches [N, S, H, D]; `k`, `v` [T, H, D].
+    enable_gqa: bool,
+    seqused_k: Tensor,
+) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn` with ragged keys at offsets.
 
-    As version 2's, where row i's queries are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, and its keys and values
-    `cu_seqlens_k_new[i]` to `cu_seqlens_k_new[i + 1]`.
+    `query` [T, Hq, D]; `key`, `value` [K, H, D]. Row i sees `seqused_k[i]` keys from `cu_seq_k[i]` on.
+
+    A window of 0 keys ahead is causal. A call that only decodes, without a window, must not be: see `_varlen_window`.
     """
-    num_rows = len(cu_seqlens_q) - 1
-    num_slots, capacity, num_kv_heads, head_dim = k_cache.shape
-    _check_tensors(q, k_cache, v_cache, k, v)
-    _check_heads(q, k_cache, v_cache)
-    assert k.shape == v.shape == (len(k), num_kv_heads, head_dim)
-    _check_indices(num_rows, cache_seqlens, cache_batch_idx)
-    _check_indices(num_rows + 1, cu_seqlens_q, cu_seqlens_k_new)
-    _check_offsets(cu_seqlens_q, len(q), max_seqlen_q)
-    _check_offsets(cu_seqlens_k_new, len(k), capacity)
-    _check_slots(cache_batch_idx, num_slots)
-    assert max_seqlen_q <= capacity, "the kernel refuses more queries than the view has tokens"
-    assert num_splits == (0 if max_seqlen_q == 1 else 1), "one block for a row, or room for a prompt's split results"
-    output = torch.empty_like(q)
-    for row, (slot, length) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
-        start, stop = cu_seqlens_q[row : row + 2].tolist()
-        new_start, new_stop = cu_seqlens_k_new[row : row + 2].tolist()
-        end = length + new_stop - new_start
-        assert length >= 0, "lengths count from 0"
-        assert end <= capacity, "the kernel would write past the view"
-        k_cache[slot, length:end] = k[new_start:new_stop]
-        v_cache[slot, length:end] = v[new_start:new_stop]
-        output[start:stop] = attention(
-            q[start:stop], k_cache[slot, :end], v_cache[slot, :end], causal, softmax_scale, softcap, window_size
+    num_rows = len(cu_seq_q) - 1
+    _check_tensors(query, key, value)
+    _check_indices(num_rows + 1, cu_seq_q, cu_seq_k)
+    _check_indices(num_rows, seqused_k)
+    out = torch.empty_like(query)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    is_whole = window_size == (-1, -1)
+    assert is_whole or window_size[1] == 0
+    assert is_whole == (max_q == 1 and window_size[0] == -1), "neither groups of heads as rows nor split keys"
+    assert cu_seq_q[0] == 0
+    assert cu_seq_q[-1] == len(query)
+    for row, (offset, length) in enumerate(zip(cu_seq_k[:-1].tolist(), seqused_k.tolist(), strict=True)):
+        start, stop = cu_seq_q[row : row + 2].tolist()
+        assert stop - start <= max_q
+        assert length <= max_k
+        assert 0 <= offset <= offset + length <= len(key), "the kernel would read another tensor's memory"
+        keys, values = key[offset : offset + length], value[offset : offset + length]
+        out[start:stop] = attention(
+            query[start:stop], keys, values, causal=False, softmax_scale=scale, softcap=0.0, window_size=window_size
         )
-    return output
+    return out
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    window: tuple[int, int],
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float, softcap: float, window_size: tuple[int, int]
+) -> Tensor:
     """softmax(c tanh(s q k / c)) v in float32; c of 0: no cap. `q` [n, Hq, D], `k` and `v` [m, H, D].
 
     The last query stands at the last key. A query sees as many keys before and behind its own as the window says (-1:
@@ -167,10 +186,10 @@ def attention(
     """
     group_size = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group_size, dim=1) for x in (k, v))
-    scores = torch.einsum("nhd,mhd->hnm", q.float(), keys) * scale
+    scores = torch.einsum("nhd,mhd->hnm", q.float(), keys) * softmax_scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    before, behind = window[0], 0 if causal else window[1]
+    before, behind = window_size[0], 0 if causal else window_size[1]
     ages = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)
     if behind >= 0:
         scores = scores.masked_fill(ages < -behind, -torch.inf)
@@ -182,35 +201,25 @@ def attention(
 @contextmanager
 def installed() -> Iterator[None]:
     """Lets `import flash_attn` and `import flash_attn_interface` find these functions."""
-    version_2: dict[str, Callable[..., Any]] = {
-        "flash_attn_with_kvcache": flash_attn_with_kvcache,
-        "flash_attn_varlen_func": flash_attn_varlen_func,
-    }
-    with (
-        module("flash_attn", version_2),
-        module("flash_attn_interface", {"flash_attn_with_kvcache": flash_attn_3_with_kvcache}),
-    ):
+    functions: tuple[Callable[..., Any], ...] = (flash_attn_with_kvcache, flash_attn_varlen_func)
+    version_2 = {function.__name__: function for function in functions}
+    version_3 = {"flash_attn_with_kvcache": flash_attn_3_with_kvcache}
+    with module("flash_attn", version_2), module("flash_attn_interface", version_3):
         yield
 
 
 @contextmanager
-def module(name: str, functions: Mapping[str, Callable[..., Any]] | None) -> Iterator[None]:
+def module(name: str, functions: Functions | None) -> Iterator[None]:
     """That module holds these functions; None: it is not installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, name, _module_of(name, functions))
+    made = ModuleType(name)
+    made.__spec__ = ModuleSpec(name, None)
+    made.__dict__.update(functions or {})
+    with pytest.MonkeyPatch.context() as patch:  # None is what the import system has for what is not to be found
+        patch.setitem(sys.modules, name, made if functions is not None else cast("ModuleType", None))
         yield
 
 
-def _module_of(name: str, functions: Mapping[str, Callable[..., Any]] | None) -> ModuleType:
-    if functions is None:
-        return cast("ModuleType", None)  # as the import system has it: not to be found
-    made = ModuleType(name)
-    made.__spec__ = ModuleSpec(name, None)
-    made.__dict__.update(functions)
-    return made
-
-
-def _check_tensors(q: torch.Tensor, *others: torch.Tensor) -> None:
+def _check_tensors(q: Tensor, *others: Tensor) -> None:
     for tensor in (q, *others):
         assert tensor.dtype in (torch.bfloat16, torch.float16), f"the kernels do not take {tensor.dtype}"
         assert tensor.dtype == q.dtype, "all tensors must have one dtype"
@@ -218,7 +227,7 @@ def _check_tensors(q: torch.Tensor, *others: torch.Tensor) -> None:
         assert tensor.stride(-1) == 1, "the last dimension must be dense"
 
 
-def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     head_dim = q.shape[-1]
     assert k.shape == v.shape
     assert k.shape[-1] == head_dim <= _MAX_HEAD_DIM
@@ -226,19 +235,14 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     assert q.shape[-2] % k.shape[-2] == 0, "query heads must share key heads evenly"
 
 
-def _check_indices(length: int, *indices: torch.Tensor) -> None:
+def _check_indices(length: int, *indices: Tensor) -> None:
     for index in indices:
         assert index.dtype == torch.int32, f"indices must be int32, not {index.dtype}"
         assert index.is_contiguous(), "indices must be contiguous"
         assert index.shape == (length,)
 
 
-def _check_slots(slots: torch.Tensor, num_slots: int) -> None:
-    assert all(0 <= slot < num_slots for slot in slots.tolist()), "the kernel would read another tensor's memory"
-    assert len(set(slots.tolist())) == len(slots), "rows of one slot race in the kernel"
-
-
-def _check_offsets(offsets: torch.Tensor, num_tokens: int, longest: int) -> None:
+def _check_offsets(offsets: Tensor, num_tokens: int, longest: int) -> None:
     assert offsets[0] == 0, "offsets begin at 0"
     assert offsets[-1] == num_tokens, "offsets end with the last token"
     lengths = offsets.diff()

@@ -11,7 +11,6 @@ import gc
 import importlib
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -22,17 +21,12 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from types import CodeType
 from typing import NoReturn
 
-PRELOADED = (
-    "chairlift.__main__",
-    "chairlift.loadtest.runner",
-    "chairlift.api.server",
-    "chairlift.engine.async_llm",
-    "uvloop",
-)
+PRELOADED = ("chairlift.__main__", "chairlift.loadtest.runner", "chairlift.api.server", "uvloop")
 ROOT = Path(__file__).parents[2]
 _ADDRESS = "CHAIRLIFT_TESTS_FORK_SERVER"
 _held = contextlib.ExitStack()  # the fork server that this process started
@@ -62,12 +56,8 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            self._connection.settimeout(timeout)
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._connection, selectors.EVENT_READ)
-                if not selector.select(timeout):
-                    raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-            self._connection.settimeout(None)
+            if not connection.wait([self._connection], timeout):
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
             self.returncode = int(self._news.readline())
             self._news.close()
             self._connection.close()
@@ -126,17 +116,26 @@ class _Job:
     stderr: int
 
     @classmethod
-    def read(cls, connection: socket.socket) -> "_Job":
-        _, (stderr, *_), _, _ = socket.recv_fds(connection, 1, 1)
-        with connection.makefile() as request:
+    def read(cls, asking: socket.socket) -> "_Job":
+        _, (stderr, *_), _, _ = socket.recv_fds(asking, 1, 1)
+        with asking.makefile() as request:
             job = json.load(request)
-        return cls(compile(job["code"], "<string>", "exec"), job["arguments"], job["environment"], stderr)
+        return cls(compile(job.pop("code"), "<string>", "exec"), **job, stderr=stderr)
 
     def run(self) -> NoReturn:
         """Ends the process as Python does, but for its last garbage collection, which takes a second."""
         code = 1
         try:
-            code = self._execute()
+            os.dup2(self.stderr, 2)
+            os.close(self.stderr)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ.clear()
+            os.environ.update(self.environment)
+            sys.argv = ["-c", *self.arguments]
+            exec(self.code, {"__name__": "__main__"})
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -145,55 +144,33 @@ class _Job:
             sys.stderr.flush()
             os._exit(code)
 
-    def _execute(self) -> int:
-        os.dup2(self.stderr, 2)
-        os.close(self.stderr)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.clear()
-        os.environ.update(self.environment)
-        sys.argv = ["-c", *self.arguments]
-        try:
-            exec(self.code, {"__name__": "__main__"})
-        except SystemExit as end:
-            return end.code if isinstance(end.code, int) else int(end.code is not None)
-        return 0
-
 
 def _next_job(listening: socket.socket) -> _Job:
     """Forks for each connection. Returns in the children only."""
     children: dict[int, tuple[int, socket.socket]] = {}  # file descriptor of the process -> pid, who asked for it
-    with selectors.DefaultSelector() as selector:
-        selector.register(listening, selectors.EVENT_READ)
-        selector.register(sys.stdin, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is sys.stdin:
-                    os._exit(0)
-                if key.fileobj is not listening:
-                    selector.unregister(key.fd)
-                    _tell_exit_code(*children.pop(key.fd))
-                    os.close(key.fd)
-                    continue
-                connection, _ = listening.accept()
-                job = _Job.read(connection)
-                pid = os.fork()
-                if not pid:
-                    for fd, (_, other) in children.items():
-                        os.close(fd)
-                        other.close()
-                    connection.close()
-                    return job
-                os.close(job.stderr)
-                child = os.pidfd_open(pid)
-                children[child] = pid, connection
-                selector.register(child, selectors.EVENT_READ)
-                connection.sendall(b"%d\n" % pid)
-
-
-def _tell_exit_code(pid: int, connection: socket.socket) -> None:
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with connection, contextlib.suppress(OSError):  # who asked may be gone
-        connection.sendall(b"%d\n" % code)
+    while True:
+        ready = connection.wait([listening, 0, *children])  # 0: standard input
+        if 0 in ready:
+            os._exit(0)
+        for child in children.keys() & set(ready):
+            os.close(child)
+            pid, asking = children.pop(child)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with asking, contextlib.suppress(OSError):  # who asked may be gone
+                asking.sendall(b"%d\n" % code)
+        if listening in ready:
+            asking, _ = listening.accept()
+            job = _Job.read(asking)
+            pid = os.fork()
+            if not pid:
+                for child, (_, other) in children.items():
+                    os.close(child)
+                    other.close()
+                asking.close()
+                return job
+            os.close(job.stderr)
+            children[os.pidfd_open(pid)] = pid, asking
+            asking.sendall(b"%d\n" % pid)
 
 
 def main() -> None:

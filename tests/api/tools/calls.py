@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 import chairlift
 from chairlift.api.tools import AnswerReader, ToolFamily
@@ -52,12 +52,10 @@ class _ByteGreedy:
         self.special_token_ids = [self.eos_token_id]
 
     def __call__(self, text: bytes) -> list[int]:
-        """Longest token first."""
-        ids = []
+        """Longest token first: tokens are in the order of their lengths."""
+        ids: list[int] = []
         while text:
-            ids.append(
-                max((i for i, t in enumerate(self.tokens) if text.startswith(t)), key=lambda i: len(self.tokens[i]))
-            )
+            ids.append(max(i for i, token in enumerate(self.tokens) if text.startswith(token)))
             text = text[len(self.tokens[ids[-1]]) :]
         return ids
 
@@ -126,29 +124,22 @@ JSON_FAMILIES = pytest.mark.parametrize("family", [ToolFamily.HERMES, ToolFamily
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [byte_tokenizer(), long_tokenizer()], ids=["bytes", "long tokens"])
 
 
-class Place(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class Place(BaseModel, extra="forbid", strict=True):
     city: str
     tags: list[str]
 
 
-class WeatherArguments(BaseModel):
+class WeatherArguments(BaseModel, extra="forbid", strict=True):
     """Its schema has a `$ref` into `$defs`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     place: Place
     days: int
 
 
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
 WEATHER = FunctionSpec("weather", WeatherArguments.model_json_schema(), strict=True, description="The forecast.")
-WEATHER_2 = FunctionSpec("weather_2", {"type": "object", "properties": {"n": {"type": "integer"}}}, True, None)
-
-SEARCH = FunctionSpec(
-    "search", {"type": "object", "required": ["q"], "properties": {"q": {"type": "string"}}}, False, None
-)
-
+WEATHER_2 = FunctionSpec("weather_2", {"type": "object", "properties": {"n": NUMBER}}, True, None)
+SEARCH = FunctionSpec("search", {"type": "object", "required": ["q"], "properties": {"q": TEXT}}, False, None)
 ANYTHING = FunctionSpec("anything", {}, strict=False, description=None)
 FUNCTIONS = [WEATHER, WEATHER_2, SEARCH, ANYTHING]
 ARGUMENTS = '{"place": {"city": "Rome", "tags": ["a", "b"]}, "days": 3}'
@@ -175,18 +166,15 @@ def calls_text(family: ToolFamily, *calls: tuple[str, str]) -> str:
 
 
 def _elements(arguments: str) -> str:
-    written = ((key, value if isinstance(value, str) else _json(value)) for key, value in json.loads(arguments).items())
-    return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written)
+    values = {key: value if isinstance(value, str) else _json(value) for key, value in json.loads(arguments).items()}
+    return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
 
 
 def _keywords(arguments: str) -> str:
     return ", ".join(f"{key}={_json(value)}" for key, value in json.loads(arguments).items())
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
+_json = partial(json.dumps, ensure_ascii=False)
 PERSON = {
     "type": "object",
     "properties": {"name": {"enum": ["weather", "weathers", "Bob"]}, "age": {"$ref": "#/$defs/Age"}},
@@ -210,11 +198,13 @@ Table = Mapping[str, Sequence[str | Call]]
 """By text: what is read out of it, content and calls in order."""
 
 
-def read(family: ToolFamily, texts: Iterable[str], max_calls: int | None = None) -> list[Piece]:
+def read(
+    family: ToolFamily, texts: Iterable[str], max_calls: int | None = None, schemas: Schemas = NO_SCHEMAS
+) -> list[Piece]:
     """All pieces, as they came."""
-    parser = AnswerReader(family, max_calls)
-    pieces = [piece for text in texts for piece in parser.push(text)]
-    return pieces + parser.push("", is_last=True)
+    reader = AnswerReader(family, max_calls, schemas)
+    pieces = [piece for text in texts for piece in reader.push(text)]
+    return pieces + reader.push("", is_last=True)
 
 
 def assert_streams(reader: AnswerReader, *steps: tuple[str, list[Piece]]) -> None:
@@ -250,13 +240,9 @@ def every_split(
 ) -> list[str | Call]:
     """What is read, whole or cut in two anywhere or in single characters: always the same."""
     ways = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
-    results = []
-    for texts in ways:
-        reader = AnswerReader(family, max_calls, schemas)
-        pieces = [piece for each in texts for piece in reader.push(each)]
-        results.append(joined(pieces + reader.push("", is_last=True)))
-    assert all(each == results[0] for each in results)
-    return results[0]
+    first, *others = (joined(read(family, texts, max_calls, schemas)) for texts in ways)
+    assert all(each == first for each in others)
+    return first
 
 
 def read_whole(family: ToolFamily, text: str, max_calls: int | None = None) -> list[str | Call]:

@@ -36,22 +36,20 @@ from tests.api.tools.calls import (
 
 HERMES, LLAMA = ToolFamily.HERMES, ToolFamily.LLAMA3_JSON
 COMPLETE, INCOMPLETE, REFUSED = Verdict.COMPLETE, Verdict.INCOMPLETE, Verdict.REFUSED
+# With at most one call, and with any number.
+BOTH, NEITHER, BEGUN, SEVERAL = (COMPLETE, COMPLETE), (REFUSED, REFUSED), (INCOMPLETE, INCOMPLETE), (REFUSED, COMPLETE)
 
 
-def test_a_forced_grammar_reads_like_this() -> None:
-    style = (
-        '"x-guidance": {"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": ", "lenient": true}'
-    )
-    assert forced_calls_grammar(LLAMA, [ANYTHING], is_parallel=True, tokens={}).splitlines() == [
-        "start: calls",
-        "calls: body",
-        "body: call more_calls",
-        'more_calls: ("; " call)*',
-        "call: call_0",
-        r'call_0: "{" "\"name\"" ": " "\"anything\"" ", " "\"parameters\"" ": " %json {"type": "object", '
-        + style
-        + '} "}"',
-    ]
+def forced(family: ToolFamily, functions: list[FunctionSpec] = FUNCTIONS, is_parallel: bool = False) -> str:
+    return forced_calls_grammar(family, functions, is_parallel, tokens={})
+
+
+def free(family: ToolFamily, is_parallel: bool = True, answer_schema: dict[str, Any] | None = None) -> str:
+    return free_grammar(family, FUNCTIONS, is_parallel, answer_schema, tokens={})
+
+
+def strict(name: str, parameters: dict[str, Any]) -> FunctionSpec:
+    return FunctionSpec(name, parameters, strict=True, description=None)
 
 
 @JSON_FAMILIES
@@ -85,39 +83,27 @@ def test_a_forced_grammar_reads_like_this() -> None:
 def test_a_forced_call_is_of_one_of_the_functions(
     family: ToolFamily, tokenizer: LLTokenizer, name: str, arguments: str, verdict: Verdict
 ) -> None:
-    grammar = forced_calls_grammar(family, FUNCTIONS, is_parallel=False, tokens={})
     text = call_text(family, name, arguments)
-    assert judge(grammar, text, tokenizer) is verdict
+    assert judge(forced(family), text, tokenizer) is verdict
     if verdict is COMPLETE:
         assert read_whole(family, text) == [Call(name, arguments)]
 
 
 @FAMILIES
 def test_forced_calls_are_all_there_is(family: ToolFamily) -> None:
-    one = forced_calls_grammar(family, FUNCTIONS, is_parallel=False, tokens={})
-    many = forced_calls_grammar(family, FUNCTIONS, is_parallel=True, tokens={})
+    one, many = forced(family), forced(family, is_parallel=True)
     call = call_text(family, "weather", ARGUMENTS)
     two = calls_text(family, ("weather", ARGUMENTS), ("anything", "{}"))
     three = calls_text(family, *[("weather", ARGUMENTS)] * 3)
-    verdicts = {
-        "": (INCOMPLETE, INCOMPLETE),
-        call[:-1]: (INCOMPLETE, INCOMPLETE),
-        call: (COMPLETE, COMPLETE),
-        two: (REFUSED, COMPLETE),
-        three: (REFUSED, COMPLETE),
-        call + call: (REFUSED, REFUSED),
-        call + " ": (REFUSED, REFUSED),
-        " " + call: (REFUSED, REFUSED),
-        "text" + call: (REFUSED, REFUSED),
-        "text": (REFUSED, REFUSED),
-    }
+    verdicts = {"": BEGUN, call[:-1]: BEGUN, call: BOTH, two: SEVERAL, three: SEVERAL}
+    verdicts |= dict.fromkeys((call + call, call + " ", " " + call, "text" + call, "text"), NEITHER)
     assert {text: (judge(one, text), judge(many, text)) for text in verdicts} == verdicts
 
 
 @JSON_FAMILIES
 def test_names_are_escaped(family: ToolFamily) -> None:
     name = 'a"b\\c\x7f</tool_call>é%json {}'
-    grammar = forced_calls_grammar(family, [FunctionSpec(name, {}, True, None)], is_parallel=False, tokens={})
+    grammar = forced(family, [strict(name, {})])
     written = json.dumps(name, ensure_ascii=False)[1:-1]
     assert judge(grammar, call_text(family, written, "{}")) is COMPLETE
     assert read_whole(family, call_text(family, written, "{}")) == [Call(name, "{}")]
@@ -127,16 +113,14 @@ def test_names_are_escaped(family: ToolFamily) -> None:
 def test_references_work_in_every_function_on_its_own(family: ToolFamily) -> None:
     """The same name means something else in each; the last refers to itself as a whole."""
     of_x = {"properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"]}
+    seven = {"X": of_x | {"properties": {"x": {"const": 7}}}}
     functions = [
-        FunctionSpec("number", {**of_x, "$defs": {"X": {"type": "integer"}}}, True, None),
-        FunctionSpec("text", {**of_x, "$defs": {"X": {"type": "string"}}}, True, None),
-        FunctionSpec(
-            "root", {"$ref": "#/$defs/X", "$defs": {"X": of_x | {"properties": {"x": {"const": 7}}}}}, True, None
-        ),
-        FunctionSpec("tree", {"properties": {"x": {"$ref": "#"}}, "additionalProperties": False}, True, None),
+        strict("number", {**of_x, "$defs": {"X": {"type": "integer"}}}),
+        strict("text", {**of_x, "$defs": {"X": {"type": "string"}}}),
+        strict("root", {"$ref": "#/$defs/X", "$defs": seven}),
+        strict("tree", {"properties": {"x": {"$ref": "#"}}, "additionalProperties": False}),
     ]
-    grammar = forced_calls_grammar(family, functions, is_parallel=False, tokens={})
-    assert LLMatcher.validate_grammar(grammar, byte_tokenizer()) == ""
+    grammar = forced(family, functions)
     verdicts = {
         ("number", '{"x": 1}'): COMPLETE,
         ("number", '{"x": "1"}'): REFUSED,
@@ -153,17 +137,17 @@ def test_references_work_in_every_function_on_its_own(family: ToolFamily) -> Non
 @JSON_FAMILIES
 def test_what_a_schema_says_about_style_is_not_heard(family: ToolFamily) -> None:
     guided = {"x-guidance": {"item_separator": ";", "whitespace_flexible": True}}
-    grammar = forced_calls_grammar(family, [FunctionSpec("f", guided, True, None)], is_parallel=False, tokens={})
+    grammar = forced(family, [strict("f", guided)])
     assert judge(grammar, call_text(family, "f", '{"a": 1, "b": 2}')) is COMPLETE
     assert judge(grammar, call_text(family, "f", '{"a": 1;"b": 2}')) is REFUSED
 
 
 @pytest.mark.parametrize("kind", ["array", "string", ["object", "null"], None])
 def test_parameters_must_be_an_object(kind: object) -> None:
-    functions = [ANYTHING, FunctionSpec("f", {"type": kind}, True, None)]
+    functions = [ANYTHING, strict("f", {"type": kind})]
     complaint = "function 'f' must be a JSON schema of type object, not "
     with pytest.raises(InvalidRequest, match=complaint) as caught:
-        forced_calls_grammar(HERMES, functions, is_parallel=False, tokens={})
+        forced(HERMES, functions)
     assert caught.value.param == "tools"
     with pytest.raises(InvalidRequest, match=complaint):
         free_grammar(HERMES, functions, is_parallel=False, answer_schema=None, tokens={})
@@ -172,10 +156,9 @@ def test_parameters_must_be_an_object(kind: object) -> None:
 @JSON_FAMILIES
 def test_what_cannot_be_enforced_is_refused_of_strict_functions_and_passed_over_in_others(family: ToolFamily) -> None:
     parameters = {"properties": {"x": {"type": "string", "format": "nonsense"}}, "required": ["x"]}
-    strict = forced_calls_grammar(family, [FunctionSpec("f", parameters, True, None)], is_parallel=False, tokens={})
-    assert "Unknown format: nonsense" in LLMatcher.validate_grammar(strict, byte_tokenizer())
-    lax = forced_calls_grammar(family, [FunctionSpec("f", parameters, False, None)], is_parallel=False, tokens={})
-    assert LLMatcher.validate_grammar(lax, byte_tokenizer()) == ""
+    grammar = forced(family, [strict("f", parameters)])
+    assert "Unknown format: nonsense" in LLMatcher.validate_grammar(grammar, byte_tokenizer())
+    lax = forced(family, [FunctionSpec("f", parameters, False, None)])
     assert judge(lax, call_text(family, "f", '{"x": "y"}')) is COMPLETE
     assert judge(lax, call_text(family, "f", '{"x": 1}')) is REFUSED
 
@@ -183,52 +166,36 @@ def test_what_cannot_be_enforced_is_refused_of_strict_functions_and_passed_over_
 # --- calls that are free to come
 
 
-BOTH, NEITHER, BEGUN, SEVERAL = (COMPLETE, COMPLETE), (REFUSED, REFUSED), (INCOMPLETE, INCOMPLETE), (REFUSED, COMPLETE)
 HERMES_CALL, LLAMA_CALL = call_text(HERMES, "weather", ARGUMENTS), call_text(LLAMA, "weather", ARGUMENTS)
 
-# What is free until a call begins, and what unless a call begins it: with at most one call, and with any number.
-FREE_TEXTS: dict[ToolFamily, dict[str, tuple[Verdict, Verdict]]] = {
+# What is free until a call begins, and what unless a call begins it.
+FREE_TEXTS: dict[ToolFamily, dict[tuple[Verdict, Verdict], list[str]]] = {
     HERMES: {
-        "": BOTH,
-        'Text.\n {"name": "é <tool </tool_call> <tool_cal': BOTH,
-        "Text <tool_call>": BEGUN,
-        "Text <tool_call>x": NEITHER,
-        "Text <tool_call>\nx": NEITHER,
-        'Text <tool_call>\n{"name": "wrong"': NEITHER,
-        "<<tool_call>x": NEITHER,
-        HERMES_CALL: BOTH,
-        f"Text\n{HERMES_CALL}": BOTH,
-        f"Text\n{HERMES_CALL}\n": (REFUSED, INCOMPLETE),
-        f"Text\n{HERMES_CALL}\n{HERMES_CALL}": SEVERAL,
-        f"Text\n{HERMES_CALL}\nText": NEITHER,
-        f"Text\n{HERMES_CALL}Text": NEITHER,
-        call_text(HERMES, "weather", "{}"): NEITHER,
-        call_text(HERMES, "search", '{"not": ["q"]}'): BOTH,  # not strict: any object
-        call_text(HERMES, "search", "[]"): NEITHER,
+        BOTH: [
+            *("", 'Text.\n {"name": "é <tool </tool_call> <tool_cal', HERMES_CALL, f"Text\n{HERMES_CALL}"),
+            call_text(HERMES, "search", '{"not": ["q"]}'),  # not strict: any object
+        ],
+        BEGUN: ["Text <tool_call>"],
+        NEITHER: [
+            *("Text <tool_call>x", "Text <tool_call>\nx", 'Text <tool_call>\n{"name": "wrong"', "<<tool_call>x"),
+            *(f"Text\n{HERMES_CALL}\nText", f"Text\n{HERMES_CALL}Text"),
+            *(call_text(HERMES, "weather", "{}"), call_text(HERMES, "search", "[]")),
+        ],
+        (REFUSED, INCOMPLETE): [f"Text\n{HERMES_CALL}\n"],
+        SEVERAL: [f"Text\n{HERMES_CALL}\n{HERMES_CALL}"],
     },
     LLAMA: {
-        "": BOTH,
-        " \n": BOTH,
-        "Text é {}": BOTH,
-        " Text": BOTH,
-        "<|python": BOTH,
-        "<|python_tag|>": BEGUN,
-        "a <|python_tag|>": BEGUN,
-        "a <|python_tag|>print(1)": NEITHER,
-        f"<|python_tag|>{LLAMA_CALL}": BOTH,
-        f"a\n<|python_tag|>{LLAMA_CALL}": BOTH,
-        f"a <|python_tag|>{LLAMA_CALL}; {LLAMA_CALL}": SEVERAL,
-        "{": BEGUN,
-        " {": NEITHER,
-        "{x": NEITHER,
-        '{"answer": 1}': NEITHER,
-        LLAMA_CALL: BOTH,
-        f"{LLAMA_CALL}; ": (REFUSED, INCOMPLETE),
-        f"{LLAMA_CALL}; {LLAMA_CALL}": SEVERAL,
-        f"{LLAMA_CALL}\n{LLAMA_CALL}": NEITHER,
-        f"{LLAMA_CALL} Text": NEITHER,
-        call_text(LLAMA, "weather", "{}"): NEITHER,
-        call_text(LLAMA, "search", '{"not": ["q"]}'): BOTH,
+        BOTH: [
+            *("", " \n", "Text é {}", " Text", "<|python", LLAMA_CALL, call_text(LLAMA, "search", '{"not": ["q"]}')),
+            *(f"<|python_tag|>{LLAMA_CALL}", f"a\n<|python_tag|>{LLAMA_CALL}"),
+        ],
+        BEGUN: ["<|python_tag|>", "a <|python_tag|>", "{"],
+        NEITHER: [
+            *("a <|python_tag|>print(1)", " {", "{x", '{"answer": 1}', f"{LLAMA_CALL}\n{LLAMA_CALL}"),
+            *(f"{LLAMA_CALL} Text", call_text(LLAMA, "weather", "{}")),
+        ],
+        (REFUSED, INCOMPLETE): [f"{LLAMA_CALL}; "],
+        SEVERAL: [f"{LLAMA_CALL}; {LLAMA_CALL}", f"a <|python_tag|>{LLAMA_CALL}; {LLAMA_CALL}"],
     },
 }
 
@@ -236,43 +203,32 @@ FREE_TEXTS: dict[ToolFamily, dict[str, tuple[Verdict, Verdict]]] = {
 @TOKENIZERS
 @pytest.mark.parametrize("family", FREE_TEXTS)
 def test_text_is_free_up_to_calls(family: ToolFamily, tokenizer: LLTokenizer) -> None:
-    one, many = (
-        free_grammar(family, FUNCTIONS, is_parallel=is_parallel, answer_schema=None, tokens={})
-        for is_parallel in (False, True)
-    )
-    verdicts = FREE_TEXTS[family]
+    one, many = free(family, is_parallel=False), free(family)
+    verdicts = {text: verdict for verdict, texts in FREE_TEXTS[family].items() for text in texts}
     assert {text: (judge(one, text, tokenizer), judge(many, text, tokenizer)) for text in verdicts} == verdicts
 
 
 @FAMILIES
 @TOKENIZERS
 def test_with_an_answer_schema_it_is_calls_or_that_json(family: ToolFamily, tokenizer: LLTokenizer) -> None:
-    grammar = free_grammar(family, FUNCTIONS, is_parallel=True, answer_schema=PERSON, tokens={})
+    grammar = free(family, answer_schema=PERSON)
     call = call_text(family, "weather", ARGUMENTS)
-    verdicts = {
-        "": INCOMPLETE,
-        "Text": REFUSED,
-        '{"name": "Bob", "age": 5}': COMPLETE,
-        '{"name": "weather", "age": 5}': COMPLETE,  # begins as a call does
-        '{"name": "weathers", "age": 5}': COMPLETE,
-        '{"name": "Bob", "age": "5"}': REFUSED,
-        '{"name": "Bob","age": 5}': REFUSED,
-        '{"age": 5, "name": "Bob"}': REFUSED,
-        call: COMPLETE,
-        calls_text(family, *[("weather", ARGUMENTS)] * 2): COMPLETE,
-        call_text(family, "Bob", ARGUMENTS): REFUSED,
-        call_text(family, "weather", "{}"): REFUSED,
-        call_text(family, "search", '{"any": 1}'): COMPLETE,
-        "Text " + call: REFUSED,
-        '{"name": "Bob", "age": 5}' + call: REFUSED,
-    }
+    person = '{"name": "Bob", "age": 5}'
+    complete = [
+        *(person, call, calls_text(family, *[("weather", ARGUMENTS)] * 2), call_text(family, "search", '{"any": 1}')),
+        *('{"name": "weather", "age": 5}', '{"name": "weathers", "age": 5}'),  # begins as a call does
+    ]
+    refused = [
+        *("Text", '{"name": "Bob", "age": "5"}', '{"name": "Bob","age": 5}', '{"age": 5, "name": "Bob"}'),
+        *(call_text(family, "Bob", ARGUMENTS), call_text(family, "weather", "{}"), "Text " + call, person + call),
+    ]
+    verdicts = {"": INCOMPLETE, **dict.fromkeys(complete, COMPLETE), **dict.fromkeys(refused, REFUSED)}
     assert {text: judge(grammar, text, tokenizer) for text in verdicts} == verdicts
 
 
 @pytest.mark.parametrize("text", ["{}", '{"answer": [1, 2]}', '{"nam": 1}', '{"names": 1}', '{"name": {"a": 1}}'])
 def test_the_beginning_of_a_call_does_not_shut_out_answers(text: str) -> None:
-    grammar = free_grammar(LLAMA, FUNCTIONS, is_parallel=True, answer_schema={"type": "object"}, tokens={})
-    assert judge(grammar, text) is COMPLETE
+    assert judge(free(LLAMA, answer_schema={"type": "object"}), text) is COMPLETE
 
 
 # --- sampled texts
@@ -289,14 +245,12 @@ SIGNS = {  # a text that nothing but a call can follow, and a pattern that is in
 
 @FAMILIES
 @pytest.mark.parametrize("is_parallel", [False, True])
-@pytest.mark.parametrize("answer_schema", [None, {"type": "object"}, {"type": "array"}])
 @TOKENIZERS
-def test_every_grammar_is_valid(
-    family: ToolFamily, is_parallel: bool, answer_schema: dict[str, Any] | None, tokenizer: LLTokenizer
-) -> None:
-    free = free_grammar(family, FUNCTIONS, is_parallel, answer_schema, {})
-    assert LLMatcher.validate_grammar(free, tokenizer) == ""
-    assert LLMatcher.validate_grammar(forced_calls_grammar(family, FUNCTIONS, is_parallel, {}), tokenizer) == ""
+def test_every_grammar_is_valid(family: ToolFamily, is_parallel: bool, tokenizer: LLTokenizer) -> None:
+    answer_schemas: list[dict[str, Any] | None] = [None, {"type": "object"}, {"type": "array"}]
+    grammars = [free(family, is_parallel, schema) for schema in answer_schemas]
+    for grammar in [*grammars, forced(family, is_parallel=is_parallel)]:
+        assert LLMatcher.validate_grammar(grammar, tokenizer) == ""
 
 
 def check_calls(family: ToolFamily, text: str) -> list[str | Call]:
@@ -314,7 +268,7 @@ def check_calls(family: ToolFamily, text: str) -> list[str | Call]:
 def test_whatever_is_sampled_under_a_forced_grammar_is_calls(
     family: ToolFamily, tokenizer: LLTokenizer, is_parallel: bool
 ) -> None:
-    grammar = forced_calls_grammar(family, FUNCTIONS, is_parallel, {})
+    grammar = forced(family, is_parallel=is_parallel)
     nums_calls = set()
     for seed in range(12):
         items = check_calls(family, generate(grammar, Random(seed), tokenizer))
@@ -330,7 +284,7 @@ def test_whatever_is_sampled_under_a_forced_grammar_is_calls(
 def test_whatever_is_sampled_under_a_free_grammar_is_content_or_calls(
     family: ToolFamily, tokenizer: LLTokenizer, answer_schema: dict[str, Any] | None
 ) -> None:
-    grammar = free_grammar(family, FUNCTIONS, is_parallel=True, answer_schema=answer_schema, tokens={})
+    grammar = free(family, answer_schema=answer_schema)
     begin, sign = SIGNS[family]
     for seed in range(12):
         for start in ["", begin] if answer_schema is None else [""]:

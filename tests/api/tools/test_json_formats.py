@@ -250,10 +250,7 @@ def test_text_streams_at_once_and_an_object_from_where_it_cannot_be_a_call_any_m
         ('{"name"', [ContentPiece('{"name"')]),
     )
     assert_streams(
-        AnswerReader(LLAMA),
-        ('{"a": ', []),
-        ("1, ?", [ContentPiece('{"a": 1, ?')]),
-        (" c", [ContentPiece(" c")]),
+        AnswerReader(LLAMA), ('{"a": ', []), ("1, ?", [ContentPiece('{"a": 1, ?')]), (" c", [ContentPiece(" c")])
     )
 
 

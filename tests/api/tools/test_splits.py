@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chairlift.api.tools import ToolFamily
-from tests.api.tools.calls import calls_of, joined, read, read_whole
-
-FAMILIES = pytest.mark.parametrize("family", list(ToolFamily))
+from tests.api.tools.calls import FAMILIES, calls_of, joined, read, read_whole
 
 # Everything that some state of a parser looks out for, whole and in halves, and calls of every kind.
 FRAGMENTS = [
@@ -39,61 +37,40 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 @FAMILIES
-@given(text=TEXTS, places=CUTS, max_calls=st.sampled_from([None, 1, 2]))
-def test_the_split_does_not_matter(family: ToolFamily, text: str, places: list[int], max_calls: int | None) -> None:
-    whole = read_whole(family, text, max_calls)
-    assert joined(read(family, cut(text, places), max_calls)) == whole
-    assert joined(read(family, text, max_calls)) == whole  # character by character
-
-
-@FAMILIES
-@given(text=TEXTS)
-def test_without_a_call_every_character_is_content(family: ToolFamily, text: str) -> None:
-    items = read_whole(family, text)
-    if not calls_of(items):
-        assert "".join(item for item in items if isinstance(item, str)) == text
-
-
-@FAMILIES
-@given(text=TEXTS)
-def test_content_is_verbatim_and_in_the_order_of_the_text(family: ToolFamily, text: str) -> None:
-    rest = text
-    for item in read_whole(family, text):
-        if isinstance(item, str):
-            _, found, rest = rest.partition(item)
-            assert found
-
-
-@FAMILIES
-@given(text=TEXTS, max_calls=st.integers(min_value=1, max_value=3))
-def test_a_limit_of_calls_only_cuts_the_end_off(family: ToolFamily, text: str, max_calls: int) -> None:
-    items = read_whole(family, text)
-    limited = read_whole(family, text, max_calls)
+@given(text=TEXTS, places=CUTS, max_calls=st.integers(min_value=1, max_value=3))
+def test_the_split_does_not_matter_nothing_is_lost_and_a_limit_of_calls_only_cuts_the_end_off(
+    family: ToolFamily, text: str, places: list[int], max_calls: int
+) -> None:
+    items, limited = read_whole(family, text), read_whole(family, text, max_calls)
+    for texts in (cut(text, places), text):  # also character by character
+        assert joined(read(family, texts)) == items
+        assert joined(read(family, texts, max_calls)) == limited
     assert limited == items[: len(limited)]
     assert len(calls_of(limited)) == min(len(calls_of(items)), max_calls)
-    if len(calls_of(items)) < max_calls:
-        assert limited == items
+    assert limited == items or len(calls_of(items)) >= max_calls
+    contents = [item for item in items if isinstance(item, str)]
+    assert calls_of(items) or "".join(contents) == text
+    rest = text
+    for content in contents:  # verbatim, and in the order of the text
+        _, found, rest = rest.partition(content)
+        assert found
+
+
+ARGUMENTS = st.dictionaries(st.text(max_size=8), JSON_VALUES, max_size=3)
+CALLS = st.lists(st.tuples(st.text(min_size=1, max_size=8), ARGUMENTS), min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("family", [ToolFamily.HERMES, ToolFamily.LLAMA3_JSON])
-@given(
-    calls=st.lists(
-        st.tuples(st.text(min_size=1, max_size=8), st.dictionaries(st.text(max_size=8), JSON_VALUES, max_size=3)),
-        min_size=1,
-        max_size=3,
-    ),
-    indent=st.sampled_from([None, 1]),
-    is_name_first=st.booleans(),
-)
+@given(calls=CALLS, indent=st.sampled_from([None, 1]), is_name_first=st.booleans())
 def test_calls_come_out_as_they_were_written(
     family: ToolFamily, calls: list[tuple[str, dict[str, object]]], indent: int | None, is_name_first: bool
 ) -> None:
-    key = "arguments" if family is ToolFamily.HERMES else "parameters"
+    is_hermes = family is ToolFamily.HERMES
+    key = "arguments" if is_hermes else "parameters"
     objects: list[dict[str, object]] = [{"name": name, key: arguments} for name, arguments in calls]
     if not is_name_first:
         objects = [dict(reversed(each.items())) for each in objects]
     texts = [json.dumps(each, indent=indent) for each in objects]
-    is_hermes = family is ToolFamily.HERMES
     text = "\n".join(f"<tool_call>{each}</tool_call>" for each in texts) if is_hermes else "; ".join(texts)
     for items in (read_whole(family, text), joined(read(family, text))):
         assert [(item.name, json.loads(item.arguments)) for item in calls_of(items)] == calls

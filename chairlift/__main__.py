@@ -29,9 +29,9 @@ _NURSE = "from chairlift.__main__ import nurse; nurse({})"
 
 
 class Command(NamedTuple):
-    """A command of the program: its settings are the fields of `models`, in whose order they stand in the help."""
+    """A command of the program. Its settings are the fields of `models`, which the help lists in this order."""
 
-    run: Callable[..., int]  # is given an instance of each model, and returns the exit code
+    run: Callable[..., int]  # takes an instance of each model, and returns the exit code
     name: str
     summary: str
     models: tuple[str, ...]  # pydantic models, each as module:name
@@ -41,7 +41,7 @@ class Command(NamedTuple):
 
 
 def serve(engine_config: "EngineConfig", config: "ServerConfig") -> int:
-    """Serves until a signal or the engine's death. What cannot work is refused before torch is imported."""
+    """Serves until a signal comes or the engine dies. Access and listener are checked before torch loads."""
     from chairlift.api.http.access import check_access
     from chairlift.api.http.listening import Listener
     from chairlift.api.telemetry.log import set_up_logging
@@ -109,8 +109,8 @@ def bench(config: "BenchConfig") -> int:
 
 
 def _run_to_code(main: "Coroutine[Any, Any, int]") -> int:
-    """Runs a server's loop. Soon after its end the process ends, even if a thread hangs, in a tokenizer perhaps: a
-    regular exit would wait for it.
+    """Runs a server's loop. The process exits at most `_LAST_THREADS_S` after the loop's end, even if a thread hangs,
+    for instance in a tokenizer: a regular exit would wait for it.
     """
     import asyncio
 

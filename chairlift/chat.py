@@ -1,6 +1,6 @@
 """`chairlift chat`: a conversation in the terminal, with a model in this process or with a server.
 
-Ctrl-C ends an answer and keeps what there is of it; at the prompt it discards the line. Ctrl-D or /bye leaves.
+Ctrl-C ends an answer and keeps the text so far; at the prompt it discards the line. Ctrl-D or /bye leaves.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ Message = dict[str, str]
 
 
 class SamplingConfig(BaseModel):
-    """How to sample an answer; what is left out is as the model has it."""
+    """How to sample an answer; unset fields take the model's defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,7 +50,7 @@ class SamplingConfig(BaseModel):
 
 
 class AnswerConfig(SamplingConfig):
-    """What `chairlift generate` asks the model for."""
+    """Settings of `chairlift generate` beside the engine's."""
 
     prompt: str = Field(description="what to say to the model")
     raw: bool = Field(False, description="continue the prompt as plain text, without the model's chat template")
@@ -65,10 +65,10 @@ class ChatConfig(SamplingConfig):
 
 
 class Speaker(Protocol):
-    """A model, here or behind a server."""
+    """A model, in this process or on a server."""
 
     def answer(self, messages: list[Message]) -> AsyncGenerator[tuple[str, str]]:
-        """Pieces as they come: ("thought" or "text", what is new). `ConnectionError` if there is no answer."""
+        """Yields ("thought" or "text", new piece). `ConnectionError` if the server cannot be reached or fails."""
         ...
 
     async def close(self) -> None: ...
@@ -84,7 +84,7 @@ class OwnModel:
         self._params = self._llm.inputs.default_chat_params.model_copy(update=config.sampling)
 
     async def answer(self, messages: list[Message]) -> AsyncGenerator[tuple[str, str]]:
-        """See `Speaker`. Leaving it ends the request."""
+        """See `Speaker`. Closing the generator aborts the request."""
         num_told = 0
         async with contextlib.aclosing(self._llm.chat(messages, self._params)) as outputs:
             async for output in outputs:
@@ -100,7 +100,7 @@ class Server:
     """A server with `/v1/chat/completions`."""
 
     def __init__(self, config: ChatConfig, model: str | None) -> None:
-        """`model`: its name there; None: the one there is."""
+        """`model`: its name on the server; None: the server's default."""
         assert config.url is not None, "a server has an address"
         self._url = f"{config.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
         self._body = {**config.sampling, "stream": True, **({} if model is None else {"model": model})}
@@ -126,7 +126,7 @@ class Server:
             raise ConnectionError(f"{self._url} cannot be reached: {error or type(error).__name__}") from error
 
     async def close(self) -> None:
-        """Nothing is open between two answers."""
+        """Does nothing: no connection stays open between two answers."""
 
 
 def _pieces(line: str) -> list[tuple[str, str]]:
@@ -143,12 +143,12 @@ def _pieces(line: str) -> list[tuple[str, str]]:
 def _reason(body: str) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):  # no server of this kind
+    except (ValueError, LookupError, TypeError):  # not an error in OpenAI's format
         return body[:200]
 
 
 def open_speaker(config: ChatConfig, engine: EngineConfig) -> Speaker:
-    """`ConfigurationError` for settings of an engine that is the server's."""
+    """Opens the model. `ConfigurationError` if engine settings are given for a model on a server."""
     given = engine.model_fields_set
     if config.url is None:
         return OwnModel(config, engine)
@@ -166,7 +166,7 @@ class Conversation:
         self.set_system(system or "")
 
     def set_system(self, text: str) -> None:
-        """There is one system message, the first."""
+        """Replaces the system message, which comes first; an empty text removes it."""
         others = [message for message in self.messages if message["role"] != "system"]
         self.messages = ([{"role": "system", "content": text}] if text else []) + others
 
@@ -174,7 +174,7 @@ class Conversation:
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def obey(self, line: str) -> str:
-        """Obeys a line that begins with a slash; returns what to tell the user."""
+        """Executes a line that begins with a slash; returns what to tell the user."""
         command, _, rest = line.partition(" ")
         match command, rest.strip():
             case "/system", text:
@@ -201,7 +201,7 @@ class Conversation:
 
 
 def converse(speaker: Speaker, system: str | None, runner: asyncio.Runner) -> int:
-    """Reads, answers, and so on, until the user leaves; the exit code."""
+    """Answers messages from the terminal until the user leaves. Returns the exit code."""
     with contextlib.suppress(ImportError):  # on Windows
         import readline  # noqa: F401 - gives `input` a history and an editor
     conversation = Conversation(system)
@@ -219,14 +219,14 @@ def converse(speaker: Speaker, system: str | None, runner: asyncio.Runner) -> in
 
 
 def _answer(speaker: Speaker, conversation: Conversation, said: str, runner: asyncio.Runner) -> None:
-    """A message that got no answer at all is taken out again."""
+    """Adds a message and its answer, or neither if there is no answer at all."""
     conversation.messages.append({"role": "user", "content": said})
     texts: list[str] = []
     try:
         runner.run(_show(speaker, conversation.messages, texts))
     except KeyboardInterrupt:
         _tell("\n(ended)")
-    except (ConnectionError, ValueError) as error:  # ValueError: what cannot be served, such as too long a conversation
+    except (ConnectionError, ValueError) as error:  # ValueError: for instance, the conversation is too long
         _tell(f"error: {error}")
     if texts:
         conversation.messages.append({"role": "assistant", "content": "".join(texts)})
@@ -235,7 +235,7 @@ def _answer(speaker: Speaker, conversation: Conversation, said: str, runner: asy
 
 
 async def _show(speaker: Speaker, messages: list[Message], texts: list[str]) -> None:
-    """Writes the answer as it comes, and keeps its text."""
+    """Writes the answer as it arrives, and appends its text to `texts`."""
     shown = "text"
     async with contextlib.aclosing(speaker.answer(messages)) as pieces:
         async for kind, piece in pieces:

@@ -1,6 +1,6 @@
-"""Settings of the engine: what a caller asks for, and what the engine runs on once every "auto" is decided.
+"""Settings of the engine: as the caller gives them, and with every "auto" decided.
 
-`engine/execution/resolver.py` turns the one into the other. Importing this costs nothing besides pydantic.
+`engine/execution/resolver.py` makes the second from the first. This module imports nothing but pydantic.
 """
 
 from enum import StrEnum
@@ -33,14 +33,14 @@ class AttentionBackend(StrEnum):
 
 
 class Quantization(StrEnum):
-    """Coarser number formats for weights: integers in groups, with a scale each."""
+    """Quantized formats for weights: groups of integers, each group with a scale."""
 
     INT8 = "int8"
     INT4 = "int4"
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of a weight, with its share of a group's scale and offset. (A head has int8's with int4, too.)"""
+        """Bytes per weight, with its share of its group's scale and offset. (With int4, the head is int8.)"""
         return 8.5 / 8 if self is Quantization.INT8 else 4.5 / 8
 
 
@@ -51,7 +51,7 @@ class SpeculationMethod(StrEnum):
 
 
 class GenerationDefaults(StrEnum):
-    """Where the sampling settings that a request leaves open come from."""
+    """Where the sampling settings that a request does not set come from."""
 
     AUTO = "auto"
     NONE = "none"
@@ -116,10 +116,10 @@ class EngineConfig(BaseModel):
     speculation: SpeculationMethod | None = Field(
         None,
         description="ngram: guess the next tokens from the text itself and verify them in the same step, which changes"
-        " nothing but the time; on a CPU, with the cpu backend or batch_invariant",
+        " only the time; on a CPU, with the cpu backend or batch_invariant",
     )
     num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] | Auto = Field(
-        "auto", description="most tokens of a guess; auto: as many as are expected to save time, which may be none"
+        "auto", description="most tokens of a guess; auto: as many as are expected to save time, possibly none"
     )
     num_threads: Count | Auto = Field(
         "auto", description="CPU threads for the model; auto: OMP_NUM_THREADS, or the number of physical cores"
@@ -161,7 +161,7 @@ class EngineConfig(BaseModel):
         True, description="reuse the keys and values of earlier prompts that begin with the same tokens"
     )
 
-    # Whose turn it is
+    # Scheduling
     max_num_batched_tokens: Count | Auto = Field(
         "auto",
         description="most tokens of a step; longer prompts are computed in chunks; auto: 8192 on a GPU, 1024 on a CPU",
@@ -172,11 +172,11 @@ class EngineConfig(BaseModel):
     )
     preempt_after: Count | None = Field(
         None,
-        description="tokens that a request generates, each time, before one of higher priority may take its slot;"
-        " unset: no request loses its slot",
+        description="tokens that a request generates in a slot before one of higher priority may preempt it;"
+        " unset: no preemption",
     )
     preempt_levels: Count = Field(
-        1, description="how many levels of priority higher a request must be than the one whose slot it takes"
+        1, description="levels of priority by which a request must exceed the one that it preempts"
     )
 
 
@@ -191,9 +191,9 @@ class ResolvedConfig(EngineConfig):
     max_seq_len: int
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int
-    cache_tokens: int = 0  # that all slots together have memory for
-    is_cache_elastic: bool = False  # memory is taken as sequences grow, so that not every slot can be full
-    keeps_groups: bool = False  # weights that are stored in groups are multiplied as they are
+    cache_tokens: int = 0  # tokens that all slots together have memory for
+    is_cache_elastic: bool = False  # memory is allocated as sequences grow, so not every slot can be full
+    keeps_groups: bool = False  # weights that are stored in quantized groups are multiplied in that form
     page_size: int = 1  # tokens; the attention backend reads a slot in pages of that size
     fallback_reason: str | None = None  # why "auto" on a CPU became torch rather than native code
 

@@ -1,7 +1,7 @@
-"""What concerns a device and no model: copies, waiting for it, and kernels that torch compiles for it.
+"""Device functions that know no model: copies, synchronization, and kernels that torch compiles.
 
-Copies between host and device do not wait for the device. One to the device leaves from pinned memory; one to the host
-lands in it, and an `Arrival` says when it is there. On a CPU a tensor is its own copy, and is there at once.
+Copies between host and device are asynchronous, from and to pinned memory. An `Arrival` tells when a copy to the host
+is complete. On a CPU nothing is copied: the tensor itself is returned.
 """
 
 import functools
@@ -21,7 +21,7 @@ _R = TypeVar("_R")
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Starts a copy of the host's tensor to the device and does not wait; the tensor must not change any more."""
+    """Starts an asynchronous copy of a host tensor to the device. The tensor must not change afterwards."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -33,32 +33,32 @@ def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
 
 
 def bring(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on its way to the host: not to be read before an `Arrival` marked after it."""
+    """Starts an asynchronous copy to the host. Reading it must wait for an `Arrival` that is marked afterwards."""
     return tensor.to("cpu", non_blocking=True)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the one on which compiled kernels run, and for which memory is pinned; in this thread, meanwhile."""
+    """A context in which this thread runs compiled kernels on that GPU and pins memory for it; nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The end of all that was launched before it."""
+    """The completion of all work launched before it."""
 
-    event: torch.cuda.Event | None  # None: it was over when the launch returned
+    event: torch.cuda.Event | None  # None: the work was complete when the launch returned
 
     @classmethod
     def mark(cls, device: torch.device) -> "Arrival":
-        """Marks this place in the device's order of work."""
+        """Marks the current end of the device's work."""
         if device.type != "cuda":
             return cls(None)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter sleeps
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting sleeps instead of spinning
         event.record(torch.cuda.current_stream(device))
         return cls(event)
 
     def wait(self) -> None:
-        """Returns when the device has got there. Raises what went wrong on it."""
+        """Waits until the work is complete. Raises the device's error, if any."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -66,8 +66,8 @@ class Arrival:
 def compiled_on_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A function of tensors that torch compiles when it is first called with one on a CUDA device.
 
-    Torch's elementwise operators between the products of a layer are some thirty kernels of a few microseconds each;
-    compiled, they are four.
+    Torch's elementwise operators between the products of a layer take some thirty kernels of a few microseconds each;
+    compiled, they take four.
     """
 
     @functools.cache
@@ -92,6 +92,6 @@ def _find_compile_obstacle(device: torch.device) -> str | None:
     """Why torch.compile cannot make kernels for that device; None if it can. It needs Triton and a C compiler."""
     try:
         torch.compile(F.silu)(torch.zeros(256, device=device))
-    except Exception as error:  # the compiler's own, a missing program's or library's: each means the same here
+    except Exception as error:  # of the compiler, or due to a missing program or library: all have the same effect
         return next(iter(str(error).splitlines()), type(error).__name__)
     return None

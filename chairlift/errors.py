@@ -7,17 +7,17 @@ ChairliftError
 │   └── ModelNotFound                a request names a model that is not served here
 ├── ConfigurationError (ValueError)  a setting that cannot work on this machine or with this model
 │   └── CheckpointError              a checkpoint that is missing, damaged or not a supported model
-├── CacheFull (ValueError)           more slots asked for than are free
+├── CacheFull (ValueError)           more slots asked for than are free or warm
 ├── InvalidApiKey                    a request without a key that this server knows
 ├── Unserved                         the request got no slot; `retry_after` says when to try again
 │   ├── QueueFull                    the waiting queue has no place for it
-│   └── QueueTimeout                 it waited longer for a slot than it may
+│   └── QueueTimeout                 it waited too long for a slot
 ├── ClientTooBusy                    one client has too many requests being read or checked
 ├── ServerTooBusy                    all clients together have too many requests being read or checked
 ├── GrammarsBusy                     no grammar can be compiled now: there are too many others
-├── EngineClosed                     the engine was closed, or is draining; nothing new is taken
-├── RequestFailed                    this one request could not be computed; the others go on
-└── EngineDead                       a step failed or hung; the engine serves nothing any more
+├── EngineClosed                     the engine was closed, or is draining; it accepts no new requests
+├── RequestFailed                    this one request could not be computed; others continue
+└── EngineDead                       a step failed or hung; the engine has stopped
     └── EngineHung                   a step took longer than its limit
 """
 
@@ -26,14 +26,14 @@ from typing import Any
 
 
 class ChairliftError(Exception):
-    """Base of all exceptions that this package raises on purpose. They can be sent to other processes as they are."""
+    """Base of all exceptions that this package raises on purpose. Instances can be pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _revive, (type(self), self.args), self.__dict__
 
 
 def _revive(kind: type[ChairliftError], args: tuple[Any, ...]) -> ChairliftError:
-    """Without the constructor, whose arguments may be others than the error's."""
+    """Bypasses the constructor, whose parameters may differ from `args`."""
     return kind.__new__(kind, *args)
 
 
@@ -50,7 +50,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class InvalidGrammar(InvalidRequest):
-    """The grammar or schema that an answer must follow cannot be compiled, for a `reason`, in a `line` of it."""
+    """The grammar or schema that an answer must follow cannot be compiled. `line` is None where unknown."""
 
     def __init__(self, reason: str | None, line: int | None = None) -> None:
         place = "" if line is None else f"line {line}: "
@@ -64,7 +64,7 @@ class ModelNotFound(InvalidRequest):
 
 
 class InvalidApiKey(ChairliftError):
-    """The request brings no key, or none that this server knows."""
+    """The request has no key, or one that this server does not know."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -83,20 +83,20 @@ _MOST_OF_MESSAGE = 1000
 
 
 def shown(value: object) -> str:
-    """What a file holds as it may stand in a message: quoted, and no longer than a few words."""
+    """A value from a file, quoted for a message and cut after `_MOST_OF_VALUE` characters."""
     text = repr(value)
     return text if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]}..."
 
 
 def named(name: object) -> str:
-    """A name from a file: as it is if that is what names look like, else as `shown`."""
+    """A name from a file: unchanged if it looks like a name, else as `shown` formats it."""
     return str(name) if _PLAIN_NAME.fullmatch(str(name)) else shown(name)
 
 
 class CheckpointError(ConfigurationError):
     """A checkpoint that is missing, damaged, or of a kind that is not supported.
 
-    Its files may hold anything, and so may what libraries say of them: the message is one line, and has an end.
+    Its files, and libraries' errors about them, may contain anything: the message becomes one line of limited length.
     """
 
     def __init__(self, message: str) -> None:
@@ -107,7 +107,7 @@ class CheckpointError(ConfigurationError):
 
 
 class CacheFull(ChairliftError, ValueError):
-    """More slots were asked for than are free. Nothing was claimed."""
+    """More slots were asked for than are free or warm. Nothing was claimed."""
 
     def __init__(self, num_asked: int, num_free: int) -> None:
         super().__init__(f"asked for {num_asked} cache slots, {num_free} are free")
@@ -116,7 +116,7 @@ class CacheFull(ChairliftError, ValueError):
 
 
 class Unserved(ChairliftError):
-    """The request left the queue, or found no place in it; the queue may be shorter in `retry_after` seconds."""
+    """The request was not queued, or was removed from the queue, which may be shorter in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -128,11 +128,11 @@ class QueueFull(Unserved):
 
 
 class QueueTimeout(Unserved):
-    """The request waited longer for a slot than it may."""
+    """The request waited too long for a slot."""
 
 
 class ClientTooBusy(ChairliftError):
-    """One client has as many requests being read or checked as it may."""
+    """One client has too many requests being read or checked."""
 
 
 class ServerTooBusy(ChairliftError):
@@ -147,16 +147,16 @@ class GrammarsBusy(ChairliftError):
 
 
 class EngineClosed(ChairliftError):
-    """The engine was closed or is draining; nothing new is taken."""
+    """The engine was closed or is draining; it accepts no new requests."""
 
 
 class RequestFailed(ChairliftError):
-    """This one request could not be computed; the others go on."""
+    """This one request could not be computed; others continue."""
 
 
 class EngineDead(ChairliftError):
-    """A step failed or hung and the engine stopped; what ran then ended with this error."""
+    """A step failed or hung and the engine stopped; its running requests ended with this error."""
 
 
 class EngineHung(EngineDead):
-    """A step did not come back within its limit, or the engine's thread is gone."""
+    """A step exceeded its time limit, or the engine's thread is gone."""

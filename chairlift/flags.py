@@ -1,8 +1,8 @@
-"""Command-line flags and environment variables, read off pydantic models.
+"""Command-line flags and environment variables, derived from pydantic models.
 
 A field `max_batch_size` of the command `serve` is the flag `--max-batch-size` and the environment variable
 `CHAIRLIFT_SERVE__MAX_BATCH_SIZE`; the flag wins. The field's description is the flag's help, and the model validates.
-Every mistake is a line of a `ConfigurationError`.
+A `ConfigurationError` has one line for each mistake.
 """
 
 import argparse
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HELP_COLUMN = 32
 _HELP_WIDTH = 110
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE", SecretStr: "KEY"}
-_DEMANDS = {  # pydantic's types of errors in words that follow "must be"
+_DEMANDS = {  # pydantic's error types, in words that follow "must be"
     "greater_than_equal": "at least {ge:g}",
     "greater_than": "above {gt:g}",
     "less_than_equal": "at most {le:g}",
@@ -39,7 +39,7 @@ _DEMANDS = {  # pydantic's types of errors in words that follow "must be"
     "bool_parsing": "true or false",
     "finite_number": "a finite number",
 }
-_FORM_ERRORS = ("literal_error", "enum", "missing", "too_long")  # the words and tuples that are allowed say enough
+_FORM_ERRORS = ("literal_error", "enum", "missing", "too_long")  # listing the allowed values is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class _Given:
 
 
 def read_settings(command: "Command", arguments: Sequence[str]) -> tuple[Any, ...]:
-    """An instance of each of the command's models; `ConfigurationError` if anything is wrong."""
-    flags = _read_flags(command, arguments)  # first: `--help` is answered whatever the variables are
+    """Makes an instance of each of the command's models. `ConfigurationError` if a setting is wrong."""
+    flags = _read_flags(command, arguments)  # first, so that `--help` works even if a variable is wrong
     given = _read_variables(command) | flags
     settings: list[BaseModel] = []
     complaints: list[str] = []
@@ -95,7 +95,7 @@ def _suggestion(word: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """What a value may be: types; the words of enums and literals; a tuple as its parts' metavars."""
+    """Yields what a value may be: types, the values of enums and literals, and for a tuple its parts' metavars."""
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         yield from (str(member.value) for member in annotation)
     elif get_origin(annotation) is Literal:
@@ -128,7 +128,7 @@ def _read_variables(command: "Command") -> dict[str, _Given]:
     names = {_variable(command, setting): setting for setting in fields_of(command)}
     given = {}
     for variable, text in os.environ.items():
-        known = variable.upper()  # their case does not matter
+        known = variable.upper()  # case-insensitive
         if known in names:
             given[names[known]] = _given(command, names[known], [text], variable)
         elif known.startswith(_variable(command, "")):
@@ -160,7 +160,7 @@ def _read_flags(command: "Command", arguments: Sequence[str]) -> dict[str, _Give
 
 
 def _given(command: "Command", setting: str, texts: Sequence[str], source: str) -> _Given:
-    """What holds several values is split at commas."""
+    """Splits the values of list and tuple settings at commas."""
     parts = [part.strip() for part in ",".join(texts).split(",")]
     return _Given(parts if _holds_several(fields_of(command)[setting].annotation) else texts[-1], source)
 
@@ -210,7 +210,7 @@ def _make_parser(command: "Command") -> _Parser:
     first = next(iter(fields))
     sample = f"A flag is also an environment variable: {_variable(command, first)} for {_flag(first)}."
     parser.epilog = "\n  ".join([f"{sample}\n\nexamples:", *command.examples])
-    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this and leave")
+    parser.add_argument_group("help").add_argument("-h", "--help", action="help", help="show this help and exit")
     return parser
 
 
@@ -234,7 +234,7 @@ def _add_flag(group: Any, name: str, info: FieldInfo) -> argparse.Action:
 
 
 def _complaints(error: ValidationError, command: "Command", given: Mapping[str, _Given]) -> list[str]:
-    """One line for each setting; the errors of a setting are those of the alternatives that it could be."""
+    """One line for each setting, which combines the errors of all types that the setting may have."""
     by_setting: dict[str, list[ErrorDetails]] = {}
     for each in error.errors(include_url=False):
         by_setting.setdefault(str(each["loc"][0]) if each["loc"] else "", []).append(each)

@@ -37,7 +37,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end token, a stop token, a stop string, or a repetition
     LENGTH = "length"  # max_tokens, or the slot is full
-    ABORT = "abort"  # the caller took it back, the server is going down, or it could not be computed
+    ABORT = "abort"  # the request was aborted, timed out or failed, or the server shut down
 
 
 GRAMMAR_LIMIT = "grammar_limit"
@@ -76,7 +76,7 @@ class StructuredOutputs:
 
 
 def find_excess(schema: object) -> str | None:
-    """What exceeds the limits of a schema, if anything does. Looks at no more of it than the limits allow."""
+    """Says how a schema exceeds the limits; None if it does not. Stops reading at the first excess."""
     num_characters, waiting = 0, [(schema, 1)]
     while waiting:
         value, depth = waiting.pop()
@@ -96,9 +96,9 @@ def find_excess(schema: object) -> str | None:
 class RepetitionDetection:
     """Ends a text whose last tokens are one pattern `min_count` times in a row; names and meaning as in vLLM."""
 
-    max_pattern_size: int = Field(ge=1, le=MAX_PATTERN, description="most tokens of the pattern")
+    max_pattern_size: int = Field(ge=1, le=MAX_PATTERN, description="longest pattern, in tokens")
     min_pattern_size: int = Field(default=1, ge=0, le=MAX_PATTERN, description="fewest; 0 means 1")
-    min_count: int = Field(ge=2, le=MAX_PATTERN, description="how many times in a row the pattern must stand there")
+    min_count: int = Field(ge=2, le=MAX_PATTERN, description="times in a row that the pattern must occur")
 
     def __post_init__(self) -> None:
         if self.min_pattern_size > self.max_pattern_size:
@@ -196,21 +196,21 @@ class RequestOptions:
     priority: int = Field(
         default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="lower is served first; waiting makes up for it"
     )
-    tenant: str = Field(default="", description="who sent it; tenants get equal shares of the machine")
+    tenant: str = Field(default="", description="the sender; tenants get equal shares of the machine")
     cache_salt: str = Field(default="", description="only requests with the same salt reuse each other's prompts")
     queue_share: float = Field(
         default=1.0, gt=0.0, le=1.0, description="share of the waiting queue that the tenant's requests may fill"
     )
     timeout: float | None = Field(
-        default=None, gt=0.0, allow_inf_nan=False, description="seconds after its arrival until it is given up"
+        default=None, gt=0.0, allow_inf_nan=False, description="seconds after its arrival at which it is aborted"
     )
     speculation: Literal["auto", "off"] = Field(
-        default="auto", description="off: nothing is guessed for it; auto: as the engine's setting has it"
+        default="auto", description="off: no speculation for this request; auto: the engine's setting"
     )
     prediction: str = Field(
         default="",
         max_length=2**20,
-        description="text that much of the answer may repeat: where the engine speculates, guesses come from it",
+        description="text that the answer is likely to repeat: an engine that speculates guesses from it",
     )
 
 
@@ -219,25 +219,25 @@ DEFAULT_OPTIONS = RequestOptions()
 
 @dataclass(slots=True)
 class Logprob:
-    """A token's natural log-probability by the model's own logits, before temperature, penalties, bias and masks.
+    """A token's natural log-probability from the model's own logits, before temperature, penalties, bias and masks.
 
-    Not frozen: hundreds are made in every step, and freezing costs more than the rest of making one.
+    Not frozen: every step makes hundreds, and a frozen instance takes more than twice as long to make.
     """
 
     logprob: float
     rank: int  # 1: no token was likelier
-    decoded_token: str | None = None  # with replacement characters where its bytes make no character by themselves
+    decoded_token: str | None = None  # replacement characters stand for bytes that are no complete character
 
 
 TokenLogprobs = dict[int, Logprob]
-"""One position's: first the token that stands there, then the likeliest ones in order."""
+"""For one position: first the token at that position, then the likeliest tokens in order."""
 
 
 _Item = TypeVar("_Item")
 
 
 class _Prefix(Sequence[_Item]):
-    """The present items of a list that only grows. A copy in every step would take quadratic time."""
+    """A view of the items that an append-only list has now. Copying them in every step would take quadratic time."""
 
     def __init__(self, items: Sequence[_Item]) -> None:
         self._items = items
@@ -270,11 +270,11 @@ class CompletionOutput:
     # The stop token or stop string that ended it, "repetition_detected", "timeout" or GRAMMAR_LIMIT; None for the end
     # token, and for other aborts.
     stop_reason: int | str | None = None
-    error: str | None = None  # why it could not be computed; its finish reason is then ABORT
+    error: str | None = None  # why it failed; its finish reason is then ABORT
     logprobs: Sequence[TokenLogprobs] | None = None  # one per token, if asked for; a list once it has finished
-    num_reasoning_tokens: int = 0  # between the marks of its thoughts, where it is known how the model marks them
-    num_accepted_tokens: int = 0  # of the answer, that were guessed; see docs/speculation.md
-    num_rejected_tokens: int = 0  # that were guessed and verified, and are not in the answer
+    num_reasoning_tokens: int = 0  # between the model's reasoning markers, where these are known
+    num_accepted_tokens: int = 0  # tokens of the answer that were guessed; see docs/speculation.md
+    num_rejected_tokens: int = 0  # tokens that were guessed and verified, but are not in the answer
     text_offsets: Sequence[int] | None = None  # with logprobs: where in the text each token's characters begin
 
     @property
@@ -285,7 +285,7 @@ class CompletionOutput:
         return sum(next(iter(position.values())).logprob for position in self.logprobs)
 
     def copy(self) -> Self:
-        """As it is now, whatever comes later. Itself once it has ended, as nothing changes any more."""
+        """A snapshot that later tokens do not change. Returns itself once it has finished."""
         if self.finish_reason is not None:
             return self
         return replace(
@@ -298,14 +298,14 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """When a request came, got its first slot and its first token, by `time.perf_counter()`; None: it has not yet."""
+    """When a request arrived, got its first slot and its first token, by `time.perf_counter()`; None: not yet."""
 
     arrival: float
     admission: float | None
     first_token: float | None
 
     def first_of(self, other: "RequestTimes") -> "RequestTimes":
-        """Whatever came first in either."""
+        """The earlier of the two for each time."""
         return RequestTimes(
             min(self.arrival, other.arrival),
             _first(self.admission, other.admission),
@@ -326,7 +326,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # if asked for; None for the first token
-    num_cached_tokens: int = 0  # of the prompt, whose keys and values an earlier request had left or shared
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values were reused from another request
     times: RequestTimes | None = field(default=None, compare=False)  # the earliest of all continuations
 
     @property

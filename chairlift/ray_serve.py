@@ -1,10 +1,10 @@
-"""Chairlift on Ray Serve: replicas of one engine each, behind an ingress that sends prompts where they are warm.
+"""Chairlift on Ray Serve: replicas of one engine each, behind an ingress that prefers replicas with a warm prefix.
 
     serve run chairlift.ray_serve:build_app model=smollm2 num_replicas=2
 
-The ingress reads a request's body, names the blocks of its prompt, and hands the request to a replica, whose answer it
-passes on as it comes. A replica is the whole HTTP application on a socket of its own, so that streams, errors, keys and
-clients that leave are what they are without Ray. What a replica counts, Ray's metrics have with its name.
+The ingress reads a request's body, names the blocks of its prompt, forwards the request to a replica, and streams the
+answer back. A replica runs the whole HTTP application on a socket of its own, so that streams, errors, keys and
+disconnects work as they do without Ray. Ray exports each replica's metrics under the same names.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from chairlift.routing import PrefixRouter, name_blocks
 logger = logging.getLogger(__name__)
 
 _METRICS_INTERVAL_S = 5.0
-_HEALTH_PERIOD_S = 2.0  # after which a replica that died is noticed, and started anew
-_MIN_WINDOW_S, _SAMPLES_OF_WINDOW = 1.0, 4  # of the load; Ray's own 30 s would come on top of the delay
-_NUM_TRIES = 2  # a request whose replica died before it answered goes to another one, once
+_HEALTH_PERIOD_S = 2.0  # within which a dead replica is noticed and restarted
+_MIN_WINDOW_S, _SAMPLES_OF_WINDOW = 1.0, 4  # for averaging the load; Ray's default of 30 s would add to the delay
+_NUM_TRIES = 2  # a request whose replica dies before it answers is retried once, on another one
 _PROMPT_FIELDS = ("tools", "system", "instructions", "input", "prompt", "messages")  # in the order of chat templates
 _OWN_HEADERS = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "date", "server"}
 _READ_BUFFER_BYTES = 2**20
@@ -49,9 +49,9 @@ _READ_BUFFER_BYTES = 2**20
 
 _DECIDED_BY_RAY = {
     "api_workers": "a replica is one process; set num_replicas",
-    "drain_delay": "Ray sends a replica that goes no more requests",
+    "drain_delay": "Ray sends no requests to a replica that is shutting down",
     "log_format": "Ray writes the log",
-    "log_interval": "Ray's metrics say what it would",
+    "log_interval": "Ray's metrics have the same values",
     "client_timeout": "Ray's proxy has request_timeout_s in its http_options",
     "idle_timeout": "Ray's proxy has keep_alive_timeout_s in its http_options",
 } | dict.fromkeys(
@@ -60,7 +60,7 @@ _DECIDED_BY_RAY = {
 
 
 class ReplicaConfig(BaseModel):
-    """How many replicas there are, and what each may take of a node."""
+    """The number of replicas, and the resources of each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -87,7 +87,7 @@ class ReplicaConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request on its way to a replica; `blocks` are what the router looks at."""
+    """A request to be forwarded to a replica; the router reads its `blocks`."""
 
     method: str
     target: str  # path and query, as they were sent
@@ -98,7 +98,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How an answer begins."""
+    """Status and headers of an answer."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -108,13 +108,13 @@ class WarmReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped 
     """Ray Serve's request router over `PrefixRouter`. Loads are the queue lengths that Ray keeps."""
 
     def initialize_state(self) -> None:
-        """Called by Ray in the place of a constructor."""
+        """Called by Ray instead of a constructor."""
         self._prefixes = PrefixRouter[ReplicaID]()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Each replica is a rank of its own, so that the best one that takes requests gets this one."""
+        """Puts each replica in a rank of its own, so that the best one with capacity gets the request."""
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         lengths = self.replica_queue_len_cache
         loads = {replica_id: lengths.get(replica_id) or 0 for replica_id in replicas}
@@ -123,7 +123,7 @@ class WarmReplicaRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped 
         return [[replicas[chosen]] for chosen in self._prefixes.rank(_blocks_of(pending_request), loads)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, _: Any) -> None:
-        """The replica has taken it."""
+        """Called by Ray when a replica has accepted the request."""
         self._prefixes.note(_blocks_of(pending_request), replica_id)
 
 
@@ -133,7 +133,7 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self, engine: EngineConfig, server: ServerConfig, stream_interval: float
     ) -> None:
-        """Loads the model, and what it takes to: the ingress, and who deploys both, have no use for torch."""
+        """Loads the model. Imports torch only here, because the ingress and the deploying process do not need it."""
         from chairlift.api.app import Api
         from chairlift.api.http import connections_of
         from chairlift.api.server import make_runner
@@ -159,7 +159,7 @@ class Replica:
         self._reporting = asyncio.create_task(self._report(), name="chairlift-ray-metrics")
 
     async def forward(self, call: Call) -> AsyncGenerator[Head | bytes]:
-        """The answer: its head, then its body as it comes. Who stops reading ends the request and frees its slot."""
+        """Yields the answer's head, then its body as it arrives. Closing the generator aborts the request."""
         url = URL(f"http://replica{call.target}", encoded=True)
         async with self._http.request(
             call.method, url, headers=call.headers, data=call.body or None, allow_redirects=False
@@ -168,11 +168,11 @@ class Replica:
             yield Head(answer.status, headers)
             async for chunk in answer.content.iter_any():
                 yield chunk
-                if not answer.content.at_eof():  # Ray's processes together take some milliseconds for each piece
+                if not answer.content.at_eof():  # each piece takes Ray's processes some milliseconds
                     await asyncio.sleep(self._stream_interval)
 
     async def check_health(self) -> None:
-        """Called by Ray, which starts a replica anew if this raises."""
+        """Called by Ray, which restarts the replica if this raises."""
         await self._api.health()
 
     async def __del__(self) -> None:
@@ -186,7 +186,7 @@ class Replica:
         self._folder.cleanup()
 
     async def _report(self) -> None:
-        """Keeps Ray's metrics as new as the engine's, under the same names. An error ends it, and not the replica."""
+        """Copies the engine's metrics to Ray's, under the same names. An error ends this task, not the replica."""
         gauges: dict[str, Gauge] = {}
         try:
             while True:
@@ -203,14 +203,14 @@ class Replica:
 
 
 class Ingress:
-    """Where requests come in. What it refuses by itself, it refuses in the words of a server."""
+    """Receives requests. Its own refusals look like a server's."""
 
     def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
         self._forward = replicas.options(stream=True).forward
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, request: Request) -> Response:
-        """A replica's answer; 413 if the body is too large, 429 if too many wait, 503 if no replica lives."""
+        """A replica's answer; 413 if the body is too large, 429 if too many wait, 503 if no replica is alive."""
         try:
             body = await self._read(request)
         except web.HTTPRequestEntityTooLarge as error:
@@ -234,7 +234,7 @@ class Ingress:
         return _refuse(request, EngineClosed("the replicas that this request was sent to died; try again"))
 
     async def _read(self, request: Request) -> bytes:
-        """The whole body, of which no more is kept than a replica would take."""
+        """Reads the whole body. HTTPRequestEntityTooLarge, without reading more, if a replica would refuse it."""
         chunks, num_bytes = [], 0
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_body_bytes:
@@ -254,12 +254,12 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _end_to_end(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Without those that are about one connection."""
+    """The headers without those that concern a single connection."""
     return [(name, value) for name, value in headers.items() if name.lower() not in _OWN_HEADERS]
 
 
 def _name_prompt(headers: Mapping[str, str], body: bytes) -> list[bytes]:
-    """The blocks of whatever the body asks about; none if it makes no sense, which a replica will say better."""
+    """The block names of the body's prompt; none if the body is invalid, which the replica will report."""
     try:
         fields = from_json(body)
     except ValueError:
@@ -271,7 +271,7 @@ def _name_prompt(headers: Mapping[str, str], body: bytes) -> list[bytes]:
 
 
 def _blocks_of(pending_request: PendingRequest | None) -> list[bytes]:
-    """Ray pickles the router with its module, whose `Call` is then another class than the ingress's: no isinstance."""
+    """Uses no isinstance: Ray pickles the router with its module, so its `Call` is not the ingress's class."""
     calls = [] if pending_request is None else pending_request.args
     return calls[0].blocks if calls else []
 
@@ -281,9 +281,9 @@ def deployment(
     server: ServerConfig = ServerConfig(),  # noqa: B008
     replicas: ReplicaConfig = ReplicaConfig(),  # noqa: B008
 ) -> serve.Application:
-    """The application, for `serve.run`. A replica that is taken away ends its requests first, for `drain_timeout`.
+    """The application, for `serve.run`. A removed replica first completes its requests, within `drain_timeout`.
 
-    `ConfigurationError` for settings of a server that Ray decides.
+    `ConfigurationError` for server settings that have no effect on Ray Serve.
     """
     if rays := server.model_fields_set & _DECIDED_BY_RAY.keys():
         name = min(rays)
@@ -326,14 +326,12 @@ def deployment(
 def build_app(settings: dict[str, Any]) -> serve.Application:
     """For `serve run` and Serve's configuration files: fields of `EngineConfig`, `ServerConfig` and `ReplicaConfig`.
 
-    `ConfigurationError` for a setting that there is not.
+    `ConfigurationError` for an unknown setting.
     """
     models: tuple[type[Any], ...] = EngineConfig, ServerConfig, ReplicaConfig
     unknown = settings.keys() - {name for model in models for name in model.model_fields}
     if unknown:
-        raise ConfigurationError(
-            f"there is no setting {min(unknown)!r}: see chairlift serve --help and docs/scaling.md"
-        )
+        raise ConfigurationError(f"unknown setting {min(unknown)!r}: see chairlift serve --help and docs/scaling.md")
     return deployment(
         *(model(**{name: settings[name] for name in settings.keys() & model.model_fields}) for model in models)
     )

@@ -119,7 +119,7 @@ def test_settings_come_as_texts_from_the_command_line_and_unknown_ones_are_refus
     from chairlift.ray_serve import build_app
 
     build_app({"max_replicas": "3", "num_gpus": "0.5", "max_batch_size": "8", "vllm_metrics": "true"})
-    with pytest.raises(ConfigurationError, match="there is no setting 'replicas'"):
+    with pytest.raises(ConfigurationError, match="unknown setting 'replicas'"):
         build_app({"replicas": "2", "model": "bundled"})
     with pytest.raises(ValueError, match="num_replicas"):
         build_app({"num_replicas": "none"})

@@ -1,7 +1,6 @@
-"""The HTTP server; here what it can be told: where to listen, who may come in, what one request may cost, and how long
-to wait for whom.
+"""The HTTP server. This module holds its settings: addresses, access, limits on requests, and timeouts.
 
-Importing this costs neither aiohttp nor torch: the command line reads its flags here.
+Importing it loads neither aiohttp nor torch, because the command line reads its flags from here.
 """
 
 from enum import StrEnum
@@ -13,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from chairlift.api.tools import ReasoningFamily, ToolFamily
 
 KEYS_VARIABLE = "CHAIRLIFT_API_KEY"
-"""The environment variable with keys, separated by commas."""
+"""The environment variable that holds API keys, separated by commas."""
 
 
 class LogFormat(StrEnum):
-    """What a record of the log becomes."""
+    """The format of a log record."""
 
     TEXT = "text"
     JSON = "json"
@@ -32,7 +31,7 @@ class ServerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # Where, and as what
+    # Address and identity
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     ssl_certfile: Path | None = Field(None, description="certificate, and its chain, for https; a PEM file")
@@ -52,11 +51,11 @@ class ServerConfig(BaseModel):
     )
     api_workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
         "auto",
-        description="processes that read requests and write replies, beside the engine's; 1: the engine's own does;"
+        description="processes that handle HTTP, beside the engine's; 1: the engine's own process does it;"
         " auto: 1 on a CPU, on a GPU one for every 256 of max_batch_size",
     )
 
-    # Who may come in, and how much of the server is theirs
+    # Access, and each key's share of the server
     api_key: list[SecretStr] = Field(
         [],
         description="a key that clients must send; may be given several times. Keys in the environment's"
@@ -82,7 +81,7 @@ class ServerConfig(BaseModel):
         " may be given several times; *: all",
     )
 
-    # How much is read of a client, and how long it is waited for
+    # Limits on what clients send, and timeouts
     max_body_bytes: int = Field(10 * 2**20, ge=1, description="largest request body; more is refused")
     client_timeout: Timeout = Field(
         60.0,
@@ -97,7 +96,7 @@ class ServerConfig(BaseModel):
     )
     drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after SIGTERM and drain_delay")
 
-    # What is counted and logged
+    # Metrics and the log
     vllm_metrics: bool = Field(
         False,
         description="also show on /metrics, under vLLM's names, what routers read: requests that run and wait, use of"

@@ -45,17 +45,17 @@ _Body = TypeVar("_Body", bound=BaseModel)
 _Made = TypeVar("_Made")
 
 _OPEN_PATHS = PAGE_PATHS | {route.path for route in ROUTES if route.is_open}
-_TOLD_PATHS = {route.path for route in ROUTES} | {"/", WATCH_PATH}  # in metrics and the log
-_READERS = "readers of the reference"  # as one client of the workers
+_TOLD_PATHS = {route.path for route in ROUTES} | {"/", WATCH_PATH}  # named in metrics and the log
+_READERS = "readers of the reference"  # all of them count as one client of the threads
 
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """What the servers of one engine share; there are several where it has API workers."""
+    """State that all servers of one engine share; there are several if it has API workers."""
 
     keys: Mapping[str, KeyLimits]
     store: Store
-    read_books: Callable[[Counts], Awaitable[tuple[EngineStats, Counts]]]  # with the own counts, all of them
+    read_books: Callable[[Counts], Awaitable[tuple[EngineStats, Counts]]]  # this server's counts -> those of all
     engine_pid: int
 
     @classmethod
@@ -87,16 +87,16 @@ class Api:
         self.cors = Cors(config.allowed_origin, config.allowed_host)
         self._bodies = BodyReader(config.max_body_bytes, config.client_timeout)
         self._job_maker = JobMaker(llm, self._model_name, self._shared.store, config)
-        # What takes long never stands before what does not; and a reply that is there is not refused any more.
+        # Slow calls must not delay quick ones, and work for a reply that exists is never refused.
         self._quick_threads = CallThreads(4, max_per_client=4096, max_waiting=16384)
         self._slow_threads = CallThreads(2, max_per_client=256, max_waiting=1024)
         self._reply_threads = CallThreads(1)
         self._all_threads = self._quick_threads, self._slow_threads, self._reply_threads
         self.counts = Counts()
         self._has_vllm_metrics = config.vllm_metrics
-        self._turn = asyncio.Lock()  # of replies that take the loop milliseconds: one in a turn of it
+        self._turn = asyncio.Lock()  # one at a time of the replies that block the event loop for milliseconds
         self.is_leaving = self.is_draining = False  # /health says so; requests are refused
-        self.num_active = 0  # requests from their headers to the last byte of their replies
+        self.num_active = 0  # requests between their headers and the last byte of their replies
 
     def make_app(self) -> web.Application:
         """The application, for a runner with `handler_cancellation=True`, which notices clients that leave."""
@@ -141,7 +141,7 @@ class Api:
         return _json(TokenizerInfo.of(self._llm.inputs))
 
     async def reset_prefix_cache(self, _: web.Request) -> web.Response:
-        if len(self.keys) > 1:  # what is slow for all afterwards must not be one's to decide
+        if len(self.keys) > 1:  # no single key may slow down all others
             raise web.HTTPForbidden(text="several API keys share this server, so none of them may empty the cache")
         await self._llm.reset_prefix_cache()
         return _json(Health())
@@ -176,7 +176,7 @@ class Api:
         if not self._llm.is_healthy:
             raise EngineClosed("the engine does not respond")
         if any(workers.is_stuck for workers in self._all_threads):
-            raise EngineClosed("a request has been in checks for too long; restart the server if this lasts")
+            raise EngineClosed("checking a request takes too long; restart the server if this lasts")
         return _json(Health())
 
     async def metrics_text(self, request: web.Request) -> web.Response:
@@ -201,7 +201,7 @@ class Api:
             return await self._quick_threads.for_client(_READERS)(docs_page)
 
     async def _generate(self, request: web.Request, body_type: type[BaseModel]) -> web.StreamResponse:
-        """Two coroutines, so that nothing keeps the body or what was read out of it while the request runs."""
+        """Split in two, so that neither the body nor what was parsed from it stays in memory while the request runs."""
         return await answer(self._llm, await self._make_job(request, body_type), request)
 
     async def _make_job(self, request: web.Request, body_type: type[BaseModel]) -> Job:
@@ -216,7 +216,7 @@ class Api:
     async def _answer_at_once(
         self, request: web.Request, body_type: type[_Body], make_reply: Callable[[_Body], BaseModel]
     ) -> web.Response:
-        """Without asking the engine."""
+        """Answers without the engine."""
         client = self.keys.client_of(request)
         text, _ = await self._read(request, client, body_type, lambda body: make_reply(body).model_dump_json())
         return web.Response(text=text, content_type="application/json")
@@ -224,7 +224,7 @@ class Api:
     async def _read(
         self, request: web.Request, client: Client, body_type: type[_Body], make: Callable[[_Body], _Made]
     ) -> tuple[_Made, OffLoop]:
-        """The job of the checked body, made in a worker's thread; and where to run more such work."""
+        """Parses the body and calls `make`, in a worker's thread. Returns the result, and where to run more."""
         raw = await self._bodies.read(request, client.name)
         off_loop = (self._slow_threads if raw.is_large else self._quick_threads).for_client(client.name)
 
@@ -236,13 +236,13 @@ class Api:
         return await off_loop(parse), off_loop
 
     def _check_model(self, name: str | None) -> None:
-        """`ModelNotFound` for another model's name. Without a name the served model is meant."""
+        """`ModelNotFound` for another model's name. None stands for the served model."""
         if name not in (None, self._model_name):
             raise ModelNotFound(f"there is no model {name!r} here, only {self._model_name!r}", "model")
 
     @web.middleware
     async def _count_active(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Counts what is asked of the engine, and refuses it when the engine is dead or the server shuts down."""
+        """Counts POST requests, and refuses them when the engine is dead or the server shuts down."""
         if request.method != "POST":
             return await handler(request)
         if self._llm.death is not None:

@@ -1,4 +1,4 @@
-"""How the served model writes calls and thoughts, and so how answers are read and what they are held to."""
+"""How the served model writes tool calls and thoughts, and so how answers are parsed and constrained."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -28,22 +28,22 @@ from chairlift.params import StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
-_MAX_TAIL = 8  # tokens between the mark of thoughts that a template writes and the end of the prompt
+_MAX_TAIL = 8  # most tokens between the thought mark that a template writes and the end of the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerReading:
-    """How calls and thoughts are read out of an answer, whose marks are text, and where it ends."""
+    """How to parse calls and thoughts in an answer, which of its tokens become text, and where it ends."""
 
     new_reader: NewReader
     text_options: TextOptions
 
 
 class Dialect:
-    """What the chat template teaches, unless the server was told otherwise."""
+    """How the chat template writes calls and thoughts, unless the server's settings name another format."""
 
     def __init__(self, inputs: InputProcessor, config: ServerConfig) -> None:
-        """ConfigurationError if the model has no such marks."""
+        """ConfigurationError if the model lacks the configured marks."""
         self._inputs = inputs
         self._tool_family = config.tool_call_parser or family_of_template(inputs.tokenizer.chat_template)
         self._marks = _thought_marks(inputs.tokenizer, config.reasoning_parser)
@@ -52,9 +52,9 @@ class Dialect:
     def constrain_calls(
         self, functions: list[FunctionSpec], body: Conversation, wanted: WantedStructure | None
     ) -> WantedStructure | None:
-        """What an answer that may call functions must look like. A call that is forced wins over a wanted structure.
+        """The structure of an answer that may call functions. A forced call overrides a requested structure.
 
-        InvalidRequest if the wishes exclude each other, or the model knows no calls.
+        InvalidRequest if the requested options conflict, or the model's format of calls is not known.
         """
         family, is_parallel = self._tool_family, body.is_parallel
         if family is None:
@@ -76,7 +76,7 @@ class Dialect:
         return _structure_of(grammar, functions, "tools" if wanted is None else wanted.field)
 
     def check_effort(self, body: Conversation) -> None:
-        """InvalidRequest for thoughts of a model that has none, and for none of a model that always thinks."""
+        """InvalidRequest if a request wants thoughts of a model without them, or none of a model that always thinks."""
         if self._marks is None and body.effort not in (None, "none"):
             what = 'only "none" is supported: this model does not write its thoughts apart from its answer'
         elif self._marks is not None and body.effort == "none" and not self._can_refrain:
@@ -88,7 +88,7 @@ class Dialect:
     def reading(
         self, body: Conversation, functions: list[FunctionSpec], prompt: list[int], is_continued: bool
     ) -> AnswerReading:
-        """How the answer to this prompt is read. After the last call that counts nothing more is generated."""
+        """How to parse the answer to this prompt. Generation stops after the last wanted call."""
         thinking = self._thinking_after(prompt, is_continued)
         family = self._tool_family if functions else None
         max_calls = 1 if functions and not body.is_parallel else None
@@ -98,16 +98,16 @@ class Dialect:
         if thinking is not None and self._marks is not None:
             thoughts = Thoughts(self._marks.begin, self._marks.end, thinking.has_begun)
             shown = (*shown, self._marks.begin, self._marks.end)
-        needs_schemas = form is not None and not form.has_types  # otherwise they are not kept: they may be large
+        needs_schemas = form is not None and not form.has_types  # not kept otherwise, because they may be large
         schemas = {function.name: function.schema for function in functions} if needs_schemas else {}
         new_reader = partial(AnswerReader, family, max_calls, schemas, thoughts)
         new_watcher = None if max_calls is None else lambda: CallCounter(new_reader())
         return AnswerReading(new_reader, TextOptions(new_watcher, shown, thinking))
 
     def _thinking_after(self, prompt: list[int], is_continued: bool) -> Thinking | None:
-        """What the prompt says of thoughts in the answer. None if there are none, since the template has closed them.
+        """What the prompt says of thoughts in the answer; None if there are none, because the template has closed them.
 
-        A template that begins or closes them does so at the end of the prompt; marks before are of earlier answers.
+        A template opens or closes them at the end of the prompt; earlier marks belong to earlier answers.
         """
         marks = self._marks
         if marks is None:

@@ -1,6 +1,6 @@
-"""Every failure as OpenAI's error body, or Anthropic's on its paths, with the right status.
+"""Turns every failure into OpenAI's error body, or Anthropic's on its paths, with the right status.
 
-However long what a client sent may be, its error body repeats at most a kilobyte of it.
+An error body repeats at most a kilobyte of what the client sent.
 """
 
 import json
@@ -52,7 +52,7 @@ _STATUSES: dict[type[ChairliftError], tuple[int, str | None]] = {
     RequestFailed: (500, "request_failed"),
     EngineDead: (500, "engine_dead"),
 }
-"""Status and code; of several that fit, the first."""
+"""Status and code by exception type; the first type that matches counts."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -68,8 +68,8 @@ class ErrorReply:
 
     status: int
     detail: ErrorDetail
-    allow: str | None = None  # of a 405: the methods that there are
-    retry_after_s: int = _RETRY_AFTER_S  # of a 429 or 503
+    allow: str | None = None  # for a 405: the allowed methods
+    retry_after_s: int = _RETRY_AFTER_S  # for a 429 or 503
 
     def body(self, path: str, request_id: str | None) -> str:
         """The body in the format of the path: OpenAI's or Anthropic's."""
@@ -126,7 +126,7 @@ def _detail(status: int, message: str, param: str | None = None, code: str | Non
 
 
 def _shorten(text: str, max_bytes: int) -> str:
-    """Its longest beginning that JSON writes in so many bytes."""
+    """The text, cut to at most so many bytes of JSON, with "..." appended if it was cut."""
     shorter = text[:max_bytes]
     while len(json.dumps(shorter)) > max_bytes + 2:
         shorter = shorter[: len(shorter) * 3 // 4]
@@ -135,11 +135,11 @@ def _shorten(text: str, max_bytes: int) -> str:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns what a handler raises into an error reply. Streams that have begun report their own."""
+    """Turns what a handler raises into an error reply. Streams that have begun report their own errors."""
     try:
         return await handler(request)
     except Exception as error:
-        if error is request.match_info.http_exception:  # the router's own words would say no more than the status
+        if error is request.match_info.http_exception:  # the router's own message only repeats the status
             path = _shorten(request.path, _MAX_PARAM_BYTES)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 error.text = f"{path} takes {' or '.join(sorted(error.allowed_methods))}, not {request.method}"

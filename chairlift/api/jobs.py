@@ -1,4 +1,4 @@
-"""From a checked body to a job for the engine, and from the job to its reply, streamed or whole, for all endpoints."""
+"""Makes engine jobs of checked bodies, and replies of jobs, streamed or whole, for all endpoints."""
 
 import hashlib
 import re
@@ -42,7 +42,7 @@ _MAX_TYPES_TOLD = 8
 
 @dataclass(frozen=True, slots=True)
 class UncheckedJob:
-    """What a body asks for, while its prompts are not checked yet."""
+    """What a body asks for, before its prompts are checked."""
 
     prompts: list[Prompt]
     params: SamplingParams
@@ -52,20 +52,20 @@ class UncheckedJob:
     structure: WantedStructure | None
     prompt_field: str
     text_options: TextOptions = DEFAULT_TEXT
-    keeps_text: bool = False  # of the prompts, for the reply
+    keeps_text: bool = False  # whether the reply needs the prompts' text
     field_names: Mapping[str, str] = field(default_factory=dict)  # see `TemplateInput`
     headers: Mapping[str, str] = field(default_factory=dict)  # of the reply
 
 
 class Store(Protocol):
-    """Where responses are kept: `ResponseStore`, or that of another process. Usable from any thread."""
+    """Stores responses: a `ResponseStore`, or a proxy for one in another process. Usable from any thread."""
 
     def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """Never waits, so others may not find it yet; see `settled`."""
+        """Does not wait, so other processes may not find the response yet; see `settled`."""
         ...
 
     async def settled(self) -> None:
-        """Returns when everybody finds all that was kept."""
+        """Returns once every process can find what was kept before."""
         ...
 
     def find(self, owner: str, response_id: str) -> StoredResponse | None: ...
@@ -76,10 +76,10 @@ class Store(Protocol):
 
 
 class JobMaker:
-    """Reads bodies, in a worker's thread, and makes generations of what they ask for, on the event loop."""
+    """Reads bodies in a worker's thread, and turns them into generations on the event loop."""
 
     def __init__(self, llm: AsyncLLM, model_name: str, store: Store, config: ServerConfig) -> None:
-        """ConfigurationError if the model does not have the marks that are configured."""
+        """ConfigurationError if the model lacks the configured marks."""
         self._llm = llm
         self._model_name = model_name
         self._store = store
@@ -89,7 +89,7 @@ class JobMaker:
         self._fingerprint = f"fp_{hashlib.sha256(served.encode()).hexdigest()[:10]}"
 
     def read(self, body: object, client: Client) -> UncheckedJob:
-        """Raises `InvalidRequest` or `pydantic.ValidationError` if the body asks for something that is not offered."""
+        """Raises `InvalidRequest` or `pydantic.ValidationError` if the body asks for something unsupported."""
         if isinstance(body, CompletionRequest):
             return self._read_completion(body, client)
         assert isinstance(body, Conversation), "what the table of endpoints has"
@@ -100,7 +100,7 @@ class JobMaker:
         return TokenCount(input_tokens=len(self._encode(body, body.chat_options())))
 
     async def prepare(self, job: UncheckedJob, off_loop: OffLoop) -> list[Generation]:
-        """One generation per prompt, checked and tokenized. Complaints name the fields that the client wrote."""
+        """One generation per prompt, checked and tokenized. Errors name the fields that the client wrote."""
         params, structure = job.params, job.structure
         self._check_number(len(job.prompts), params.n, job.prompt_field)
         if structure is not None:
@@ -144,7 +144,7 @@ class JobMaker:
         if isinstance(body, ResponsesRequest):
             body = self._with_earlier_messages(body, client)
         inputs = self._llm.inputs
-        params = body.params(inputs.default_chat_params)  # checks `n`, of which the reply makes so many
+        params = body.params(inputs.default_chat_params)  # checks `n`, the number of choices that the reply creates
         functions = body.functions_to_call()
         structure = body.wanted_structure()
         if functions:
@@ -154,7 +154,7 @@ class JobMaker:
         chat_options = body.chat_options()
         token_ids = self._encode(body, chat_options, params.truncates_prompt)
         if isinstance(body, MessagesRequest) and not params.truncates_prompt:
-            # Clients of this API ask for more than there may be room for.
+            # Clients of this API often ask for more tokens than there is room for.
             room = max(1, inputs.max_seq_len - len(token_ids))
             params = params.model_copy(update={"max_tokens": min(body.max_tokens, room)})
         reading = self._dialect.reading(body, functions, token_ids, chat_options.continue_final_message)
@@ -201,7 +201,7 @@ class JobMaker:
         return body.going_on_with(stored.messages())
 
     def _keeper(self, body: ResponsesRequest, client: Client) -> Callable[[ResponseObject], None] | None:
-        """What stores the reply; None if the client does not ask for that."""
+        """The function that stores the reply; None if the client does not ask for that."""
         if not body.store:
             return None
         conversation, owner, store = to_json(body.spoken_messages()), client.owner, self._store
@@ -213,8 +213,8 @@ class JobMaker:
 
 
 def without_billing_line(messages: Sequence[Message]) -> Sequence[Message]:
-    """Claude Code begins its system prompt with a line for its vendor's bills that is another in every request, so that
-    no two prompts would begin alike. It says nothing to a model.
+    """Removes the billing line that begins Claude Code's system prompts: it means nothing to a model, and it differs in
+    every request, so that no two prompts would share a prefix.
     """
     first = messages[0] if messages else {}
     if first.get("role") != "system" or not first["content"].startswith(_BILLING):
@@ -231,13 +231,13 @@ def _warning(left_out: Sequence[str]) -> Mapping[str, str]:
 
 
 _LARGE = 500  # scored tokens, which take 5 to 10 microseconds each
-_CHARACTERS_PER_SCORE = 100  # that take about as long
+_CHARACTERS_PER_SCORE = 100  # that take as long as one scored token
 _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What an endpoint has made of a request."""
+    """A request that is ready to run."""
 
     generations: list[Generation]
     reply: Reply
@@ -247,7 +247,7 @@ class Job:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     async def make(self, size: int, function: Callable[..., _Made], *args: Any) -> _Made:
-        """Calls a method of the reply, elsewhere if that is much work; `size`: see `_size_of`."""
+        """Calls a method of the reply, off the event loop if that is much work; `size`: see `_size_of`."""
         return function(*args) if size <= _LARGE else await self.off_loop(function, *args)
 
 
@@ -258,7 +258,7 @@ async def answer(llm: AsyncLLM, job: Job, request: web.Request) -> web.StreamRes
 
 
 async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
-    """Waits for every generation to end. A client that leaves meanwhile cancels this, and with it the work."""
+    """Waits for every generation to end. If the client leaves, this is cancelled, and the generations with it."""
     latest: dict[int, RequestOutput] = {}
     async with aclosing(job.observation.follow(llm.run_all(job.generations, wants_steps=False))) as outputs:
         async for index, output in outputs:
@@ -271,8 +271,8 @@ async def _answer_whole(llm: AsyncLLM, job: Job) -> web.Response:
 
 
 async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.StreamResponse:
-    """Sends events as tokens come. What fails before the first of them still gets a status of its own."""
-    sizes: dict[int, int] = {}  # of each generation, when it was last looked at
+    """Sends events as tokens arrive. An error before the first event still gets a status of its own."""
+    sizes: dict[int, int] = {}  # by generation, when it was last looked at
     try:
         async with stream, aclosing(job.observation.follow(llm.run_all(job.generations))) as outputs:
             events = job.reply.opening([generation.prompt_token_ids for generation in job.generations])
@@ -301,13 +301,13 @@ async def _answer_stream(llm: AsyncLLM, job: Job, stream: EventStream) -> web.St
 def _to_json(body: BaseModel) -> bytes:
     text = body.model_dump_json().encode()
     choices: list[object] = getattr(body, "choices", [])
-    while choices:  # one after the other: while all of a large reply is freed no other thread may run
+    while choices:  # one by one: freeing a large reply at once would block all other threads
         choices.pop()
     return text
 
 
 def _size_of(output: RequestOutput) -> int:
-    """How much work it is to make a reply of an output, in scored tokens."""
+    """The cost of making a reply of an output, in scored tokens."""
     size = _num_scores(output.prompt_logprobs)
     for choice in output.outputs:
         size += _num_scores(choice.logprobs) + len(choice.text) // _CHARACTERS_PER_SCORE
@@ -315,12 +315,12 @@ def _size_of(output: RequestOutput) -> int:
 
 
 def _num_scores(positions: Sequence[TokenLogprobs | None] | None) -> int:
-    """As many at each position as at the last one."""
+    """The number of scores, if each position has as many as the last one."""
     return len(positions) * len(positions[-1] or ()) if positions else 0
 
 
 def _check(output: RequestOutput) -> None:
-    """A sequence that could not be computed is the end of its request."""
+    """Raises if a sequence could not be computed, which ends its request."""
     for choice in output.outputs:
         if choice.error is not None:
             is_clients_fault = choice.stop_reason == GRAMMAR_LIMIT

@@ -1,13 +1,13 @@
-"""What the server tells of itself: the API's description, and the page that shows a chat and the batch.
+"""Pages about the server: the API's description, and the page that shows a chat and the batch.
 
-The description is read off the table of endpoints and the models of bodies: /openapi.json for programs, /docs for
+The description is generated from the table of endpoints and the models of bodies: /openapi.json for programs, /docs for
 people (one page, without scripts or outside resources), and the tables of docs/api.md.
 
-The page is `/` and its files, and `/watch`, the batch as it is, as server-sent events. An event is a
-`chairlift.engine.journal.Snapshot` without the fields that have their default value. All watchers wait for the same
-look at the engine, and nobody looks while nobody waits; each snapshot is serialized once. A watcher has no queue of its
-own: it takes the newest snapshot when it has written the one before, so a slow one misses some and costs nothing else.
-Nothing is sent while nothing changes. A stream ends when the engine is gone; the next request gets the reason.
+The page is `/` and its files, and `/watch`, which streams the state of the batch as server-sent events. An event is a
+`chairlift.engine.journal.Snapshot` without the fields that have their default value. All watchers share one snapshot,
+which is taken only while someone watches, and serialized once. A watcher has no queue: when it has written one snapshot
+it takes the newest, so a slow watcher misses some and costs nothing else. Nothing is sent while nothing changes. A
+stream ends when the engine is gone; the next request gets the reason.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ _ERRORS = {
     "408": "the body did not come in time",
     "413": "the body is too large",
     "415": "the body is not sent as JSON, or in an unknown encoding",
-    "429": "too many requests wait; try again after Retry-After",
+    "429": "the queue is full; try again after Retry-After",
     "500": "this request could not be computed, or the engine died",
-    "503": "the request waited as long as it may, too many wait, the server is shutting down, or its engine is dead",
+    "503": "the request waited too long, the queue is full, the server is shutting down, or its engine is dead",
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
@@ -94,7 +94,7 @@ class _Section:
 
 
 def fields_of(body: type) -> list[FieldRow]:
-    """Every field of a body or of a part of one: those that must be there first, then those that work."""
+    """Every field of a body or of a part of one: required fields first, then those that work."""
     return _rows(TypeAdapter(body).json_schema())
 
 
@@ -124,7 +124,7 @@ def openapi_document() -> dict[str, Any]:
 
 
 def openapi_reply() -> web.Response:
-    """`/openapi.json` as a reply. The first takes a tenth of a second to make, as that of `/docs`."""
+    """The reply for `/openapi.json`. The first call takes about 0.1 s, as it does for `/docs`."""
     return web.Response(text=_openapi_text(), content_type=_JSON)
 
 
@@ -138,7 +138,7 @@ def docs_page() -> web.Response:
 
 
 def page_with_tables(page: str) -> str:
-    """docs/api.md with its tables as the code has them now."""
+    """docs/api.md with its tables regenerated from the code."""
     before, rest = page.split(_BEGIN)
     _, after = rest.split(_END)
     lines = []
@@ -220,7 +220,7 @@ def _sections() -> Iterator[_Section]:
 
 @cache
 def _namesakes() -> dict[str, _Schema]:
-    """What checks the fields that have no description of their own, and describes them."""
+    """Schemas of the engine's parameters, which check and describe the fields without a description of their own."""
     return {
         name: schema
         for each in (SamplingParams, RequestOptions)
@@ -239,7 +239,7 @@ def _rows(schema: _Schema) -> list[FieldRow]:
 
 
 def _type_of(schema: _Schema) -> str:
-    """A JSON Schema's type in a few words; that null is allowed goes without saying."""
+    """A JSON Schema's type in a few words; null is allowed everywhere and left out."""
     if "$ref" in schema:
         return str(schema["$ref"]).rsplit("/", 1)[-1]
     if "enum" in schema:
@@ -264,7 +264,7 @@ _FOLDER = Path(__file__).parent / "page_files"
 _FILES = {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in sorted(_FOLDER.iterdir())}
 
 PAGE_PATHS = frozenset(_FILES)
-"""What a browser fetches before anybody could have given it a key."""
+"""Paths that a browser fetches before the user can enter a key."""
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none';"
@@ -275,7 +275,7 @@ _PAGE_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",  # kept, but asked for again: another version may be served from here tomorrow
+    "Cache-Control": "no-cache",  # cached, but always revalidated: another version may be served from here tomorrow
 }
 
 _SNAPSHOTS = TypeAdapter(Snapshot)
@@ -291,7 +291,7 @@ def add_page_routes(app: web.Application, feed: "SnapshotFeed") -> None:
         return serve
 
     async def watch(request: web.Request) -> web.StreamResponse:
-        """Sends snapshots until the watcher leaves or the engine is gone. What fails before the first is raised."""
+        """Sends snapshots until the watcher leaves or the engine is gone. An error before the first one is raised."""
         stream = EventStream(request)
         with suppress(ConnectionError):  # the watcher left
             async with stream, aclosing(feed.events()) as events:
@@ -315,15 +315,15 @@ class SnapshotFeed:
         self._max_watchers = max_watchers
         self._interval_s = interval_s
         self._look: asyncio.Task[str] | None = None  # the newest one, which all watchers wait for
-        self._due = 0.0  # the next look, in the loop's time
+        self._due = 0.0  # when the next one may be taken, in the loop's time
         self._snapshot: Snapshot | None = None
-        self._event: str | None = None  # of that snapshot
+        self._event: str | None = None  # that snapshot, serialized
         self.num_watchers = 0
 
     async def events(self) -> AsyncGenerator[str]:
         """For one watcher: the newest snapshot as an event, now and after each change, until the engine is gone.
 
-        Raises `HTTPServiceUnavailable` if too many watch already, or what the engine says if there is no snapshot.
+        Raises `HTTPServiceUnavailable` if too many watch already, or the engine's error if there is no snapshot.
         """
         if self.num_watchers >= self._max_watchers:
             message = f"{self.num_watchers} pages watch this server already, the limit; close one, or try again later"
@@ -338,7 +338,7 @@ class SnapshotFeed:
                 while newest is sent:
                     newest = await self._next_look()
         except Exception:
-            self._event = None  # so that later watchers are told, too
+            self._event = None  # so that later watchers get the error, too
             if sent is None:
                 raise
         finally:
@@ -350,11 +350,11 @@ class SnapshotFeed:
     async def _next_look(self) -> str:
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._take_look(), name="chairlift-watch")
-            self._look.add_done_callback(lambda look: look.cancelled() or look.exception())  # who waited may have left
+            self._look.add_done_callback(lambda look: look.cancelled() or look.exception())  # watchers may have left
         return await asyncio.shield(self._look)
 
     async def _take_look(self) -> str:
-        """The same object as long as nothing changes."""
+        """The newest snapshot as an event; the same object as long as nothing changes."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._due - loop.time())
         snapshot = await self._source.take_snapshot()

@@ -1,5 +1,5 @@
-"""The endpoints, in one table: what the application serves, what needs no key, what the description tells. Before it,
-the bodies of those that do not generate: models, tokens, health, version.
+"""The table of endpoints: what the application serves, what needs no key, and what the API's description says. Above it
+are the bodies of endpoints that generate nothing: models, tokens, health, version.
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class TokenizeReply(BaseModel):
 
 
 class DetokenizeRequest(Body):
-    """Tokens whose text is wanted."""
+    """Tokens to be turned into text."""
 
     model: str | None = None
     tokens: TokenIds
@@ -80,7 +80,7 @@ class AddedToken(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """What clients need to know of the tokenizer beside what `/tokenize` and `/detokenize` do for them."""
+    """What clients need to know about the tokenizer in addition to what `/tokenize` and `/detokenize` do for them."""
 
     tokenizer_class: str
     chat_template: str | None
@@ -129,17 +129,17 @@ class Version(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One endpoint. With a `chunk` it generates; otherwise `name` is the method of `Api` that answers."""
+    """One endpoint. With a `chunk` it generates; otherwise `name` is the method of `Api` that handles it."""
 
     method: str
     path: str
     name: str
     summary: str
-    reply: type[BaseModel] | None  # None: something else than JSON of a fixed shape
+    reply: type[BaseModel] | None  # None: not JSON of a fixed shape
     body: type[BaseModel] | None = None
     chunk: type[BaseModel] | None = None  # of a streamed reply
     error: type[BaseModel] = ErrorBody
-    is_open: bool = False  # without a key: what load balancers ask, and what tells no secret
+    is_open: bool = False  # needs no key: load balancers ask for it, or it reveals no secret
 
 
 _CHAT = "Answer a conversation"

@@ -1,4 +1,4 @@
-"""The server's life: start, serve, drain on SIGTERM, tell clients when the engine dies, exit with a telling code."""
+"""The server's life: start, serve, drain on SIGTERM, report the engine's death to clients, return the exit code."""
 
 import asyncio
 import contextlib
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_ENGINE_DIED = 1
-EXIT_CUT_SHORT = 3  # requests still ran when their time was over; 2 is for wrong flags
-_DEATH_NOTICE_S = 2.0  # how long a dead engine's server goes on to say so
-_LAST_CHUNK_S = 2.0  # how long streams that were cut short have to say so
+EXIT_CUT_SHORT = 3  # requests still ran at the deadline; 2 is for wrong flags
+_DEATH_NOTICE_S = 2.0  # how long the server of a dead engine still answers, to report that
+_LAST_CHUNK_S = 2.0  # how long streams that were cut short have to report that
 _POLL_S = 0.02
 _SWITCH_INTERVAL_S = 0.001
-_COLLECTOR_THRESHOLDS = (10_000, 10, 30)  # objects made since a collection of the young ones; those until one of older
+_COLLECTOR_THRESHOLDS = (10_000, 10, 30)  # allocations per young collection; younger collections per older one
 
 
 Handlers = Mapping[int, Callable[[], None]]
-"""What signals do, by their numbers."""
+"""Signal handlers by signal number."""
 
 
 async def serve(llm: AsyncLLM, config: ServerConfig, listener: Listener) -> int:
@@ -51,7 +51,7 @@ async def serve_api(
     catch: Callable[[Handlers], AbstractContextManager[None]],
     note_start: Callable[[], object],
 ) -> int:
-    """As `serve`. `catch`: has signals handled; `note_start`: called when requests are served."""
+    """As `serve`. `catch` installs signal handlers; `note_start` is called when requests are served."""
     runner = make_runner(api)
     stop, hurry = asyncio.Event(), asyncio.Event()
     was_cut_short = False
@@ -74,10 +74,10 @@ async def serve_api(
 
 
 def announce(listener: Listener, *, asks_for_key: bool) -> None:
-    """Says in the log where requests are served, and to whom."""
+    """Logs the address, and warns if other machines can use the server without a key."""
     if not asks_for_key and listener.is_open_to_others:
         logger.warning(
-            "anybody who reaches this machine can use the server: it asks for no key. Set --api-key,"
+            "the server is open to every machine that can reach it, and requires no API key; set --api-key,"
             " --api-key-file or %s, or listen on 127.0.0.1",
             KEYS_VARIABLE,
         )
@@ -85,20 +85,20 @@ def announce(listener: Listener, *, asks_for_key: bool) -> None:
 
 
 def make_runner(api: Api) -> web.AppRunner:
-    """The production runner. Handler cancellation is what turns a client that left into an abort."""
+    """The production runner. Handler cancellation aborts the requests of clients that leave."""
     return web.AppRunner(api.make_app(), handler_cancellation=True, shutdown_timeout=1.0, auto_decompress=False)
 
 
 async def start(runner: web.AppRunner, config: ServerConfig, listener: Listener) -> None:
-    """Serves connections from here on."""
+    """Starts to accept connections."""
     await runner.setup()
     assert runner.server is not None, "set up"
     listener.accept(connections_of(runner.server, config))
 
 
 def _handlers(listener: Listener, stop: asyncio.Event, hurry: asyncio.Event) -> Handlers:
-    """The first SIGTERM or SIGINT sets `stop`, the next one `hurry`. SIGHUP renews the certificate: to a server it says
-    that its files have changed, not that anybody has left.
+    """The first SIGTERM or SIGINT sets `stop`, the next one `hurry`. SIGHUP renews the certificate: sent to a server,
+    it means that files have changed, not that a terminal was closed.
     """
 
     def end() -> None:
@@ -121,9 +121,9 @@ def catch_signals(handlers: Handlers) -> Iterator[None]:
 
 @contextlib.contextmanager
 def short_pauses() -> Iterator[None]:
-    """Shortens two pauses of every stream: the garbage collector walks through all objects (0.2 s), most of which were
-    there from the start, again and again while a large reply is made; and a thread that wants the interpreter's lock
-    waits for 5 ms before it asks.
+    """Shortens two pauses of every stream: while a large reply is made, the garbage collector would repeatedly walk
+    through all objects (0.2 s), most of which were made at the start; and a thread that needs the interpreter's lock
+    would wait for 5 ms before it requests it.
     """
     thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.collect()
@@ -140,7 +140,7 @@ def short_pauses() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reporting(llm: AsyncLLM, interval_s: float) -> Iterator[None]:
-    """Every so many seconds the log gets a line about the batch; 0: never."""
+    """Logs a line about the batch every `interval_s` seconds; 0: never."""
     if not interval_s:
         yield
         return
@@ -153,15 +153,15 @@ def reporting(llm: AsyncLLM, interval_s: float) -> Iterator[None]:
 
 
 async def _delay(llm: AsyncLLM, delay_s: float, hurry: asyncio.Event) -> None:
-    """Gives routers the time to read on /health that the server goes."""
+    """Gives routers time to see on /health that the server is shutting down."""
     if delay_s and llm.death is None:
-        logger.info("/health says 503, and requests are served for %.0f s more", delay_s)
+        logger.info("/health returns 503; requests are served for another %.0f s", delay_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(first_of(hurry.wait(), llm.died.wait()), delay_s)
 
 
 async def _wind_down(llm: AsyncLLM, api: Api, timeout_s: float, hurry: asyncio.Event) -> bool:
-    """Lets what runs come to its end, or ends it; True if something had to be cut short."""
+    """Lets running requests finish, and aborts the rest at the deadline; True if any was cut short."""
     if llm.death is not None:
         await asyncio.sleep(_DEATH_NOTICE_S)
         return True

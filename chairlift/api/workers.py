@@ -1,8 +1,8 @@
-"""API workers: processes that share the server's address and do all that is text, beside the engine's process.
+"""API workers: processes that share the server's address and do all text work, beside the engine's process.
 
-The process that the user has started owns the engine and takes the address. It hands signals on, keeps what workers
-have in common, and starts another worker for one that dies. A nursery, which has imported what workers need and runs no
-thread, forks them: to fork the engine's process would not be safe. They share its memory, and are there in no time.
+The process that the user starts owns the engine and the address. It forwards signals, keeps the state that workers
+share, and replaces workers that die. Forking the engine's process would not be safe, so a nursery forks the workers: a
+process that has imported what they need and runs no thread. They share its memory and start at once.
 
     parent: engine, Crew --- nursery
       |  one socket each        | forks
@@ -58,8 +58,8 @@ ROWS_PER_WORKER = 256
 IS_POSSIBLE = hasattr(os, "fork") and hasattr(socket, "SO_REUSEPORT")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_MAX_STARTS, _STARTS_WITHIN_S = 3, 60.0  # of workers in the place of others
-_COUNTS_S = 1.0  # that a scrape waits for a worker
+_MAX_STARTS, _STARTS_WITHIN_S = 3, 60.0  # limits replacements of workers
+_COUNTS_S = 1.0  # how long a scrape waits for a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class Welcome:
     vocab_size: int
     stats: EngineStats
     engine_pid: int
-    number: int  # of all workers so far
+    number: int  # counts all workers started so far
 
 
 def choose_size(config: ServerConfig, engine: ResolvedConfig) -> int:
-    """How many workers there are to be; 1: none, as the engine's process serves by itself."""
+    """The number of workers; 1: none, because the engine's process serves requests itself."""
     if config.api_workers != "auto":
         return config.api_workers
     is_worth_it = engine.device != "cpu" and IS_POSSIBLE
@@ -87,10 +87,10 @@ def choose_size(config: ServerConfig, engine: ResolvedConfig) -> int:
 
 
 class Nursery:
-    """The process that forks workers. It ends with its socket, so also when this process is killed."""
+    """The process that forks workers. It ends when its socket closes, so also if this process is killed."""
 
     def __init__(self, program: str) -> None:
-        """`program`: Python, with `{}` for the number of its socket, which calls `nurse`.
+        """`program`: Python that calls `nurse`, with `{}` in place of the number of its socket.
 
         `ConfigurationError` if this system has no fork.
         """
@@ -105,8 +105,8 @@ class Nursery:
             self._process = start_interpreter(self._program.format(theirs.fileno()), theirs.fileno())
 
     def bear(self) -> socket.socket:
-        """The socket of a new worker, which is closed when the worker has ended, or if it cannot be started."""
-        if self._process.poll() is not None:  # somebody has killed it
+        """Starts a worker and returns its socket, which closes when the worker ends or cannot be started."""
+        if self._process.poll() is not None:  # it was killed
             self._socket.close()
             self._start()
         ours, theirs = socket.socketpair()
@@ -124,12 +124,12 @@ class Nursery:
 
 
 class _Worker:
-    """One worker, from here."""
+    """One worker, as the parent sees it."""
 
     def __init__(self, llm: AsyncLLM, crew: "Crew") -> None:
         self.is_ready = asyncio.Event()
         self.exit_code: int | None = None
-        self.counts = Counts()  # the newest that are known
+        self.counts = Counts()  # the newest known
         store = crew.store
         self.line = Line(
             llm,
@@ -163,7 +163,7 @@ class Crew:
         self._workers: set[_Worker] = set()
         self._num_started = 0
         self._starts: deque[float] = deque(maxlen=_MAX_STARTS)
-        self._past = Counts()  # of workers that are gone
+        self._past = Counts()  # of workers that have ended
         self._num_ready = 0
         self._is_leaving = asyncio.Event()
 
@@ -183,13 +183,13 @@ class Crew:
     async def read_books(self) -> tuple[EngineStats, Counts]:
         """What the engine and all workers have counted."""
         total = Counts()
-        total += self._past  # before others of them become past
+        total += self._past  # first, or a worker that ends meanwhile would count twice
         for counts in await asyncio.gather(*(worker.read_counts() for worker in self._workers)):
             total += counts
         return self._llm.read_stats(), total
 
     async def _keep_one(self) -> int:
-        """Sees to it that there is a worker, until it is time to leave; returns the last one's exit code."""
+        """Keeps one worker running until the server leaves; returns the last one's exit code."""
         while True:
             worker = await self._start()
             await first_of(worker.is_ready.wait(), worker.line.lost.wait())
@@ -227,7 +227,7 @@ class Crew:
         return worker
 
     def _note_start(self, worker: _Worker) -> None:
-        """Logs the address when all are ready. A worker that fails at the start is an error."""
+        """Logs the address when all are ready. Raises if a worker ends before that."""
         if worker.is_ready.is_set():
             self._num_ready += 1
             if self._num_ready == self._size:
@@ -236,7 +236,7 @@ class Crew:
             raise ConfigurationError("an API worker did not start; the log says why")
 
     async def _pause(self) -> None:
-        """As long as another worker must not be started yet: one that dies at once would use up a processor."""
+        """Waits until another worker may be started: workers that die at once would use up a processor."""
         if len(self._starts) == _MAX_STARTS:
             left = self._starts[0] + _STARTS_WITHIN_S - time.monotonic()
             with contextlib.suppress(TimeoutError):
@@ -250,7 +250,7 @@ class Crew:
             worker.line.tell_death(self._llm.death)
 
     def _handlers(self) -> Handlers:
-        """Signals are for all workers, who get them from here alone."""
+        """Forwards signals to all workers, which get them only from here."""
 
         def hand_on(number: int) -> None:
             if number != signal.SIGHUP:
@@ -289,7 +289,7 @@ class _Store:
         return bool(self._ask("delete", owner, response_id))
 
     def _ask(self, *args: str) -> Any:
-        """In a thread other than the loop's."""
+        """Blocks, so it must not be called in the event loop's thread."""
         return self._begin(*args).result()
 
     def _begin(self, name: str, *args: Any) -> "Future[Any]":
@@ -300,7 +300,7 @@ class _Store:
 
 
 class _Signals:
-    """Signals that the parent hands on; they may come before somebody handles them."""
+    """Signals that the parent forwards; they are kept until handlers are installed."""
 
     def __init__(self) -> None:
         self._handlers: Handlers = {}
@@ -327,7 +327,7 @@ def nurse(fd: int, run: Callable[[Coroutine[Any, Any, int]], int]) -> NoReturn:
     for number in _SIGNALS:  # which the parent handles
         signal.signal(number, signal.SIG_IGN)
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to, and so copy, all that it shares with others
+    gc.freeze()  # otherwise a collection in a worker would write to, and so copy, all shared memory
     with socket.socket(fileno=fd) as parent:
         while True:
             _, fds, _, _ = socket.recv_fds(parent, 1, 1)
@@ -337,7 +337,7 @@ def nurse(fd: int, run: Callable[[Coroutine[Any, Any, int]], int]) -> NoReturn:
                 break
             os.close(fds[0])
             with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended since the last one
+                while os.waitpid(-1, os.WNOHANG)[0]:  # reaps workers that have ended
                     pass
     _work(socket.socket(fileno=fds[0]), run)
 

@@ -1,5 +1,5 @@
-"""Cache slots: whose they are (`ledger`), what memory they hold (`budget`), what their tokens are
-(`prefixes`), the tensors over them (`manager`) and the memory behind those (`memory`).
+"""Cache slots: their owners and lengths (`ledger`), their share of memory (`budget`), an index of their tokens
+(`prefixes`), their tensors (`manager`), and the memory of these (`memory`).
 
 The public names are loaded on first use, so that the scheduler can import the ledger without importing torch.
 """

@@ -1,31 +1,31 @@
-"""How much memory slots have: the books of a budget of tokens, in chunks. Plain Python, no tensors.
+"""How much memory each slot has: accounts for a budget of tokens, in chunks. Plain Python, no tensors.
 
     slot  |====== held ======|- - parked - -|
           0                                                           max_seq_len
 
-A slot holds what its owner asked for, or what stays valid in a warm one. Behind that, memory from before stays parked:
-the slot will be claimed again. It is given back when memory is wanted elsewhere, or when all rests.
+A slot holds the tokens that its owner asked for or, if it is warm, those that stay valid. Memory that it had before
+stays parked beyond these for the next owner, and is freed when another slot needs memory or the engine is idle.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 CHUNK_TOKENS = 64
-_MIN_CUT_CHUNKS = 16  # given back at a time: a cut costs a system call for each plane of the slot
+_MIN_CUT_CHUNKS = 16  # freed at a time: a cut costs a system call for each plane of the slot
 
 
 def chunks_of(num_tokens: int) -> int:
-    """Chunks that so many tokens take."""
+    """The number of chunks that hold `num_tokens` tokens."""
     return -(-num_tokens // CHUNK_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What the tokens of a budget are used for, in whole chunks; the rest is free."""
+    """How the tokens of a budget are used, in whole chunks; the rest is free."""
 
     num_tokens: int = 0  # the budget
     num_running: int = 0  # held by requests
-    num_warm: int = 0  # held by slots without request
+    num_warm: int = 0  # held by warm slots
 
     @property
     def num_free(self) -> int:
@@ -39,10 +39,10 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class Scrub:
-    """From one token to before another a slot reads as zeros, and its memory there is given back.
+    """Zeroes the tokens `[start, end)` of a slot and frees their memory.
 
-    It may hold NaN, and attention multiplies what it masks; or the memory is wanted elsewhere. Behind the end nothing
-    was written that has not been scrubbed or is not sound.
+    Either they may be NaN, which masking does not remove, because attention multiplies masked elements by zero; or the
+    memory is needed elsewhere. Everything written beyond `end` is sound or was scrubbed before.
     """
 
     slot: int
@@ -51,12 +51,12 @@ class Scrub:
 
 
 class TokenBudget:
-    """What slots hold, and how far each has memory. Not thread-safe."""
+    """Tracks what each slot holds, and how much memory it has. Not thread-safe."""
 
     def __init__(self, num_slots: int, max_seq_len: int, num_tokens: int | None = None) -> None:
-        """`num_tokens`: of the budget, rounded down to chunks; None: as many as all slots have in full.
+        """`num_tokens`: size of the budget, rounded down to chunks; None: all slots can be full.
 
-        ValueError if a single slot in full would take more: then a sequence might never end.
+        ValueError if a single full slot would exceed the budget: a sequence might then never finish.
         """
         slot_chunks = chunks_of(max_seq_len)
         self.num_chunks = num_slots * slot_chunks if num_tokens is None else num_tokens // CHUNK_TOKENS
@@ -66,11 +66,11 @@ class TokenBudget:
                 f"a cache of {num_tokens} tokens cannot hold a sequence of {max_seq_len} tokens in chunks of"
                 f" {CHUNK_TOKENS}; raise the first or lower the second"
             )
-        self.limits = [0] * num_slots  # by slot: tokens that its owner may write; 0 without owner
+        self.limits = [0] * num_slots  # by slot: tokens that its owner may write; 0 without an owner
         self._max_seq_len = max_seq_len
-        self._claimed = [0] * num_slots  # chunks, as below
+        self._claimed = [0] * num_slots  # in chunks, as are the next two
         self._warm = [0] * num_slots
-        self._backed = [0] * num_slots  # that have memory: held or parked
+        self._backed = [0] * num_slots  # chunks with memory: held or parked
         self._num_claimed = self._num_warm = self._num_backed = 0
 
     @property
@@ -83,7 +83,7 @@ class TokenBudget:
         return self.num_chunks - self._num_claimed
 
     def num_warm_of(self, slot: int) -> int:
-        """Chunks that a warm slot holds; 0 of others."""
+        """Chunks that a warm slot holds; 0 for other slots."""
         return self._warm[slot]
 
     def num_backed_of(self, slot: int) -> int:
@@ -91,7 +91,7 @@ class TokenBudget:
         return min(CHUNK_TOKENS * self._backed[slot], self._max_seq_len)
 
     def book(self, slot: int, *, claimed: int = 0, warm: int = 0) -> None:
-        """What the slot holds from now on: tokens of an owner or warm ones, as far as it has memory."""
+        """Sets what the slot holds: its owner's tokens, or warm ones. It must have memory for them."""
         num_claimed, num_warm = chunks_of(claimed), chunks_of(warm)
         assert num_claimed + num_warm <= self._backed[slot], f"slot {slot} holds what it has no memory for"
         self._num_claimed += num_claimed - self._claimed[slot]
@@ -100,14 +100,14 @@ class TokenBudget:
         self.limits[slot] = min(CHUNK_TOKENS * num_claimed, self._max_seq_len)
 
     def num_missing(self, wanted: Mapping[int, int]) -> int:
-        """Tokens that other slots must cease to hold before claimed slots can hold so many each; 0: they can."""
+        """Tokens that other slots must free before each claimed slot can hold `wanted[slot]`; 0: it can now."""
         growth = sum(max(0, chunks_of(num_tokens) - self._claimed[slot]) for slot, num_tokens in wanted.items())
         return CHUNK_TOKENS * max(0, growth - (self.num_chunks - self._num_claimed - self._num_warm))
 
     def grow(self, slot: int, num_tokens: int) -> Iterator[Scrub]:
-        """The slot's owner holds so many tokens from now on, if not more already. Nothing may be missing for that.
+        """Lets the slot's owner hold `num_tokens`, or more if it does already. `num_missing` must be 0 for that.
 
-        What must be given back for it comes out, and counts as given back then.
+        Yields what must be scrubbed to make room; memory counts as freed when its scrub is yielded.
         """
         wanted = chunks_of(num_tokens)
         if wanted <= self._claimed[slot]:
@@ -119,7 +119,7 @@ class TokenBudget:
         yield from self._cut(self._num_backed - self.num_chunks, _MIN_CUT_CHUNKS)
 
     def cut_all(self) -> Iterator[Scrub]:
-        """All that is parked is given back."""
+        """Frees all parked memory."""
         return self._cut(self._num_backed, self.num_chunks)
 
     def check(self) -> None:
@@ -132,8 +132,8 @@ class TokenBudget:
         assert self._num_backed <= self.num_chunks, "there is more memory than the budget allows"
 
     def _cut(self, num_chunks: int, at_least: int) -> Iterator[Scrub]:
-        """Gives back so many parked chunks, or all; of a slot not fewer than `at_least`, if it has them."""
-        for slot in reversed(range(len(self._backed))):  # the lowest will be claimed first
+        """Frees `num_chunks` parked chunks, or all if there are fewer; at least `at_least` of a slot that has them."""
+        for slot in reversed(range(len(self._backed))):  # the lowest are claimed first, so cut last
             if num_chunks <= 0:
                 return
             num_parked = self._backed[slot] - self._claimed[slot] - self._warm[slot]

@@ -1,9 +1,9 @@
-"""The books of the cache: which slots are free, warm or claimed, how long each is, what memory they hold, and which of
-them launches write to. Plain Python, no tensors.
+"""The cache's bookkeeping: which slots are free, warm or claimed, how long each is, what memory it has, and which are
+in flight. Plain Python, no tensors.
 
-A claimed slot has a committed length. A warm slot has no owner, but its first tokens stay valid and can be claimed with
-it, or copied; it is claimed like a free one when no free one is left. Not every slot has memory for `max_seq_len`
-tokens: together they have as much as the budget allows (`budget.py`), and owners ask for it.
+A claimed slot has a committed length. A warm slot has no owner, but its first tokens stay valid: they can be claimed
+with the slot, or copied. When no slot is free, warm ones are claimed like free ones. There need not be memory for
+`max_seq_len` tokens in every slot: all slots share a budget (`budget.py`), and owners ask for memory.
 
 A slot is in flight between the `reserve` that announces writes to it and the `commit` that says how many of them count:
 
@@ -11,8 +11,8 @@ A slot is in flight between the `reserve` that announces writes to it and the `c
     slot  |=============================|- - - - - - - - - - - - - -|                    |
           0                          length            length + reserved            max_seq_len
 
-The books run ahead of the tensors: copies and overwritings are noted in `owed`, in order, and the cache's manager
-performs them before the next forward pass (`settle`).
+The ledger runs ahead of the tensors: pending copies and scrubs are queued in `owed`, and the cache's manager performs
+them in this order before the next forward pass (`settle`).
 
 Every public method takes the lock, changes all of its slots or none, and may be called from any thread.
 """
@@ -33,7 +33,7 @@ _tickets = itertools.count()  # shared by all ledgers, so that no reservation fi
 
 @dataclass(frozen=True, slots=True)
 class SlotCopy:
-    """The first tokens of one slot also become those of another: keys and values of all layers."""
+    """A copy of the first tokens of one slot to another: keys and values of all layers."""
 
     source: int
     target: int
@@ -44,13 +44,13 @@ class SlotPool:
     """Owns the ids `[0, num_slots)` and the committed length of every claimed one."""
 
     def __init__(self, num_slots: int, max_seq_len: int, max_tokens: int | None = None) -> None:
-        """`max_tokens`: that all slots together have memory for; None: all they can hold. See `TokenBudget`."""
+        """`max_tokens`: tokens that all slots together have memory for; None: all can be full. See `TokenBudget`."""
         if num_slots < 1 or max_seq_len < 1:
             raise ValueError(f"need at least one slot of one token, not {num_slots} slots of {max_seq_len}")
         self.budget = TokenBudget(num_slots, max_seq_len, max_tokens)
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
-        self.owed: deque[SlotCopy | Scrub] = deque()  # what the tensors have yet to do, in this order
+        self.owed: deque[SlotCopy | Scrub] = deque()  # pending work on the tensors, in this order
         self._lock = threading.RLock()
         self._free = list(range(num_slots))  # a heap: claiming the lowest id first keeps batches dense
         self._warm: dict[int, int] = {}  # slot -> tokens that are still valid, the least recently used slot first
@@ -60,7 +60,7 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
-        """Slots without owner and without valid tokens."""
+        """Slots without an owner and without valid tokens."""
         with self._lock:
             return len(self._free)
 
@@ -99,9 +99,9 @@ class SlotPool:
             return self._lengths.get(seq_id) or self._warm.get(seq_id, 0)
 
     def claim(self, batch_size: int) -> list[int]:
-        """Claims that many slots, each of length 0: all of them, or none and `CacheFull`.
+        """Claims `batch_size` slots of length 0: all of them, or none (`CacheFull`).
 
-        Free ones first, the lowest id first; then warm ones, the least recently used first.
+        Free slots come first, by id; then warm ones, the least recently used first.
         """
         with self._lock:
             if batch_size < 0:
@@ -119,9 +119,9 @@ class SlotPool:
             return seq_ids
 
     def claim_slot(self, seq_id: int, num_kept: int = 0) -> None:
-        """Claims that very slot, a warm one with its first `num_kept` tokens.
+        """Claims this slot; a warm one keeps its first `num_kept` tokens.
 
-        ValueError if it is taken or out of range, or has fewer valid tokens.
+        ValueError if it is claimed or out of range, or has fewer valid tokens.
         """
         with self._lock:
             self._check_in_range(seq_id)
@@ -140,7 +140,7 @@ class SlotPool:
     def hold(self, seq_id: int, num_tokens: int) -> int:
         """Gives a claimed slot memory for its first `num_tokens`. ValueError if it is not claimed.
 
-        Returns 0, or how many tokens warm slots must give up before: then nothing has changed.
+        Returns 0, or how many tokens warm slots must free first; in that case nothing has changed.
         """
         with self._lock:
             self._check_claimed(seq_id)
@@ -150,7 +150,7 @@ class SlotPool:
             return num_missing
 
     def copy_prefix(self, source: int, target: int, num_tokens: int) -> None:
-        """Copies the first tokens of one slot to another, whose committed length they become.
+        """Copies the first `num_tokens` tokens of one slot to another, and sets its committed length to `num_tokens`.
 
         A warm source counts as used. ValueError if the source has fewer valid tokens, or the target is not claimed, is
         in flight or is the source, or there is no memory for them.
@@ -170,13 +170,13 @@ class SlotPool:
             self.owed.append(SlotCopy(source, target, num_tokens))
 
     def scrub(self, seq_id: int, start: int) -> None:
-        """A claimed slot reads as zeros from a token on, as far as its owner may write, in the next forward pass."""
+        """Zeroes a claimed slot from `start` to the end of what its owner may write, before the next forward pass."""
         with self._lock:
             self._check_claimed(seq_id)
             self.owed.append(Scrub(seq_id, start, self.budget.limits[seq_id]))
 
     def release(self, seq_id: int, num_kept: int = 0) -> None:
-        """Gives a claimed slot back: it is free, or warm if its first `num_kept` tokens stay valid.
+        """Releases a claimed slot: it becomes warm if its first `num_kept` tokens stay valid, else free.
 
         ValueError if it is not claimed, in flight, or has fewer tokens.
         """
@@ -196,17 +196,17 @@ class SlotPool:
             self._keep(seq_id, num_kept)
 
     def num_read_by_others(self, seq_id: int) -> int:
-        """Tokens of a slot that claimed slots have in common with it, and that are read there for them."""
+        """Tokens of a slot that claimed slots share with it, and read there."""
         with self._lock:
             return self._common.num_read(seq_id, self._lengths)
 
     def give_back(self) -> None:
-        """Gives back all memory that holds nothing valid and is not reserved."""
+        """Frees all memory that holds nothing valid and is not reserved."""
         with self._lock:
             self.owed += self.budget.cut_all()
 
     def check(self) -> None:
-        """Asserts the invariants of the books. Cheap enough to run whenever the engine is idle."""
+        """Asserts the ledger's invariants. Cheap enough to run whenever the engine is idle."""
         with self._lock:
             free, warm, claimed = set(self._free), set(self._warm), set(self._lengths)
             assert len(free) == len(self._free), "a slot is free twice"
@@ -221,7 +221,7 @@ class SlotPool:
             assert not any(limits[seq_id] for seq_id in free | warm), "a slot without owner has a limit"
 
     def _keep(self, seq_id: int, num_kept: int) -> None:
-        """Without owner a slot is warm with these tokens, in its place among warm ones, or free."""
+        """Makes a slot without an owner warm with these tokens, or free. A warm slot keeps its LRU position."""
         self._common.cut(seq_id, num_kept)
         self.budget.book(seq_id, warm=num_kept)
         if num_kept:
@@ -268,7 +268,7 @@ class Reservation:
     seq_ids: tuple[int, ...]
     lengths: tuple[int, ...]
     num_reserved: tuple[int, ...]
-    common_prefixes: tuple[CommonPrefix, ...] = ()  # by row: where else its first tokens are; empty: nowhere
+    common_prefixes: tuple[CommonPrefix, ...] = ()  # by row: the slot that has the same first tokens; empty: none
 
 
 class SlotLedger(SlotPool):
@@ -320,7 +320,7 @@ class SlotLedger(SlotPool):
                 del in_flight[seq_id]
 
     def rewind(self, seq_id: int, num_tokens: int = 1) -> None:
-        """Takes the last committed tokens of a claimed slot back. ValueError if it is in flight or has not so many."""
+        """Uncommits the last `num_tokens` of a claimed slot. ValueError if it is in flight or has fewer."""
         with self._lock:
             self._check_claimed(seq_id)
             self._check_idle(seq_id)
@@ -331,13 +331,13 @@ class SlotLedger(SlotPool):
             self._common.cut(seq_id, self._lengths[seq_id])
 
     def abandon(self, seq_ids: Iterable[int]) -> None:
-        """Ends what is in flight for these slots, if anything is; nothing of it counts."""
+        """Cancels the reservations in flight for these slots, if there are any; nothing is committed."""
         with self._lock:
             for seq_id in seq_ids:
                 self._in_flight.pop(seq_id, None)
 
     def _check_rows(self, seq_ids: Sequence[int], counts: Sequence[int], num_steps: int) -> None:
-        """ValueError as of `reserve`. Rows that have too little memory get more, once nothing is wrong with any."""
+        """Raises as `reserve` does. Once all rows are known to be valid, those with too little memory get more."""
         lengths, in_flight, limits, further = self._lengths, self._in_flight, self.budget.limits, num_steps - 1
         growing: dict[int, int] = {}  # slot -> tokens
         for seq_id, count in zip(seq_ids, counts, strict=True):
@@ -357,7 +357,7 @@ class SlotLedger(SlotPool):
             self.owed += self.budget.grow(seq_id, num_tokens)
 
     def _check_row(self, seq_id: int, count: int, num_steps: int) -> int:
-        """The tokens that the slot will hold, if nothing is wrong with the row."""
+        """Returns the tokens that the slot will hold. ValueError if the row is invalid."""
         self._check_claimed(seq_id)
         self._check_idle(seq_id)
         if count < 0:

@@ -1,9 +1,9 @@
 """The continuous-batching KV cache: a pool of slots, one tensor per device, handed out as borrowed views.
 
-The order of a request's calls: `claim`, `fetch` and `step` for its prompt (in one piece or in chunks), `fetch` and
-`step` per decode launch, `release`. Vocabulary and shapes follow MAX's continuous batching cache. `step` is `commit`
-for callers that hold the views of a fetch. The engine's scheduler, which knows no tensors, calls `commit` with the
-reservation that the runner made: so there is one place where lengths grow.
+Calls for one request, in order: `claim`, `fetch` and `step` for its prompt (whole or in chunks), `fetch` and `step` per
+decode launch, `release`. Vocabulary and shapes follow MAX's continuous batching cache. `step` is `commit` for callers
+that hold the views of a fetch. The engine's scheduler, which knows no tensors, calls `commit` with the reservation that
+the runner made, so lengths grow in one place only.
 """
 
 import math
@@ -51,10 +51,10 @@ class InputSymbol:
 
 @dataclass(frozen=True, slots=True)
 class ContinuousBatchingKVCacheCollection:
-    """One device's cache as a forward pass sees it: the blocks, and where its rows live in them. Owns nothing.
+    """One device's cache as a forward pass sees it: the blocks, and where its rows are in them. Owns nothing.
 
     Keys and values of row i occupy `blocks[lookup_table[i], :, layer, :cache_lengths[i]]`; the forward appends after
-    them. What lies beyond is stale and must never be read.
+    them. Everything beyond is stale and must never be read.
     """
 
     blocks: torch.Tensor  # [n_slots, 2, num_layers, max_seq_len, n_kv_heads_per_device, head_dim]
@@ -85,11 +85,11 @@ class ContinuousBatchingKVCacheCollection:
 
 
 class ContinuousBatchingKVCacheManager(SlotLedger):
-    """The ledger together with its tensors: one object is the whole cache. Thread-safe.
+    """The ledger and its tensors, the whole cache in one object. Thread-safe.
 
-    In the engine the scheduler claims, commits and releases on this very object, which it knows as a `SlotLedger`, and
-    the runner calls `reserve` and `view`, which `fetch` is together. `fetch` and `step` are the same doors for programs
-    that use the cache by itself; nothing in the engine calls them.
+    The engine's scheduler sees this object as a `SlotLedger`, and claims, commits and releases its slots. The runner
+    calls `reserve` and `view`. `fetch`, which combines these two, and `step` are for programs that use the cache by
+    itself; the engine does not call them.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         devices: Sequence[torch.device | str],
         max_tokens: int | None = None,
     ) -> None:
-        """`max_tokens`: that all slots together may have memory for; None: all that they can hold.
+        """`max_tokens`: tokens that all slots together may have memory for; None: all can be full.
 
-        ValueError for numbers that do not fit together; MemoryError, or RuntimeError as torch does, without room.
+        ValueError for inconsistent numbers; MemoryError, or RuntimeError as torch does, if there is no memory.
         """
         if len(devices) != params.n_devices:
             raise ValueError(f"params.n_devices is {params.n_devices}, but {len(devices)} devices are given")
@@ -166,7 +166,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
     def fetch(
         self, seq_ids: Sequence[int], new_tokens: Sequence[int] | None = None, num_steps: int = 1
     ) -> list[ContinuousBatchingKVCacheCollection]:
-        """One view per device, rows in the order given; what is owed to the blocks is done before.
+        """One view per device, rows in the order given. Performs pending copies and scrubs first.
 
         `new_tokens[i]` tokens of row i are about to be written (1 each if None), then one more in each of
         `num_steps - 1` further steps. ValueError as in `SlotLedger.reserve`, before anything changes.
@@ -174,7 +174,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         return self.view(self.reserve(seq_ids, new_tokens, num_steps), num_steps)
 
     def view(self, reservation: Reservation, num_steps: int = 1) -> list[ContinuousBatchingKVCacheCollection]:
-        """What `fetch` returns, of rows that are reserved already: only this part takes memory of the device."""
+        """What `fetch` returns, for rows that are reserved already. Only this part allocates memory on the device."""
         self.settle()
         first = [reserved - (num_steps - 1) for reserved in reservation.num_reserved]
         lengths = torch.tensor(reservation.lengths, dtype=torch.int32)
@@ -198,7 +198,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
         """The inputs of the next step of a multistep launch, computed on the device without waiting for it.
 
         `row_offsets`: int32 `[batch + 1]`, where each row of the previous step began and ended. Lengths advance
-        by that step's row lengths; the ledger does not move before `step`.
+        by that step's row lengths; the ledger changes only in `step`.
         """
         advance = row_offsets[1:] - row_offsets[:-1]
         return [
@@ -225,11 +225,11 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether memory that is given back can be used by others."""
+        """Whether memory that is freed can be used for something else."""
         return all(isinstance(memory, MappedMemory) for memory in self.memories)
 
     def check_memory(self) -> None:
-        """Asserts that no more memory is resident than the books say. Not part of `check`: it may take milliseconds."""
+        """Asserts that no more memory is resident than the ledger says. May take milliseconds, so `check` omits it."""
         self.settle()
         with self._lock:
             num_tokens = [self.budget.num_backed_of(slot) for slot in range(self.num_slots)]
@@ -241,7 +241,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                         assert resident <= most, f"{resident} bytes are resident, and the books say {most} at most"
 
     def settle(self) -> None:
-        """Does to the blocks what the ledger owes them. On a device it happens after all that was launched before."""
+        """Performs the pending copies and scrubs. On a device they run after all work that was launched before."""
         with self._lock:
             while self.owed:
                 job = self.owed[0]
@@ -250,7 +250,7 @@ class ContinuousBatchingKVCacheManager(SlotLedger):
                 else:
                     for memory in self.memories:
                         memory.clear(job.slot, job.start, job.end)
-                self.owed.popleft()  # only now, so that an interrupt leaves it for the next time
+                self.owed.popleft()  # last, so that an interrupted job is done again next time
 
     def _copy_blocks(self, source: int, target: int, num_tokens: int) -> None:
         """Keys and values of all layers in one strided copy."""

@@ -3,8 +3,8 @@
     blocks [slot, keys or values, layer, token, head, element]
 
 All but the first three dimensions are dense: the tokens of a slot are `2 * num_layers` ranges of memory, one per plane.
-`MappedMemory` reserves addresses for all slots in full and takes memory, a page at a time, when something is written;
-what is given back reads as zeros again. `DenseMemory` takes all of it at once.
+`MappedMemory` reserves addresses for all slots in full, and a page takes memory when it is first written; freed pages
+read as zeros again. `DenseMemory` allocates everything at once.
 """
 
 import ctypes
@@ -22,26 +22,26 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def can_map(device: torch.device) -> bool:
-    """Whether memory for blocks can be taken as it is used."""
+    """Whether memory for blocks can be allocated as it is used."""
     return device.type == "cpu" and sys.platform == "linux"
 
 
 class DenseMemory:
-    """Takes all memory at once and keeps it."""
+    """Allocates all memory at once and keeps it."""
 
     def __init__(self, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
         self.blocks = torch.zeros(shape, dtype=dtype, device=device)
 
     def clear(self, slot: int, start: int, end: int) -> None:
-        """The slot's tokens `[start, end)` read as zeros. Nothing behind them is valid."""
+        """Zeroes the slot's tokens `[start, end)`. No token beyond them is valid."""
         self.blocks[slot, :, :, start:end].zero_()
 
 
 class MappedMemory:
-    """An anonymous private mapping of Linux, without reservation, which torch uses where it is.
+    """An anonymous private mapping on Linux, without reserved swap, that torch uses in place.
 
-    Before and behind it lies a page of other properties: so the kernel never joins this mapping with another one, and
-    its report of what is resident is about the blocks alone.
+    A page with other flags lies on either side of it, so the kernel never merges this mapping with another one, and
+    reports the resident memory of the blocks alone.
     """
 
     def __init__(self, shape: list[int], dtype: torch.dtype) -> None:
@@ -55,16 +55,16 @@ class MappedMemory:
             mapping = mmap.mmap(-1, size + 2 * mmap.PAGESIZE, flags=flags)
         except OSError as error:
             raise MemoryError(f"{size / 2**30:.1f} GiB of addresses cannot be reserved: {error}") from error
-        # Tensors of a buffer keep it, so that the mapping goes when the last one does.
+        # Tensors from a buffer keep a reference to it, so the mapping is freed with the last of them.
         self._bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=mmap.PAGESIZE)
         self.blocks = self._bytes.view(dtype)[:num_elements].view(shape)
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._call("madvise", 0, size, mmap.MADV_DONTDUMP)  # what people said has no place in a dump
+        self._call("madvise", 0, size, mmap.MADV_DONTDUMP)  # core dumps must not contain users' texts
         if _HUGE_PAGES.exists():
             self._call("madvise", 0, size, mmap.MADV_NOHUGEPAGE)  # one token would take 2 MiB in every plane
 
     def clear(self, slot: int, start: int, end: int) -> None:  # noqa: ARG002 - what was never written costs nothing
-        """As of `DenseMemory`. Whole pages are given back, and what shares one with something else is overwritten."""
+        """As in `DenseMemory`. Whole pages are freed; parts of pages that hold something else, too, are overwritten."""
         first, last = (number * self._num_planes * self._plane_bytes for number in (slot, slot + 1))
         if start == 0:
             self._clear(first, last)
@@ -73,23 +73,23 @@ class MappedMemory:
             self._clear(plane + start * self._token_bytes, plane + self._plane_bytes)
 
     def num_resident(self) -> int:
-        """Bytes that are taken of the machine at present. Takes milliseconds."""
+        """Bytes that are resident now. Takes milliseconds."""
         address = self._bytes.data_ptr()
         own = f"{address:x}-{address + self._bytes.nbytes:x} "
-        with _SMAPS.open() as lines:  # most mappings are of libraries, lie behind this one, and are never walked
+        with _SMAPS.open() as lines:  # most mappings belong to libraries, come after this one, and are not read
             assert any(line.startswith(own) for line in lines), "the blocks are no mapping of their own"
             resident = next(line for line in lines if line.startswith("Rss:"))
         return int(resident.split()[1]) * 1024
 
     def num_touched(self) -> int:
-        """Bytes of pages that were written or read: not fewer than are resident, and counted at once."""
+        """Bytes of pages that were written or read: at least the resident ones, and quicker to count."""
         pages = torch.empty(self._bytes.nbytes // mmap.PAGESIZE, dtype=torch.uint8)
         self._call("mincore", 0, self._bytes.nbytes, ctypes.c_void_p(pages.data_ptr()))
         return int((pages & 1).sum()) * mmap.PAGESIZE
 
     def most_resident(self, num_tokens: int) -> int:
-        """Bytes of the pages that so many tokens of a slot lie in, at most."""
-        num_shared = mmap.PAGESIZE if self._plane_bytes % mmap.PAGESIZE else 0  # planes begin and end within pages
+        """The most bytes of pages that `num_tokens` tokens of a slot can occupy."""
+        num_shared = mmap.PAGESIZE if self._plane_bytes % mmap.PAGESIZE else 0  # planes may begin and end within pages
         return self._num_planes * (_round_up(num_tokens * self._token_bytes) + num_shared)
 
     def _clear(self, begin: int, end: int) -> None:
@@ -104,7 +104,7 @@ class MappedMemory:
             self._bytes[last_page:end].zero_()
 
     def _call(self, name: str, offset: int, size: int, last: object) -> None:
-        """Calls a function of libc on a range. `mmap.madvise` would hold the interpreter's lock meanwhile."""
+        """Calls a function of libc on a range. `mmap.madvise` would hold the GIL meanwhile."""
         address = ctypes.c_void_p(self._bytes.data_ptr() + offset)
         if self._libc[name](address, ctypes.c_size_t(size), last):
             number = ctypes.get_errno()
@@ -112,10 +112,10 @@ class MappedMemory:
 
 
 def _round_up(num_bytes: int) -> int:
-    """To whole pages."""
+    """Rounds up to whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def allocate_blocks(shape: list[int], dtype: torch.dtype, device: torch.device) -> DenseMemory | MappedMemory:
-    """Blocks of zeros. Raises MemoryError, or RuntimeError as torch does, if there is no room."""
+    """Allocates blocks of zeros. Raises MemoryError, or RuntimeError as torch does, if there is no memory."""
     return MappedMemory(shape, dtype) if can_map(device) else DenseMemory(shape, dtype, device)

@@ -1,13 +1,13 @@
-"""Which slot begins with which tokens: a radix tree over the slots that answers with the longest common prefix.
+"""An index of the tokens in each slot: a radix tree that finds the longest common prefix.
 
-An edge carries one or more tokens, and a node knows all slots whose tokens run through it:
+An edge carries one or more tokens, and a node knows all slots whose tokens lead through it:
 
     root ── "You are ..." (slots 0 1 4) ──┬── "Hi!" (0)
                                           └── "Tell me" (1 4) ──┬── " a joke" (1)
                                                                 └── " more" (4)
 
-Tokens are packed, four bytes each, so that a comparison of thousands of them is one of memory. Every `salt` has a tree
-of its own: what was computed under one is never found under another. `CommonPrefixes` beside it knows which slots were
+Tokens are packed into four bytes each, so that thousands of them are compared as one piece of memory. Every `salt` has
+a tree of its own: a lookup never finds what was computed under another salt. `CommonPrefixes` tracks which slots were
 copied from which. Plain Python, no tensors; not thread-safe.
 """
 
@@ -21,21 +21,21 @@ _MIN_COMMON_TOKENS = 128  # shorter common prefixes are not worth tracking
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as `PrefixIndex` takes them."""
+    """Packs token ids for `PrefixIndex`."""
     return array(_TOKEN_TYPE, token_ids).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Slots that begin with the same `num_tokens` tokens as what was looked for."""
+    """Slots whose first `num_tokens` tokens are those of the lookup."""
 
     num_tokens: int
-    slots: frozenset[int] | set[int]  # borrowed: good until the index changes
+    slots: frozenset[int] | set[int]  # borrowed: valid until the index changes
 
 
 @dataclass(slots=True)
 class _Node:
-    """The end of an edge; `slots` are all whose tokens come this far."""
+    """The end of an edge; `slots` are those whose tokens lead to this node."""
 
     edge: bytes = b""
     slots: set[int] = field(default_factory=set)
@@ -46,11 +46,11 @@ class _Node:
 class _Entry:
     tokens: bytes
     salt: str
-    number: int  # of all that were inserted
+    number: int  # in order of insertion
 
 
 class PrefixIndex:
-    """Slots by what they begin with. Costs a few microseconds per node on a path, and paths are short."""
+    """Finds slots by their first tokens, in a few microseconds per node on a path; paths are short."""
 
     def __init__(self) -> None:
         self._roots: dict[str, _Node] = {}
@@ -62,11 +62,11 @@ class PrefixIndex:
 
     @property
     def slots(self) -> set[int]:
-        """Those that are known."""
+        """All slots in the index."""
         return set(self._entries)
 
     def insert(self, slot: int, tokens: bytes, salt: str = "") -> None:
-        """From now on the slot holds, or will hold, these tokens, and nothing else."""
+        """Records that the slot holds, or will hold, exactly these tokens."""
         self._num_inserted += 1
         self._set(slot, _Entry(tokens, salt, self._num_inserted))
 
@@ -92,7 +92,7 @@ class PrefixIndex:
             position += num_shared
 
     def remove(self, slot: int) -> None:
-        """Forgets the slot, if it is known."""
+        """Removes the slot, if it is in the index."""
         entry = self._entries.pop(slot, None)
         if entry is None:
             return
@@ -114,7 +114,7 @@ class PrefixIndex:
             del self._roots[entry.salt]
 
     def cut(self, slot: int, num_tokens: int) -> None:
-        """Forgets what a slot that is known holds beyond its first tokens."""
+        """Removes all but the first `num_tokens` tokens of a slot in the index."""
         entry = self._entries[slot]
         if num_tokens:
             self._set(slot, replace(entry, tokens=entry.tokens[: num_tokens * _TOKEN_BYTES]))
@@ -122,9 +122,9 @@ class PrefixIndex:
             self.remove(slot)
 
     def match(self, tokens: bytes, salt: str = "") -> Iterator[SharedPrefix]:
-        """Slots that share a prefix with these tokens, the longest prefix first, and its slots again in shorter ones.
+        """Iterates over shared prefixes, the longest first; the slots of a prefix also appear in all shorter ones.
 
-        Must be used up before the index changes.
+        Must be exhausted before the index changes.
         """
         node = self._roots.get(salt)
         found: list[SharedPrefix] = []
@@ -141,7 +141,7 @@ class PrefixIndex:
         return reversed(found)
 
     def following(self, tokens: bytes, salt: str, num_slots: int, num_tokens: int) -> list[list[int]]:
-        """What is behind these tokens in the newest slots that begin with all of them: the first tokens of it."""
+        """The `num_tokens` tokens that follow these in each of the newest `num_slots` slots that begin with these."""
         longest = next(iter(self.match(tokens, salt)), None)
         if longest is None or longest.num_tokens * _TOKEN_BYTES < len(tokens):
             return []
@@ -159,7 +159,7 @@ class PrefixIndex:
 
 
 def _common_bytes(edge: bytes, tokens: bytes, position: int) -> int:
-    """How much of an edge is what stands in `tokens` from there on: bytes, of whole tokens."""
+    """Bytes, of whole tokens, that an edge shares with `tokens` from `position` on."""
     if tokens.startswith(edge, position):
         return len(edge)
     low, high = 0, min(len(edge), len(tokens) - position) // _TOKEN_BYTES  # the number of equal tokens is between
@@ -182,7 +182,7 @@ def _split(node: _Node, num_bytes: int) -> _Node:
 
 
 def _join_with_only_child(node: _Node) -> None:
-    """Undoes a split that tells no slots apart any more."""
+    """Undoes a split that no longer separates slots."""
     if len(node.children) == 1:
         (child,) = node.children.values()
         if len(child.slots) == len(node.slots):
@@ -196,7 +196,7 @@ def _check_below(node: _Node, tokens: bytes, entries: dict[int, _Entry]) -> None
     assert all(entries[slot].tokens.startswith(tokens) for slot in node.slots), "a slot in the wrong place"
     for first, child in node.children.items():
         assert child.edge.startswith(first), "an edge under another's first token"
-        assert child.slots <= node.slots, "a slot comes from nowhere"
+        assert child.slots <= node.slots, "a child has a slot that its parent lacks"
         _check_below(child, tokens, entries)
     ending = node.slots.difference(*(child.slots for child in node.children.values()))
     assert all(entries[slot].tokens == tokens for slot in ending), "a slot ends in the wrong place"
@@ -204,17 +204,17 @@ def _check_below(node: _Node, tokens: bytes, entries: dict[int, _Entry]) -> None
 
 @dataclass(frozen=True, slots=True)
 class CommonPrefix:
-    """The first tokens of some slot are also those of this one."""
+    """A slot that has the same first `num_tokens` tokens as another."""
 
     slot: int
     num_tokens: int
 
 
 class CommonPrefixes:
-    """Where else the beginning of a slot can be read, because one was copied from the other.
+    """In which other slot the prefix of a slot can be read, because one was copied from the other.
 
-    Attention that reads the same memory for every row finds it in the processor's caches from the second row on. Every
-    chain of copies leads to one place; when that slot changes, another copy takes its part.
+    If attention reads a common prefix from one place for all rows, the processor's caches have it from the second row
+    on. All slots in a chain of copies refer to one slot; when that slot changes, another copy replaces it.
     """
 
     def __init__(self) -> None:
@@ -224,17 +224,17 @@ class CommonPrefixes:
         return bool(self._prefixes)
 
     def of(self, slot: int) -> CommonPrefix:
-        """That slot itself, with no tokens, if it has nothing in common with another."""
+        """The slot in which this slot's prefix can be read: the slot itself, with 0 tokens, if there is no other."""
         return self._prefixes.get(slot) or CommonPrefix(slot, 0)
 
     def note_copy(self, source: int, target: int, num_tokens: int) -> None:
-        """The first tokens of `source` are now those of `target`, whatever that held before."""
+        """Records that the first `num_tokens` tokens of `source` have replaced the contents of `target`."""
         self.cut(target, 0)
         known = self.of(source)
         self._set(target, CommonPrefix(known.slot if known.num_tokens >= num_tokens else source, num_tokens))
 
     def cut(self, slot: int, num_kept: int) -> None:
-        """What a slot holds beyond its first tokens will be overwritten."""
+        """Records that a slot's tokens after the first `num_kept` will be overwritten."""
         if not self._prefixes:
             return
         own = self.of(slot)
@@ -250,7 +250,7 @@ class CommonPrefixes:
                 self._set(each, CommonPrefix(heir, 0 if each == heir else num_tokens))
 
     def num_read(self, slot: int, readers: Collection[int]) -> int:
-        """Tokens of a slot that some of these read there as their own."""
+        """The most tokens of this slot that one of `readers` reads there instead of in its own slot."""
         return max(
             (own.num_tokens for each, own in self._prefixes.items() if own.slot == slot and each in readers), default=0
         )

@@ -1,1 +1,1 @@
-"""Plan -> tensors -> tokens -> text: the runner, sampling, the text side, and the thread that drives them."""
+"""From plans to tensors, tokens and text: the runner, sampling, text processing, and the thread that drives them."""

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the engine behind an event loop. Text lives on this side, token ids on the engine thread's."""
+"""`AsyncLLM`: the engine behind an event loop. This side handles text, the engine's thread token ids."""
 
 import asyncio
 import contextlib
@@ -33,11 +33,11 @@ _MAX_REST_S = 0.01
 _Result = TypeVar("_Result")
 
 Numbered = tuple[int, RequestOutput]
-"""Which of the generations that run together, and its newest output."""
+"""The index of a generation among those that run together, and its newest output."""
 
 
 class OffLoop(Protocol):
-    """Calls a function that takes long in some thread, as `asyncio.to_thread` does."""
+    """Calls a slow function in some thread, as `asyncio.to_thread` does."""
 
     async def __call__(self, function: Callable[..., _Result], /, *args: Any) -> _Result: ...
 
@@ -67,7 +67,7 @@ class _Mailbox:
         self._has_news.set()
 
     async def wait(self) -> list[Numbered]:
-        """Each generation that changed since the last look; or the error."""
+        """Waits for and returns the generations that changed since the last call; raises the error, if any."""
         await self._has_news.wait()
         self._has_news.clear()
         if self._error is not None:
@@ -92,7 +92,7 @@ class AsyncLLM:
 
     @classmethod
     def of(cls, engine: Engine, grammars: Grammars, seed_stream: int) -> Self:
-        """With an engine that others use as well; see `InputProcessor`."""
+        """For an engine that other readers also use; see `InputProcessor`."""
         llm = cls.__new__(cls)
         llm._use(engine, grammars, seed_stream)
         return llm
@@ -101,10 +101,10 @@ class AsyncLLM:
         self._engine = engine
         self.config, self.vocab_size = engine.config, engine.vocab_size
         self.inputs = InputProcessor(self.config, engine.vocab_size, grammars, seed_stream)
-        self.inputs.vocabulary.load()  # later, all requests would wait for that
+        self.inputs.vocabulary.load()  # now, because all requests would wait for it later
         self._outputs = OutputProcessor(self.inputs.tokenizer)
         self._mailboxes: dict[str, _Mailbox] = {}  # by the generation's id; those that run together share one
-        self._answers: set[asyncio.Future[Any]] = set()  # that the engine's thread owes
+        self._answers: set[asyncio.Future[Any]] = set()  # pending results of `_call`
         self._watch: asyncio.Task[None] | None = None
         self._is_closed = False
         self.death: BaseException | None = None
@@ -132,7 +132,7 @@ class AsyncLLM:
     ) -> Generation:
         """Tokenizes and checks off the event loop. `InvalidRequest` if the prompt or params cannot be served.
 
-        `param`: the field that the prompt came from, for errors. `off_loop` calls what takes long, but not grammars,
+        `param`: the field that the prompt came from, for errors. `off_loop` calls what is slow, except for grammars,
         which are compiled in threads of their own; `GrammarsBusy` if that is not possible now.
         """
         chosen_id, compiled = request_id or uuid4().hex, None
@@ -149,9 +149,9 @@ class AsyncLLM:
         request_id: str | None = None,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> AsyncGenerator[RequestOutput]:
-        """Continues a prompt: cumulative outputs as they come, the last one finished.
+        """Continues a prompt: yields cumulative outputs as they come, the last one finished.
 
-        Leaving the iterator early aborts the request. Raises `InvalidRequest`, `QueueFull`, `QueueTimeout`,
+        Closing the iterator early aborts the request. Raises `InvalidRequest`, `QueueFull`, `QueueTimeout`,
         `EngineClosed` or `EngineDead`.
         """
         generation = await self.prepare(prompt, params, request_id, options=options)
@@ -183,8 +183,8 @@ class AsyncLLM:
     async def run_all(self, generations: Sequence[Generation], *, wants_steps: bool = True) -> AsyncGenerator[Numbered]:
         """Runs several generations that `prepare` made at once: all are queued, or none (`QueueFull`).
 
-        Each has one output, which goes on to grow. `wants_steps`: news of every step, not only when a generation begins
-        and ends. Leaving the iterator early, or an error in one of them, ends them all. Otherwise like `generate`.
+        Each yields the same output object, which grows. `wants_steps`: yield it after every step, not only when the
+        generation begins and ends. Closing the iterator early, or an error in one, ends all. Otherwise like `generate`.
         """
         engine = self.usable_engine()
         names = [generation.request_id for generation in generations]
@@ -198,7 +198,7 @@ class AsyncLLM:
         try:
             while unfinished:
                 for index, output in await mailbox.wait():
-                    if output.finished:  # it may end while the reader has it, which then gets it once more
+                    if output.finished:  # if it ends while the reader has it, it is yielded once more
                         unfinished.discard(index)
                     yield index, output
         finally:  # a reader that leaves early aborts what is unfinished
@@ -211,7 +211,7 @@ class AsyncLLM:
                 engine.send(Abort(unfinished_ids))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a generation; its reader gets what there is, with finish reason "abort"."""
+        """Ends a generation; its reader gets the output so far, with finish reason "abort"."""
         mailbox = self._mailboxes.get(request_id)
         if mailbox is not None:
             self._engine.send(Abort(mailbox.states[request_id].unfinished_ids))
@@ -221,7 +221,7 @@ class AsyncLLM:
         await asyncio.gather(*map(self.abort, self._mailboxes))
 
     async def take_snapshot(self) -> Snapshot:
-        """The engine's state after its present launch. Raises `EngineClosed` or `EngineDead`."""
+        """The engine's state after its current launch. Raises `EngineClosed` or `EngineDead`."""
         return await self._call(EngineCore.take_snapshot)
 
     async def reset_prefix_cache(self) -> None:
@@ -233,7 +233,7 @@ class AsyncLLM:
         return self._engine.read_stats()
 
     async def close(self) -> None:
-        """Ends what runs with `EngineClosed` and stops the thread. Calls after it raise `EngineClosed`."""
+        """Ends running generations with `EngineClosed` and stops the thread. Later calls raise `EngineClosed`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -264,7 +264,7 @@ class AsyncLLM:
             self._answers.discard(answer)
 
     def usable_engine(self) -> Engine:
-        """The engine, which starts with the first request, and with it the watch over it."""
+        """The engine. The first call starts it, and its watchdog. Raises `EngineClosed` or `EngineDead`."""
         if self.death is not None:
             raise EngineDead(f"the engine died: {describe_death(self.death)}")
         if self._is_closed:
@@ -286,13 +286,13 @@ class AsyncLLM:
             return
         try:
             self._distribute(update)
-        except Exception as error:  # on the text side; its readers must not wait for ever
+        except Exception as error:  # on the text side: readers must not wait for ever
             logger.critical("delivering a step's tokens failed", exc_info=error)
             self._die(error)
-        asyncio.get_running_loop().call_soon(self._rest, begin)  # behind the readers, which run next
+        asyncio.get_running_loop().call_soon(self._rest, begin)  # after the readers, which run next
 
     def _rest(self, begin: float) -> None:
-        """Sleeps as long as the news took: under load several steps then come at once, which costs less."""
+        """Delays the next news by the time that these took: under load, several steps at once cost less."""
         took = time.thread_time() - begin
         asyncio.get_running_loop().call_later(min(took, _MAX_REST_S), self._take)
 

@@ -1,8 +1,8 @@
 """The engine without its thread: `step` is schedule, launch, update.
 
-Where the device works beside the host, a launch begins before the tokens of the one before it are taken, so that the
-device always has work and the host's time costs nothing. The device works in order: what is launched, copied or
-overwritten now happens after all that was launched before.
+If the device works asynchronously, a launch begins before the tokens of the one before it are taken, so that the device
+always has work and the host's time costs nothing. The device works in order: a launch, copy or scrub happens after all
+work that was launched before.
 
 Knows token ids only. Its methods must not be called from two threads at once, except for `read_stats`.
 """
@@ -38,14 +38,14 @@ _GRAMMAR_POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Pacing:
-    """How the host keeps ahead of the device."""
+    """How far the host runs ahead of the device."""
 
     num_launches_ahead: int = 0  # begun before the tokens of an earlier one are taken
     recorder: GraphRecorder | None = None  # of graphs of decode steps; None: they are launched operator by operator
 
     @classmethod
     def of(cls, device: torch.device) -> "Pacing":
-        """A CPU computes while it launches, so that there is nothing to keep ahead of."""
+        """A CPU computes during the launch, so the host cannot run ahead of it."""
         return cls() if device.type == "cpu" else cls(1, CudaRecorder(device))
 
 
@@ -53,7 +53,7 @@ class EngineCore:
     """Scheduler, cache and model of one checkpoint. ConfigurationError if it cannot be set up."""
 
     def __init__(self, config: EngineConfig, pacing: Pacing | None = None, ranks: Ranks | None = None) -> None:
-        """`pacing` None: what suits the device. `ranks`: given to all but the first, which starts the others."""
+        """`pacing` None: the device's default. `ranks`: given to all ranks but the first, which starts the others."""
         checkpoint = open_checkpoint(config.model)
         self.vocab_size = checkpoint.config.vocab_size
         is_first = ranks is None and config.tensor_parallel_size > 1
@@ -67,7 +67,7 @@ class EngineCore:
             logger.warning("the attention backend is torch instead of cpu: %s", self.config.fallback_reason)
         torch.set_num_threads(self.config.num_threads)
         forward = load_forward(checkpoint, self.config)
-        self.ranks.meet()  # from here on they compute together
+        self.ranks.meet()  # from here on, all ranks compute together
         self.config = fit_cache(config, self.config, shape, forward, self.ranks.least)
         params = KVCacheParams(TORCH_DTYPES[self.config.dtype], shape.num_kv_heads, shape.head_dim)
         device = torch.device(self.config.device)
@@ -115,20 +115,20 @@ class EngineCore:
         return self._scheduler.has_work or bool(self._launches)
 
     def can_take(self, requests: Sequence[Request]) -> bool:
-        """Whether `add` would take them now, and no other request would have to leave for them."""
+        """Whether `add` would queue these now without displacing another request."""
         return self._scheduler.can_take(requests)
 
     @on_every_rank
     def add(self, *requests: Request) -> list[TokenEvent]:
-        """Queues requests, all or none, and returns the ends of those that lose their places in the queue to them.
+        """Queues requests, all or none, and returns the ends of those that they displace.
 
-        `QueueFull` if there is no place and none has to leave. ValueError if one of them was added before.
+        `QueueFull` if the queue is full and too few can be displaced. ValueError if one of them was added before.
         """
         return self._noted(self._scheduler.add(*map(self.ranks.share, requests)))
 
     @on_every_rank
     def abort(self, request_id: str) -> TokenEvent | None:
-        """Ends a request and gives its slot back. None if it has ended already."""
+        """Ends a request and releases its slot. None if it has ended already."""
         event = self._scheduler.abort(request_id)
         self._noted([event] if event is not None else [])
         return event
@@ -141,7 +141,7 @@ class EngineCore:
 
     @on_every_rank
     def reset_prefix_cache(self) -> None:
-        """Empties the prefix cache: later requests reuse nothing computed so far. Running ones go on."""
+        """Empties the prefix cache: later requests reuse nothing computed so far. Running ones continue."""
         self._scheduler.reset_prefix_cache()
         if self._speculation is not None:
             self._speculation.answers.forget()
@@ -149,9 +149,9 @@ class EngineCore:
 
     @on_every_rank
     def rest(self) -> bool:
-        """To be called after some time without work: gives unused memory back, and records a graph.
+        """To be called after some time without work: frees unused memory and some warm slots, and records a graph.
 
-        Frees some warm slots. True if there is more to do.
+        Returns True if there is more to do.
         """
         if self.has_work:
             return False
@@ -164,9 +164,9 @@ class EngineCore:
 
     @on_every_rank
     def step(self) -> list[TokenEvent]:
-        """Begins a launch, and takes the tokens of the oldest one if it need not, or cannot, run ahead any further.
+        """Begins a launch. Takes the tokens of the oldest one unless the host may run further ahead.
 
-        Must only be called while there is work. If it raises, all requests that had a slot are gone.
+        Must only be called while there is work. If it raises, all requests that had a slot are dropped.
         """
         try:
             events = self._noted(self._scheduler.expire())
@@ -186,7 +186,7 @@ class EngineCore:
     def _launch_next(self) -> bool:
         """False if nothing can be planned before the tokens of a launch in flight are known."""
         if self._launches and self._launches[-1].outputs is None:
-            return False  # there will be no such tokens
+            return False  # it ran out of memory, so there will be no tokens
         plan = self._scheduler.schedule()
         if not plan.rows:
             return False
@@ -208,14 +208,14 @@ class EngineCore:
         return self._noted(events)
 
     def _noted(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Slots that were given back are clean from here on: nothing in them may be NaN."""
+        """Scrubs released slots, so that they hold no NaN from here on, and records the events."""
         self.cache.settle()
         self._journal.note_events(events)
         return events
 
     def _make_graphs(self, recorder: GraphRecorder, forward: Forward, last_tokens: LastTokens) -> DecodeGraphs:
         scratch, max_steps = self.cache.max_cache_batch_size - 1, self.config.max_steps_per_launch
-        self.cache.claim_slot(scratch)  # what pads a batch has to work on something
+        self.cache.claim_slot(scratch)  # padding rows need a slot
         self.cache.hold(scratch, min(max_steps, self.config.slot_len))
         try:
             graphs = DecodeGraphs(forward, self.cache.blocks[0], last_tokens, recorder, self.vocab_size, max_steps)
@@ -227,7 +227,7 @@ class EngineCore:
         return graphs
 
     def take_snapshot(self) -> Snapshot:
-        """The state that observers see, between two steps."""
+        """The state between two steps, for observers."""
         return self._journal.take_snapshot(self.config.num_slots, self.config.slot_len)
 
     def read_stats(self) -> EngineStats:

@@ -1,9 +1,9 @@
-"""What an engine has done: its counts since it was made, and a picture of slots, queue and launches.
+"""What an engine has done: its counts since creation, and snapshots of slots, queue and launches.
 
-The engine's thread keeps the journal, after each launch, in integers and lists; a reader takes a copy. What concerns a
-request comes with its events, and what rows have in common is counted once, so that the journal costs a launch no more
-than a look at each event. A snapshot holds numbers only: no text, token ids or name that a client chose, so that it may
-be shown to every client of the server.
+The engine's thread updates the journal after each launch, in integers and lists; readers get a copy. What concerns one
+request comes with its events, and what rows have in common is counted once, so a launch costs no more than a look at
+each event. A snapshot holds only numbers: no text, token ids or names that a client chose, so that every client of the
+server may see it.
 """
 
 import threading
@@ -32,9 +32,9 @@ MAX_WAITING_SHOWN = 20
 
 
 class SlotState(StrEnum):
-    """Who has a slot."""
+    """How a slot is used."""
 
-    FREE = "free"  # no request, and nothing in it is of use
+    FREE = "free"  # no request, and no reusable tokens
     WARM = "warm"  # no request, but the tokens in it can be reused by a prompt that begins with them
     PREFILLING = "prefilling"  # a request whose prompt is not computed yet
     DECODING = "decoding"  # a request that generates
@@ -47,7 +47,7 @@ class SlotSnapshot:
         |== reused ==|== computed ==|-- to do --|== generated ==|
         0   num_reused   num_computed   num_prompt_tokens   num_tokens
 
-    of which "to do" and "generated" are never there at once. A warm slot has `num_computed` only.
+    A slot never has both "to do" and "generated" tokens. A warm slot has `num_computed` only.
     """
 
     state: SlotState = SlotState.FREE
@@ -56,8 +56,8 @@ class SlotSnapshot:
     num_computed: int = 0  # with keys and values in the slot, the reused ones included
     num_prompt_tokens: int = 0
     num_tokens: int = 0  # prompt and generated
-    num_held: int = 0  # that it has memory for
-    num_accepted: int = 0  # of those generated: guessed rightly, see docs/speculation.md
+    num_held: int = 0  # tokens that it has memory for
+    num_accepted: int = 0  # generated tokens that were guessed rightly, see docs/speculation.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class WaitingSnapshot:
 
     request_id: str  # see `short_id`
     num_prompt_tokens: int
-    seconds: float = field(compare=False)  # since it came
+    seconds: float = field(compare=False)  # since it was queued
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +81,16 @@ class LaunchRecord:
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the engine was made, which only grow."""
+    """Counts since the engine was created, which only grow."""
 
     num_prompt_tokens: int = 0  # of all requests whose prompt was computed
     num_cached_tokens: int = 0  # those of them that were reused
     num_generated_tokens: int = 0
-    num_finished: int = 0  # requests that ended, however they did
-    num_preemptions: int = 0  # requests that lost their slot to another, each time
-    num_first_tokens: int = 0  # requests of which a first token was made
-    seconds_to_first_token: float = 0.0  # their sum, each from its request's coming
-    num_drafted_tokens: int = 0  # that were guessed and verified
+    num_finished: int = 0  # requests that ended, for whatever reason
+    num_preemptions: int = 0  # how often requests lost their slot to another
+    num_first_tokens: int = 0  # requests that got a first token
+    seconds_to_first_token: float = 0.0  # their sum, each from its request's arrival
+    num_drafted_tokens: int = 0  # tokens that were guessed and verified
     num_accepted_tokens: int = 0  # those of them that are part of an answer
 
     @property
@@ -101,7 +101,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """An engine between two launches. Two snapshots are equal if nothing happened from one to the other."""
+    """An engine between two launches. Two snapshots are equal if nothing happened between them."""
 
     time: float = field(compare=False)  # seconds since the engine was made
     slot_len: int  # tokens that a slot can hold
@@ -115,31 +115,31 @@ class Snapshot:
 
 
 class SnapshotSource(Protocol):
-    """What can be looked at: `AsyncLLM`, and in tests something smaller."""
+    """What snapshots can be taken of: `AsyncLLM`, and in tests something smaller."""
 
     async def take_snapshot(self) -> Snapshot:
-        """The engine after its present launch, or right away if it has nothing to do.
+        """The engine's state after its current launch, or at once if it is idle.
 
-        `EngineClosed` or `EngineDead` where there is nothing to look at any more. May be cancelled at any time.
+        Raises `EngineClosed` or `EngineDead`. May be cancelled at any time.
         """
         ...
 
 
 def short_id(request_id: str) -> str:
-    """Eight hexadecimal digits that tell a generation from others, and by which its own client can find it.
+    """Eight hexadecimal digits that distinguish a generation, and by which its own client can find it.
 
     It is the CRC-32 of the generation's id, which is a sequence's id without its last two parts (its serial number and
-    its place among `n`). For `POST /v1/chat/completions` that is the completion's id with `-0` behind it.
+    its place among `n`). For `POST /v1/chat/completions` that is the completion's id followed by `-0`.
     """
     generation_id = request_id.rsplit("-", 2)[0]
     return f"{zlib.crc32(generation_id.encode()):08x}"
 
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Bounds for what takes a step or so."""
+"""Bounds for times of about a step."""
 
 WAIT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-"""Bounds for what a client waits for."""
+"""Bounds for times that a client waits."""
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 TOKEN_COUNTS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -166,7 +166,7 @@ class Histogram:
         return list(accumulate(self.counts))
 
     def add(self, value: float, times: int = 1) -> None:
-        """That value, so many times. Costs a fraction of a microsecond."""
+        """Counts the value `times` times. Costs a fraction of a microsecond."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -179,21 +179,21 @@ class Histogram:
 
 @dataclass(slots=True)
 class EngineStats:
-    """An engine's counts after its newest launch or, if that was later, request that came or left.
+    """An engine's counts after its newest launch or, if that was later, after a request was added or ended.
 
-    What belongs to one launch shares its time equally: its steps, and the tokens of a row. Requests wait from their
-    coming on; queue times are of those whose prompt was computed.
+    The steps of a launch share its time equally, and so do the tokens of a row. Waiting times start at a request's
+    arrival; queue times are those of requests whose prompt was computed.
     """
 
-    time: float = 0.0  # seconds since the engine was made
+    time: float = 0.0  # seconds since the engine was created
     totals: Totals = field(default_factory=Totals)
     num_waiting: int = 0
     num_running: int = 0  # requests that have a slot
     num_prefilling: int = 0  # those of them whose prompt is not computed yet
-    num_warm: int = 0  # slots of no request, with tokens that can be reused
+    num_warm: int = 0  # slots without a request, with tokens that can be reused
     step_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
     step_rows: Histogram = field(default_factory=lambda: Histogram(ROW_COUNTS))
-    step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNTS))  # computed in it
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_COUNTS))  # computed in a step
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(WAIT_SECONDS))  # to the first slot
     first_token_seconds: Histogram = field(default_factory=lambda: Histogram(WAIT_SECONDS))
     inter_token_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))
@@ -209,7 +209,7 @@ class Journal:
     """The counts of one engine. Belongs to the engine's thread, except for `read_stats`."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock`: the scheduler's, and that of the times at which launches begin."""
+        """`clock`: the scheduler's, which also measures when launches begin."""
         self._scheduler = scheduler
         self._clock = clock
         self._lock = threading.Lock()  # for what `read_stats` reads
@@ -218,17 +218,17 @@ class Journal:
         self._launches: deque[LaunchRecord] = deque(maxlen=MAX_LAUNCHES_SHOWN)
         self._num_launches = 0
         self._stats = EngineStats(cache=scheduler.placement.cache_use)
-        self._has_moved = False  # a prompt may have been begun or completed, or a request have ended, since then
+        self._has_moved = False  # a prompt may have begun or been completed, or a request ended, since the last count
 
     def look_around(self) -> None:
-        """Counts requests by where they are: to be called when some have come, or left without an event."""
+        """Counts requests by state. To be called when some were added, or dropped without an event."""
         with self._lock:
             self._look_around()
 
     def note_launch(self, plan: StepPlan, begin: float) -> float:
-        """Counts a launch that is over; its events must follow. Its time begins with the end of the one before.
+        """Counts a launch that is over; its events must follow. Returns its seconds.
 
-        Returns that time.
+        Its time begins no earlier than the end of the launch before.
         """
         now = self._clock()
         others = plan.rows[plan.num_decode_rows :]
@@ -268,7 +268,7 @@ class Journal:
             return deepcopy(self._stats)
 
     def take_snapshot(self, num_slots: int, slot_len: int) -> Snapshot:
-        """Between two launches."""
+        """Must be called between two launches."""
         now = self._clock()
         slots = [SlotSnapshot()] * num_slots
         for slot, num_tokens in self._scheduler.warm.items():
@@ -289,7 +289,7 @@ class Journal:
         )
 
     def _look_around(self) -> None:
-        """Counts requests by where they are; while rows only decode, without looking at each of them."""
+        """Counts requests by state; while rows only decode, without a look at each of them."""
         stats, scheduler = self._stats, self._scheduler
         if self._has_moved or stats.num_running != scheduler.num_running:
             running = scheduler.running
@@ -306,7 +306,7 @@ class Journal:
         stats.cache = scheduler.placement.cache_use
 
     def _note_request(self, event: TokenEvent, times: RequestTimes) -> None:
-        """Counts a request's prompt, with the first token or, if only the prompt was wanted, the end; and its end."""
+        """Counts a request's end, and its prompt: at its first token, or at its end if only the prompt was wanted."""
         stats, totals = self._stats, self._stats.totals
         self._has_moved = True
         totals.num_finished += event.finish_reason is not None

@@ -1,4 +1,4 @@
-"""`LLM`: a Python call. The calling thread itself drives the engine."""
+"""`LLM`: the engine as a Python call. The calling thread drives it."""
 
 import threading
 from collections import deque
@@ -23,7 +23,7 @@ _Each = TypeVar("_Each", SamplingParams, RequestOptions)
 
 
 class LLM:
-    """A model and its engine. Calls from several threads take turns; a context manager closes it."""
+    """A model and its engine. Calls from several threads run one at a time. As a context manager, it closes itself."""
 
     def __init__(self, model: str = "bundled", **config: Any) -> None:
         """`model`: a checkpoint directory, a hub id, a GGUF file, "smollm2" or "bundled".
@@ -49,7 +49,7 @@ class LLM:
         """Continues each prompt; the results are in prompt order, whatever the order of completion.
 
         `prompts`: a text, texts, or lists of token ids. `params`: one for all or one per prompt; None: the model's
-        own defaults, for 16 tokens. `options`: one for all or one per prompt. `use_tqdm`: a progress bar on standard
+        own defaults, with 16 tokens. `options`: one for all or one per prompt. `use_tqdm`: a progress bar on standard
         error, if that is a terminal and the work is long.
         `InvalidRequest` if one of them cannot be served; nothing is computed then.
         """
@@ -72,8 +72,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several: lists of `{"role": ..., "content": ...}`.
 
-        `params` None: the model's own defaults, for as long as the answer is. `chat_options`: tools, and how the
-        template renders the conversation; what messages and tools say is text, also where it spells a special token.
+        `params` None: the model's own defaults, up to the end of the answer. `chat_options`: tools, and how the
+        template renders the conversation; messages and tools are plain text, even where they spell a special token.
         Otherwise like `generate`.
         """
         is_single = bool(messages) and isinstance(messages[0], dict)
@@ -92,7 +92,7 @@ class LLM:
             self._usable_core().reset_prefix_cache()
 
     def close(self) -> None:
-        """Gives the memory back. Calls after it raise `EngineClosed`."""
+        """Frees the memory. Later calls raise `EngineClosed`."""
         with self._turn:
             self._stay_awake()
             if self._core is not None:
@@ -107,7 +107,7 @@ class LLM:
         self.close()
 
     def _run(self, generations: list[Generation], use_tqdm: bool) -> list[RequestOutput]:
-        disable = None if use_tqdm else True  # None: unless standard error is a terminal
+        disable = None if use_tqdm else True  # None: disabled unless standard error is a terminal
         with self._turn, tqdm(total=len(generations), disable=disable, delay=_PROGRESS_DELAY_S, unit="req") as bar:
             core = self._usable_core()
             self._stay_awake()
@@ -115,7 +115,7 @@ class LLM:
             try:
                 self._drive(core, states, bar)
             finally:
-                for state in states:  # after an interrupt, nothing of this call goes on
+                for state in states:  # after an interrupt, all requests of this call end
                     for request_id in state.unfinished_ids:
                         core.abort(request_id)
                     self._outputs.close(state)
@@ -125,7 +125,7 @@ class LLM:
     def _drive(self, core: EngineCore, states: list[GenerationState], bar: "tqdm[Any]") -> None:
         waiting = deque(states)
         while waiting or core.has_work:
-            # What the queue cannot take waits here, so that it displaces nothing. An idle engine says why it refuses.
+            # What would displace queued requests waits here. An idle engine is asked anyway, to raise why it refuses.
             while waiting and (core.can_take(waiting[0].generation.requests) or not core.has_work):
                 core.add(*waiting.popleft().generation.requests)
             try:
@@ -137,12 +137,12 @@ class LLM:
             for request_id in delivery.to_abort:
                 core.abort(request_id)
             for failure in delivery.failed.values():
-                if not isinstance(failure, QueueTimeout):  # its output tells, and the others go on
+                if not isinstance(failure, QueueTimeout):  # its output says so, and the others continue
                     raise failure
             bar.update(sum(state.is_finished for state in delivery.changed))
 
     def _rest_later(self) -> None:
-        """If no other call comes for a while, the engine gives back unused memory."""
+        """Has the engine free unused memory if no other call comes for a while."""
         self._resting = threading.Timer(REST_AFTER_S, _rest, [ref(self)])
         self._resting.daemon = True
         self._resting.start()
@@ -160,7 +160,7 @@ class LLM:
 
 
 def _rest(of: "ref[LLM]") -> None:
-    """Runs in its own thread, which does not keep the `LLM` alive."""
+    """Runs in a thread of its own. The weak reference does not keep the `LLM` alive."""
     llm = of()
     if llm is not None:
         with llm._turn:

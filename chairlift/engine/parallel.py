@@ -1,13 +1,13 @@
 """One model over several processes: each rank has a part of it, and all run the same engine on the same inputs.
 
-Rank 0 is the process that makes the engine; it starts the others. What is asked of the engine there (`add`, `abort`,
-`step`, ...) it tells the others before it does it, so that all do the same in the same order. What they decide depends
-on nothing that differs between processes: the time is that of rank 0's last message, what a launch gives is what rank 0
-sampled, and memory is the least that any rank has. So schedulers, slots and lengths are the same everywhere, and while
-a step runs only hidden states and logits travel (`models/parallel.py`).
+Rank 0 is the process that creates the engine; it starts the others. It announces each call of the engine (`add`,
+`abort`, `step`, ...) to the others before it executes it, so that all execute the same calls in the same order. Their
+decisions depend on nothing that differs between processes: the time is that of rank 0's last message, the results of a
+launch are those of rank 0, and memory is the least of all ranks. So schedulers, slots and lengths are the same
+everywhere, and during a step only hidden states and logits are exchanged (`models/parallel.py`).
 
-A rank whose link to rank 0 closes ends at once, whatever it does. When one is lost, rank 0 ends the others, so that
-nobody waits for it, and serves nothing any more.
+A rank ends at once when its link to rank 0 closes. When a rank is lost, rank 0 ends the others, so that none waits for
+it, and serves no more requests.
 """
 
 import functools
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOTICE_S = 2.0  # between an error and the knowledge that a lost rank was its cause
+_NOTICE_S = 2.0  # between an error and the notice that a lost rank was its cause
 _END_S = 5.0  # for a process to end by itself
 _REFUSALS: Mapping[str, tuple[type[Exception], ...]] = defaultdict(tuple, add=(QueueFull, ValueError))  # by method
 
@@ -58,7 +58,7 @@ _T = TypeVar("_T")
 
 
 def on_every_rank(method: "Callable[Concatenate[EngineCore, _P], _R]") -> "Callable[Concatenate[EngineCore, _P], _R]":
-    """A method of the engine that changes something: what rank 0 calls, all ranks call."""
+    """Decorates a method of the engine that changes its state: when rank 0 calls it, all ranks do."""
 
     @functools.wraps(method)
     def call(core: "EngineCore", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -66,7 +66,7 @@ def on_every_rank(method: "Callable[Concatenate[EngineCore, _P], _R]") -> "Calla
         try:
             return method(core, *args, **kwargs)
         except BaseException as error:  # also an interrupt
-            if not isinstance(error, _REFUSALS[method.__name__]):  # those are the same everywhere
+            if not isinstance(error, _REFUSALS[method.__name__]):  # every rank refuses alike
                 core.ranks.give_up(error)
             raise
 
@@ -74,10 +74,10 @@ def on_every_rank(method: "Callable[Concatenate[EngineCore, _P], _R]") -> "Calla
 
 
 class Ranks:
-    """The ranks of a model, as one of them knows them. This one is alone, and agrees with itself."""
+    """The ranks of a model, as one of them sees them. In this class there is only one, which agrees with itself."""
 
     failure: str | None = None
-    """Why nothing works any more, if that is known."""
+    """Why the ranks no longer work, if that is known."""
 
     def __init__(self, config: EngineConfig) -> None:
         """`config`: with the device of this rank."""
@@ -88,7 +88,7 @@ class Ranks:
         return checkpoint, machine
 
     def least(self, own: int) -> int:
-        """The least of all ranks' numbers, while the engine is made. EngineDead if a rank is lost."""
+        """The least of all ranks' numbers, while the engine is created. EngineDead if a rank is lost."""
         return own
 
     def meet(self) -> None:
@@ -96,11 +96,11 @@ class Ranks:
         self.least(0)
 
     def clock(self) -> float:
-        """Seconds, for all that is decided by time."""
+        """Seconds, for all decisions that depend on time."""
         return time.perf_counter()
 
     def agree(self, own: _T) -> _T:
-        """Rank 0's value of this."""
+        """Rank 0's value."""
         return own
 
     def share(self, request: Request) -> Request:
@@ -108,26 +108,26 @@ class Ranks:
         return request
 
     def announce(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """That method of the engine is about to be called. EngineDead if it is a step and a rank is lost."""
+        """Called before a method of the engine. EngineDead if it is `step` and a rank is lost."""
 
     def give_up(self, error: BaseException) -> None:
-        """A call failed in the middle, so that the ranks differ. EngineDead if one was lost."""
+        """Called when a method failed midway, so that the ranks may differ. EngineDead if a rank was lost."""
 
     def close(self) -> None:
-        """The engine is closed."""
+        """Called when the engine is closed."""
 
 
 class _Divided(Ranks):
     """One of several ranks."""
 
     def __init__(self, rank: int, config: EngineConfig, folder: str) -> None:
-        """`folder`: of rank 0's user alone; there the ranks find each other."""
+        """`folder`: accessible to rank 0's user alone; the ranks find each other through it."""
         super().__init__(config)
         self._rank, self._now = rank, 0.0
         self._store = FileStore(str(Path(folder) / "ranks"), config.tensor_parallel_size)
 
     def split(self, checkpoint: Checkpoint, machine: MachineFacts) -> tuple[CheckpointPart, MachineFacts]:
-        """See `Ranks`. On a CPU they share memory and cores."""
+        """See `Ranks`. On a CPU, the ranks share memory and cores."""
         size, timeout = self.config.tensor_parallel_size, timedelta(seconds=self.config.step_timeout)
         free_bytes = self.least(machine.free_bytes if machine.is_gpu else machine.free_bytes // size)
         machine = replace(machine, free_bytes=free_bytes, num_threads=max(1, machine.num_threads // size))
@@ -135,18 +135,18 @@ class _Divided(Ranks):
         return CheckpointPart.of(checkpoint, group), machine
 
     def clock(self) -> float:
-        """`time.perf_counter()` of rank 0 in its last message."""
+        """Rank 0's `time.perf_counter()` in its last message."""
         return self._now
 
     def share(self, request: Request) -> Request:
-        """The request with a grammar that follows rank 0's on every rank."""
+        """The request, with a grammar that gets rank 0's answers on every rank."""
         if request.new_grammar is None:
             return request
         return replace(request, new_grammar=functools.partial(_SharedGrammar, self, request.new_grammar))
 
 
 class Follower(_Divided):
-    """A rank other than 0. Its process ends when a call fails, or rank 0 does."""
+    """A rank other than 0. Its process ends when a call fails, or when rank 0 ends."""
 
     def __init__(self, link: Connection) -> None:
         super().__init__(*link.recv())
@@ -167,10 +167,10 @@ class Follower(_Divided):
 
 
 class Leader(_Divided):
-    """Rank 0. The others start when it is made, and end with it."""
+    """Rank 0. The others start when it is created, and end with it."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        """ConfigurationError if the model cannot be divided so, or there are too few devices."""
+        """ConfigurationError if the model cannot be divided like this, or there are too few devices."""
         obstacle = find_split_obstacle(checkpoint, config.tensor_parallel_size)
         config = resolve_divided(config, obstacle, torch.cuda.device_count())
         folder = tempfile.TemporaryDirectory(prefix="chairlift-")
@@ -230,11 +230,11 @@ class _SharedGrammar:
         return self._ranks.agree(self._attempt(lambda: self.own is not None and self.own.advance(token_id)))
 
     def _attempt(self, act: Callable[[], _T]) -> _T:
-        """Rank 0's answer. If it fails there, all ranks raise."""
+        """Rank 0's result. If it fails there, all ranks raise RuntimeError."""
         result, problem = None, None
         try:
             result = act()
-        except Exception as error:  # of a grammar: the others go on
+        except Exception as error:  # a grammar's: other requests continue
             problem = str(error)
         if (problem := self._ranks.agree(problem)) is not None:
             raise RuntimeError(problem)
@@ -242,17 +242,17 @@ class _SharedGrammar:
 
 
 def _without_grammar(argument: object) -> object:
-    """The request as other ranks get it: without what makes the grammar."""
+    """The argument as other ranks get it: a request without the function that makes its grammar."""
     if isinstance(argument, Request) and argument.new_grammar is not None:
         return replace(argument, new_grammar=cast("Any", NoneType))
     return argument
 
 
 class _Others:
-    """The processes of the other ranks. Knows nothing of the engine, so that they end when that is gone."""
+    """The processes of the other ranks. Has no reference to the engine, so that they end when that is collected."""
 
     def __init__(self, config: EngineConfig, folder: "tempfile.TemporaryDirectory[str]") -> None:
-        """`folder`: see `_Divided`; it goes when they have ended."""
+        """`folder`: see `_Divided`; removed when they have ended."""
         self._folder = folder
         self.failure: str | None = None
         self.is_over = threading.Event()
@@ -273,14 +273,14 @@ class _Others:
         self._thread.start()
 
     def answers(self) -> list[int]:
-        """One of each. EngineDead if a rank is lost."""
+        """One answer of each rank. EngineDead if a rank is lost."""
         answers = [answer for queue in self._answers if (answer := queue.get()) is not None]
         if len(answers) < len(self._answers):
             raise EngineDead(self.failure)
         return answers
 
     def tell(self, message: object) -> None:
-        """Sends it to all. A lost rank is noticed elsewhere."""
+        """Sends a message to all. `_listen` notices a lost rank."""
         if not self.is_over.is_set():
             pickled = pickle.dumps(message)
             with suppress(OSError):
@@ -288,7 +288,7 @@ class _Others:
                     link.send_bytes(pickled)
 
     def fail(self, reason: str) -> None:
-        """Ends them all at once."""
+        """Kills all of them at once."""
         if self.failure is None:
             self.failure = reason
             logger.critical("%s; all ranks end", reason)
@@ -300,7 +300,7 @@ class _Others:
             self.group.abort()
 
     def end(self) -> None:
-        """Asks them to end, and waits."""
+        """Asks them to end, and waits; kills those that take too long."""
         self._is_ending = True
         self.tell((0.0, None))
         deadline = time.monotonic() + _END_S
@@ -309,7 +309,7 @@ class _Others:
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
         self._folder.cleanup()
-        if threading.current_thread() is not self._thread:  # in which garbage may be collected, too
+        if threading.current_thread() is not self._thread:  # which may also collect garbage and so call this
             self._thread.join()
 
     def _kill(self) -> None:
@@ -318,7 +318,7 @@ class _Others:
             process.wait()
 
     def _listen(self) -> None:
-        """In a thread: takes their answers, until one of them is gone."""
+        """In a thread: receives their answers, until one of them is lost."""
         last_words: dict[int, str] = {}
         while True:
             ready = wait(self._links)
@@ -339,8 +339,8 @@ class _Others:
 
 
 def start_interpreter(program: str, fd: int) -> "subprocess.Popen[bytes]":
-    """A process that runs that Python and has that file. It finds modules where this one does, and runs nothing of the
-    user's program.
+    """Starts a process that runs a Python program and inherits a file descriptor. It finds modules where this process
+    does, and runs nothing of the user's main program.
     """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
@@ -348,7 +348,7 @@ def start_interpreter(program: str, fd: int) -> "subprocess.Popen[bytes]":
 
 
 def _describe_end(rank: int, process: "subprocess.Popen[bytes]", last_words: str | None) -> str:
-    """Why a rank that has closed its link is gone."""
+    """Why a rank has closed its link."""
     if last_words is not None:
         return f"rank {rank} failed: {last_words}"
     with suppress(subprocess.TimeoutExpired):
@@ -358,10 +358,10 @@ def _describe_end(rank: int, process: "subprocess.Popen[bytes]", last_words: str
 
 
 def follow(fd: int) -> None:
-    """The program of a rank other than 0, whose end of the link to rank 0 is that file. Ends the process."""
+    """The program of a rank other than 0; `fd` is its end of the link to rank 0. Ends the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles these
         signal.signal(number, signal.SIG_IGN)
-    logging.getLogger("chairlift").setLevel(logging.ERROR)  # the rest rank 0 says as well
+    logging.getLogger("chairlift").setLevel(logging.ERROR)  # rank 0 logs the rest as well
     threading.Thread(target=_end_with_link, args=(fd,), daemon=True).start()
     link, code = Connection(fd), 0
     try:
@@ -373,7 +373,7 @@ def follow(fd: int) -> None:
         with suppress(OSError):
             link.send(f"{type(error).__name__}: {error}")
     finally:
-        os._exit(code)  # whatever other threads wait for
+        os._exit(code)  # without waiting for other threads
 
 
 def _obey(ranks: Follower) -> None:
@@ -387,7 +387,7 @@ def _obey(ranks: Follower) -> None:
 
 
 def _end_with_link(fd: int) -> None:
-    """In a thread: ends this process when rank 0 is gone, also if a device waits for that for ever."""
+    """In a thread: ends this process when rank 0 is gone, even if its device waits for rank 0 for ever."""
     poll = select.poll()
     poll.register(fd, 0)  # a closed other end is reported in any case
     poll.poll()

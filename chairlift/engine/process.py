@@ -1,13 +1,13 @@
-"""The seams between processes: an engine here, and its readers, API workers, at the other ends of sockets.
+"""The connections between the engine's process and its readers in other processes, the API workers.
 
     worker: AsyncLLM -> Link  === Unix socket ===  Line -> Port -> LocalEngine: the engine's process
 
-`Link` is an `Engine` to the worker, and `Line` a reader to the engine. A message is its length in four bytes, then a
-pickle; each end offers the other services, by name. Tokens travel in columns: a step of a thousand of them takes 18 kB.
-One update at a time is under way to a worker, the next when it has taken that; meanwhile news gather in the port.
+To the worker, `Link` is an `Engine`; to the engine, `Line` is a reader. A message is its length in four bytes, then a
+pickle; each end offers the other services, by name. Tokens are sent in columns: a step of a thousand takes 18 kB. Only
+one update at a time is in flight to a worker; until the worker has taken it, news are merged in the port.
 
-Grammars stay with the engine, which compiles them: a worker has a number instead, and as long as it has that the
-engine keeps the grammar. A worker that dies closes its socket, and all that it ran ends.
+Grammars stay with the engine, which compiles them: a worker has a number instead, and the engine keeps the grammar as
+long as the worker has the number. When a worker dies, its socket closes, and all its requests end.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _LENGTH = struct.Struct("<I")
 _GONE = "the process at the other end is gone"
 
 Service = Callable[..., Any]
-"""What one end offers the other: a function, whose result, an awaitable's if it is one, travels back."""
+"""A function that one end offers the other. Its result is sent back; an awaitable is awaited first."""
 
 
 # --- messages
@@ -61,7 +61,7 @@ class _Told:
 
 @dataclass(frozen=True, slots=True)
 class _NumberedAdd:
-    """`Add`, with the numbers that stand for its sequences from here on, by their names."""
+    """`Add`, with a number for each sequence, by request id, that stands for it from here on."""
 
     requests: list[Request]
     numbers: dict[str, int]
@@ -69,7 +69,7 @@ class _NumberedAdd:
 
 @dataclass(frozen=True, slots=True)
 class _Release:
-    """The worker no longer needs that grammar."""
+    """The worker no longer needs the grammar with this number."""
 
     number: int
 
@@ -86,18 +86,18 @@ class EnginesGrammar:
 
 @dataclass(slots=True)
 class PackedUpdate:
-    """An `Update` in columns, a row for each event. One that is not plain has no count and stands in `others`."""
+    """An `Update` in columns, one row per event. An event that is not plain has count 0 and is in `others`."""
 
     numbers: "array[int]" = field(default_factory=lambda: array("I"))
     counts: "array[int]" = field(default_factory=lambda: array("H"))  # of tokens
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
-    tokens: "array[int]" = field(default_factory=lambda: array("I"))  # of all events, one after the other
+    tokens: "array[int]" = field(default_factory=lambda: array("I"))  # of all plain events, one after the other
     others: list[TokenEvent] = field(default_factory=list)
     death: EngineDead | None = None
 
     @classmethod
     def of(cls, update: Update, numbers: dict[str, int]) -> "PackedUpdate":
-        """`numbers`: of sequences; one that ends is removed."""
+        """`numbers`: of sequences, by request id; a sequence that ends is removed."""
         packed = cls()
         if update.death is not None:
             packed.death = EngineDead(describe_death(update.death))
@@ -115,7 +115,7 @@ class PackedUpdate:
         return packed
 
     def unpack(self, names: dict[int, str]) -> Update:
-        """`names`: of sequences by their numbers; as for `of`."""
+        """`names`: of sequences, by number; a sequence that ends is removed."""
         events, others, tokens, end = list[TokenEvent](), iter(self.others), self.tokens.tolist(), 0
         seconds = iter(self.seconds)
         for number, num_tokens in zip(self.numbers, self.counts, strict=True):
@@ -130,7 +130,7 @@ class PackedUpdate:
 
 
 def _is_plain(event: TokenEvent) -> bool:
-    """Whether it holds tokens only: neither a sequence's beginning nor its end."""
+    """Whether it has only tokens, and is neither a sequence's beginning nor its end."""
     if event.times is not None or event.finish_reason is not None or not event.new_token_ids:
         return False
     return event.token_seconds is not None and not (event.logprobs or event.prompt_logprobs or event.num_drafted)
@@ -140,7 +140,7 @@ def _is_plain(event: TokenEvent) -> bool:
 
 
 class Peer(asyncio.Protocol):
-    """One end of a socket between processes. For one event loop."""
+    """One end of a socket between processes. Used from one event loop."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = dict(services)
@@ -152,11 +152,11 @@ class Peer(asyncio.Protocol):
         self.lost = asyncio.Event()
 
     def offer(self, name: str, service: Service) -> None:
-        """One more."""
+        """Adds a service."""
         self._services[name] = service
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.WriteTransport", transport)  # which uvloop's is, without saying so
+        self._transport = cast("asyncio.WriteTransport", transport)  # as is uvloop's, which does not declare it
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -175,17 +175,17 @@ class Peer(asyncio.Protocol):
                 asked.set_exception(EngineClosed(_GONE))
 
     def post(self, message: object) -> None:
-        """Sends it, unless the other end is gone, which `lost` tells."""
+        """Sends a message, unless the other end is gone (`lost`)."""
         if self._transport is not None and not self.lost.is_set():
             data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
             self._transport.write(_LENGTH.pack(len(data)) + data)
 
     def ask(self, name: str, *args: Any) -> "asyncio.Future[Any]":
-        """What the other end's service says, or raises. `EngineClosed` if the other end is gone."""
+        """Calls a service of the other end: its result or exception. `EngineClosed` if the other end is gone."""
         answer = asyncio.get_running_loop().create_future()
         if self.lost.is_set():
             answer.set_exception(EngineClosed(_GONE))
-            answer.exception()  # who asked may not want to know
+            answer.exception()  # the caller may never retrieve it
             return answer
         number = next(self._numbers)
         self._asked[number] = answer
@@ -196,7 +196,7 @@ class Peer(asyncio.Protocol):
     def _forget(self, number: int, answer: "asyncio.Future[Any]") -> None:
         self._asked.pop(number)
         if not answer.cancelled():
-            answer.exception()  # who asked may have left
+            answer.exception()  # the caller may never retrieve it
 
     def _receive(self, message: object) -> None:
         match message:
@@ -223,7 +223,7 @@ class Peer(asyncio.Protocol):
 
 
 def read_message(connection: socket.socket) -> object:
-    """The first message, from a socket that has no `Peer` yet; `EngineClosed` if there will be none."""
+    """Reads the first message from a socket without a `Peer`. `EngineClosed` if the other end closes it before."""
     (length,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
     return pickle.loads(_read_exactly(connection, length))
 
@@ -239,16 +239,16 @@ def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 class Link(Peer):
-    """An engine in another process; see `Engine`, all of which is for the event loop."""
+    """An engine in another process; see `Engine`. All methods must be called on the event loop."""
 
     def __init__(
         self, config: ResolvedConfig, vocab_size: int, stats: EngineStats, services: Mapping[str, Service]
     ) -> None:
-        """`stats`: as of now; `services`: for the engine's process."""
+        """`stats`: the current ones; `services`: offered to the engine's process."""
         super().__init__(services)
         self.config = config
         self.vocab_size = vocab_size
-        self.stats = stats  # the newest that are known
+        self.stats = stats  # the newest known
         self.grammars = _Grammars(self)
         self._wake: Callable[[], None] = lambda: None
         self._packed: PackedUpdate | None = None
@@ -275,7 +275,7 @@ class Link(Peer):
                 asked = self.ask(command.function.__name__)
                 asked.add_done_callback(lambda done: _deliver(done, command.deliver))
             case _:
-                pass  # the engine does not stop for one of its readers
+                pass  # a single reader cannot stop the engine
 
     def take(self) -> Update:
         packed, self._packed = self._packed, None
@@ -293,7 +293,7 @@ class Link(Peer):
         return EngineDead("the engine's process is gone")
 
     async def close(self, *, waits: bool = True) -> None:
-        """Nothing: the socket is there until its process ends."""
+        """Does nothing: the socket stays open until the process ends."""
 
     def _receive(self, message: object) -> None:
         if not isinstance(message, PackedUpdate):
@@ -306,19 +306,19 @@ class Link(Peer):
 
 
 def _deliver(answer: "asyncio.Future[Any]", deliver: Callable[[Any], None]) -> None:
-    """What is no answer means that the engine is dead, of which there are other news."""
+    """Delivers the answer. Without one the engine is dead, which is reported elsewhere."""
     if not answer.cancelled() and answer.exception() is None:
         deliver(answer.result())
 
 
 class _Grammars:
-    """The engine's compiler, from a worker; see `inputs.Grammars`."""
+    """The engine's grammar compiler, used from a worker; see `inputs.Grammars`."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
     def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[EnginesGrammar]":
-        """On the event loop. The engine keeps it for as long as the result is there."""
+        """Must be called on the event loop. The engine keeps the grammar as long as the result is referenced."""
         return asyncio.run_coroutine_threadsafe(self._compile(outputs, thinking), asyncio.get_running_loop())
 
     async def _compile(self, outputs: StructuredOutputs, thinking: Thinking | None) -> EnginesGrammar:
@@ -331,17 +331,17 @@ class _Grammars:
         return compiled
 
     def close(self) -> None:
-        """Nothing: it is the engine's."""
+        """Does nothing: the compiler is the engine's."""
 
 
 # --- the engine's end
 
 
 class Line(Peer):
-    """A worker, as a reader of the engine."""
+    """The engine's end of the socket: a worker as a reader."""
 
     def __init__(self, llm: AsyncLLM, services: Mapping[str, Service]) -> None:
-        """`services`: for the worker, beside those of the engine. It is connected when it has a socket."""
+        """`services`: offered to the worker, beside the engine's. The worker is connected once it has a socket."""
         of_engine = {"take_snapshot": llm.take_snapshot, "reset_prefix_cache": llm.reset_prefix_cache}
         super().__init__({**of_engine, "compile": self._compile, **services})
         loop = asyncio.get_running_loop()
@@ -349,13 +349,13 @@ class Line(Peer):
         self._kept: dict[int, Callable[[], Grammar]] = {}  # grammars that the worker has numbers of
         self._serials = count()
         self._numbers_of: dict[str, int] = {}  # of sequences
-        self._is_full = False  # an update is under way
+        self._is_full = False  # an update is in flight
         engine = llm.usable_engine()
         assert isinstance(engine, LocalEngine), "the other way is a link"
         self._port = engine.connect(lambda: call_if_open(loop, self._flush))
 
     def tell_death(self, death: BaseException) -> None:
-        """Of which a thread that hangs says nothing."""
+        """Reports the engine's death to the worker, because a hung thread cannot."""
         self.post(PackedUpdate(death=EngineDead(describe_death(death))))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -379,7 +379,7 @@ class Line(Peer):
                 super()._receive(message)
 
     def _flush(self) -> None:
-        """Sends what there is, unless the worker has not taken what was sent before."""
+        """Sends pending news, unless the worker has not yet taken the last update."""
         if not self._is_full and not self.lost.is_set() and (update := self._port.take()):
             self._is_full = True
             self.post(PackedUpdate.of(update, self._numbers_of))

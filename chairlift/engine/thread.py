@@ -1,11 +1,11 @@
-"""The two seams between readers and the engine: commands in, news out. One file holds both.
+"""The interface between readers and the engine's thread: commands in, news out.
 
-The engine thread is the only owner of scheduler, cache and model; what passes through the seams is frozen, or given
-away. Commands come in through the inbox, which the thread empties between two steps. What comes out gathers in one
-update per reader, who is woken once until that is taken: one that is slow finds the news of several steps at once.
-The rows of a reader that falls far behind rest until it has caught up; if all are behind, the thread takes no step.
+The engine's thread is the only owner of scheduler, cache and model; objects that pass between threads are frozen, or
+handed over. Commands arrive in the inbox, which the thread empties between two steps. News are merged into one update
+per reader, which is woken once until it takes the update: a slow reader gets the news of several steps at once. The
+rows of a reader that lags far behind are paused until it has caught up; if all readers lag, the thread takes no step.
 
-A reader is an event loop: the one beside the thread (`LocalEngine`), or those of other processes (`process.py`).
+A reader is an event loop: the one in the same process (`LocalEngine`), or those of other processes (`process.py`).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from chairlift.scheduler import Request, TokenEvent
 logger = logging.getLogger(__name__)
 
 MAX_STEPS_AHEAD = 8
-"""Steps with news that a reader has not taken, at which nothing is computed for it."""
+"""At this number of steps whose news a reader has not taken, nothing more is computed for it."""
 
 _JOIN_TIMEOUT_S = 10.0
 
@@ -47,11 +47,11 @@ class Abort:
 
 
 class Stop:
-    """End the thread. Abort what still runs before: it gets no event."""
+    """End the thread. Running requests get no event, so abort them first."""
 
 
 class Leave:
-    """The reader is gone: end all that is its."""
+    """The reader is gone: end all its sequences."""
 
 
 class Taken:
@@ -75,10 +75,10 @@ class Update:
 
     events: list[TokenEvent] = field(default_factory=list)
     death: BaseException | None = None
-    num_parts: int = 0  # that were added
+    num_parts: int = 0  # updates that were merged into this one
 
     def add(self, part: "Update") -> None:
-        """What is new comes last."""
+        """Appends a newer update."""
         self.events += part.events
         self.death = self.death or part.death
         self.num_parts += 1
@@ -88,52 +88,52 @@ class Update:
 
 
 class Engine(Protocol):
-    """An engine as its reader sees it, wherever it runs. All but `send` is for one event loop."""
+    """An engine as its reader sees it, in any process. All but `send` must be called on one event loop."""
 
     config: ResolvedConfig
     vocab_size: int
 
     @property
     def is_alive(self) -> bool:
-        """False once it can do nothing any more."""
+        """False once the engine has stopped for good."""
         ...
 
     def start(self, wake: Callable[[], None]) -> None:
-        """`wake`: called, on some thread, when there are news and the reader does not know; must not block."""
+        """`wake`: called, on any thread, when there are news and the reader was not woken yet; must not block."""
         ...
 
     def send(self, command: Command) -> None:
-        """From any thread. Obeyed before the next step."""
+        """Sends a command, which is executed before the next step. May be called from any thread."""
         ...
 
     def take(self) -> Update:
-        """All news since the last call. If there are none, the reader is woken with the next."""
+        """All news since the last call. If there are none, the reader is woken by the next ones."""
         ...
 
     def read_stats(self) -> EngineStats:
-        """What it has done so far, also if it hangs, is dead or was closed."""
+        """What the engine has done so far, also if it hangs, is dead or was closed."""
         ...
 
     async def until_dead(self) -> EngineDead:
-        """Returns when it will do nothing any more, of which there may be no other news."""
+        """Returns when the engine has stopped for good, which may come with no other news."""
         ...
 
     async def close(self, *, waits: bool = True) -> None:
-        """Stops it. `waits`: for what it is at, for some seconds."""
+        """Stops the engine. `waits`: for its current step, some seconds at most."""
         ...
 
 
 class Port:
-    """One reader's ends of both seams."""
+    """One reader's connection to the engine's thread."""
 
     def __init__(self, inbox: "SimpleQueue[tuple[Port, Command]]", wake: Callable[[], None]) -> None:
         self._inbox = inbox
         self._wake = wake
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # for the next two
         self._untaken = Update()
-        self._is_told = False  # the reader knows that there are, or may be, news
+        self._is_told = False  # the reader was woken, or will take news again anyway
         self.num_open = 0  # sequences that have not ended; this and the next are the engine thread's
-        self.held: set[str] = set()  # those of them that rest
+        self.held: set[str] = set()  # those of them that are paused
 
     @property
     def is_behind(self) -> bool:
@@ -169,12 +169,12 @@ class LocalEngine:
         self._core = core
         self._inbox: SimpleQueue[tuple[Port, Command]] = SimpleQueue()
         self._ports: list[Port] = []
-        self._ports_of: dict[str, Port] = {}  # by sequence that has not ended
-        self._updates = defaultdict[Port, Update](Update)  # that are not told yet
+        self._ports_of: dict[str, Port] = {}  # by the id of a sequence that has not ended
+        self._updates = defaultdict[Port, Update](Update)  # not yet delivered
         self._thread: threading.Thread | None = None
         self._num_turns = 0
         self._is_waiting = True
-        self.port: Port | None = None  # of the reader that has started it
+        self.port: Port | None = None  # of the reader that started it
 
     @property
     def is_alive(self) -> bool:
@@ -207,12 +207,12 @@ class LocalEngine:
         return self._core.read_stats()
 
     async def until_dead(self) -> EngineDead:
-        """When a step did not come back in time, or the thread or another rank is gone."""
+        """See `Engine`. Returns when a step exceeds its time limit, or when the thread or another rank is gone."""
         limit = self.config.step_timeout
         interval = min(1.0, limit / 4)
         seen, num_looks = None, 0
         while num_looks * interval < limit:
-            # It counts looks rather than time: a stopped process or a blocked loop is not the engine's fault.
+            # Counts looks rather than time: a stopped process or a blocked loop is not the engine's fault.
             await asyncio.sleep(interval)
             if not self.is_alive:
                 return EngineHung("the engine's thread is gone")
@@ -231,14 +231,14 @@ class LocalEngine:
                 logger.error("the engine thread did not stop in time; it runs until the process ends")
             else:
                 self._thread = self.port = None
-                self._ports.clear()  # and with them the way to the readers: the memory is free at once
+                self._ports.clear()  # and with them references to the readers, so that the memory is free at once
         await asyncio.to_thread(self._core.ranks.close)
 
     def _run(self) -> None:
         try:
             while self._turn():
                 pass
-        except BaseException as error:  # whatever it was, clients wait for tokens
+        except BaseException as error:  # of any kind, because clients wait for tokens
             logger.critical("the engine died in a step", exc_info=error)
             for port in self._ports:
                 port.tell(Update(death=error))
@@ -249,7 +249,7 @@ class LocalEngine:
         return self._core.has_work and not (behind and all(behind))
 
     def _turn(self) -> bool:
-        """Obeys what has come in, then takes one step. False after `Stop`."""
+        """Executes pending commands, then takes one step. False after `Stop`."""
         self._num_turns += 1
         for port, command in self._commands():
             if isinstance(command, Stop):
@@ -274,7 +274,7 @@ class LocalEngine:
         updates, self._updates = self._updates, defaultdict(Update)
         for port, update in updates.items():
             port.tell(update)
-            if port.is_behind and len(self._ports) > 1:  # its rows rest, so that the others need not wait for it
+            if port.is_behind and len(self._ports) > 1:  # pause its rows, so that other readers need not wait for it
                 resting = [event.request_id for event in update.events if event.finish_reason is None]
                 port.held.update(resting)
                 self._core.hold(resting, True)
@@ -299,7 +299,7 @@ class LocalEngine:
 
     def _obey(self, port: Port, command: Command) -> None:
         match command:
-            case Taken():  # it has ended the wait
+            case Taken():  # its arrival has ended the wait
                 if port.held:
                     self._core.hold(list(port.held), False)
                     port.held.clear()
@@ -323,5 +323,5 @@ class LocalEngine:
 
 
 def describe_death(error: BaseException) -> str:
-    """Why an engine does nothing any more, in words."""
+    """Why an engine died, in words."""
     return str(error) if isinstance(error, EngineDead) else f"a step failed: {type(error).__name__}: {error}"

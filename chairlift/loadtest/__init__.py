@@ -1,6 +1,6 @@
-"""The load test behind `chairlift bench`: a client for any OpenAI-compatible server, and here its settings.
+"""The load test behind `chairlift bench`: a client for any OpenAI-compatible server. This module has its settings.
 
-It needs nothing of the engine, so its figures compare servers of any make. Metrics are those of `vllm bench serve`.
+It does not depend on the engine, so it can compare any servers. Metrics are those of `vllm bench serve`.
 
 Field names are the command line's flags and descriptions are their help, so both are written only here. Neither numpy
 nor an HTTP client is imported, so that the command line answers at once.
@@ -60,7 +60,7 @@ class Lengths:
         return False
 
     def draw(self, count: int, generator: "np.random.Generator") -> list[int]:
-        """`count` rounded lengths, each at least 1. Asking for more keeps the first ones."""
+        """`count` rounded lengths, each at least 1. A larger `count` keeps the first ones."""
         if not self.kind:
             return [int(self.numbers[0])] * count
         first, second, *maximum = self.numbers
@@ -107,7 +107,7 @@ class SweepValues:
 
 
 def _readable_by(parse: Callable[[Any], object]) -> AfterValidator:
-    """For text that stays as it was typed, once it has been parsed without an error."""
+    """Checks that text can be parsed, and keeps it as it was typed."""
 
     def check(text: Any) -> Any:
         parse(text)
@@ -123,7 +123,7 @@ def _normal_url(url: str) -> str:
 
 
 def _writable(ending: str = "") -> AfterValidator:
-    """For a file with a name that ends so, in a directory that is there: better said before a test than after it."""
+    """Checks before the test that a file's name ends so, and that its directory exists."""
 
     def check(path: Path) -> Path:
         if not path.name.endswith(ending):
@@ -149,7 +149,7 @@ _ALTERNATIVES = (
     ("sweep", "request_rate", "ramp", "trace"),
     ("sweep concurrency", "concurrency"),
 )
-# Each has an effect only beside one of these.
+# Each has an effect only together with one of these.
 _COMPANIONS = {
     "burstiness": ("request_rate", "ramp", "sweep rate"),
     "trace_speedup": ("trace",),
@@ -252,11 +252,11 @@ class BenchConfig(BaseModel, frozen=True, extra="forbid", validate_by_name=True,
 
     @property
     def limits(self) -> dict[str, float]:
-        """What makes a request good, in milliseconds by latency; empty without `goodput`."""
+        """The limits of a good request, in milliseconds by latency; empty without `goodput`."""
         return {} if self.goodput is None else parse_limits(self.goodput)
 
     def resolved(self, model: str) -> Self:
-        """The same test with nothing left open: a model, an endpoint, and a concurrency where there is no schedule."""
+        """The same test with nothing undecided: a model, an endpoint, and a concurrency where there is no schedule."""
         concurrency = self.concurrency or (None if self.is_open_loop else DEFAULT_CONCURRENCY)
         endpoint = "chat" if self.is_chat else "completions"
         return self.model_copy(update={"model": model, "endpoint": endpoint, "concurrency": concurrency})

@@ -112,7 +112,7 @@ class StreamedReply:
         self.texts: list[str] = []
 
     def feed(self, piece: bytes, arrived_at: float) -> None:
-        """Takes the chunks that these bytes complete. Raises `RequestFailed` on an error or on what is no chunk."""
+        """Takes the chunks that these bytes complete. Raises `RequestFailed` on an error or a malformed chunk."""
         *lines, self._unfinished_line = (self._unfinished_line + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

@@ -1,4 +1,4 @@
-"""What is said of a test or of a sweep: tables, warnings, the JSON file, and one HTML page that loads nothing else.
+"""Reports of a test or a sweep: tables, warnings, the JSON file, and one HTML page that loads nothing else.
 
 The page's plots need matplotlib, which is imported only when figures are drawn, and without pyplot: no window system,
 no global state.
@@ -112,7 +112,7 @@ def _plot_throughput(axes: "Axes", result: BenchResult) -> None:
 def _finish(
     axes: "Axes", title: str, x_label: str, y_label: str, x_limit: float | None = None, y_limit: float | None = None
 ) -> None:
-    """Called once all is drawn but limits in ms: the axis then reaches from 0 to the largest value."""
+    """To be called when all else is drawn: draws limits in ms, and lets the axis reach from 0 to the largest value."""
     for limit_ms, draw in ((x_limit, axes.axvline), (y_limit, axes.axhline)):
         if limit_ms is not None:
             draw(limit_ms, color=RED, label=f"limit {limit_ms:g} ms")
@@ -164,7 +164,7 @@ Table = Sequence[tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`document` is for JSON; `draw` makes the plots of the page; a bad outcome (not `is_good`) costs the exit code."""
+    """`document` is for JSON; `draw` makes the plots of the page; `is_good` decides the exit code."""
 
     title: str
     tables: Sequence[Table]
@@ -269,7 +269,7 @@ def _sweep_row(value: float, result: BenchResult) -> tuple[str, ...]:
 
 
 def _warnings(summary: Summary, where: str = "") -> list[str]:
-    """What to say of a client that is part of what it measured."""
+    """Warnings about a client that distorted its own measurement."""
     if not summary.has_lagging_client:
         return []
     lag = 0.0 if summary.client_lag_ms is None else summary.client_lag_ms.p99

@@ -1,9 +1,8 @@
 """A whole test: find the model, make what is to be sent, warm up, measure, report; one test or a sweep.
 
-Conversations are played a fixed number at a time (closed loop) or when a schedule wants them (open loop). Times are
-`time.perf_counter()` seconds. In the open loop a late client does not shift the later requests, and each knows the time
-it was due; latency counts from there, so that a stalled server does not slow the clock that measures it ("coordinated
-omission").
+Conversations are played a fixed number at a time (closed loop) or according to a schedule (open loop). Times are
+`time.perf_counter()` seconds. In the open loop a late client does not shift later requests, and latency counts from the
+time a request was due, so that a stalled server does not delay its own measurement ("coordinated omission").
 
 Exit codes: 0 if every request succeeded, or a sweep found a load that meets the limits; else 1. A test that cannot be
 made says why on stderr.
@@ -81,7 +80,7 @@ class Player:
     """Sends conversations, each turn with all turns and replies before it, and passes on a record of every request.
 
     The bodies of first turns are encoded ahead of the clock. `config` is resolved; where it has a schedule, its
-    concurrency is the most requests in flight, and those for which there is no room wait here.
+    concurrency is the most requests in flight, and further ones wait here.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Player:
                     text = await self._send(record, body)
                 history += [*turn.prompt.get("messages", ()), {"role": "assistant", "content": text}]
                 failure = record.failure
-            else:  # there is no reply to go on from
+            else:  # there is no reply to continue from
                 record.failure = RequestFailure("not sent", "an earlier turn of the conversation failed")
             self._take(record)
 
@@ -147,7 +146,7 @@ async def _warm_up(session: ClientSession, workload: Workload, config: BenchConf
 
 
 async def _measure(session: ClientSession, workload: Workload, config: BenchConfig) -> BenchResult:
-    # Else a collection of what the imports left behind takes tens of milliseconds, in which no chunk is seen arriving.
+    # Otherwise collecting what the imports left behind takes tens of milliseconds, in which no chunk is seen arriving.
     gc.collect()
     gc.freeze()
     try:
@@ -177,7 +176,7 @@ class Watch:
         self._bar = bar
 
     def take(self, record: RequestRecord) -> None:
-        """A request has ended."""
+        """Records a request that has ended."""
         self.records.append(record)
         if record.failure is not None:
             self._num_failed += 1

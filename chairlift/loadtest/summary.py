@@ -1,7 +1,7 @@
 """What was seen of one request, the latencies that follow from it, and the figures of a test or of a sweep.
 
 Definitions are those of `vllm bench serve` (vllm/benchmarks/serve.py), so figures compare: latencies and throughput are
-of the requests that ended well, throughput is over the wall-clock time of the whole test, percentiles interpolate
+of the requests that succeeded, throughput is over the wall-clock time of the whole test, percentiles interpolate
 linearly (NumPy's default). Times are `time.perf_counter()` seconds. Latencies count from the intended send time: with a
 fixed concurrency that is when the request was sent; with a schedule it is when the request was due.
 
@@ -61,9 +61,8 @@ class RequestRecord:
 
     `chunk_times` are the arrivals of content chunks. `ended_at` is the arrival of the last chunk with a choice, so the
     usage chunk after it does not count; of a failure, the time it was noticed. `usage_*` are the server's counts, None
-    where it sent none; cached are the prompt tokens that it did not compute again, accepted and rejected those that it
-    guessed rightly and wrongly. `turn` counts from 0 within a conversation. `asked_*` are the lengths asked for; None
-    for a prompt that only the server can count.
+    where it sent none: cached prompt tokens were reused, accepted and rejected tokens were speculated. `turn` counts
+    from 0 within a conversation. `asked_*` are the lengths asked for; None for a prompt that only the server can count.
     """
 
     index: int
@@ -95,7 +94,7 @@ class RequestRecord:
 
     @property
     def guessed_tokens(self) -> int:
-        """Those that the server guessed and verified, as far as it tells; see docs/speculation.md."""
+        """Tokens that the server speculated, as far as it reports them; see docs/speculation.md."""
         return (self.usage_accepted_tokens or 0) + (self.usage_rejected_tokens or 0)
 
     @property
@@ -198,10 +197,10 @@ class Summary:
     """A test's figures; metadata has the row of each in the tables: a label, and how to format (summary, figure).
 
     Times end in their unit; throughputs are per second; None where nothing was measured. Sources say who counted the
-    tokens. Guessed tokens are None where the server tells of none. The peak is of whole seconds, so a test of less than
+    tokens. Guessed tokens are None where the server reports none. The peak is of whole seconds, so a test of less than
     one has none. Short replies have fewer tokens than were asked for. `goodput` is of requests within the limits,
-    `good_share` their share of all. `client_*` is how the load test itself fared: one that falls behind sees tokens
-    late that came in time.
+    `good_share` their share of all. `client_*` describe the load test itself: if it falls behind, it sees tokens later
+    than they arrive.
     """
 
     num_requests: int
@@ -235,7 +234,7 @@ class Summary:
 
     @property
     def has_lagging_client(self) -> bool:
-        """Whether the client is part of what it measured."""
+        """Whether the client distorted its own measurement."""
         is_late = self.client_lag_ms is not None and self.client_lag_ms.p99 > TOLERABLE_LAG_MS
         return is_late or self.client_busy_share > TOLERABLE_BUSY_SHARE
 
@@ -295,7 +294,7 @@ def summarize(result: BenchResult) -> Summary:
 
 
 def keeps_limits(record: RequestRecord, limits: dict[str, float]) -> bool:
-    """Whether a request ended well with every limited latency at or below its limit in ms.
+    """Whether a request succeeded with every limited latency at or below its limit in ms.
 
     A reply of fewer than two tokens has no time per output token and keeps every limit on it.
     """
@@ -308,7 +307,7 @@ def keeps_limits(record: RequestRecord, limits: dict[str, float]) -> bool:
 def token_rates(records: Sequence[RequestRecord], started_at: float, num_bins: int, width_s: float) -> Series:
     """Output tokens per second in each of `num_bins` bins of `width_s` seconds, shape `(num_bins,)`.
 
-    A chunk counts when it arrived; where a reply's chunks carry several tokens, each for as many on average.
+    A chunk counts at its arrival; where a reply's chunks carry several tokens, each counts as their mean number.
     """
     totals = np.zeros(num_bins)
     for record in records:

@@ -1,8 +1,8 @@
 """What a test sends and when: conversations of one or more turns, made ahead of the clock from the settings, or read.
 
-Random prompts need no tokenizer: they are token ids for completions, short words for chat. Those of one test all
-differ, so that no server answers one from what it cached of another. Each purpose has random numbers of its own: the
-same seed gives the same prompts at any rate, and asking for more keeps the first ones.
+Random prompts need no tokenizer: they are token ids for completions, short words for chat. All prompts of one test
+differ, so that no server can answer one from the cache of another. Each purpose has its own random numbers: the same
+seed gives the same prompts at any rate, and a larger number keeps the first ones.
 
 Files have one JSON object per line. A trace has the fields of the Mooncake traces
 (https://github.com/kvcache-ai/Mooncake): `timestamp` (milliseconds), `input_length`, `output_length` (tokens), and
@@ -44,7 +44,7 @@ class TraceLine(BaseModel, frozen=True):
 
 
 class ConversationLine(BaseModel, frozen=True):
-    """One conversation. What else a message has is the server's to judge."""
+    """One conversation. Other fields of a message are left to the server."""
 
     messages: list[Message]
     output_tokens: PositiveInt | None = None
@@ -127,7 +127,7 @@ Draws = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request to be. `prompt` holds the fields of its body that are its own: `prompt`, or the `messages` it adds.
+    """One request to send. `prompt` holds the fields of its body that are its own: `prompt`, or the `messages` it adds.
 
     `prompt_tokens` is None where only the server can count them.
     """
@@ -142,7 +142,7 @@ Conversation = tuple[Turn, ...]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Conversations to measure, and those sent before. `offsets` are seconds, one for each; None in a closed loop."""
+    """Conversations to measure, and those to warm up. `offsets` are seconds, one for each; None in a closed loop."""
 
     conversations: tuple[Conversation, ...]
     warm_up: tuple[Conversation, ...]

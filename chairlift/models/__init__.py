@@ -1,6 +1,6 @@
-"""Architectures as wiring, attention backends, and the loading of checkpoints. Here: what runs a model, and which can.
+"""Architectures, attention backends, and the loading of checkpoints. Here: what can run a model, and its loading.
 
-Whatever runs one is a `Forward` (`attention`): native code (`cpu`), or torch with an attention backend.
+A model is run by a `Forward` (`attention`): native code (`cpu`), or torch with an attention backend.
 """
 
 import logging
@@ -149,7 +149,7 @@ class TorchForward:
 
     @torch.inference_mode()
     def rehearse(self, num_tokens: int, num_rows: int) -> torch.Tensor:
-        """Runs a step of that many tokens without a cache, so that what it allocates can be measured: logits of rows.
+        """Runs a step of that many tokens without a cache, to measure what it allocates; returns the rows' logits.
 
         Attention is left out: beside its result, which is as large as the queries, it needs next to nothing.
         """

@@ -1,11 +1,11 @@
 """Decoders that are in no family: transformers' own modelling code, over the cache's slots.
 
 transformers lets a model's attention be any function of a layer's queries, keys and values. `_attend` is that function:
-it appends to the slots and attends in place, through `attend`, which is handed down as an argument of the forward pass.
-What a layer asks of attention is seen at start, when the model is run once without weights and `_record` is the
-function; what a backend cannot give is refused there.
+it appends to the slots and attends in place, through `attend`, which is passed down as an argument of the forward pass.
+At start the model is run once without weights and with `_record` as that function, to see what its layers need of
+attention; what a backend does not support is refused there.
 
-Importing this takes two seconds: it is done for a model that needs it.
+Importing this takes two seconds, so it is done only for a model that needs it.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def _record(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `_attend`, in a model without weights: adds to `attend` what is asked for, or says why it cannot be given."""
+    """As `_attend`, in a model without weights: adds the call to `attend`, or raises if it is not supported."""
     if others.pop("s_aux", None) is not None:
         raise CheckpointError("its attention has sinks, which are not supported")
     if mask is not None or others.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
@@ -84,7 +84,7 @@ AttentionInterface.register(_RECORD, _record)
 
 
 def describe_decoder(architecture: str, raw: dict[str, Any]) -> AdaptedConfig:
-    """From a config.json. CheckpointError for what is no decoder, or one that the cache and attention cannot serve."""
+    """From a config.json. CheckpointError if it is not a decoder, or one that the cache and attention cannot serve."""
     refuse_unreadable(raw)
     if quantization := raw.get("quantization_config") or raw.get("compression_config"):
         method = quantization.get("quant_method", "an unnamed method")
@@ -133,7 +133,7 @@ def _read_config(architecture: str, raw: dict[str, Any]) -> Any:
 
 
 def _record_calls(config: Any, architecture: str) -> tuple[list[_Call], int]:
-    """What its layers ask of attention, seen in a model that has no weights; and how many it would have."""
+    """What a model's layers need of attention, recorded without weights; and its number of parameters."""
     calls: list[_Call] = []
     make: Any = AutoModelForCausalLM.from_config
     try:
@@ -141,13 +141,13 @@ def _record_calls(config: Any, architecture: str) -> tuple[list[_Call], int]:
             model = make(config, attn_implementation=_RECORD).eval()
             num_parameters = sum(parameter.numel() for parameter in model.parameters())
             if model._can_set_experts_implementation():
-                model.set_experts_implementation("batched_mm")  # the others look at numbers to route tokens
+                model.set_experts_implementation("batched_mm")  # the others need values to route tokens
             parts = AdaptedDecoder(model)
             places = torch.arange(_NUM_RECORDED_TOKENS)
             parts.logits(parts(places, places, calls))
     except CheckpointError as error:
         raise CheckpointError(f"{architecture} is not supported: {error}") from None
-    except Exception as error:  # whatever transformers' code makes of an attention that it was not written for
+    except Exception as error:  # whatever transformers' code raises with an attention that it was not written for
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CheckpointError(
             f"{architecture} is not supported: its attention cannot be handed to the cache ({reason})"
@@ -156,7 +156,7 @@ def _record_calls(config: Any, architecture: str) -> tuple[list[_Call], int]:
 
 
 def _check_windows(config: Any, calls: list[_Call]) -> None:
-    """CheckpointError if the config has windows that attention is not told of: its masks are not made here."""
+    """CheckpointError if the config has windows that attention is not told about, since masks are not made here."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -174,7 +174,7 @@ def _fix_rope(config: Any) -> int:
     given = getattr(config, "rope_parameters", None) or {}
     for rope in [each for each in given.values() if isinstance(each, dict)] or [given]:
         if rope.get("rope_type") == "dynamic":
-            rope["rope_type"] = "default"  # which it is up to there
+            rope["rope_type"] = "default"  # which it equals up to that length
         elif rope.get("rope_type") == "longrope":
             longest = min(longest, rope["original_max_position_embeddings"])
     return longest
@@ -182,7 +182,7 @@ def _fix_rope(config: Any) -> int:
 
 @dataclass
 class _Output(MoeModelOutputWithPast):
-    """With what other bodies return beside."""
+    """A model's output, with a field that other bodies return."""
 
     cross_attentions: None = None
 
@@ -220,7 +220,7 @@ class AdaptedDecoder(nn.Module):
 
     @torch.inference_mode()
     def check_positions(self) -> None:
-        """CheckpointError if the code counts positions itself: in a ragged batch they are what the batch says."""
+        """CheckpointError if the code counts positions itself, because those of a ragged batch are given."""
         twice = torch.ones(2, dtype=torch.int64, device=self.device)
         first, second = self(twice, twice, lambda _, query, key, value: query)  # noqa: ARG005
         if not torch.allclose(first, second, rtol=1e-2, atol=1e-2):

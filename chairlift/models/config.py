@@ -1,6 +1,6 @@
 """The description of a model that its wiring is built from, and what the engine, the cache and attention know of it.
 
-`models/families.py` makes it of a config; the wiring (`models/decoder.py`) and the native code read nothing else.
+`models/families.py` builds it from a config; the wiring (`models/decoder.py`) and the native code read nothing else.
 """
 
 from dataclasses import dataclass, field
@@ -27,21 +27,21 @@ class RopeConfig:
 
     @property
     def scaled_length(self) -> int:
-        """Positions that scaling makes room for, where a config may still give the length before it; 0: elsewhere."""
+        """The length after scaling, for kinds whose config may give the length before it; 0 for others."""
         given = dict(self.parameters)
         is_stretched = self.kind in ("dynamic", "yarn")
         return int(given["original_max_position_embeddings"] * given["factor"]) if is_stretched else 0
 
 
 class Activation(StrEnum):
-    """What the MLP's gate goes through."""
+    """The activation of the MLP's gate."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
 
 
 class Norms(StrEnum):
-    """Where a layer's norms stand: before attention and MLP, behind them (before the residual is added), or both."""
+    """Where a layer's norms are: before attention and MLP, after them (before the residual is added), or both."""
 
     PRE = "pre"
     POST = "post"
@@ -84,7 +84,7 @@ class LayerConfig:
 class ModelShape:
     """What the engine, the cache and attention need to know of a decoder."""
 
-    can_record: ClassVar[bool] = True  # a decode step launches the same work whatever the numbers: CUDA graphs serve
+    can_record: ClassVar[bool] = True  # a decode step launches the same work for any data, so CUDA graphs can record it
 
     architecture: str
     vocab_size: int
@@ -157,7 +157,7 @@ class ModelConfig(ModelShape):
 class AdaptedConfig(ModelShape):
     """A decoder in transformers' code. `source` is its config there."""
 
-    can_record: ClassVar[bool] = False  # it may wait for the device in the middle of a step, to route tokens, say
+    can_record: ClassVar[bool] = False  # it may wait for the device during a step, for example to route tokens
 
     num_parameters: int
     source: Any = field(compare=False, repr=False)

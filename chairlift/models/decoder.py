@@ -1,6 +1,6 @@
-"""A decoder of any family as wiring over one ragged batch of tokens: what differs, `ModelConfig` says.
+"""A decoder of any family as wiring over one ragged batch of tokens; `ModelConfig` says how families differ.
 
-Modules are named as the checkpoints' tensors, but for what `models/loader.py` has tables of.
+Modules are named as the checkpoints' tensors, except those in the tables of `models/loader.py`.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each with its residual around it and norms before it, behind it, or both."""
+    """Attention and MLP, each with its residual around it and norms before it, after it, or both."""
 
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, delta: torch.Tensor, rope: torch.Tensor | None, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[T, hidden]` twice, of which the sum is the layer's input; likewise its output. The norms do the adding."""
+        """Two `[T, hidden]`, whose sum is the layer's input; likewise its output. The norms add them."""
         x, entering = _enter(self.pre_attention_norm, x, delta)
         delta = self._leave(self.post_attention_norm, self.self_attn(entering, rope, attend))
         x, entering = _enter(self.pre_mlp_norm, x, delta)
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
     """Token ids in, hidden states out; logits only where asked for."""
 
     ropes: dict[RopeConfig, torch.Tensor]  # [2, positions, rotated] each, in the model's dtype: cosines and sines
-    num_positions: int  # that these have
+    num_positions: int  # of each table
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         return is_head or (leaf == "weight" and isinstance(self.get_submodule(module), Linear))
 
     def take(self, name: str, weight: Callable[[], GroupedWeight | torch.Tensor]) -> None:
-        """In the place of a product's matrix. A tied head takes the embedding's, which then has no weight."""
+        """Replaces a product's matrix. A tied head takes the embedding's matrix, which the embedding then lacks."""
         if name == _EMBEDDING:
             self._add_tied_head()
             del self.model.embed_tokens.weight
@@ -119,14 +119,14 @@ class Decoder(nn.Module):
     def finalize(self, max_seq_len: int, num_positions: int | None = None) -> None:
         """Once the weights are loaded: ties the head and prepares rotary tables.
 
-        `num_positions` of them, `max_seq_len` if None: slots may have memory for more tokens than a sequence has.
+        Tables have `num_positions` (None: `max_seq_len`): slots may have memory for more tokens than a sequence.
         """
         weight = self.model.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
         if self.config.is_tied and not hasattr(self, "lm_head"):
             self._add_tied_head()
             self.lm_head.weight = self.model.embed_tokens.weight
-        # transformers multiplies by the number in the model's format: 55.5, say, in the place of 55.43
+        # transformers multiplies by the number in the model's format: for example 55.5 instead of 55.43
         self.embedding_scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
         self.num_positions = num_positions or max_seq_len
         self.ropes = {
@@ -171,14 +171,14 @@ def _norm(config: ModelConfig, size: int) -> RMSNorm:
 
 
 def _normalise(norm: RMSNorm, heads: torch.Tensor) -> torch.Tensor:
-    """`[T, H, D]` head by head, or all heads of a token as one, as the norm is wide."""
+    """`[T, H, D]`, each head alone or all heads of a token together, depending on the norm's width."""
     spanned = heads if len(norm.weight) == heads.shape[-1] else heads.flatten(1)
     normalised: torch.Tensor = norm(spanned)
     return normalised.view(heads.shape)
 
 
 def _enter(norm: RMSNorm | None, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x + delta`, and what attention or the MLP is given of it."""
+    """`x + delta`, and the input of attention or the MLP: the same after the norm, if there is one."""
     if norm is not None:
         return norm.add(x, delta)
     x = x + delta

@@ -1,4 +1,4 @@
-"""What a Hugging Face config says of a model, checked, as a `ModelConfig`.
+"""Reads and checks a Hugging Face config, and describes its model as a `ModelConfig`.
 
 `FAMILIES` is a table from architectures to what differs from a Llama. A family that differs by these flags alone is one
 more entry.
@@ -83,7 +83,7 @@ FAMILIES = {
         ropes=lambda config: [config.rope_parameters[kind] for kind in config.layer_types],
     ),
     "SeedOssForCausalLM": Family("SeedOssConfig", {**_BIASES, "has_output_bias": attrgetter("attention_out_bias")}),
-    "InternLM3ForCausalLM": Family(  # not every transformers has its class, and Llama's keeps fields it does not know
+    "InternLM3ForCausalLM": Family(  # not every version of transformers has its class, and Llama's keeps unknown fields
         "LlamaConfig",
         {
             "has_qkv_bias": lambda config: getattr(config, "qkv_bias", config.attention_bias),
@@ -139,7 +139,7 @@ def _read_windows(config: Any) -> list[int | None]:
 
 
 def refuse_unreadable(raw: dict[str, Any]) -> None:
-    """CheckpointError for fields that would change results unseen."""
+    """CheckpointError for fields that would silently change results."""
     for name in _REFUSED_FIELDS:
         if raw.get(name):
             raise CheckpointError(f"{name} is not supported")
@@ -162,7 +162,7 @@ def _read_activation(config: Any) -> Activation:
 
 
 def read_dtype(config: Any) -> DType:
-    """The number format of the weights. CheckpointError for one that is not computed in."""
+    """The number format of the weights. CheckpointError for one that cannot be computed in."""
     name = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     if name not in tuple(DType):
         raise CheckpointError(f"dtype {named(name)} is not supported, only {', '.join(DType)}")

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch.nn.functional import pad
 
-_ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of so many stay in a processor's cache from one operator to the next
+_ELEMENTS_AT_ONCE = 1 << 18  # float32 copies of this size stay in a processor's cache from one operator to the next
 _QUANTIZED_GROUP = 32
 _SHARES_OF_RANGE = (1.0, 0.94, 0.88)
 
@@ -17,7 +17,7 @@ class GroupedWeight:
     """A matrix `[out, in]` of integers, with a scale and perhaps an offset for each group of neighbours along `in`.
 
     An element is `scale * value + offset`. Values of 8 bits are int8 `[out, in]`. Values of 4 bits, 0 to 15, are uint8
-    `[out, in / 2]`: of two neighbours the first is in the low half. Scales and offsets are `[out, in / group_size]`, of
+    `[out, in / 2]`: the first of two neighbours is in the low half. Scales and offsets are `[out, in / group_size]`, of
     any floating dtype.
     """
 
@@ -61,7 +61,7 @@ class GroupedWeight:
         return self.map_rows(lambda rows: rows[some])
 
     def map_rows(self, arrange: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """With rows chosen, reordered or padded with zeros by a function that treats every tensor's rows alike."""
+        """With rows chosen, reordered or zero-padded by a function that treats the rows of every tensor alike."""
         offsets = None if self.offsets is None else arrange(self.offsets)
         return replace(self, values=arrange(self.values), scales=arrange(self.scales), offsets=offsets)
 
@@ -75,9 +75,9 @@ class GroupedWeight:
 def quantize(weight: torch.Tensor, num_bits: int) -> GroupedWeight:
     """`[out, in]` of any floating dtype -> integers in groups of 32, with inputs padded with zeros to whole groups.
 
-    8 bits are symmetric, with scales of 11 significant bits, as float16 has. 4 bits have scales of up to 255 units,
-    which their row's largest makes, and offsets of up to 255 times -15 units: so a byte holds each. What is no number
-    makes the scale none: its group's with 8 bits, all of its row's with 4.
+    8 bits are symmetric, with scales of 11 significant bits, as in float16. With 4 bits, scales are up to 255 units and
+    offsets up to 255 times -15 units, so that a byte holds each; the row's largest scale sets the unit. A NaN makes
+    scales NaN: its group's with 8 bits, all of its row's with 4.
     """
     padded = pad(weight, (0, missing)) if (missing := -weight.shape[1] % _QUANTIZED_GROUP) else weight
     rounded = _round_to_8_bits if num_bits == 8 else _round_to_4_bits
@@ -105,11 +105,11 @@ def _round_to_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _fit_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 `[out, n, 32]` -> the scales and offsets `[out, n]` that lose least, of some.
+    """float32 `[out, n, 32]` -> the scales and offsets `[out, n]` with the least error among some candidates.
 
-    The integers are tried on all of the range that a group has, and on shares of it with what is beyond at its ends.
-    Each time least squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v); what explains
-    most of the variance is taken, of offsets with which 0 is within the range.
+    The integers are tried on a group's whole range, and on shares of it, with elements beyond clamped to its ends. Each
+    time least squares give a scale and an offset, cov(x, v) / var(v) and mean(x) - scale mean(v). The pair that
+    explains most of the variance is taken, among those with 0 in their range.
     """
     low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
     mean, size = groups.mean(dim=-1), groups.shape[-1]
@@ -130,7 +130,7 @@ def _fit_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    """1 / x, and 0 of 0."""
+    """1 / x, and 0 for 0."""
     return torch.where(scales == 0, 0.0, 1 / scales)
 
 
@@ -141,9 +141,9 @@ def _with_11_bits(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def stack_rows(weights: Sequence[GroupedWeight]) -> GroupedWeight:
-    """Matrices above each other, as the projections of queries, keys and values are. They must have one group size.
+    """Stacks matrices, as for the projections of queries, keys and values. They must have one group size.
 
-    If they differ in bits, all get 8. ValueError for group sizes that differ.
+    If they differ in bits, the result has 8. ValueError for group sizes that differ.
     """
     if len({weight.group_size for weight in weights}) > 1:
         raise ValueError("matrices with groups of different sizes cannot be stacked")

@@ -23,18 +23,18 @@ class Linear(nn.Linear):
 
     @property
     def grouped(self) -> GroupedWeight | None:
-        """The weight where it is small integers that the kernels multiply; then there is no `weight`."""
+        """The weight if it is in groups, which the kernels multiply as they are; then there is no `weight`."""
         if callable(self._taken):
             self._taken = self._taken()
         return self._taken if isinstance(self._taken, GroupedWeight) else None
 
     def take(self, weight: GroupedWeight | Callable[[], GroupedWeight | torch.Tensor]) -> None:
-        """In the place of `weight`. A function is called when the weight is wanted: so each is packed as it is read."""
+        """Replaces `weight`. A function is called when the weight is needed, so that each is packed as it is read."""
         self._taken = weight
         del self.weight
 
     def let_go(self) -> torch.Tensor | GroupedWeight:
-        """The weight, which it has no longer."""
+        """Returns the weight, and drops it."""
         if self._taken is not None:
             taken = self._taken() if callable(self._taken) else self._taken
             self._taken = None
@@ -140,11 +140,11 @@ def _gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_seq_len: int) -> tuple[torch.Tensor, float]:
-    """float32 `[rotated / 2]`, the angle per position of each pair of dimensions; and what scales cos and sin.
+    """float32 `[rotated / 2]`, the angle per position of each pair of dimensions; and the factor of cos and sin.
 
-    The first `rotated` dimensions of a head turn. Where the rule looks at a sequence's length (dynamic, longrope)
-    it gets `max_seq_len`, since keys in the cache cannot be turned anew when their sequence grows: so results are
-    those of transformers if `max_seq_len` is within the original length, and those for the longest sequence else.
+    The first `rotated` dimensions of a head rotate. Rules that depend on a sequence's length (dynamic, longrope) get
+    `max_seq_len`, since keys in the cache cannot be rotated again when their sequence grows. So results are those of
+    transformers if `max_seq_len` is within the original length, otherwise those for the longest sequence.
     """
     given = dict(rope.parameters)
     if rope.kind == "default":
@@ -191,5 +191,5 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 @compiled_on_gpu
 def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
-    """c tanh(x / c): nearly x where it is small, and never beyond c."""
+    """c tanh(x / c): close to x for small x, and never beyond c."""
     return torch.tanh(scores / cap) * cap

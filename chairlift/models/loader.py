@@ -1,10 +1,10 @@
 """Strict loading of a checkpoint into a model, parameter by parameter.
 
 Names and shapes are compared before anything is allocated. Then weights go straight to their places on the model's
-device, so that the host never holds more than one tensor of them. Matrices that are stored in groups of small integers
-stay so where the model is run by a backend that multiplies them; elsewhere they become numbers of the model's dtype.
-Three tables say where a checkpoint's tensors differ from the wiring's: `NORM_NAMES`, `_stacked` (which of them are
-stacked into one parameter, in order) and `_ignored` (what it may hold although the model has no use for it).
+device, so that the host never holds more than one tensor of them. Matrices in groups of small integers keep that format
+if the model's backend multiplies it; otherwise they are dequantized to the model's dtype. Three tables say where a
+checkpoint's tensors differ from the wiring's: `NORM_NAMES`, `_stacked` (which of them are stacked into one parameter,
+in order) and `_ignored` (which of them the model does not need).
 """
 
 import functools
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ROWS_AT_ONCE = 1024  # of groups that become numbers: in float32 a large head would take several times what it takes
+_ROWS_AT_ONCE = 1024  # of groups, dequantized: in float32 a large head would take several times its own memory
 
 TORCH_DTYPES = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
 
@@ -48,9 +48,9 @@ def load_model(
 ) -> Decoder:
     """A family's model with its weights on the device. CheckpointError names a missing, leftover or misshapen tensor.
 
-    `num_positions` that slots have memory for; None: `max_seq_len`. `keeps_groups`: what takes the model multiplies
-    weights in groups, so those of products stay as they are stored. `reads_late`: it packs one matrix of a product at a
-    time and lets go of it, so each is read when it is its turn.
+    `num_positions` that slots have memory for; None: `max_seq_len`. `keeps_groups`: the backend multiplies weights in
+    groups, so those of products stay as they are stored. `reads_late`: the backend packs one matrix of a product at a
+    time and then frees it, so each is read only when it is packed.
     """
     start = time.perf_counter()
     model, reader = _describe_model(checkpoint), checkpoint.open_weights()
@@ -109,7 +109,7 @@ def make_dummy_model(
 
 
 def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> "AdaptedDecoder":
-    """A decoder that is in no family, in transformers' code. It is in the host's memory before it is on the device.
+    """A decoder that is in no family, in transformers' code. It is loaded into the host's memory, then moved.
 
     CheckpointError as for `load_model`.
     """
@@ -134,7 +134,7 @@ def load_adapted(checkpoint: Checkpoint, dtype: DType, device: str) -> "AdaptedD
 
 
 def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: DType) -> tuple[Any, dict[str, Any]]:
-    """The model, and what its tensors and the checkpoint's do not have in common."""
+    """The model, and how its tensors and the checkpoint's differ."""
     from transformers import AutoModelForCausalLM
 
     from chairlift.models.adapter import ATTENTION
@@ -154,7 +154,7 @@ def _load_in_transformers(checkpoint: Checkpoint, config: AdaptedConfig, dtype: 
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # the files may hold anything; whatever transformers makes of it is about them
+    except Exception as error:  # the files may hold anything, so whatever transformers raises is about them
         raise CheckpointError(f"{checkpoint.path} cannot be loaded: {' '.join(str(error).split())}") from error
     finally:
         if has_bar:
@@ -173,7 +173,7 @@ def count_parameters(config: ModelShape) -> int:
 
 
 def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
-    """What stays in groups for a backend that multiplies them; None if the checkpoint has none. Reads no weights."""
+    """The size of what stays in groups for a backend that multiplies them; None if nothing does. Reads no weights."""
     if checkpoint.gguf is None and checkpoint.compression is None:
         return None
     model, reader = _describe_model(checkpoint), checkpoint.open_weights()
@@ -181,7 +181,7 @@ def grouped_size(checkpoint: Checkpoint) -> GroupedSize | None:
 
 
 def _formats_of(model: Decoder, reader: WeightReader, parts: dict[str, list[str]]) -> dict[str, list[GroupFormat]]:
-    """Formats of the parts, by parameter: of matrices of products that are stored in groups of one size throughout."""
+    """Formats of the parts, by parameter: of the products' matrices stored throughout in groups of one size."""
     found = {}
     for name, stored in parts.items():
         formats = [groups for part in stored if (groups := reader.tensors[part].groups)]
@@ -212,14 +212,14 @@ def _size_in_groups(model: Decoder, formats: dict[str, list[GroupFormat]]) -> Gr
     for name, stored in formats.items():
         size = model.get_parameter(name).numel()
         num_parameters += size
-        # Each at its widest, as they are stacked.
+        # The widest of each, since they are stacked.
         num_bytes += size * max(each.num_bits for each in stored) // 8
         num_bytes += size // stored[0].group_size * max(each.group_bytes for each in stored)
     return GroupedSize(num_parameters, num_bytes) if num_parameters else None
 
 
 def _describe_model(checkpoint: Checkpoint) -> Decoder:
-    """Without any weights."""
+    """The model without weights."""
     assert isinstance(checkpoint.config, ModelConfig), "other decoders are loaded by load_adapted"
     with torch.device("meta"):
         return Decoder(checkpoint.config)
@@ -227,13 +227,13 @@ def _describe_model(checkpoint: Checkpoint) -> Decoder:
 
 @contextmanager
 def _room_for(model: nn.Module, dtype: DType, device: str) -> Iterator[None]:
-    """ConfigurationError if the device has no room for the model that is brought to it."""
+    """ConfigurationError if the device has no room for the model that is moved to it."""
     num_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.num_bytes
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
-            f"{device} ran out of memory for {num_bytes / 1e9:.1f} GB of weights; end what else uses it, or choose a"
+            f"{device} ran out of memory for {num_bytes / 1e9:.1f} GB of weights; stop what else uses it, or choose a"
             " smaller model or another dtype"
         ) from error
 
@@ -275,13 +275,13 @@ def _stacked(config: ModelConfig) -> dict[str, dict[str, int]]:
 
 
 def _ignored(config: ModelConfig, names: Iterable[str]) -> set[str]:
-    """Tensors that a checkpoint may hold without a use: a tied head's copy, and rotary tables of older formats."""
+    """Tensors that a checkpoint may hold without need: a tied head's copy, and rotary tables of older formats."""
     tied = {"lm_head.weight"} if config.is_tied else set()
     return tied | {name for name in names if name.endswith(".rotary_emb.inv_freq")}
 
 
 def _is_zero_bias(reader: WeightReader, name: str) -> bool:
-    """A bias beside a matrix in groups, all zeros: GPTQ's tools write such for products that have none.
+    """Whether it is a bias of a matrix in groups with zeros only: GPTQ's tools write these for products without one.
 
     CheckpointError if it is not all zeros.
     """
@@ -304,7 +304,7 @@ def _refuse_differences(missing: Iterable[str], leftover: Iterable[str]) -> None
 
 
 def _parts_of(name: str, shape: tuple[int, ...], stacked: dict[str, dict[str, int]]) -> dict[str, tuple[int, ...]]:
-    """With shapes: `...self_attn.qkv_proj.weight` -> q_proj, k_proj and v_proj; other names stand for themselves."""
+    """The parts with shapes: `...self_attn.qkv_proj.weight` -> q_proj, k_proj and v_proj; others are one part."""
     for target, rows in stacked.items():
         if f".{target}." in name:
             return {name.replace(f".{target}.", f".{part}."): (size, *shape[1:]) for part, size in rows.items()}
@@ -316,18 +316,18 @@ def _read(reader: WeightReader, name: str) -> torch.Tensor | GroupedWeight:
         return reader.read(name)
     except CheckpointError:
         raise
-    except Exception as error:  # a file that ends early shows only when its bytes are touched
+    except Exception as error:  # a truncated file shows only when its bytes are read
         raise CheckpointError(f"tensor {named(name)} cannot be read: {error}") from error
 
 
 def _read_groups(reader: WeightReader, stored: list[str]) -> GroupedWeight:
-    """The matrices above each other."""
+    """The matrices, stacked."""
     read = [_read(reader, name) for name in stored]
     return stack_rows([each for each in read if isinstance(each, GroupedWeight)])  # which all are: they have a format
 
 
 def _read_plain(reader: WeightReader, stored: list[str], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """The tensors above each other, in one allocation on the device."""
+    """The tensors, stacked, in one allocation on the device."""
     shapes = [reader.tensors[name].shape for name in stored]
     place = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=device)
     for rows, name in zip(torch.split(place, [shape[0] for shape in shapes]), stored, strict=True):

@@ -1,16 +1,16 @@
 """A model over several devices, a process (rank) for each: tensor parallelism (Shoeybi et al., "Megatron-LM", 2019).
 
-A rank has its share of the heads, of the MLPs' inner features and of the vocabulary: a decoder of a smaller
-description, wired as ever. What the ranks compute together hangs on a few of its modules (`CheckpointPart.connect`):
+A rank has its share of the heads, of the MLPs' inner features and of the vocabulary: a smaller decoder with the usual
+wiring. A few of its modules combine what the ranks compute (`CheckpointPart.connect`):
 
-    qkv_proj, gate_up_proj   the rows of the rank's heads and features     nothing: each goes on with its own
-    o_proj, down_proj        the columns of the same                       what comes out is added up
+    qkv_proj, gate_up_proj   the rows of the rank's heads and features     nothing: each continues with its own
+    o_proj, down_proj        the columns of the same                       the outputs are added up
     embed_tokens             the rows of the rank's tokens                 zeros for other tokens, added up
     lm_head                  the same rows                                 logits are put side by side
     q_norm, k_norm           if they span all heads, those of the rank     the mean of the squares
 
 So hidden states and logits are the same on every rank, bit for bit. Where there are fewer key/value heads than ranks,
-several ranks have the same one.
+several ranks have a copy of the same one.
 """
 
 from dataclasses import dataclass, replace
@@ -32,10 +32,10 @@ _HOST = "127.0.0.1"  # where Gloo listens
 
 
 class Group:
-    """The ranks of one model, and what they compute together: all must make the same calls, in the same order."""
+    """The ranks of one model, and their joint operations: all must make the same calls, in the same order."""
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device, timeout: timedelta) -> None:
-        """Waits until all ranks are here. `timeout`: of this and of each call, which raises RuntimeError then."""
+        """Waits for all ranks. `timeout`: of this and of each call, after which it raises RuntimeError."""
         self.rank, self.size = rank, size
         torch_distributed: Any = distributed  # its stubs lack most of what follows
         if device.type == "cuda":
@@ -61,13 +61,13 @@ class Group:
         return parts.transpose(0, 1).flatten(1)
 
     def abort(self) -> None:
-        """From any thread: a call that waits for a rank that is gone raises."""
+        """Makes calls that wait for a lost rank raise. Usable from any thread."""
         self._backend.abort()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPart(Checkpoint):
-    """What one rank has of a checkpoint: `config` describes its part of the model."""
+    """One rank's part of a checkpoint: `config` describes its part of the model."""
 
     whole: ModelConfig
     group: Group
@@ -87,7 +87,7 @@ class CheckpointPart(Checkpoint):
         return cls(checkpoint.path, part, whole=whole, group=group)
 
     def open_weights(self) -> WeightReader:
-        """What reads the part."""
+        """A reader of the part."""
         return _WeightsPart(SafetensorsWeights(self.weight_files), self.whole, self.group)
 
     def connect(self, model: Decoder) -> None:
@@ -123,7 +123,7 @@ def find_split_obstacle(checkpoint: Checkpoint, size: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What a rank has of a tensor: spans of one dimension, end to end, and zeros up to `length`."""
+    """A rank's part of a tensor: concatenated spans of one dimension, and zeros up to `length`."""
 
     dim: int
     whole_length: int
@@ -164,7 +164,7 @@ class _WeightsPart:
             read = self._files.read_spans(name, cut.dim, cut.spans)
             return F.pad(read, (0, 0, 0, cut.length - len(read))) if cut.dim == 0 and read.dim() == 2 else read
         whole = self._files.read(name)
-        is_first_ranks = name.endswith(("o_proj.bias", "down_proj.bias"))  # which adds it for all
+        is_first_ranks = name.endswith(("o_proj.bias", "down_proj.bias"))  # only the first rank adds it
         return torch.zeros_like(whole) if is_first_ranks and self._rank else whole
 
     def _cut_of(self, name: str) -> _Cut | None:
@@ -174,10 +174,10 @@ class _WeightsPart:
         return None if cut is None or (cut.dim == 1 and leaf == "bias") else cut
 
     def _cut(self, dim: int, stacked: list[tuple[int, int]]) -> _Cut:
-        """`stacked`: how many heads or features, of which length, of each part that lies in the dimension."""
+        """`stacked`: for each part along the dimension, the number of heads or features, and the length of one."""
         spans, whole_length = [], 0
         for count, length in stacked:
-            first = self._rank * count // self._size  # of fewer heads than ranks, several have the same
+            first = self._rank * count // self._size  # with fewer heads than ranks, several ranks have the same
             last = first + max(1, count // self._size)
             spans.append((whole_length + first * length, whole_length + last * length))
             whole_length += count * length
@@ -185,7 +185,7 @@ class _WeightsPart:
 
 
 class _SpreadEmbedding(nn.Embedding):
-    """An embedding of which each rank has as many rows."""
+    """An embedding whose rows are divided evenly among the ranks."""
 
     def __init__(self, rows: torch.Tensor, group: Group) -> None:
         super().__init__(len(rows), rows.shape[1], _weight=rows, _freeze=True)
@@ -200,7 +200,7 @@ class _SpreadEmbedding(nn.Embedding):
 
 
 class _SpreadNorm(RMSNorm):
-    """An `RMSNorm` over as many features of each rank."""
+    """An `RMSNorm` over features that are divided evenly among the ranks."""
 
     def __init__(self, norm: RMSNorm, group: Group) -> None:
         super().__init__(len(norm.weight), norm.eps)

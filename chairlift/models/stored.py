@@ -21,7 +21,7 @@ from chairlift.models.grouped import GroupedWeight
 
 @dataclass(frozen=True, slots=True)
 class GroupFormat:
-    """How a matrix in groups is kept: enough to know its size before it is read."""
+    """How a matrix in groups is stored: enough to know its size before it is read."""
 
     num_bits: int
     group_size: int
@@ -30,7 +30,7 @@ class GroupFormat:
 
 @dataclass(frozen=True, slots=True)
 class GroupedSize:
-    """What of a model's weights is kept in groups."""
+    """How much of a model's weights is kept in groups."""
 
     num_parameters: int
     num_bytes: int
@@ -41,7 +41,7 @@ class StoredTensor:
     """What is known of a tensor before it is read."""
 
     shape: tuple[int, ...]
-    groups: GroupFormat | None = None  # None: its numbers are as they are
+    groups: GroupFormat | None = None  # None: its numbers are stored plainly
 
 
 class WeightReader(Protocol):
@@ -79,7 +79,7 @@ class SafetensorsWeights:
         return tensor
 
     def read_spans(self, name: str, dim: int, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Spans of the first or second dimension, end to end; nothing else of the tensor is read."""
+        """Spans of the first or second dimension, concatenated; nothing else of the tensor is read."""
         with safe_open(self._files[name], framework="pt") as handle:
             whole = handle.get_slice(name)
             parts = [whole[start:stop] if dim == 0 else whole[:, start:stop] for start, stop in spans]
@@ -90,7 +90,7 @@ class SafetensorsWeights:
 
 _BITS = (4, 8)
 _GROUP_SIZES = (32, 64, 128)
-_SPREAD_OVER = 128  # inputs; a scale of a whole row is repeated for each 128, or for 64 or 32 where those do not fit
+_SPREAD_OVER = 128  # inputs; a whole row's scale is repeated for each 128, or for 64 or 32 where 128 does not fit
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
 _SCALE_BYTES = 4
 
@@ -153,7 +153,7 @@ def _read_gptq(stated: dict[str, Any]) -> Compression:
     layout = stated.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise _unreadable(f"GPTQ in the format {named(layout)}")
-    # The first format stores zero points less one.
+    # The layout "gptq" stores zero points minus one.
     return Compression("gptq", _checked(stated.get("bits"), stated.get("group_size")), int(layout == "gptq"))
 
 
@@ -175,7 +175,7 @@ def _unreadable(what: str) -> CheckpointError:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The tensors that stand for a matrix `name.weight`."""
+    """The tensors that represent a matrix `name.weight`."""
 
     packed: str
     scales: str
@@ -232,7 +232,7 @@ class CompressedWeights:
         return GroupFormat(num_bits, size, _SCALE_BYTES * (1 + has_offsets))
 
     def read(self, name: str) -> torch.Tensor | GroupedWeight:
-        """CheckpointError for parts that do not fit each other, and for GPTQ's act-order."""
+        """CheckpointError for parts that do not match, and for GPTQ's act-order."""
         stored = self.tensors[name]
         if stored.groups is None:
             return self._files.read(name)
@@ -251,7 +251,7 @@ class CompressedWeights:
         return GroupedWeight(stored.groups.num_bits, values, scales.repeat_interleave(num_times, dim=1), offsets)
 
     def _values(self, name: str) -> torch.Tensor:
-        """uint8 `[out, in]`, or `[out, in / 2]` of 4 bits: of two neighbours the first in the low half."""
+        """uint8 `[out, in]`, or `[out, in / 2]` with 4 bits: the first of two neighbours is in the low half."""
         packed = self._part(name, self._layout.packed)
         if self._compression.method == "awq":
             nibbles = _awq_nibbles(packed).T
@@ -261,13 +261,13 @@ class CompressedWeights:
         return (packed.T if self._layout.is_transposed else packed).contiguous().view(torch.uint8)
 
     def _zeros(self, name: str) -> torch.Tensor | None:
-        """float32 `[out, groups]`: the unsigned value that stands for zero; None if it is the one in the middle."""
+        """float32 `[out, groups]`: the unsigned value that represents zero; None if it is the middle one."""
         if f"{self._matrices[name]}.{self._layout.zeros}" not in self._files.tensors:
             return None
         packed = self._part(name, self._layout.zeros)
         if self._compression.method == "awq":
             return _awq_nibbles(packed).T.float()
-        # Neighbours in a word are outputs in both formats.
+        # In both formats, neighbours in a word are outputs.
         words = (packed if self._layout.is_transposed else packed.T).contiguous().view(torch.uint8)
         num_bits = self._compression.num_bits
         zeros = words if num_bits == 8 else torch.stack((words & 15, words >> 4), dim=-1).flatten(1)

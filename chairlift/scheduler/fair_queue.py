@@ -1,6 +1,6 @@
 """The order in which waiting requests get slots: priorities with ageing, and within a priority tenants in turn.
 
-- A lower `priority` comes first, and waiting makes up for it: a level's urgency is `AGEING_S * priority + since`, where
+- A lower `priority` comes first, but waiting offsets it: a level's urgency is `AGEING_S * priority + since`, where
   `since` is when its first request began to wait or, if that was later, when it was last served. So each level gets a
   slot every `AGEING_S` seconds per step of priority, and a long backlog below delays no request above.
 - Within a level each tenant has a counter of the tokens that it was served, and the lowest counter is next: virtual
@@ -8,8 +8,8 @@
   generated tokens when their request ends. A new tenant begins at the counter of the one served last, so that none
   saves up turns. A tenant alone is served in the order of arrival.
 
-Every operation costs at most the logarithm of the numbers of tenants and levels, however many requests wait, except for
-`later_than`, which looks at all tenants of a level.
+Every operation takes at most logarithmic time in the numbers of tenants and levels, however many requests wait, except
+for `later_than`, which looks at all tenants of a level.
 """
 
 import heapq
@@ -25,29 +25,29 @@ from chairlift.scheduler.request import Request, RequestState
 AGEING_S = 30.0
 """Seconds without service that are worth one level of priority."""
 
-_MIN_PRUNED = 64  # entries of a heap that are not worth looking through
+_MIN_PRUNED = 64  # heaps with fewer entries are not pruned
 
 _Member = TypeVar("_Member")
 
 
 class LazyHeap(Generic[_Member]):
-    """Finds the member with the lowest key, where a key only grows, or becomes None when its member has left.
+    """Finds the member with the lowest key. A key only grows, or becomes None when its member has left.
 
-    An entry whose key is out of date comes up too early, and is corrected then.
+    A stale entry surfaces too early, and is corrected then.
     """
 
     def __init__(self, key_of: Callable[[_Member], float | None]) -> None:
         self._key_of = key_of
-        self._entries: list[tuple[float, int, _Member]] = []  # equal keys in the order of their coming
+        self._entries: list[tuple[float, int, _Member]] = []  # equal keys in order of insertion
         self._serials = count()
         self._max_entries = _MIN_PRUNED
 
     def __len__(self) -> int:
-        """Entries, those of members that have left included."""
+        """Number of entries, including those of members that have left."""
         return len(self._entries)
 
     def push(self, key: float, member: _Member) -> None:
-        """Adds a member, which must not be here yet."""
+        """Adds a member, which must not be in the heap yet."""
         if len(self._entries) >= self._max_entries:
             self._entries = [entry for entry in self._entries if self._key_of(entry[2]) is not None]
             heapq.heapify(self._entries)
@@ -55,7 +55,7 @@ class LazyHeap(Generic[_Member]):
         heapq.heappush(self._entries, (key, next(self._serials), member))
 
     def first(self) -> _Member | None:
-        """The member with the lowest key, which stays here. None if there is none."""
+        """The member with the lowest key, which stays in the heap. None if there is none."""
         while self._entries:
             entered, serial, member = self._entries[0]
             key = self._key_of(member)
@@ -81,7 +81,7 @@ class FairQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[RequestState]:
-        """Roughly in the order in which they get slots; exactly, with one tenant and no newcomers."""
+        """Roughly in the order in which they get slots; exactly so with one tenant and no new requests."""
         levels = sorted(self._levels.values(), key=lambda level: level.urgency)
         return chain.from_iterable(levels)
 
@@ -94,7 +94,7 @@ class FairQueue:
         return self._num_by_tenant.get(tenant, 0)
 
     def push(self, request: RequestState, *, is_first: bool = False) -> None:
-        """Queues a request behind the others of its tenant, or before them, where one that was preempted belongs."""
+        """Queues a request after the others of its tenant, or before them (`is_first`) if it was preempted."""
         priority = request.options.priority
         level = self._levels.get(priority)
         if level is None:
@@ -111,14 +111,14 @@ class FairQueue:
         return level.next_tenant().head
 
     def pop(self, now: float) -> RequestState:
-        """Takes out the next request, and counts its prompt for its tenant."""
+        """Takes out the next request, and charges its prompt to its tenant."""
         request = self.peek()
         self._levels[request.options.priority].serve(request, now)
         self.remove(request.request_id)
         return request
 
     def remove(self, request_id: str) -> None:
-        """Takes a request out, wherever it is, if it waits."""
+        """Takes a request out, if it waits."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -131,16 +131,16 @@ class FairQueue:
             del self._levels[priority]
 
     def charge(self, request: RequestState) -> None:
-        """Counts what was generated for a request that is over, if its tenant has others in the queue."""
+        """Charges what an ended request generated to its tenant, if that has others of this priority in the queue."""
         level = self._levels.get(request.options.priority)
         if level is not None:
             level.charge(request.options.tenant, request.num_output_tokens)
 
     def later_than(self, newcomers: Sequence[Request], now: float) -> Iterator[list[RequestState]]:
-        """Groups of requests that would be served after these if they came now, the last one first.
+        """Iterates over groups that would be served after `newcomers` if these were added now, the last one first.
 
-        Groups of which a request has had a slot are left out. If newcomers differ, the lowest of their priorities
-        counts, with the prompts of all. Not to be used any more once the queue has changed.
+        Leaves out groups in which a request has had a slot. If newcomers differ, the lowest of their priorities
+        counts, with the prompts of all. The iterator is invalid once the queue has changed.
         """
         newcomer = max(newcomers, key=lambda each: each.options.priority)
         own = newcomer.options.priority
@@ -150,7 +150,7 @@ class FairQueue:
                 num_before = sum(len(each.prompt_token_ids) for each in newcomers[:-1])
                 yield from level.later_than(level.turn_behind(newcomer.options.tenant, num_before))
                 continue
-            # Whenever a level is served, its others wait anew: so ageing may save only the next one.
+            # Serving a level restarts the wait of its other requests, so ageing may save only the next one.
             saved = level.next_tenant().head if level.urgency <= AGEING_S * own + now else None
             yield from (group for group in level.later_than(_FIRST) if saved not in group)
 
@@ -168,7 +168,7 @@ class _Turn(NamedTuple):
     """A request's order within its level: the smaller, the earlier."""
 
     counter: float
-    place: float  # of the tenant: breaks ties: the tenant that came first
+    place: float  # of the tenant, in order of arrival: breaks ties
 
 
 _FIRST = _Turn(-math.inf, 0.0)
@@ -181,7 +181,7 @@ class _Tenant:
     def __init__(self, place: int, counter: int) -> None:
         self.requests: OrderedDict[str, RequestState] = OrderedDict()
         self.place = place
-        self.counter = counter  # tokens that it was served; at first, the level's
+        self.counter = counter  # tokens that it was served, plus the level's counter when it came
         self.cost = 0  # of all its waiting requests
 
     @property
@@ -190,7 +190,7 @@ class _Tenant:
 
     @property
     def last_turn(self) -> _Turn:
-        """When the last request is served."""
+        """The turn of the last request."""
         last = next(reversed(self.requests.values()))
         return _Turn(self.counter + self.cost - _cost(last), self.place)
 
@@ -199,7 +199,7 @@ class _Tenant:
         num_before = self.counter + self.cost
         for group, members in groupby(reversed(self.requests.values()), key=lambda each: each.group):
             if group.has_started:
-                return  # and so have all before it, of the same tenant
+                return  # and so have all groups of this tenant before it
             listed = list(members)
             yield _Turn(num_before - _cost(listed[0]), self.place), listed
             num_before -= sum(map(_cost, listed))
@@ -211,11 +211,11 @@ class _Level:
     def __init__(self, priority: int, since: float) -> None:
         self._priority = priority
         self._since = since  # requests have waited since then, and none was served
-        self.tenants: dict[str, _Tenant] = {}  # none is without requests
+        self.tenants: dict[str, _Tenant] = {}  # each has requests
         self._by_counter = LazyHeap[_Tenant](lambda tenant: tenant.counter if tenant.requests else None)
         self._places = count()
         self._counter = 0  # of the tenant that was served last
-        self._last_turn: _Turn | None = None  # of all; None: to be looked for
+        self._last_turn: _Turn | None = None  # of all requests; None: not known
 
     def __iter__(self) -> Iterator[RequestState]:
         lines = [tenant.requests.values() for tenant in self.tenants.values()]
@@ -255,7 +255,7 @@ class _Level:
         tenant.cost -= _cost(request)
         self._last_turn = None
         if not tenant.requests:
-            del self.tenants[request.options.tenant]  # with what it was charged
+            del self.tenants[request.options.tenant]  # and its counter
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         if tenant in self.tenants:
@@ -263,7 +263,7 @@ class _Level:
             self._last_turn = None
 
     def turn_behind(self, tenant: str, num_tokens: int) -> _Turn:
-        """The turn of a request that would come now, with so many tokens of its own tenant before it."""
+        """The turn of a request added now, with `num_tokens` more tokens of its own tenant before it."""
         known = self.tenants.get(tenant)
         if known is None:
             return _Turn(self._counter + num_tokens, math.inf)
@@ -273,7 +273,7 @@ class _Level:
         """See `FairQueue.later_than`."""
         if self._last_turn is None:
             self._last_turn = max(tenant.last_turn for tenant in self.tenants.values())
-        if self._last_turn <= turn:  # found at once, so that a flood of refused requests costs little
+        if self._last_turn <= turn:  # a quick check, so that a flood of refused requests costs little
             return iter(())
         lines = [tenant.from_last() for tenant in self.tenants.values()]
         merged = heapq.merge(*lines, key=itemgetter(0), reverse=True)
@@ -289,5 +289,5 @@ class _Level:
 
 
 def _cost(request: RequestState) -> int:
-    """Tokens that the start of a request counts; one that was preempted has paid."""
+    """Tokens that are charged when a request starts; a preempted one was charged before."""
     return 0 if request.num_preemptions else request.num_prompt_tokens

@@ -1,16 +1,16 @@
-"""Which slot a request gets, and how much of its prompt need not be computed because some slot holds it.
+"""Which slot a request gets, and which prefix of its prompt is reused from a slot instead of computed.
 
 A request that ends leaves its slot warm. A new one gets, in this order:
 
-1. the warm slot that shares the longest prefix with it, in place, if few other tokens in that slot would be lost, or if
-   that slot would be evicted next anyway;
+1. the warm slot that shares the longest prefix with it, in place, if few other tokens in that slot would be lost, if
+   that slot would be evicted next anyway, or if there is no memory for another slot beside it;
 2. a free slot, or the least recently used warm one, into which the longest prefix is copied from the slot that holds
    it, warm or running. A copy costs bandwidth, not compute.
 
-It gets memory for all its tokens at once, and for more as it grows. When there is none left, warm slots give theirs,
-the least recently used first, from their ends; what a running request reads there goes last.
+It gets memory for all its tokens at once, and for more as it grows. When memory runs out, warm slots are shrunk from
+their ends, the least recently used first; prefixes that a running request reads there go last.
 
-At least one token is left to compute, so that there are logits. If a prompt that is being prefilled shares even more,
+At least one token is left to compute, so that there are logits. If a prompt in prefill shares an even longer prefix,
 the request waits in its slot for that leader, and then copies the prefix: equal prompts are computed once.
 """
 
@@ -23,11 +23,11 @@ from chairlift.params import FinishReason
 from chairlift.scheduler.drafting import MAX_CONTINUATION, MAX_CONTINUATIONS
 from chairlift.scheduler.request import Contents, RequestState
 
-_MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: to save fewer is not worth a copy
-_MIN_AWAITED_TOKENS = 16  # fewer are computed sooner than awaited
-_KEPT_AT_REST = 0.1  # of the memory, for warm slots: a chat that goes on after a pause is not computed anew
+_MAX_LOST_TOKENS = 64  # after a shared prefix in a warm slot: saving no more is not worth a copy
+_MIN_AWAITED_TOKENS = 16  # computing fewer is quicker than waiting for them
+_KEPT_AT_REST = 0.1  # share of memory that idle warm slots keep: a chat resumed after a pause is not recomputed
 _MAX_KEPT_AT_REST = 8192  # tokens: 250 MB of a 1 B model
-_RUNNING_PER_GROWING = 4  # by simulation: with more chunks kept for growth fewer run, with fewer more have to yield
+_RUNNING_PER_GROWING = 4  # by simulation: with more chunks kept for growth fewer run, with fewer more are preempted
 _MIN_SHRUNK_TOKENS = 512  # taken from a warm slot at a time, if it has them
 
 
@@ -41,11 +41,11 @@ class _Finding:
 
 
 class Placement:
-    """Gives requests their slots, and remembers what the slots of earlier ones hold."""
+    """Assigns slots to requests, and tracks what the slots of earlier ones hold."""
 
     def __init__(self, slots: SlotLedger, enable_prefix_caching: bool) -> None:
         self._slots = slots
-        self._foreign = slots.claimed  # for other purposes
+        self._foreign = slots.claimed  # claimed for other purposes
         self._is_reusing = enable_prefix_caching  # otherwise no slot gets into the index, or stays warm
         self._index = PrefixIndex()
         self._owners: dict[int, RequestState] = {}
@@ -61,7 +61,7 @@ class Placement:
         return self._slots.budget.use
 
     def place(self, request: RequestState) -> None:
-        """Gives the request a slot, of which there must be one, and reuses what some slot holds of its tokens."""
+        """Gives the request a slot, one of which must be available, and reuses its longest prefix in any slot."""
         tokens = pack_tokens(request.token_ids)
         finding = self._find(request, tokens)
         if request.drafter is not None and not request.num_preemptions:
@@ -86,18 +86,18 @@ class Placement:
         self.follow(request, finding)
 
     def has_memory_for(self, request: RequestState, num_running: int) -> bool:
-        """Whether a request can be placed, and some of those that run can still grow by a chunk."""
+        """Whether a request can be placed so that some of the running ones can still grow by a chunk."""
         budget = self._slots.budget
         if budget.is_ample:
             return True
-        # A request alone grows into what all others have given back, so that it needs no more than its tokens.
+        # A single request can grow into all memory that others freed, so it needs memory for its tokens only.
         num_growing = num_running // _RUNNING_PER_GROWING + 1 if num_running else 0
         return chunks_of(len(request.token_ids)) + num_growing <= budget.num_obtainable
 
     def provide(self, request: RequestState, num_tokens: int, spared: int | None = None) -> bool:
-        """Gives a request's slot memory for so many tokens. False if other requests hold too much of it.
+        """Gives a request's slot memory for `num_tokens` tokens. False if other requests hold too much of it.
 
-        `spared`: a warm slot that keeps what it has.
+        `spared`: a warm slot that is not shrunk.
         """
         slot = request.slot
         assert slot is not None, f"{request.request_id} grows without a slot"
@@ -109,14 +109,14 @@ class Placement:
         return not num_missing
 
     def follow(self, request: RequestState, finding: _Finding | None = None) -> None:
-        """A request waits for a leader or, when there is none (any more), copies the prefix that was found."""
+        """Makes a request wait for a leader or, if there is none (any more), copies the prefix that was found."""
         finding = finding or self._find(request, pack_tokens(request.token_ids))
         request.leader = finding.leader
         if finding.leader is None:  # otherwise the whole prefix will be copied in one piece
             self._copy(request, finding)
 
     def release(self, request: RequestState) -> None:
-        """Takes its slot: the sound tokens in it stay warm, and the rest is scrubbed."""
+        """Takes the request's slot: its sound tokens stay warm, and the rest is scrubbed."""
         slot, contents = request.slot, request.contents
         assert slot is not None, f"{request.request_id} has no slot to release"
         if request.error is not None:
@@ -125,7 +125,7 @@ class Placement:
         if start is not None:
             self._slots.scrub(slot, start)
         num_kept = contents.num_sound(request.num_computed)
-        if slot not in self._index:  # it must not be found (any more)
+        if slot not in self._index:  # its tokens must not be reused
             num_kept = 0
         elif num_kept:
             self._index.insert(slot, pack_tokens(request.token_ids[:num_kept]), request.options.cache_salt)
@@ -136,13 +136,13 @@ class Placement:
         request.slot = request.leader = None
 
     def step_back(self, request: RequestState, num_tokens: int) -> None:
-        """The newest tokens of a row do not count: they have to be computed once more, or were guessed wrongly."""
+        """Uncounts a row's newest tokens, which must be computed again or were guessed wrongly."""
         assert request.slot is not None, f"{request.request_id} goes on without a slot"
         self._slots.rewind(request.slot, num_tokens)
         request.num_computed -= num_tokens
 
     def scrub_surplus(self, request: RequestState) -> None:
-        """Scrubs what a row computed beyond the tokens that it keeps, since it goes on from there."""
+        """Scrubs what a row computed beyond the tokens that it keeps, before it continues from there."""
         assert request.slot is not None, f"{request.request_id} goes on without a slot"
         self._slots.scrub(request.slot, request.num_computed)
         request.contents.surplus_scrubbed()
@@ -161,23 +161,23 @@ class Placement:
         self._owners.clear()
 
     def forget_prefixes(self) -> None:
-        """Removes everything from the index, for new requests and for those that wait for a leader.
+        """Empties the index, so that neither new requests nor those that wait for a leader reuse anything.
 
-        Owners keep their slots, which will not be warm, since the index does not know them.
+        Owners keep their slots, which will not become warm, since they are no longer in the index.
         """
         self._index = PrefixIndex()
         for slot in self._slots.warm:
             self._slots.shrink_warm(slot, 0)
 
     def rest(self) -> None:
-        """After some time without work: gives memory back, except for a small share that the last prompts keep."""
+        """To be called after some time without work: frees memory, except for a small share for the latest prompts."""
         use = self._slots.budget.use
         num_kept = min(int(_KEPT_AT_REST * use.num_tokens), _MAX_KEPT_AT_REST)
         self._shrink_warm(use.num_warm - num_kept, None)
         self._slots.give_back()
 
     def check(self) -> None:
-        """Asserts that the index knows what the ledger knows."""
+        """Asserts that index, owners and ledger agree."""
         self._slots.check()
         self._index.check()
         warm = set(self._slots.warm)
@@ -216,7 +216,7 @@ class Placement:
         return _Finding(slot, num_tokens, leader)
 
     def _choose(self, finding: _Finding, num_tokens: int) -> int | None:
-        """The warm slot that the request of so many tokens takes in place; None if it gets another."""
+        """The warm slot that a request of `num_tokens` tokens takes in place; None if it gets another slot."""
         warm, budget = self._slots.warm, self._slots.budget
         if finding.slot not in warm:
             return None
@@ -226,7 +226,7 @@ class Placement:
         return finding.slot if is_next_to_go or is_little_lost or not fits_beside else None
 
     def _shrink_warm(self, num_missing: int, spared: int | None) -> None:
-        """Takes memory for so many tokens from warm slots, as far as they have it."""
+        """Frees memory for `num_missing` tokens in warm slots, as far as they have it."""
         for spares_read in (True, False):
             for slot, num_valid in self._slots.warm.items():
                 if num_missing <= 0:
@@ -244,7 +244,7 @@ class Placement:
         """Copies the prefix that was found into the request's slot, if it is longer than what is there."""
         source, target, num_tokens = finding.slot, request.slot, finding.num_tokens
         assert target is not None, "a request is placed before anything is copied for it"
-        if source is None or num_tokens <= request.num_computed:  # so too if the slot was taken in place
+        if source is None or num_tokens <= request.num_computed:  # also if the slot was taken in place
             return
         owner = self._owners.get(source)
         num_sound = num_tokens if owner is None else owner.contents.num_sound(owner.num_computed)
@@ -253,11 +253,11 @@ class Placement:
         request.contents.copied(min(num_sound, num_tokens))
 
     def _forget_sources(self, request: RequestState) -> None:
-        """Frees the warm slots that hold what a failed row had reused: the cause may lie there.
+        """Frees the warm slots that hold what a failed row had reused, because they may be the cause.
 
-        A token was sampled from every warm slot, so it holds numbers; but an infinite key may spoil one query and not
-        another. Slots that share less with the row, or have another salt, are kept: if they are bad, the request that
-        fails because of them will free them.
+        A token was sampled from every warm slot, so it holds no NaN; but an infinite key may spoil one query and not
+        another. Slots that share less with the row, or have another salt, are kept: if they are bad, the next request
+        that fails because of them frees them.
         """
         if not request.num_reused or request.may_allow_nothing:
             return
@@ -271,6 +271,6 @@ class Placement:
 
 
 def _can_lead(owner: RequestState, request: RequestState) -> bool:
-    """Whether the owner may be the request's leader: one that has no leader itself, so that there are no cycles."""
+    """Whether the owner may be the request's leader. It must have no leader itself, so that there are no cycles."""
     is_computing = owner.slot is not None and owner.finish_reason is None
     return is_computing and owner.leader is None and owner is not request

@@ -1,6 +1,6 @@
-"""What one step is to do, and what came of it.
+"""The plan of one step, and its results.
 
-Objects made by the hundred in every step are not frozen: freezing one costs more than the rest of making it.
+Objects made by the hundred in every step are not frozen: a frozen one takes more than twice as long to make.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ class RowPlan:
     request: RequestState
     num_new_tokens: int
     is_sampled: bool  # True if the row catches up with all its tokens, so that a new one can be sampled
-    # Tokens that may follow its newest one: they are among the new tokens, and a token is sampled behind each of them.
+    # Guessed tokens after its newest one: they are among the new tokens, and a token is sampled after each of them.
     guess: Guess = NO_GUESS
 
     def take(self, result: "RowResult", num_expected: int, placement: Placement) -> list[int]:
-        """Records the tokens that it got, and rewinds what a wrong guess computed. Returns the tokens that count."""
+        """Records the row's tokens, and rewinds what was computed for a wrong guess. Returns the tokens that count."""
         if result.is_late:
             placement.step_back(self.request, num_expected)
             return []
@@ -41,36 +41,36 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     num_decode_rows: int
     num_steps: int
-    # By row: tokens that it gets if it goes on and its guess is right.
+    # By row: tokens that it gets if it does not end and its whole guess is right.
     num_expected: tuple[int, ...] = ()
 
     @property
     def is_decode(self) -> bool:
-        """Every row decodes."""
+        """Whether every row decodes without a guess."""
         return self.num_decode_rows == len(self.rows)
 
 
 def share_of(num_tokens: int) -> int:
-    """The part of a step's tokens that one prompt may have before more urgent or shorter ones: none starves."""
+    """The part of a step's tokens reserved for the prompt begun first, or for waiting ones, so that none starves."""
     return -(-num_tokens // 4)
 
 
 class NextStep:
-    """The step being planned, and the tokens it may still compute. Lives as long as one `schedule`."""
+    """The step being planned, and the number of tokens it may still compute. Used by one call of `schedule`."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_left = num_tokens
         self.decode: list[RowPlan] = []
         self.guessing: list[RowPlan] = []
-        self._chunks: dict[RequestState, int] = {}  # of prompts: their tokens in this step
+        self._chunks: dict[RequestState, int] = {}  # prompts' tokens in this step
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Planned, not those that are left."""
+        """Prompt tokens that are planned."""
         return sum(self._chunks.values())
 
     def add_prompt(self, request: RequestState, num_kept: int = 0) -> None:
-        """Plans as many more of the request's uncomputed tokens as the budget has beyond `num_kept`."""
+        """Plans more of the request's uncomputed tokens, as many as leave `num_kept` tokens of the budget."""
         num_planned = self._chunks.get(request, 0)
         num_new = min(request.num_uncomputed - num_planned, self.num_left - num_kept)
         if num_new > 0:
@@ -78,10 +78,10 @@ class NextStep:
             self._chunks[request] = num_planned + num_new
 
     def go_on(self, begun: list[RequestState], placement: Placement, num_kept: int) -> None:
-        """Adds chunks of prompts that have slots, except those that wait for a leader; `num_kept` tokens are left.
+        """Adds chunks of prompts that have slots and wait for no leader; leaves `num_kept` tokens of the budget.
 
-        Of the others the most urgent comes first, and of those as urgent the one with the fewest tokens to compute; but
-        the one that has been here longest has its share in any case.
+        The prompt begun first gets its share in any case. Then prompts come by priority, and within a priority by the
+        fewest tokens to compute.
         """
         if not self.num_left:
             return
@@ -95,7 +95,7 @@ class NextStep:
             self.add_prompt(request, num_kept)
 
     def finish(self, max_steps: int, max_seq_len: int) -> StepPlan:
-        """The plan: of at most `max_steps` steps, as far as every slot has room and the longest row wants."""
+        """The plan: of at most `max_steps` steps, fewer if a slot lacks room for them or all rows end sooner."""
         num_steps = 1
         if max_steps > 1 and self.decode and not self.guessing:
             requests = [row.request for row in self.decode]
@@ -112,15 +112,15 @@ class NextStep:
 
 @dataclass(slots=True)
 class RowResult:
-    """What the model made of one row."""
+    """The result of one row."""
 
     token_ids: list[int] = field(default_factory=list)  # one per step of the launch, up to an error
     logprobs: Sequence[TokenLogprobs] = ()  # one per token, if asked for
-    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of prompt tokens after those computed
-    error: str | None = None  # why no valid token follows those; the other rows are sound
-    stop_reason: str | None = None  # of an error: GRAMMAR_LIMIT if the client can do something about it
-    is_late: bool = False  # its mask was: it has no token yet, and has to be computed once more
-    has_bad_surplus: bool = False  # what was computed beyond those tokens may be no numbers
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt tokens that follow those computed
+    error: str | None = None  # why no valid token follows these; the other rows are sound
+    stop_reason: str | None = None  # of an error: GRAMMAR_LIMIT if the client can avoid it
+    is_late: bool = False  # its mask was late: it has no token yet, and must be computed again
+    has_bad_surplus: bool = False  # what was computed beyond these tokens may be NaN
 
 
 @dataclass(slots=True)
@@ -131,24 +131,24 @@ class TokenEvent:
     new_token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
-    error: str | None = None  # why it could not be computed; its finish reason is then ABORT
+    error: str | None = None  # why it failed; its finish reason is then ABORT
     has_end_token: bool = False  # the last of the new tokens ended the sequence and is no part of its text
     logprobs: Sequence[TokenLogprobs] = ()  # one per new token, if asked for
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     rejection: QueueTimeout | QueueFull | ValueError | None = None  # why it never gets a slot
-    # each of the tokens, since the one before it; those of a launch share its time. None: they are the first
+    # of each token, since the one before it; tokens of a launch share its time. None: these are the first
     token_seconds: float | None = field(default=None, compare=False)
-    # with the first tokens, and with the end
+    # set with the first tokens, and with the end
     times: RequestTimes | None = field(default=None, compare=False)
     num_prompt_tokens: int = field(default=0, compare=False)
-    num_cached_tokens: int = field(default=0, compare=False)  # of the prompt: reused when it got its first slot
-    # so far: tokens that were guessed and verified, and those of them that are in the answer
+    num_cached_tokens: int = field(default=0, compare=False)  # prompt tokens reused when it got its first slot
+    # so far: guessed tokens that were verified, and those of them that are in the answer
     num_drafted: int = field(default=0, compare=False)
     num_accepted: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, request: RequestState, kept: list[int], result: RowResult, now: float) -> Self:
-        """What `result` brought: the `kept` tokens, whose time it notes, and the end if it is one."""
+        """Makes the event of a result: its `kept` tokens, whose time this records, and the end if there is one."""
         last, is_first, token_seconds = request.last_token_time, False, None
         if kept:
             request.last_token_time = now

@@ -1,14 +1,14 @@
-"""One sequence: what a client asks for, which never changes, and how far the engine has come with it.
+"""One sequence: the client's request, which never changes, and the engine's progress with it.
 
-There are no phases. `num_computed` tokens have keys and values in the slot and chase the `num_tokens` that there are;
-a prompt, a chunk of one and a decode step are all "catching up":
+There are no phases. Of `num_tokens` tokens, `num_computed` have keys and values in the slot, and the others are still
+to compute; a prompt, a chunk of one and a decode step all reduce that difference:
 
     token_ids  |=== prompt ===============|=== generated ===|- pending -|
                0                     num_computed ^                     ^ num_tokens
                                                   |-- num_uncomputed ---|      decoding: exactly 1
 
-Pending tokens are those of launches in flight: where the device works beside the host, the next step is planned before
-they are known. A launch counts as computed as soon as it has begun, on the assumption that the sequence goes on.
+Pending tokens are those of launches in flight: if the device works asynchronously, the next step is planned before they
+are known. A launch counts as computed as soon as it has begun, on the assumption that the sequence continues.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,22 +18,22 @@ from typing import Protocol
 from chairlift.params import DEFAULT_OPTIONS, FinishReason, RequestOptions, RequestTimes, SamplingParams
 from chairlift.scheduler.drafting import Drafter
 
-REPETITION_DETECTED = "repetition_detected"  # the stop reason of a sequence that repeats itself; vLLM's word for it
-TIMED_OUT = "timeout"  # that of a request that ran for too long
+REPETITION_DETECTED = "repetition_detected"  # the stop reason of a sequence that repeats itself, named as in vLLM
+TIMED_OUT = "timeout"  # that of a request whose deadline passed
 
 
 class Grammar(Protocol):
-    """What a sequence must look like, and how far it has come. One per sequence."""
+    """The state of a sequence in the grammar that it must follow. One per sequence."""
 
     @property
     def is_ready(self) -> bool:
-        """False while its row must sit out because the mask for its next token is late."""
+        """False while its row must be skipped because the mask for its next token is late."""
         ...
 
     def foresee(self) -> Sequence[int] | None:
-        """Tokens that are likely to come next, since nothing else may be said; None: no guess can be verified now.
+        """Likely next tokens, because the grammar allows no other text; None: no guess can be verified now.
 
-        It is None the first time: it is computed after the first call.
+        The first call returns None, since they are computed only after it.
         """
         ...
 
@@ -43,24 +43,24 @@ class Grammar(Protocol):
 
 
 class TokenFilter(Protocol):
-    """Which tokens the sampler may draw, beside what a grammar says. One per sequence."""
+    """Restricts which tokens the sampler may draw, in addition to a grammar. One per sequence."""
 
     @property
     def follows_text(self) -> bool:
-        """Whether they depend on the tokens so far; always the same."""
+        """Whether these depend on the tokens so far; constant."""
         ...
 
 
 RepetitionWatch = Callable[[int], bool]
-"""Takes the next token of a sequence. True if that now ends in a repetition."""
+"""Takes the next token of a sequence. True if the sequence now ends in a repetition."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """What is to be computed: a prompt and how to continue it. `max_tokens` is resolved: it fits into a slot.
 
-    Whatever has a state of its own is made by the engine (`new_...`), so that both threads may hold a request. With a
-    grammar the end of the grammar is the end of the text: `min_tokens` and `ignore_eos` do not count.
+    The engine itself makes all objects that have state (`new_...`), so that both threads may hold a request. With a
+    grammar, the text ends where the grammar does: `min_tokens` and `ignore_eos` have no effect.
     """
 
     request_id: str
@@ -79,13 +79,13 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Requests that were added together: while none of them has had a slot, all keep their places or none does."""
+    """Requests that were added together: until one of them gets a slot, they are displaced together or not at all."""
 
     has_started: bool = False
 
 
 class Contents:
-    """Which keys and values in a request's slot are sound, that is, are numbers.
+    """Which keys and values in a request's slot are sound, that is, not NaN.
 
     Tokens are sound once a token was sampled after them, or if they were reused from sound ones. What is not known to
     be sound is neither reused nor left in the slot: attention multiplies even what it masks, and NaN survives that.
@@ -94,34 +94,34 @@ class Contents:
     __slots__ = ("_has_bad_surplus", "_is_sampled", "_num_reused")
 
     def __init__(self, num_reused: int = 0) -> None:
-        """`num_reused`: sound tokens that the slot has when it is given."""
+        """`num_reused`: sound tokens that are in the slot when the request gets it."""
         self._num_reused = num_reused
-        self._is_sampled = False  # a token was, after all that was computed before
-        self._has_bad_surplus = False  # what was computed behind the tokens that count may be no numbers
+        self._is_sampled = False  # a token was sampled after everything computed before
+        self._has_bad_surplus = False  # what was computed after the tokens that count may be NaN
 
     def copied(self, num_sound: int) -> None:
-        """A prefix was copied into the slot, so many tokens of which are sound."""
+        """Records that a prefix was copied into the slot, of which `num_sound` tokens are sound."""
         self._num_reused = num_sound
 
     def sampled(self) -> None:
-        """A valid token was sampled after all that is computed."""
+        """Records that a valid token was sampled after everything computed so far."""
         self._is_sampled = True
 
     def surplus_failed(self) -> None:
-        """Behind the tokens that count there may be no numbers."""
+        """Records that what was computed after the tokens that count may be NaN."""
         self._has_bad_surplus = True
 
     def surplus_scrubbed(self) -> None:
-        """What was computed behind the tokens that count has been overwritten."""
+        """Records that what was computed after the tokens that count has been overwritten."""
         self._has_bad_surplus = False
 
     def spoilt(self) -> None:
-        """Nothing in the slot is known to be sound any more."""
+        """Records that nothing in the slot is known to be sound any more."""
         self._num_reused, self._is_sampled, self._has_bad_surplus = 0, False, True
 
     @property
     def has_bad_surplus(self) -> bool:
-        """Whether what lies behind the tokens that count must be overwritten before the row goes on."""
+        """Whether what was computed after the tokens that count must be overwritten before the row continues."""
         return self._has_bad_surplus
 
     def num_sound(self, num_computed: int) -> int:
@@ -129,36 +129,36 @@ class Contents:
         return num_computed if self._is_sampled else self._num_reused
 
     def to_scrub(self, num_computed: int) -> int | None:
-        """The token from which on the slot must be overwritten when it is given back; None: it need not be."""
+        """The token from which on the slot must be overwritten when it is released; None: it need not be."""
         num_sound = self.num_sound(num_computed)
         return num_sound if self._has_bad_surplus or num_computed > num_sound else None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Progress:
-    """What changes of a request. Times are seconds by the scheduler's clock."""
+    """The mutable state of a request. Times are seconds by the scheduler's clock."""
 
     # From its first slot on
     grammar: Grammar | None = None
     token_filter: TokenFilter | None = None
     repetition: RepetitionWatch | None = None
     drafter: Drafter | None = None  # None: nothing is guessed
-    # Whether the host works out from the newest token what may come next. Then nothing can be planned before that token
-    # is known, and launches are of one step while it runs: of several it would have only one token.
+    # Whether the host derives from the newest token what may come next. If so, the row cannot be planned before that
+    # token is known, and launches have one step while it runs, because it could use only the first token of several.
     needs_newest_token: bool = False
-    is_held: bool = False  # it gets no tokens for now, because its reader is far behind
+    is_held: bool = False  # it gets no tokens for now, because its reader lags far behind
     # In its slot
     slot: int | None = None
     contents: Contents = field(default_factory=Contents)
     num_computed: int = 0
     num_reused: int = 0  # of those computed: found in the slot, or copied into it
     num_pending: int = 0
-    num_launches: int = 0  # in flight that write to the slot
-    num_tokens_placed: int = 0  # those that it had when it got its slot
+    num_launches: int = 0  # launches in flight that write to the slot
+    num_tokens_placed: int = 0  # tokens that it had when it got its slot
     num_held: int = 0  # tokens that its slot has memory for
     leader: "RequestState | None" = None  # computes a prefix that this one waits to copy
-    is_yielding: bool = False  # it loses its slot when no launch writes to that any more
-    # Altogether
+    is_yielding: bool = False  # preempted: it loses its slot once no launch writes to it
+    # In total
     num_cached_tokens: int = 0  # of the prompt: reused when it got its first slot
     num_scored: int = 0  # of the prompt: positions whose log-probabilities were reported
     num_preemptions: int = 0
@@ -174,7 +174,7 @@ class _Progress:
 
 
 class RequestState(_Progress):
-    """How far a request has come. Belongs to the scheduler's thread alone."""
+    """A request and its progress. Belongs to the scheduler's thread alone."""
 
     __slots__ = (
         *("request_id", "params", "options", "max_tokens", "min_tokens", "seed", "prompt_logprobs", "eos_token_ids"),
@@ -182,7 +182,7 @@ class RequestState(_Progress):
     )
 
     def __init__(self, request: Request, arrival_time: float, group: Group | None = None) -> None:
-        """`group`: of those that were added together; None: it came alone."""
+        """`group`: of the requests that were added together; None: it was added alone."""
         super().__init__()
         self._new: Request | None = request  # until it starts
         self.request_id = request.request_id
@@ -200,10 +200,10 @@ class RequestState(_Progress):
         self.num_prompt_tokens = len(self.token_ids)
         self.group = group or Group()
         self.arrival_time = arrival_time
-        self.queue_time = arrival_time  # when it came, or came back, to the queue
+        self.queue_time = arrival_time  # when it was last queued, for the first time or again
 
     def start(self, now: float) -> None:
-        """It gets a slot. The first time, whatever follows its tokens is made; if that fails, it has failed."""
+        """Called when it gets a slot. The first time, makes its grammar, filters and drafter, or fails the request."""
         self.num_tokens_placed = len(self.token_ids)
         request, self._new = self._new, None
         if request is None:
@@ -214,7 +214,7 @@ class RequestState(_Progress):
             self.grammar = request.new_grammar() if request.new_grammar else None
             self.token_filter = request.new_token_filter() if request.new_token_filter else None
             self.repetition = request.new_repetition_watch() if request.new_repetition_watch else None
-        except Exception as error:  # of a grammar, for instance: the others go on
+        except Exception as error:  # a grammar's, for instance: other requests continue
             self.fail(f"the request could not be started: {error}")
         follows_text = self.token_filter is not None and self.token_filter.follows_text
         self.needs_newest_token = self.grammar is not None or follows_text
@@ -222,7 +222,7 @@ class RequestState(_Progress):
             self.drafter = request.new_drafter()
 
     def reuse(self, num_tokens: int) -> None:
-        """So many of its tokens are in its slot already. (What it finds after a preemption was its own.)"""
+        """Records that `num_tokens` tokens are in its slot already; after a preemption they do not count as cached."""
         self.num_computed = self.num_reused = num_tokens
         if not self.num_preemptions:
             self.num_cached_tokens = num_tokens
@@ -250,12 +250,12 @@ class RequestState(_Progress):
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still be generated; not more than 0 if it will have ended with those pending."""
+        """Tokens that may still be generated; 0 or less if it will have ended with those pending."""
         return self.max_tokens - self.num_output_tokens
 
     @property
     def can_be_planned(self) -> bool:
-        """Whether its next step can be planned: it may need the newest token or a mask for that; an end is known."""
+        """Whether its next step can be planned: not if it needs a pending token or a late mask, or is known to end."""
         if self.grammar is not None and not self.grammar.is_ready:
             return False
         return not self.num_pending or (not self.needs_newest_token and self.num_remaining > 0 and not self.is_yielding)
@@ -285,7 +285,7 @@ class RequestState(_Progress):
         return kept
 
     def drop_surplus(self) -> None:
-        """Once it has ended, uncounts what was computed for tokens that did not come, or do not count."""
+        """After its end, uncounts what was computed for tokens that did not come or do not count."""
         self.num_computed = min(self.num_computed, max(self.num_prompt_tokens, len(self.token_ids) - 1))
 
     def fail(self, reason: str, stop_reason: str | None = None) -> None:
@@ -316,6 +316,6 @@ class RequestState(_Progress):
     def _completes_grammar(self, grammar: Grammar, token: int) -> bool:
         try:
             return grammar.advance(token)
-        except Exception as error:  # whatever is wrong with a grammar is wrong with its request alone
+        except Exception as error:  # an error in a grammar affects its request alone
             self.fail(f"the grammar failed: {error}")
             return True

@@ -1,16 +1,16 @@
 """The policy: which requests run, how many tokens of each, for how many steps.
 
-- Decode rows always go on: the token budget is at least the number of slots. The rest of it goes to prompts: first
-  those begun, the urgent and then the short ones first, then waiting ones (`waiting`: which is next) that find a slot
-  (`placement`: which one, and what of the prompt need not be computed). One that does not fit is computed in chunks, so
-  it stalls no decoding. A quarter is kept for who waits, and one for whose prompt was begun first: none starves.
-- A row that has no memory for its next tokens gets more. If there is none, the row that came last of the lowest
-  priority yields: it goes back to the queue with its tokens, and goes on when there is room. The oldest row never
-  does, and none is admitted while memory is short, so that whatever runs or waits comes to its end.
-- When no request waits, none is prefilled and no row's tokens must be seen one by one, a launch has several steps.
-- A step may be planned while the tokens of the one before are still being computed. A row whose next token needs a mask
-  from the host (a grammar, bad words) sits that step out. A row that turns out to have ended has been planned once too
-  often: its surplus is dropped, and its slot is free when no launch writes to it.
+- Decode rows always run: the token budget is at least the number of slots. The rest of the budget goes to prompts:
+  first to those begun, by priority and then the shortest first, then to waiting requests (`waiting`: which is next)
+  that get a slot (`placement`: which one, and what is reused). A prompt that does not fit is computed in chunks, so it
+  stalls no decode row. A quarter each is kept for waiting requests and for the prompt begun first, so none starves.
+- A row without memory for its next tokens gets more. If there is none, the last row of the lowest priority is
+  preempted: it returns to the queue with its tokens, and resumes when there is room. The oldest row never is, and no
+  request is admitted while memory is short, so that every request finishes.
+- A launch has several steps if no request waits or is in prefill, and no row's tokens are needed one by one.
+- A step may be planned while the tokens of the one before are pending. A row whose next token needs a mask from the
+  host (a grammar, bad words) skips that step. A row that turns out to have ended was planned once too often: its
+  surplus tokens are dropped, and its slot is released once no launch writes to it.
 """
 
 import time
@@ -25,7 +25,7 @@ from chairlift.scheduler.request import TIMED_OUT, Request, RequestState
 from chairlift.scheduler.speculation import Speculation
 from chairlift.scheduler.waiting import DEFAULT_POLICY, Policy, WaitingQueue
 
-_MAX_EXPIRED = 256  # requests in a step: to end one takes some ten microseconds, and thousands may be due at once
+_MAX_EXPIRED = 256  # requests ended in a step: each takes some ten microseconds, and thousands may be due at once
 _NO_RESULT = RowResult()
 _needs_newest_token = attrgetter("needs_newest_token")
 
@@ -44,17 +44,17 @@ class Scheduler:
         max_num_running: int | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        """`clock`: seconds, which never go back. `max_num_running`: None: as many as there are slots."""
+        """`clock`: monotonic seconds. `max_num_running` None: as many as there are slots."""
         self._slots = slots
         self._max_num_running = slots.slots_remaining if max_num_running is None else max_num_running
         if max_num_batched_tokens < self._max_num_running:
             raise ValueError(f"a budget of {max_num_batched_tokens} tokens cannot feed {self._max_num_running} slots")
-        self.max_steps = self._max_steps_per_launch = max_steps_per_launch  # at present, and at most
+        self.max_steps = self._max_steps_per_launch = max_steps_per_launch  # current, and maximum
         self._max_num_batched_tokens, self._clock, self.speculation = max_num_batched_tokens, clock, speculation
         self.placement = Placement(slots, policy.enable_prefix_caching)
         self.waiting = WaitingQueue(max_queue_size, policy, clock)
-        self._running: dict[str, RowPlan] = {}  # in the order in which they got slots: the row of each when it decodes
-        self._unstarted: list[TokenEvent] = []  # ends of requests that could not start, not yet told
+        self._running: dict[str, RowPlan] = {}  # each request's decode row, in the order in which they got slots
+        self._unstarted: list[TokenEvent] = []  # ends of requests that could not start, not yet reported
 
     @property
     def num_waiting(self) -> int:
@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def running(self) -> Iterator[RequestState]:
-        """Those that have a slot."""
+        """Requests that have a slot."""
         return (row.request for row in self._running.values())
 
     @property
@@ -79,13 +79,13 @@ class Scheduler:
         return bool(len(self.waiting) or self._running or self._unstarted)
 
     def can_take(self, requests: Sequence[Request]) -> bool:
-        """Whether `add` would take them without anybody leaving the queue for them."""
+        """Whether `add` would queue these without displacing a waiting request."""
         return self.waiting.can_take(requests, self._num_places)
 
     def add(self, *requests: Request) -> list[TokenEvent]:
-        """Queues requests, all or none; they start as there are slots. Returns the ends of those that leave for them.
+        """Queues requests, all or none; they start as slots become available. Returns the ends of those they displace.
 
-        `QueueFull` if too many would wait and none of them is served after these.
+        `QueueFull` if too many would wait and too few of them are served after these.
         """
         names = [request.request_id for request in requests]
         if twice := [name for name in names if names.count(name) > 1 or self.find(name) is not None]:
@@ -106,7 +106,7 @@ class Scheduler:
         return self._end(request)
 
     def expire(self) -> list[TokenEvent]:
-        """Ends requests whose time is up, so many in a step. To be called before `schedule`."""
+        """Ends requests whose deadline has passed, `_MAX_EXPIRED` at most. Must be called before `schedule`."""
         events, self._unstarted = self._unstarted, []
         while len(events) < _MAX_EXPIRED and (request := self.waiting.take_overdue()) is not None:
             request.stop_reason = TIMED_OUT
@@ -115,13 +115,13 @@ class Scheduler:
         return events
 
     def reset_prefix_cache(self) -> None:
-        """Nothing that was computed so far will be reused by others; running requests go on."""
+        """Stops the reuse of everything computed so far by other requests; running ones continue."""
         self.placement.forget_prefixes()
 
     def schedule(self) -> StepPlan:
-        """The next step, for `advance` once it has begun. Claims slots for those it admits.
+        """Plans the next step, to be passed to `advance` once launched. Claims slots for the requests that it admits.
 
-        Without rows if all depends on launches in flight, which it only does if there are some, or on late masks.
+        The plan has no rows if all depend on launches in flight or on late masks.
         """
         self._preempt_if_wanted()
         step = NextStep(self._max_num_batched_tokens)
@@ -138,7 +138,7 @@ class Scheduler:
                 if request.num_computed + reach > request.num_held:
                     growing.append(request)
         short = {request for request in growing if not self._grow(request)}
-        if growing and not self._slots.budget.is_ample:  # some may have yielded
+        if growing and not self._slots.budget.is_ample:  # some may have been preempted
             begun = [request for request in begun if _keeps_slot(request)]
             step.decode = [row for row in step.decode if _keeps_slot(row.request) and row.request not in short]
         step.num_left -= len(step.decode)
@@ -152,11 +152,11 @@ class Scheduler:
         return step.finish(self.max_steps if is_alone else 1, self._slots.max_seq_len)
 
     def advance(self, plan: StepPlan, reservation: Reservation) -> None:
-        """The plan's launch has begun: books it as if no row ended in it. `update` must follow, in the same order."""
+        """Records a begun launch, as if no row ended in it. `update` must follow, in the same order of launches."""
         valid_lengths = []
         for row, num_expected in zip(plan.rows, plan.num_expected, strict=True):
             request = row.request
-            # The last token that a row gets has no key and value yet, and those of a guess are new ones already.
+            # The last token that a row gets has no key and value yet; a guess's tokens are already among the new ones.
             num_valid = row.num_new_tokens + max(num_expected - 1 - len(row.guess.tokens), 0)
             request.num_computed += num_valid
             request.num_pending += num_expected
@@ -165,7 +165,7 @@ class Scheduler:
         self._slots.commit(valid_lengths, reservation)
 
     def update(self, plan: StepPlan, results: Sequence[RowResult]) -> list[TokenEvent]:
-        """Takes each row's result once its launch is over, and retires ended requests. One event per row with news."""
+        """Takes each row's result once its launch is over, and retires ended requests. One event per changed row."""
         now, events = self._clock(), list[TokenEvent]()
         for row, num_expected, result in zip(plan.rows, plan.num_expected, results, strict=True):
             request = row.request
@@ -175,7 +175,7 @@ class Scheduler:
             if result.error is not None or result.has_bad_surplus:
                 request.contents.surplus_failed()
             had_ended = request.finish_reason is not None
-            if had_ended:  # what came of it is surplus
+            if had_ended:  # the result is surplus
                 self._release_if_idle(request)
                 continue
             kept = row.take(result, num_expected, self.placement)
@@ -192,7 +192,7 @@ class Scheduler:
         return events
 
     def abandon(self) -> None:
-        """After a failed or interrupted step all requests with a slot leave, without an event; those that wait stay."""
+        """After a failed or interrupted step: drops all requests with a slot, without events; waiting ones stay."""
         self.placement.abandon()
         self._running.clear()
 
@@ -205,14 +205,14 @@ class Scheduler:
 
     @property
     def _num_places(self) -> int:
-        """Requests that may start to run: none while there is no memory for the next one."""
+        """Number of requests that may start to run: 0 while there is no memory for the next one."""
         num_places = min(self._slots.slots_remaining, self._max_num_running - len(self._running))
         if num_places and len(self.waiting):
             num_places *= self.placement.has_memory_for(self.waiting.peek(), len(self._running))
         return num_places
 
     def _admit(self, step: NextStep) -> None:
-        """Gives waiting requests slots, in their order, while there are a slot, memory and budget for each."""
+        """Gives waiting requests slots, in order, while there are a slot, memory and budget for the next one."""
         while len(self.waiting) and step.num_left and self._num_places:
             request = self.waiting.start_next()
             if request.finish_reason is not None:
@@ -224,31 +224,31 @@ class Scheduler:
                 step.add_prompt(request)
 
     def _preempt_if_wanted(self) -> None:
-        """Takes the slot of a running request if one of higher priority waits and there is no other."""
+        """Preempts a running request if one of higher priority waits and cannot start otherwise."""
         if len(self.waiting) and not self._num_places:
             victim = self.waiting.choose_victim(self.running)
             if victim is not None:
                 self._make_yield(victim)
 
     def _grow(self, request: RequestState) -> bool:
-        """Memory for a decode row's next launch, for which others yield. False if it yields itself, or has to wait."""
+        """Gets memory for a decode row's next launch, by preemption if needed. False if the row must wait for it."""
         wanted = min(request.num_computed + self._max_steps_per_launch, self._slots.max_seq_len)
         while _keeps_slot(request) and not self.placement.provide(request, wanted):
             if (victim := self.waiting.choose_last(list(self.running))) is None or not self._make_yield(victim):
-                return False  # what is in flight writes to slots that will be given back
+                return False  # launches in flight still write to the slot that will be released
         return _keeps_slot(request)
 
     def _make_yield(self, victim: RequestState) -> bool:
-        """Takes a running request's slot. False if that has to wait for launches that write to it."""
+        """Preempts a running request. False if its slot is released only after launches in flight."""
         victim.is_yielding = True
         self._release_if_idle(victim)
         return victim.slot is None
 
     def _end(self, request: RequestState) -> TokenEvent:
-        """Between two steps, for a request that no longer waits."""
+        """Ends a request that is not in the queue (any more). Must be called between two steps."""
         request.finish_reason = FinishReason.ABORT
         if request.slot is None:
-            self.waiting.charge(request)  # if it had a slot and lost it; the others have generated nothing
+            self.waiting.charge(request)  # in case it was preempted; others have generated nothing
         else:
             self._retire(request)
         return TokenEvent.of(request, [], _NO_RESULT, self._clock())
@@ -262,7 +262,7 @@ class Scheduler:
         self._release_if_idle(request)
 
     def _release_if_idle(self, request: RequestState) -> None:
-        """Takes the slot of a request that ended or yields it, once no launch writes to it."""
+        """Releases the slot of a request that ended or was preempted, once no launch writes to it."""
         if request.num_launches:
             return
         self.placement.release(request)

@@ -1,50 +1,50 @@
 """Speculation: which guesses at the next tokens of decode rows a step verifies.
 
-A step that computes a row's newest token computes its guess beside it, and the sampler draws a token behind each of
-them. While a draw is the token that was guessed, the next one counts as well; the first that differs is the last.
-A draw depends on a row's seed and the token's index, and logits do not depend on what else is computed, so that the
-row's tokens are those that it would have without speculation. Only the time changes.
+A step computes a row's guess together with its newest token, and the sampler draws a token after each of these. Draws
+count up to and including the first that differs from the guess. A draw depends on the row's seed and the token's index,
+and logits do not depend on what else is computed, so the row gets the tokens that it would get without speculation.
+Only the time changes.
 
-How much to guess is a question of time. A step of `num_tokens` takes `StepTimes` seconds, which is learned as steps
-go by; a guess saves a share of a step if it is right, and how often guesses are is learned by row. What is expected to
-take longer than it saves is not verified.
+How much to guess depends on time. `StepTimes` learns how long a step of so many tokens takes, and each row learns how
+often its guesses are right; a right one saves a share of a step. Tokens that are expected to take longer than they save
+are not verified.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
 from chairlift.config import Auto
-from chairlift.scheduler.drafting import FORCED_MATCH, NO_GUESS, Answers, Drafter, Guess
+from chairlift.scheduler.drafting import FORCED_MATCH, NO_GUESS, Answers, Drafter, Guess, IndexBudget
 from chairlift.scheduler.placement import Placement
 from chairlift.scheduler.plan import NextStep, RowPlan, StepPlan
 from chairlift.scheduler.request import RequestState
 
 MAX_DRAFT = 16
-"""Tokens of a row's guess: what "auto" verifies at most."""
+"""The most tokens of a row's guess that "auto" verifies."""
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_SLOWER_STEP, _QUICKER_STEP = 0.1, 0.3  # the newest one's weight in the average
-_MOST_SLOWER = 2.0  # than the average: what a step is taken for that takes longer
+_SLOWER_STEP, _QUICKER_STEP = 0.1, 0.3  # weight of the newest step in the average
+_MOST_SLOWER = 2.0  # times the average: the most that a slower step counts as
 _NUM_REMEMBERED = 500  # steps
-_UNKNOWN_COST = 0.02  # of a further token, as a share of the shortest step: little, so that it is tried
-_MIN_GAIN = 1.1  # of what a token is expected to save over what it is expected to take
-_MIN_CHANCE = 0.1  # that a token is right: less is not tried, however little it seems to take
+_UNKNOWN_COST = 0.02  # of a token beyond the largest known size, as a share of its step: low, so that it is tried
+_MIN_GAIN = 1.1  # least ratio of the time that a token is expected to save to the time that it takes
+_MIN_CHANCE = 0.1  # least probability that a token is right, however little time it seems to take
 
 
 class StepTimes:
-    """Seconds of a step by the tokens that it computes, as they have been lately. Sizes between are interpolated.
+    """Recent seconds of a step, by the number of tokens that it computes; interpolated between known sizes.
 
-    What else runs on the machine makes a step slower and never faster, so that quick steps are believed sooner than
-    slow ones; and a size that did not come for a while is forgotten, lest one bad step keep it from ever coming again.
+    Other load on the machine makes a step slower and never faster, so quick steps have more weight than slow ones. A
+    size that did not occur for a while is forgotten, so that one slow step does not rule it out for ever.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, float] = {}  # by size
-        self._newest: dict[int, int] = {}  # by size: the number of the step that told
+        self._newest: dict[int, int] = {}  # by size: the number of its newest step
         self._num_steps = 0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A step took so long. Of sizes between two, the nearer one learns."""
+        """Records the time of a step, for the nearest of `_SIZES`."""
         index = min(bisect_left(_SIZES, num_tokens), len(_SIZES) - 1)
         if index and num_tokens - _SIZES[index - 1] < _SIZES[index] - num_tokens:
             index -= 1
@@ -60,7 +60,7 @@ class StepTimes:
             del self._newest[stalest], self._known[stalest]
 
     def of(self, num_tokens: int) -> float:
-        """0 while nothing is known at all."""
+        """Seconds that a step of so many tokens is expected to take; 0 while nothing is known."""
         if not self._known:
             return 0.0
         sizes = sorted(self._known)
@@ -75,19 +75,19 @@ class StepTimes:
 
 
 class Speculation:
-    """Chooses what is verified, and learns from what came of it. Belongs to the scheduler."""
+    """Chooses which guesses are verified, and learns from the results. Belongs to the scheduler."""
 
     def __init__(self, max_tokens: int | Auto = "auto") -> None:
-        """`max_tokens`: of every guess, whatever it takes; "auto": as many as are expected to save time."""
+        """`max_tokens`: of every guess, whatever time it takes; "auto": as many as are expected to save time."""
         self._max_tokens = max_tokens
         self.times = StepTimes()
         self.answers = Answers()
-        # Since it was made. Verified tokens that are not part of an answer were wasted.
+        # Since creation. Verified tokens that are not part of an answer were wasted.
         self.num_drafted = self.num_accepted = 0
         self.accepted_at: list[int] = []  # by place in the guess
 
     def add_guesses(self, step: NextStep, placement: Placement) -> None:
-        """Adds what decode rows verify, with what prompts left of the budget. No row yields memory for a guess."""
+        """Adds guesses to decode rows, within the budget that prompts left. No row is preempted for their memory."""
         requests = [row.request for row in step.decode]
         num_tokens = len(requests) + step.num_prompt_tokens
         guesses = self._choose(requests, num_tokens)
@@ -105,13 +105,13 @@ class Speculation:
                 step.decode.append(row)
 
     def learn(self, row: RowPlan, num_kept: int, num_sampled: int) -> None:
-        """A row's guess was verified: so many tokens were sampled up to the first that was not guessed, and so many of
-        them are part of the answer.
+        """Records a verified guess: `num_sampled` tokens were sampled, up to and including the first that was not
+        guessed, and `num_kept` of them are part of the answer.
         """
         request, num_drafted = row.request, len(row.guess.tokens)
         num_accepted = min(num_kept, max(num_sampled - 1, 0))
         rates = None if request.drafter is None else request.drafter.rates
-        assert rates is not None, "who has none makes no guess"
+        assert rates is not None, "a guess needs rates"
         rates.note(row.guess, num_accepted)
         request.num_drafted += num_drafted
         request.num_accepted += num_accepted
@@ -122,27 +122,28 @@ class Speculation:
             self.accepted_at[place] += 1
 
     def remember(self, request: RequestState) -> None:
-        """A request has ended: what its client asks next may be answered alike."""
+        """Remembers the answer of a request that has ended: its client's next answer may be similar."""
         drafter = request.drafter
         if drafter is not None and drafter.rates is not None and request.error is None:
             self.answers.remember(_client_of(request), request.token_ids, request.num_prompt_tokens, drafter.rates)
 
     def note_launch(self, plan: StepPlan, seconds: float) -> None:
-        """A launch took so long, all of its steps together."""
+        """Records the time of a launch, all of its steps together."""
         self.times.note(sum(row.num_new_tokens for row in plan.rows), seconds / plan.num_steps)
 
     def _choose(self, requests: Sequence[RequestState], num_tokens: int) -> dict[str, Guess]:
-        """By request: the guess of each that decodes in a step that computes `num_tokens` without guesses."""
+        """By request: guesses for a step that computes `num_tokens` tokens without them."""
         most = MAX_DRAFT if self._max_tokens == "auto" else self._max_tokens
         guesses: dict[str, Guess] = {}
         rates: dict[str, float] = {}
+        budget = IndexBudget()
         for request in requests:
             num_wanted = min(most, request.num_remaining - 1)
             if request.drafter is None or request.num_pending or num_wanted <= 0:
                 continue
             drafter = request.drafter
             drafter.rates = drafter.rates or self.answers.rates_of(_client_of(request))
-            guess = self._guess(request, drafter, num_wanted)
+            guess = self._guess(request, drafter, num_wanted, budget)
             if guess.tokens:
                 guesses[request.request_id] = guess
                 rates[request.request_id] = drafter.rates.of(guess)
@@ -150,24 +151,24 @@ class Speculation:
             guesses = self._worthwhile(guesses, rates, len(requests), num_tokens)
         return guesses
 
-    def _guess(self, request: RequestState, drafter: Drafter, num_tokens: int) -> Guess:
-        """What a grammar forces, or else what was said elsewhere."""
+    def _guess(self, request: RequestState, drafter: Drafter, num_tokens: int, budget: IndexBudget) -> Guess:
+        """The tokens that a grammar forces, or else a guess from earlier text."""
         if request.grammar is not None:
             forced = request.grammar.foresee()
             if forced is None:
                 return NO_GUESS
             if forced:
                 return Guess(forced, FORCED_MATCH).cut(num_tokens)
-        return drafter.guess(request.token_ids, num_tokens, self.answers.of(_client_of(request)))
+        return drafter.guess(request.token_ids, num_tokens, self.answers.of(_client_of(request)), budget)
 
     def _worthwhile(
         self, guesses: dict[str, Guess], rates: dict[str, float], num_rows: int, num_tokens: int
     ) -> dict[str, Guess]:
-        """The guesses as far as each token is expected to save more than it takes.
+        """Cuts each guess to the tokens that are expected to save more time than they take.
 
-        The i-th token of a guess is right with a probability of rate ** i, and saves one row's share of a step that
-        only decodes. It takes as long as the tokens of all guesses take on average, so what is worthwhile is worked out
-        twice: the second time with the tokens that were left.
+        The i-th token of a guess is right with a probability of rate ** i, and then saves one row's share of a step
+        that only decodes. It takes as long as the tokens of all guesses take on average, which depends on the cut, so
+        the cut is computed twice: the second time from the tokens that the first one left.
         """
         saved = self.times.of(num_rows) / num_rows
         chosen = guesses
@@ -183,7 +184,7 @@ class Speculation:
 
 
 def _client_of(request: RequestState) -> tuple[str, str]:
-    """The group that shares answers for guesses: a key's requests, and never those of different salts."""
+    """Identifies the requests that share answers for guesses: those of one tenant with the same cache salt."""
     return request.options.tenant, request.options.cache_salt
 
 

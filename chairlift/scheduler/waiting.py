@@ -1,7 +1,7 @@
-"""The waiting queue: its places, which request must leave for a newcomer, and deadlines.
+"""The waiting queue: its capacity, which request a new one displaces, and deadlines.
 
-Where all places are taken, a newcomer gets the place of the request that would be served last, if that is after it; and
-no tenant has more than its share of the places.
+If the queue is full, a new request displaces the one that would be served last, if that one would be served after it.
+No tenant fills more than its share of the queue.
 """
 
 from collections import Counter, deque
@@ -21,11 +21,11 @@ _MIN_WAIT_S, _MAX_WAIT_S = 1.0, 600.0
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How requests are served beside each other; the settings of these names."""
+    """How requests share the engine; each field is the engine setting of the same name."""
 
     enable_prefix_caching: bool = True
-    preempt_after: int | None = None  # tokens generated before a slot may be lost; None: it never is
-    preempt_levels: int = 1  # of priority by which the one that takes a slot must be above the one that loses it
+    preempt_after: int | None = None  # tokens generated before a request may be preempted; None: it never is
+    preempt_levels: int = 1  # of priority by which a request must be above the one that it preempts
     queue_timeout: float | None = None  # seconds to wait for a slot
 
 
@@ -33,7 +33,7 @@ DEFAULT_POLICY = Policy()
 
 
 class WaitingQueue(FairQueue):
-    """Requests without a slot. Keeps the deadlines of those that have one, too."""
+    """Requests without a slot. Keeps the deadlines of running requests, too."""
 
     def __init__(self, max_size: int, policy: Policy, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -41,15 +41,15 @@ class WaitingQueue(FairQueue):
         self._policy = policy
         self._clock = clock
         self._deadlines = LazyHeap[_Deadline](lambda deadline: deadline.time if deadline.subject is not None else None)
-        self._starts: deque[float] = deque(maxlen=_NUM_STARTS)  # when the wait began, then when slots were given
+        self._starts: deque[float] = deque(maxlen=_NUM_STARTS)  # when the queue began to fill; when slots were given
         self.num_preemptions = 0
 
     def can_take(self, requests: Sequence[Request], num_places: int) -> bool:
-        """Whether none would have to leave for these, if `num_places` requests can start to run at once."""
+        """Whether these would displace no request, if `num_places` requests can start to run at once."""
         return len(requests) <= self._num_free(num_places) and self._share_error(requests, num_places) is None
 
     def add(self, requests: Sequence[Request], num_places: int) -> list[TokenEvent]:
-        """Queues all of them and returns the ends of those that leave for them; or none of them: `QueueFull`."""
+        """Queues all of these and returns the ends of those that they displace; or queues none (`QueueFull`)."""
         now = self._clock()
         if (error := self._share_error(requests, num_places)) is not None:
             raise error
@@ -65,7 +65,7 @@ class WaitingQueue(FairQueue):
         return events
 
     def put_back(self, request: RequestState) -> None:
-        """Queues a preempted request, before the others of its tenant."""
+        """Queues a preempted request, ahead of the others of its tenant."""
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.queue_time = self._clock()
@@ -80,11 +80,11 @@ class WaitingQueue(FairQueue):
         return request
 
     def choose_victim(self, running: Iterable[RequestState]) -> RequestState | None:
-        """The request that loses its slot to the next one, if the policy has one do so for a higher priority.
+        """The running request to preempt for the next waiting one; None if the policy allows none.
 
-        It is the first of the lowest priority, at least `preempt_levels` below the next one's, of those that generated
-        `preempt_after` tokens since they got a slot.
-        None also while a request yields its slot already, until its launches are over.
+        Candidates have generated `preempt_after` tokens since they got a slot, and are at least `preempt_levels` below
+        the next request's priority. Of these, it is the first with the lowest priority.
+        None also while a request that was preempted has launches in flight.
         """
         preempt_after = self._policy.preempt_after
         if preempt_after is None:
@@ -102,9 +102,9 @@ class WaitingQueue(FairQueue):
 
     @staticmethod
     def choose_last(running: Sequence[RequestState]) -> RequestState | None:
-        """The request that yields for lack of memory: of the lowest priority the last, but never the first of all.
+        """The request to preempt if memory is short: the last one of the lowest priority, but never the first of all.
 
-        None if there is none, or one yields already, when its launches are over.
+        None if there is no other, or while a request that was preempted has launches in flight.
         """
         others = running[1:]
         if not others or any(request.is_yielding for request in running):
@@ -112,7 +112,7 @@ class WaitingQueue(FairQueue):
         return max(reversed(others), key=lambda request: request.options.priority)
 
     def take_overdue(self) -> RequestState | None:
-        """A request whose time is up, to be ended at once; it waits no more. None if there is none (any more)."""
+        """Takes out a request whose deadline has passed, which must be ended at once. None if there is none."""
         deadline = self._deadlines.first()
         if deadline is None or deadline.time > self._clock() or (request := deadline.subject) is None:
             return None
@@ -126,7 +126,7 @@ class WaitingQueue(FairQueue):
         return _turn_away(request, QueueTimeout(message, self._wait_for(len(self), now)))
 
     def check(self) -> None:
-        """Asserts that every request waits in one place, and has no slot."""
+        """Asserts that every request waits in exactly one place, and has no slot."""
         super().check()
         assert all(request.slot is None and request.num_computed == 0 for request in self)
         assert all(request.finish_reason is None for request in self), "a request that is over waits"
@@ -144,7 +144,7 @@ class WaitingQueue(FairQueue):
         return self._max_size + num_places - len(self)
 
     def _share_error(self, requests: Sequence[Request], num_places: int) -> QueueFull | None:
-        """The error if, with them, a tenant would have more than its share of the queue."""
+        """`QueueFull` if these would give a tenant more than its share of the queue, else None."""
         limited = [request.options for request in requests if request.options.queue_share < 1.0]
         for tenant, num_new in Counter(options.tenant for options in limited).items():
             share = min(options.queue_share for options in limited if options.tenant == tenant)
@@ -156,20 +156,20 @@ class WaitingQueue(FairQueue):
         return None
 
     def _find_displaced(self, requests: Sequence[Request], num_places: int, now: float) -> list[RequestState]:
-        """Requests that must leave so that these find places; `QueueFull` if too few are served later than these."""
+        """The requests that these would displace; `QueueFull` if too few would be served later than these."""
         num_missing = len(requests) - self._num_free(num_places)
         if num_missing <= 0:
             return []
         displaced: list[RequestState] = []
         for group in self.later_than(requests, now):
             displaced += group
-            if len(displaced) >= min(num_missing, len(requests)):  # preempted ones may fill more than the places
+            if len(displaced) >= min(num_missing, len(requests)):  # preempted requests may exceed the capacity
                 return displaced
         raise QueueFull(f"{self._full}; try again later", self._wait_for(num_missing, now))
 
     def _displace(self, request: RequestState, now: float) -> TokenEvent:
         self.remove(request.request_id)
-        message = f"{self._full}, and a request that is served before this one took its place; try again later"
+        message = f"{self._full}, and a request of higher precedence displaced this one; try again later"
         return _turn_away(request, QueueFull(message, self._wait_for(len(self), now)))
 
     @property
@@ -177,9 +177,9 @@ class WaitingQueue(FairQueue):
         return f"the waiting queue is full ({self._max_size} requests)"
 
     def _wait_for(self, num_places: int, now: float) -> float:
-        """Seconds until so many requests will have got slots, by the rate since the present wait began, or lately.
+        """Expected seconds until `num_places` requests get slots, by the rate since the queue was empty, or lately.
 
-        A queue that stands still counts as slower the longer it does.
+        The longer no request gets a slot, the slower the queue counts.
         """
         seconds_each = (now - self._starts[0]) / max(1, len(self._starts) - 1) if len(self) else 0.0
         return min(max(num_places * seconds_each, _MIN_WAIT_S), _MAX_WAIT_S)
@@ -194,7 +194,7 @@ def _turn_away(request: RequestState, error: QueueFull | QueueTimeout) -> TokenE
 
 @dataclass(frozen=True, slots=True)
 class _Deadline:
-    """When a request must have its first slot, or must have ended. Keeps no request in memory that is over."""
+    """When a request must have its first slot, or must have ended. Its weak reference keeps no request in memory."""
 
     time: float
     request: ref[RequestState]
@@ -202,7 +202,7 @@ class _Deadline:
 
     @property
     def subject(self) -> RequestState | None:
-        """None if the request is over, or has its slot in time."""
+        """The request; None if it has ended, or got its slot in time."""
         request = self.request()
         if request is None or request.finish_reason is not None:
             return None

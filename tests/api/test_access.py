@@ -41,7 +41,9 @@ async def test_every_path_but_those_that_tell_nothing_secret_asks_for_a_key_whic
             assert (await http.get(path)).status == 200
         for header in [*known, *unknown, "first key"]:
             async with http.get("/v1/models", headers={"Authorization": header}) as response:
-                assert (header, response.status) == (header, 200 if header in known else 401)
+                code = (await response.json()).get("error", {}).get("code")
+                expected = (200, None) if header in known else (401, "invalid_api_key")
+                assert (header, (response.status, code)) == (header, expected)
 
 
 def test_keys_are_read_from_a_file_line_by_line_with_limits_of_their_own(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ async def test_one_client_fills_half_of_what_may_wait_until_it_leaves(monkeypatc
     async with serving(ServerConfig(max_body_bytes=5000)) as server:
         first = await half(server, 4900)
         await wait_until(lambda: waiting_bytes(server) == 4900, "it waits")
-        message = "too many bytes of your requests wait for their replies; send fewer at once"
+        message = "too many bytes of your requests are pending; send fewer at once"
         assert await send(server, BODY.ljust(101), JSON) == (429, message)
         assert await send(server, BODY.ljust(100), JSON) == (200, "")
         first.reset()
@@ -210,4 +210,4 @@ def test_a_crowd_of_unknown_fields_is_one_complaint(where: str) -> None:
         ChatCompletionRequest.model_validate({"messages": [], **({where: crowd} if where else crowd)})
     assert caught.value.error_count() == 1
     told = f"{where}: 300" if where else "301"
-    assert str(complaint_of(caught.value)) == f"{told} fields, of which most are unknown"
+    assert str(complaint_of(caught.value)) == f"{told} fields, most of them unknown"

@@ -14,7 +14,6 @@ from tests.support.server_process import SERVE, Process, running
 Keys = pytest.importorskip("selenium.webdriver", reason="selenium is not installed").Keys
 
 NUM_SLOTS, SLOT_LEN, KEY = 4, 2048, "a key"
-FIRST_SLOT = "#slots li:first-child"
 SPENT, SAID = "article.assistant .spent", "article.assistant .text"
 
 

@@ -25,7 +25,7 @@ from tests.engine.support import make_tiny_checkpoint
 from tests.support.server_process import running
 
 LONG: dict[str, Any] = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
-HUNG = "a step took longer than 0.3 s"
+HUNG = "a step took longer than 1 s"
 
 
 async def read_stream(client: AsyncOpenAI, **body: Any) -> None:
@@ -34,10 +34,10 @@ async def read_stream(client: AsyncOpenAI, **body: Any) -> None:
 
 
 async def test_when_a_step_hangs_nobody_does_and_readers_get_an_error_event() -> None:
-    async with serving(step_timeout=0.3) as server, client_of(server) as client, aiohttp.ClientSession() as http:
+    async with serving(step_timeout=1.0) as server, client_of(server) as client, aiohttp.ClientSession() as http:
         with held(forward_of(server.llm), "hidden") as gate:
             gate.allow(3)
-            raw = asyncio.create_task(http.post(f"{server.url}/v1/completions", json={**LONG, "stream": True}))
+            raw = await http.post(f"{server.url}/v1/completions", json={**LONG, "stream": True})  # which has begun
             streams = [asyncio.create_task(read_stream(client)) for _ in range(2)]
             whole = [asyncio.create_task(client.completions.create(**LONG)) for _ in range(SLOTS)]
             errors = await asyncio.wait_for(asyncio.gather(*streams, *whole, return_exceptions=True), DEADLINE_S)
@@ -45,10 +45,10 @@ async def test_when_a_step_hangs_nobody_does_and_readers_get_an_error_event() ->
             assert [type(error) for error in errors[2:]] == [openai.InternalServerError] * SLOTS
             kinds = {(error.code, error.type) for error in errors if isinstance(error, openai.APIError)}
             assert kinds == {("engine_dead", "server_error")}
-            assert (await raw).status == 200
+            assert raw.status == 200
             error = f'{{"message":"{HUNG}","type":"server_error","param":null,"code":"engine_dead"}}'
-            assert (await (await raw).text()).endswith(f'\n\ndata: {{"error":{error}}}\n\n')
-            assert server.api.num_active == 0
+            assert (await raw.text()).endswith(f'\n\ndata: {{"error":{error}}}\n\n')
+            await wait_until(lambda: server.api.num_active == 0, "nobody waits")
             died = {"message": f"the engine died: {HUNG}", "type": "server_error", "param": None, "code": "unavailable"}
             async with http.get(f"{server.url}/health") as health:
                 assert (health.status, (await health.json())["error"]) == (503, died)
@@ -138,7 +138,7 @@ async def test_threads_end_with_their_servers() -> None:
 
 
 POISON = 122  # z, the token whose embedding is no number
-NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
+NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not finite, or no token was allowed"
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,9 @@ async def test_the_bytes_of_characters_that_take_several_tokens_are_exact(server
     scored = choice["logprobs"]["content"]
     assert [entry["bytes"] for entry in scored] == [[byte] for byte in SPELLED.encode()]
     assert [entry["token"] for entry in scored[:4]] == ["n", *"\N{REPLACEMENT CHARACTER}" * 2, " "]
-    for chunk in (await chunks_of(server, CHAT, body))[1:-1]:  # a piece of text comes with those of its tokens
-        (piece,) = chunk["choices"]
+    pieces = [chunk["choices"][0] for chunk in (await chunks_of(server, CHAT, body))[1:-1]]
+    assert "".join(piece["delta"]["content"] for piece in pieces) == SPELLED
+    for piece in pieces:  # which come with those of their tokens
         spelled = b"".join(bytes(entry["bytes"]) for entry in piece["logprobs"]["content"])
         assert spelled == piece["delta"]["content"].encode()
 

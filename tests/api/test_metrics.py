@@ -183,7 +183,7 @@ async def test_who_loses_its_place_in_the_queue_gets_a_429_and_counts_as_rejecte
                 assert (response.status, response.headers["Retry-After"]) == (429, "1")
                 error = (await response.json())["error"]
             await asyncio.gather(running, urgent)
-        taken = "and a request that is served before this one took its place; try again later"
+        taken = "and a request of higher precedence displaced this one; try again later"
         assert error["message"] == f"the waiting queue is full (2 requests), {taken}"
         assert (error["type"], error["param"], error["code"]) == ("rate_limit_error", None, "queue_full")
         assert (await scrape(server)).outcomes() == {"length": 2, "rejected": 2}
@@ -204,9 +204,9 @@ async def test_replies_are_counted_by_path_and_status_whatever_paths_clients_mak
 async def test_a_scrape_waits_for_no_step_and_tells_of_who_waits_an_engine_that_hangs_and_a_dead_one() -> None:
     async with serving(step_timeout=1.0, max_batch_size=1) as server:
         with held(forward_of(server.llm), "hidden") as gate:
-            gate.allow(3)
             readers = [asyncio.create_task(post(server, COMPLETIONS, LONG, status=500)) for _ in range(3)]
             await wait_until(lambda: server.llm.num_unfinished == 3, "all have come")
+            gate.allow(3)  # only after a step the engine sees who has come during it
             for _ in range(4):
                 await gate.entered()
             held_up = await scrape(server)

@@ -196,6 +196,8 @@ def test_what_is_cut_short_ends_with_a_proper_last_chunk_or_brings_what_there_is
             whole.request("POST", "/v1/completions", json.dumps(long_stream(2000) | {"stream": False}), JSON)
             lines = stream.iter_lines()
             next(lines)
+            while "\nchairlift_requests_running 2" not in client.get("/metrics").text:
+                pass
             draining(process, client)
             if second is not None:
                 process.popen.send_signal(second)

@@ -146,10 +146,11 @@ async def test_the_clients_own_stream_adds_up_to_the_whole_answer(serve: Serve) 
 async def test_thoughts_are_scored_like_any_other_tokens(serve: Serve) -> None:
     async with serve(HYBRID, "<think>Hm.</think>Four.") as server:
         body = {"messages": QUESTION, "temperature": 0, "logprobs": True}
-        whole, _ = await whole_and_chunks(server, CHAT, body, is_alone=False)
-    told = [token["token"] for token in whole["choices"][0]["logprobs"]["content"]]
-    assert told == ["<think>", *"Hm.", "</think>", *"Four.", "<|im_end|>"]
-    assert len(told) == whole["usage"]["completion_tokens"]
+        whole, chunks = await whole_and_chunks(server, CHAT, body, is_alone=False)
+    for choices in ([whole["choices"][0]], [chunk["choices"][0] for chunk in chunks]):
+        told = [token["token"] for choice in choices for token in (choice["logprobs"] or {"content": []})["content"]]
+        assert told == ["<think>", *"Hm.", "</think>", *"Four.", "<|im_end|>"]
+        assert len(told) == whole["usage"]["completion_tokens"]
 
 
 async def test_a_structure_is_reached_though_the_model_would_end_while_it_thinks(serve: Serve) -> None:

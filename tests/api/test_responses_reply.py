@@ -1,6 +1,7 @@
 """Replies of `/v1/responses`: the events of streams, what they add up to, how they end early; items however cut."""
 
 import asyncio
+import itertools
 import json
 from functools import partial
 from typing import Any
@@ -63,6 +64,15 @@ async def test_a_stream_adds_up_to_the_whole_reply(server: Server) -> None:
     *told, end = ("".join(scored["token"] for scored in delta["logprobs"]) for delta in deltas)
     assert told == [delta["delta"] for delta in deltas[:-1]]
     assert (deltas[-1]["delta"], end) == ("", "<|im_end|>")
+
+
+async def test_the_clients_events_hold_the_text_so_far_and_its_end_is_parsed(client: AsyncOpenAI) -> None:
+    async with client.responses.stream(model="bundled", input="Where to?", text_format=Trip) as events:
+        deltas = [each async for each in events if each.type == "response.output_text.delta"]
+        final = await events.get_final_response()
+    assert [each.snapshot for each in deltas] == [*itertools.accumulate(each.delta for each in deltas)]
+    assert deltas[-1].snapshot == final.output_text
+    assert isinstance(final.output_parsed, Trip)
 
 
 async def test_max_output_tokens_end_the_stream_incomplete(server: Server) -> None:

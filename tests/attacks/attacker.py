@@ -98,8 +98,9 @@ class Attacker:
         return answer
 
     async def fire_all(self, shots: Iterable[Shot]) -> None:
-        """One after the other."""
-        await self.fire_at_once(shots, at_most=1)
+        """One after the other, each made when it is its turn."""
+        for shot in shots:
+            await self.fire(shot)
 
     async def fire_at_once(self, shots: Iterable[Shot], at_most: int = 1000) -> None:
         turn = asyncio.Semaphore(at_most)

@@ -159,7 +159,7 @@ def test_its_own_page_is_served_and_json_is_taken_however_it_is_written(keyless:
     assert status_of(keyless, "POST", COMPLETIONS, {"Content-Type": kind, **own}) == 200
 
 
-# Checkpoints with code of their own. Their tokenizers: tests/engine/test_untrusted_checkpoints.py
+# Checkpoints with code of their own. Their tokenizers: tests/engine/test_special_tokens.py
 
 
 SAYS_YES = f"""

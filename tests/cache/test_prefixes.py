@@ -82,12 +82,30 @@ class Comparison(RuleBasedStateMachine):
     @rule(slot=SLOTS, tokens=TOKENS, salt=SALTS)
     def insert(self, slot: int, tokens: list[int], salt: str) -> None:
         self.index.insert(slot, pack_tokens(tokens), salt)
-        self.known[slot] = (salt, tokens)
+        self.known.pop(slot, None)
+        self.known[slot] = (salt, tokens)  # the newest last
 
     @rule(slot=SLOTS)
     def remove(self, slot: int) -> None:
         self.index.remove(slot)
         self.known.pop(slot, None)
+
+    @rule(slot=SLOTS, num_tokens=st.integers(0, 4))
+    def cut(self, slot: int, num_tokens: int) -> None:
+        if slot in self.known:
+            self.index.cut(slot, num_tokens)
+            salt, tokens = self.known[slot]
+            self.known[slot] = (salt, tokens[:num_tokens])
+            if not num_tokens:
+                del self.known[slot]
+
+    @rule(tokens=TOKENS, salt=SALTS, num_slots=st.integers(1, 3), num_tokens=st.integers(1, 3))
+    def following(self, tokens: list[int], salt: str, num_slots: int, num_tokens: int) -> None:
+        size = len(tokens)
+        alike = [own for its, own in self.known.values() if its == salt and own[:size] == tokens and len(own) > size]
+        newest = [own[size : size + num_tokens] for own in alike[::-1][:num_slots]]
+        found = self.index.following(pack_tokens(tokens), salt, num_slots, num_tokens)
+        assert found == (newest if tokens else [])
 
     @rule(tokens=TOKENS, salt=SALTS)
     def match(self, tokens: list[int], salt: str) -> None:

@@ -187,7 +187,7 @@ async def test_who_loses_its_place_in_the_queue_ends_with_all_of_its_choices_and
             assert await ends_of([running, *tasks]) == ["length", QueueFull, "length", QueueFull]
             displacement = tasks[0].exception()
             assert isinstance(displacement, QueueFull)
-            assert "a request that is served before this one took its place" in str(displacement)
+            assert "a request of higher precedence displaced this one" in str(displacement)
             assert displacement.retry_after == 1.0
         await wait_for_slots(engine, 1)
         assert (engine._mailboxes, engine._outputs._routes) == ({}, {})

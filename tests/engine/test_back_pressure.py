@@ -43,7 +43,7 @@ async def begin(engine: AsyncLLM, params: SamplingParams = LONG) -> asyncio.Task
 
 
 async def test_a_blocked_loop_finds_few_updates_of_many_sequences_and_then_all_their_tokens(tiny: str) -> None:
-    many = SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True, n=128)
+    many = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, n=128)
     with make_llm(tiny, max_batch_size=128) as llm:
         expected = tokens_of(llm.generate("hi", many))
     async with make_async_llm(tiny, max_batch_size=128) as engine:

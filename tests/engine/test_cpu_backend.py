@@ -65,7 +65,7 @@ def assert_torch_runs(caplog: pytest.LogCaptureFixture, reason: str | None, *mod
 
 def test_what_it_cannot_do_is_done_in_torch_with_a_warning(tiny: str, caplog: pytest.LogCaptureFixture) -> None:
     assert_torch_runs(caplog, None, attention_backend="torch")
-    reason = "it takes a head_dim up to 256 that 32 divides, not 16"
+    reason = "it needs a head_dim of at most 256 that is a multiple of 32, not 16"
     assert_torch_runs(caplog, reason, tiny, dtype="float32")
     with pytest.raises(ConfigurationError, match="does not work here: it takes a head_dim up to 256"):
         make_core(tiny, quantization="int8")

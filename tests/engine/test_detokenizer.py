@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from hypothesis import example, given
@@ -13,6 +14,7 @@ from chairlift.engine.text.detokenizer import Detokenizer
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
 from chairlift.models.checkpoint import find_model
+from tests.engine.async_support import DEADLINE_S
 from tests.engine.support import END_TOKEN, VOCAB_SIZE, make_tiny_checkpoint, resolved_config
 from tests.engine.tokenizers_made import (
     make_byte_level_bpe,
@@ -160,8 +162,14 @@ def test_a_model_may_have_more_tokens_than_its_tokenizer_or_fewer(byte_tokenizer
     assert more.token_bytes(258) == b"<|im_end|>"
     assert len(more.token_bytes(319)) > 0
     assert fewer.token_bytes(ord("a")) == b"a"
-    with ThreadPoolExecutor(4) as threads:  # it may be asked from several at once
-        assert len({id(each) for each in threads.map(lambda _: more.load(), range(4))}) == 1
+
+
+def test_a_vocabulary_that_several_threads_ask_for_at_once_is_loaded_once(byte_tokenizer: Tokenizer) -> None:
+    vocabulary, gate = vocabulary_of(byte_tokenizer), Barrier(4)
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(lambda _: (gate.wait(DEADLINE_S), vocabulary.load())[1], range(4))
+    assert first is not None
+    assert all(each is first for each in others)
 
 
 @pytest.mark.parametrize("make", ALL)

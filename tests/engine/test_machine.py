@@ -85,7 +85,9 @@ SIBLINGS = {"a/cpu.max": "600000 100000\n", "a/b/cpu.max": "500000 100000\n", "c
 @pytest.mark.parametrize(
     ("num_cores", "num_usable", "own", "files", "num_threads"),
     [
-        *((4, 8, "", {}, 4), (4, 2, "", {}, 2), (1, 2, "", {}, 1), (64, 64, "", {}, 64), (None, 3, "", {}, 3)),
+        # Without such files, as on another system.
+        *((4, 8, None, {}, 4), (4, 2, None, {}, 2), (1, 2, None, {}, 1), (64, 64, None, {}, 64)),
+        (None, 3, None, {}, 3),
         # No more than a container has time for.
         (8, 8, "0::/\n", {"cpu.max": "250000 100000\n"}, 2),
         (8, 8, "0::/\n", {"cpu.max": "50000 100000\n"}, 1),
@@ -100,13 +102,13 @@ SIBLINGS = {"a/cpu.max": "600000 100000\n", "a/b/cpu.max": "500000 100000\n", "c
     ],
 )
 def test_as_many_threads_as_physical_cores_that_may_be_used(
-    num_cores: int | None, num_usable: int, own: str, files: dict[str, str], num_threads: int, tmp_path: Path
+    num_cores: int | None, num_usable: int, own: str | None, files: dict[str, str], num_threads: int, tmp_path: Path
 ) -> None:
     def count(logical: bool) -> int | None:
         assert not logical
         return num_cores
 
-    for name, text in {**files, "own": own}.items():
+    for name, text in ({} if own is None else {**files, "own": own}).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     with pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,7 @@ from chairlift.scheduler import Scheduler
 from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, state_of, tokens_of
 
 POISON = 255  # the token whose embedding is no number; none of PROMPTS has it
-SAID = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
+SAID = "no valid token could be computed for this sequence: its logits are not finite, or no token was allowed"
 POISONED_PROMPTS = [[POISON], [1, 2, POISON, 3], [POISON, *range(40)], [*range(40), POISON]]
 
 

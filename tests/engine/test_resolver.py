@@ -211,8 +211,8 @@ OVER = "kv_cache_memory_bytes is 70.00 GiB, and 63.50 GiB are free beside the we
 QUANTIZED = "the checkpoint's weights are quantized already; leave quantization out"
 NO_CPU = "quantization needs attention_backend cpu, which does not work here: no compiler"
 REFUSALS: list[tuple[MachineFacts, dict[str, Any], str]] = [
-    (CPU, ON_GPU, "attention_backend flash_attn does not work here: not there; choose torch, or change that"),
-    (CPU, ON_CPU, "attention_backend cpu does not work here: no compiler; choose torch, or change that"),
+    (CPU, ON_GPU, "attention_backend flash_attn does not work here: not there; choose torch, or remove the obstacle"),
+    (CPU, ON_CPU, "attention_backend cpu does not work here: no compiler; choose torch, or remove the obstacle"),
     (CPU, {"quantization": "int8"}, NO_CPU),
     (CPU, {"quantization": "int8", **IN_TORCH}, "quantization needs attention_backend cpu, not torch"),
     (CPU, {"quantization": "int8", **GROUPS}, QUANTIZED),

@@ -129,10 +129,10 @@ async def test_each_failure_is_told_by_its_kind_and_what_was_said(
 
 async def test_a_timeout_in_the_middle_of_a_stream(server: NullServer) -> None:
     server.answer = stream(token(), end="never")
-    record = await send_one(server.url, timeout=0.05)
-    assert str(record.failure) == "timeout: no complete reply within 0.05 s"
+    record = await send_one(server.url, timeout=0.5)  # in which the first chunk arrives on a busy machine, too
+    assert str(record.failure) == "timeout: no complete reply within 0.5 s"
     assert len(record.chunk_times) == 1
-    assert record.ended_at - record.sent_at >= 0.04
+    assert record.ended_at - record.sent_at >= 0.4
 
 
 # --- streams

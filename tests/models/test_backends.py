@@ -82,8 +82,20 @@ def shape(head_dim: int) -> ModelConfig:
 @pytest.mark.parametrize(
     ("backend", "head_dim", "dtype", "device", "obstacle"),
     [
-        (AttentionBackend.CPU, 24, DType.FLOAT32, "cpu", "it takes a head_dim up to 256 that 32 divides, not 24"),
-        (AttentionBackend.CPU, 288, DType.FLOAT32, "cpu", "it takes a head_dim up to 256 that 32 divides, not 288"),
+        (
+            AttentionBackend.CPU,
+            24,
+            DType.FLOAT32,
+            "cpu",
+            "it needs a head_dim of at most 256 that is a multiple of 32, not 24",
+        ),
+        (
+            AttentionBackend.CPU,
+            288,
+            DType.FLOAT32,
+            "cpu",
+            "it needs a head_dim of at most 256 that is a multiple of 32, not 288",
+        ),
         (AttentionBackend.CPU, 64, DType.FLOAT16, "cpu", "it computes in float32 or bfloat16, not float16"),
         (AttentionBackend.CPU, 64, DType.FLOAT32, "cuda:1", "it runs on a CPU, and the device is cuda:1"),
         (AttentionBackend.FLASH_ATTN, 64, DType.BFLOAT16, "cpu", "it runs on a CUDA device, and the device is cpu"),
@@ -93,7 +105,7 @@ def shape(head_dim: int) -> ModelConfig:
             60,
             DType.FLOAT16,
             "cuda:0",
-            "it takes a head_dim up to 256 that 8 divides, not 60",
+            "it needs a head_dim of at most 256 that is a multiple of 8, not 60",
         ),
         (AttentionBackend.FLASH_ATTN, 64, DType.FLOAT16, "cuda:0", None),
         (AttentionBackend.TORCH, 24, DType.FLOAT16, "cpu", None),

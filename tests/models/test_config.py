@@ -145,7 +145,7 @@ def test_a_directory_without_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe\x00"])
 def test_a_file_that_is_no_json_object(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    assert "config.json" in refusal(tmp_path, open_checkpoint)
+    assert str(tmp_path / "config.json") in refusal(tmp_path, open_checkpoint)
 
 
 ROPES = "only default, dynamic, linear, llama3, longrope, yarn"

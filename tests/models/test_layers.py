@@ -1,6 +1,7 @@
 """The parts that architectures are wired from: equal to transformers' of the same name, packed, compiled."""
 
 import logging
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,16 @@ def test_the_norm_of_large_numbers_does_not_overflow_in_sixteen_bits() -> None:
 # Packed weights
 
 
+def test_bfloat16_is_packed_on_x86_wherever_onednn_takes_it_and_float32_never() -> None:
+    is_packed = platform.machine() in ("x86_64", "AMD64")
+    try:
+        Linear(48, 80, bias=False, dtype=torch.bfloat16).pack()
+    except (AttributeError, RuntimeError):  # without oneDNN, and with AVX2 alone
+        is_packed = False
+    assert can_pack(torch.empty(1, dtype=torch.bfloat16)) is is_packed
+    assert not can_pack(torch.empty(1))
+
+
 @pytest.mark.skipif(
     not can_pack(torch.empty(1, dtype=torch.bfloat16)), reason="oneDNN has no products in bfloat16 here"
 )
@@ -57,7 +68,6 @@ def test_a_packed_weight_takes_the_place_of_the_plain_one_and_gives_the_same_pro
     layer.pack()
     torch.testing.assert_close(layer(x).float(), exact, atol=2e-2, rtol=2e-2)
     assert [name for name, _ in layer.named_parameters() if name == "weight"] == []  # the plain one is let go of
-    assert not can_pack(torch.empty(1))  # float32 stays plain
 
 
 # Compiled functions

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from chairlift.scheduler import Drafter, Guess
-from chairlift.scheduler.drafting import NO_GUESS, Answers, Rates
+from chairlift.scheduler.drafting import NO_GUESS, Answers, IndexBudget, Rates
 
 
 def guess(tokens: list[int], num_tokens: int = 4, prediction: list[int] | None = None) -> Guess:
@@ -35,15 +35,15 @@ def test_the_longest_end_that_was_there_before_says_what_comes(
 def test_an_answer_that_begins_as_predicted_is_guessed_to_go_on_so_to_the_end_of_the_prediction() -> None:
     drafter = Drafter(3, [10, 11, 12, 13])
     assert drafter.guess([1, 2, 3], 4) == NO_GUESS  # there is no answer yet
-    assert drafter.guess([1, 2, 3, 10], 2) == Guess([11, 12], 16)
-    assert drafter.guess([1, 2, 3, 10, 11, 12], 4) == Guess([13], 16)
+    assert drafter.guess([1, 2, 3, 10], 2) == Guess([11, 12], 32)
+    assert drafter.guess([1, 2, 3, 10, 11, 12], 4) == Guess([13], 32)
     assert not drafter.guess([1, 2, 3, 10, 11, 12, 13], 4).tokens
 
 
 def test_an_answer_that_left_the_prediction_finds_its_way_back() -> None:
     drafter = Drafter(1, [10, 11, 12, 13, 14, 15, 16, 17])
     assert drafter.guess([1, 10, 50, 51, 14], 3) == NO_GUESS
-    assert drafter.guess([1, 10, 50, 51, 14, 15], 3).tokens == [16, 17]
+    assert drafter.guess([1, 10, 50, 51, 14, 15], 3) == Guess([16, 17], 16)
 
 
 def test_tokens_that_come_later_change_nothing_that_a_new_drafter_would_not_know() -> None:
@@ -57,9 +57,52 @@ def test_tokens_that_come_later_change_nothing_that_a_new_drafter_would_not_know
             assert found.tokens == anew.tokens
 
 
-# --- answers that were given lately
+PROMPT, ANSWER, OTHER = list(range(100, 140)), list(range(200, 260)), list(range(300, 305))
 
-PROMPT, ANSWER = list(range(100, 140)), list(range(200, 260))
+
+# --- what slots hold behind the same prompt
+
+
+def continued(*continuations: list[int], prediction: list[int] | None = None) -> Drafter:
+    drafter = Drafter(len(PROMPT), prediction or [])
+    drafter.add_continuations(PROMPT, continuations)
+    return drafter
+
+
+def test_what_was_said_behind_the_prompt_is_followed_the_newest_first_and_each_to_its_end() -> None:
+    drafter = continued(OTHER, ANSWER)
+    assert drafter.guess(PROMPT, 2) == Guess(OTHER[:2], 32)
+    assert drafter.guess([*PROMPT, 200], 2) == Guess(ANSWER[1:3], 32)
+    assert drafter.guess([*PROMPT, 200, 9], 2) == NO_GUESS
+    assert drafter.guess([*PROMPT, 200, 9, 202], 2) == Guess(ANSWER[3:5], 1)  # it was edited, and is followed on
+    assert drafter.guess([*PROMPT, 200, 9, *ANSWER[2:]], 2).tokens == []
+    assert continued(OTHER, ANSWER).guess(PROMPT + OTHER[:3], 9) == Guess(OTHER[3:], 32)
+    assert continued().guess(PROMPT, 2) == NO_GUESS
+
+
+def test_long_continuations_of_a_short_prompt_are_indexed_in_several_goes() -> None:
+    drafter = Drafter(1)
+    drafter.add_continuations([7], [list(range(20, 2068)), [8, 9, 10, 11, 12]])
+    assert drafter.guess([7, 20], 2) == Guess([21, 22], 2)
+    assert [list(drafter.guess([7, 20, 7, 8, 9, 10], 2).tokens) for _ in range(2)] == [[], [11, 12]]
+
+
+def test_rows_of_a_step_share_what_may_be_indexed_and_the_first_ones_are_served_first() -> None:
+    budget, drafters = IndexBudget(), [Drafter(1002) for _ in range(3)]
+    tokens = [*range(1000), 500, 501, 502, 503]
+    found = [list(drafter.guess(tokens, 1, budget=budget).tokens) for drafter in drafters]
+    assert (found, budget.num_left) == ([[504], [], []], 0)
+    assert drafters[2].guess(tokens, 1).tokens == [504]  # a step later
+
+
+def test_a_prediction_goes_before_continuations_for_as_long_as_it_is_right() -> None:
+    drafter = continued(ANSWER, prediction=[200, *OTHER])
+    assert drafter.guess([*PROMPT, 200], 2) == Guess(OTHER[:2], 32)
+    assert drafter.guess([*PROMPT, 200, 300], 2) == Guess(OTHER[1:3], 32)
+    assert drafter.guess([*PROMPT, 200, 300, *ANSWER[5:9]], 2) == Guess(ANSWER[9:11], 4)  # which it has left
+
+
+# --- answers that were given lately
 
 
 def test_a_prompt_that_comes_again_is_guessed_to_be_answered_again_to_the_end_of_the_answer() -> None:

@@ -79,7 +79,7 @@ def test_who_would_be_served_later_has_to_leave_and_is_told() -> None:
     engine = busy_engine("abc", priority=1)
     (event,) = engine.take(engine.ask("urgent", PROMPT))
     assert end_of(event) == ("c", "abort", None)
-    said = f"{FULL}, and a request that is served before this one took its place; try again later"
+    said = f"{FULL}, and a request of higher precedence displaced this one; try again later"
     assert isinstance(event.rejection, QueueFull)
     assert (event.error, str(event.rejection), event.rejection.retry_after) == (said, said, 1.0)
     assert engine.requests["c"].admission_time is None

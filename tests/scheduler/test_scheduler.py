@@ -94,7 +94,9 @@ def test_these_requests_are_served_by_these_plans(script: list[Any]) -> None:
     for request in trace.requests.values():  # `check` has compared what is computed with what the slot holds
         has_newest = request.num_output_tokens > 0 and request.slot is not None
         assert not has_newest or request.num_computed == request.num_tokens - 1, "the last one sampled is in the slot"
-        assert request.finish_reason != FinishReason.LENGTH or request.num_output_tokens == request.max_tokens
+        is_whole = request.num_output_tokens == request.max_tokens
+        assert (request.finish_reason is FinishReason.LENGTH) == is_whole
+    assert set(trace.ends.values()) <= {1}, "an end is told once"
     if not trace.has_work:
         assert trace.slots.num_free == trace.slots.num_slots
 

@@ -22,8 +22,8 @@ def engine(max_tokens: int | Auto = 4, **settings: Any) -> Driver:
     return Driver(speculation=Speculation(max_tokens), **settings)
 
 
-def sing(driver: Driver, name: str, prompt: list[int], max_tokens: int = 20) -> None:
-    request = driver.make(name, prompt, max_tokens)
+def sing(driver: Driver, name: str, prompt: list[int], max_tokens: int = 20, **options: Any) -> None:
+    request = driver.make(name, prompt, max_tokens, options=RequestOptions(**options))
     driver.take(replace(request, new_drafter=partial(Drafter, len(prompt))))
 
 
@@ -83,31 +83,68 @@ def test_an_answer_is_remembered_for_its_client_alone() -> None:
     assert guessed == [[], [51, 52, 53, 54], [], []]
 
 
+def answer(driver: Driver, name: str, max_tokens: int, first: int = 50, **options: Any) -> None:
+    """Answers the song, without guesses, with numbers from there on."""
+    driver.take(driver.make(name, SONG, max_tokens, options=RequestOptions(**options)))
+    while (request := driver.requests[name]).finish_reason is None:
+        driver.launch()
+        driver.land([RowResult([first + request.num_output_tokens - 1])])
+
+
+def guess_behind(driver: Driver, *results: int) -> list[int]:
+    """What the newest request guesses after a launch in which rows get these tokens."""
+    driver.launch()
+    driver.land([RowResult([result]) for result in results])
+    return {name: guess for name, _, guess in rows(driver.launch())}[next(reversed(driver.requests))]
+
+
 @pytest.mark.parametrize(
-    ("prompt", "options", "guessed"),
+    ("prompt", "policy", "salt", "first", "guessed"),
     [
-        (SONG, RequestOptions(tenant="y"), [51, 52, 53, 54]),
-        ([*SONG, 50, 51], RequestOptions(tenant="y"), [53, 54, 55]),
-        (SONG, RequestOptions(tenant="y", cache_salt="s"), []),
-        ([*SONG, 60], RequestOptions(tenant="y"), []),
+        (SONG, Policy(), "", 50, [51, 52, 53, 54]),
+        ([*SONG, 50, 51], Policy(), "", 52, [53, 54, 55, 56]),
+        (SONG, Policy(), "s", 50, []),
+        ([*SONG, 60], Policy(), "", 50, []),
+        (SONG, Policy(enable_prefix_caching=False), "", 50, []),
     ],
-    ids=["the same prompt", "it goes on", "another salt", "it goes on otherwise"],
+    ids=["the same prompt", "it goes on", "another salt", "it goes on otherwise", "without reuse"],
 )
-@pytest.mark.parametrize("num_slots", [1, 2], ids=["in its slot", "in another slot"])
+@pytest.mark.parametrize(("num_said", "is_its_own"), [(8, True), (80, False)], ids=["in its slot", "in another slot"])
 def test_what_a_warm_slot_holds_behind_a_prompt_is_guessed(
-    prompt: list[int], options: RequestOptions, guessed: list[int], num_slots: int
+    prompt: list[int], policy: Policy, salt: str, first: int, guessed: list[int], num_said: int, is_its_own: bool
 ) -> None:
     """Also for a client that may reuse others' prompts, and has no answers to remember."""
-    driver = engine(num_slots=num_slots, policy=Policy())
-    driver.take(driver.make("a", SONG, 7))
-    while driver.has_work:
-        driver.launch()
-        driver.land([RowResult([50 + driver.requests["a"].num_output_tokens - 1])])
-    request = driver.make("b", prompt, 20, options=options)
-    driver.take(replace(request, new_drafter=partial(Drafter, len(prompt))))
+    driver = engine(num_slots=2, max_seq_len=128, policy=policy)
+    answer(driver, "a", num_said)
+    sing(driver, "b", prompt, tenant="y", cache_salt=salt)
+    assert guess_behind(driver, first) == guessed
+    assert not guessed or (driver.requests["b"].slot == 0) == is_its_own
+
+
+@pytest.mark.parametrize(("first", "guessed"), [(200, []), (400, [401, 402, 403, 404]), (600, [601, 602])])
+def test_guesses_come_from_the_newest_two_slots_and_of_one_that_runs_from_its_prompt(
+    first: int, guessed: list[int]
+) -> None:
+    driver = engine(num_slots=4, max_seq_len=128, policy=Policy())
+    answer(driver, "a", 80, 200)
+    answer(driver, "b", 80, 400)
+    sing(driver, "c", [*SONG, 600, 601, 602])
     driver.launch()
-    driver.land([RowResult([50 if prompt == SONG else 52])])
-    assert list(driver.launch().rows[0].guess.tokens) == guessed
+    driver.land([RowResult([603])])
+    sing(driver, "d", SONG)
+    assert guess_behind(driver, 604, first) == guessed
+
+
+def test_slots_are_not_looked_at_again_after_a_preemption() -> None:
+    driver = engine(num_slots=2, max_num_running=1, policy=Policy(preempt_after=1))
+    sing(driver, "low", SONG, priority=1)
+    driver.launch()
+    driver.land([RowResult([50])])
+    answer(driver, "high", 8, tenant="y")
+    assert (driver.requests["low"].num_preemptions, driver.slots.warm) == (1, {0: 15})
+    driver.launch()
+    driver.land([RowResult([51])])
+    assert rows(driver.launch()) == [("low", 1, [])]
 
 
 class Forcing:

@@ -1,6 +1,6 @@
-"""What lies between a socket and an endpoint; here connections, which end when the other side takes too long: with its
-headers, its next request, its reading. (`bodies` waits for bodies, `listening` for handshakes.) aiohttp times the
-silence between two requests.
+"""The layer between sockets and endpoints. Here: connections, which end when clients are too slow with headers, with
+the rest of a request, or in reading. (`bodies` waits for bodies, `listening` for handshakes.) aiohttp limits the idle
+time between two requests.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from chairlift.api import ServerConfig
 from chairlift.api.errors import error_reply
 from chairlift.api.telemetry import REQUEST_ID_HEADER, request_id_of
 
-_NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it rests
+_NUM_IN_A_ROW = 16  # pipelined requests that a connection is served before it pauses
 _REST_S = 0.001
 _BEGUN_IN_A_TURN = 16  # requests, at 0.1 ms each
-_READ_BUFFER_BYTES = 2**16  # of a body that is not read yet; aiohttp takes up to twice as many
+_READ_BUFFER_BYTES = 2**16  # of an unread body; aiohttp takes up to twice as many
 
 
 class Turns:
-    """When many connections send at once, few requests begin in a turn of the event loop; streams go on in between.
+    """Limits how many requests begin in one turn of the event loop, so that streams continue during a burst.
 
-    Half of the places go to the newest requests, so that one amid a burst does not wait for all of it.
+    Half of the places go to the newest requests, so that a request amid a burst does not wait for all of it.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Turns:
         self._num_left = _BEGUN_IN_A_TURN
 
     def take_place(self) -> bool:
-        """True if one more may begin in this turn."""
+        """Takes a place in this turn; False if none is left."""
         if not self._num_left:
             return False
         if self._num_left == _BEGUN_IN_A_TURN:
@@ -52,12 +52,12 @@ class Turns:
 
 
 class Connection(web.RequestHandler):
-    """One connection: aiohttp's protocol with two timers more.
+    """One connection: aiohttp's protocol with two more timers.
 
-    The header timer runs from the connection's start, and from the first byte that arrives between two requests. Of
-    pipelined requests the later ones' headers come while an earlier one is worked on; if the last of them stays
-    incomplete, the idle timer ends the connection. Pipelined requests are served with rests in between, in which the
-    engine and other connections get the interpreter.
+    The header timer runs from the connection's start, and from the first byte that arrives between two requests. The
+    headers of pipelined requests arrive while an earlier one is in progress; if the last of them stay incomplete, the
+    idle timer ends the connection. Between pipelined requests there are pauses, in which the engine and other
+    connections get the interpreter.
     """
 
     __slots__ = (
@@ -82,12 +82,12 @@ class Connection(web.RequestHandler):
         self._body: StreamReader | None = None  # of the newest request
         self._is_working = False  # on a request
         self._is_last = False
-        self._num_in_a_row = 0  # requests answered since bytes came
+        self._num_in_a_row = 0  # requests answered since bytes last arrived
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if isinstance(transport, asyncio.WriteTransport):
-            transport.set_write_buffer_limits(high=0)  # so that `pause_writing` tells of whatever stays unread
+            transport.set_write_buffer_limits(high=0)  # so that `pause_writing` is called for any unread data
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -102,8 +102,8 @@ class Connection(web.RequestHandler):
         self._held += data
 
     def _receive_held(self) -> None:
-        if self.transport is not None:  # its client is still there
-            self.transport.resume_reading()  # first, for aiohttp may pause it again
+        if self.transport is not None:  # the client is still connected
+            self.transport.resume_reading()  # first, because aiohttp may pause it again
             held, self._held = self._held, b""
             self._receive(held, is_idle=True)
 
@@ -114,7 +114,7 @@ class Connection(web.RequestHandler):
             self._expect_headers()
 
     def request_begun(self, body: StreamReader) -> None:
-        """A request's headers are there."""
+        """Called when a request's headers are complete."""
         _stop(self._header_timer)
         self._header_timer = None
         self._body = body
@@ -135,7 +135,7 @@ class Connection(web.RequestHandler):
         return finished
 
     def pause_writing(self) -> None:
-        """The transport's buffer is full: from here on the client is awaited."""
+        """The transport's buffer is full: from here on the client's time to read counts."""
         super().pause_writing()
         if self.transport is not None:  # not close(): that would wait for the client once more
             loop = asyncio.get_running_loop()
@@ -151,7 +151,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def close(self) -> None:
-        """The request that is worked on is the last one, and its reply will say so."""
+        """Makes the current request the last one, which its reply announces."""
         self._is_last = True
         super().close()
 
@@ -162,13 +162,13 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What is not HTTP gets an error body too, and no traceback in the log: public servers see it daily."""
+        """Answers what is not HTTP with an error body, and logs no traceback: public servers receive it daily."""
         if status != web.HTTPBadRequest.status_code:
             response = super().handle_error(request, status, exc, message)
         else:
             response = error_reply(web.HTTPBadRequest(text=message)).response(request)
             response.force_close()
-        response.headers[REQUEST_ID_HEADER] = request_id_of(request)  # no application has seen it
+        response.headers[REQUEST_ID_HEADER] = request_id_of(request)  # otherwise the application adds it
         return response
 
     def _expect_headers(self) -> None:
@@ -197,7 +197,7 @@ def connections_of(server: web.Server, config: ServerConfig) -> Callable[[], Con
 
 
 async def meet_expectation(request: web.Request) -> None:
-    """`Expect: 100-continue` gets a 100; every other expectation is a 417 with an error body."""
+    """Answers `Expect: 100-continue` with a 100, and every other expectation with a 417 and an error body."""
     expectation = request.headers.get("Expect", "")
     if expectation.lower() != "100-continue":
         reply = error_reply(web.HTTPExpectationFailed(text=f"Expect: {expectation} is not supported; leave it out"))

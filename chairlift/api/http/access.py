@@ -1,8 +1,8 @@
 """Who may use the server: clients with an API key, and web pages that a browser or the server itself admits.
 
-A server that asks for no key and listens on this machine only trusts whoever is here; but any web page that somebody
-looks at here can send requests, too. Those say which page they come from, and, where the page's own name was made to
-lead here (DNS rebinding), that name in `Host`.
+A server that asks for no key and listens only on this machine trusts all local programs. But any web page in a local
+browser can send requests, too. Their headers name the page, and if the page's own name was made to resolve to this
+machine (DNS rebinding), `Host` holds that name.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from chairlift.params import RequestOptions
 
 ANY = "*"  # origin or host
 
-_TENANT_CHARACTERS = 16  # 64 bits: two of a server's keys will not share them by accident
+_TENANT_CHARACTERS = 16  # 64 bits: two of a server's keys will not collide by accident
 _RANGE = re.compile(r"(?P<lowest>-?[0-9]{1,10}):(?P<highest>-?[0-9]{1,10})")
 _SHARE = re.compile(r"[0-9]*\.?[0-9]+")
 _LIMIT = re.compile(r"\s+(?P<name>[a-z_]+)=(?P<value>[^\s=]+)$")
@@ -33,12 +33,12 @@ _ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[a-z0-9._-]+|\[[
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _HOST = re.compile(r"(?P<name>[^:\[\]]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _EXPOSED_HEADERS = "X-Request-Id, Retry-After"
-_MAX_AGE_S = 3600  # for which browsers remember a preflight's answer
+_MAX_AGE_S = 3600  # how long browsers cache a preflight's answer
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What the requests of one key may ask for."""
+    """Limits on the requests of one key."""
 
     lowest_priority: int  # the most urgent
     highest_priority: int
@@ -60,17 +60,17 @@ class KeyLimits:
 class Client:
     """The sender of a request: a key or, on a server without keys, an address."""
 
-    name: str  # clients take turns by it; of a key it is a digest
+    name: str  # identifies clients that take turns; of a key, its digest
     limits: KeyLimits | None = None  # None: no keys are asked for
     shares_prefixes: bool = False
 
     @property
     def owner(self) -> str:
-        """The owner of the client's stored responses. Without keys, whoever knows an id may read them."""
+        """The owner of the client's stored responses. Without keys, any client that knows an id may read them."""
         return "" if self.limits is None else self.name
 
     def options_of(self, body: GenerationRequest) -> RequestOptions:
-        """How a request is served beside others. `InvalidRequest` if its priority is not one that the key may have."""
+        """How a request is scheduled. `InvalidRequest` if the key may not use its priority."""
         if self.limits is None:
             return body.request_options(None)
         options = body.request_options(self.name)
@@ -79,7 +79,7 @@ class Client:
             raise InvalidRequest(
                 f"priority {options.priority} is out of this key's range: {lowest} to {highest}", "priority"
             )
-        # Who shares prefixes can tell from `usage` and from times what others sent and got.
+        # Clients that share prefixes can infer from `usage` and from times what others sent and got.
         salt = options.cache_salt if self.shares_prefixes else f"{self.name}:{options.cache_salt}"
         return replace(options, cache_salt=salt, queue_share=self.limits.queue_share)
 
@@ -90,7 +90,7 @@ class KeyRing:
     def __init__(
         self, keys: Mapping[str, KeyLimits], shares_prefixes: bool = False, open_paths: Collection[str] = ()
     ) -> None:
-        """`shares_prefixes`: keys reuse each other's prompts; `open_paths` need no key."""
+        """`shares_prefixes`: keys reuse each other's cached prompts; `open_paths` need no key."""
         if len(keys) == 1:  # no other key needs the rest of the queue
             keys = {key: replace(limits, queue_share=1.0) for key, limits in keys.items()}
         digests = {_digest(key): limits for key, limits in keys.items()}
@@ -109,7 +109,7 @@ class KeyRing:
         return sum(hmac.compare_digest(digest, known) for known in self._clients) > 0
 
     def client_of(self, request: web.Request) -> Client:
-        """Who sent a request that the middleware let in. A key's name is the same on every server."""
+        """The sender of a request that passed the middleware. A key has the same name on every server."""
         key = self._key_of(request)
         return Client(request.remote or "") if key is None else self._clients[_digest(key)]
 
@@ -121,7 +121,7 @@ class KeyRing:
         return await handler(request)
 
     def _key_of(self, request: web.Request) -> str | None:
-        """The valid key that it brings; None if it brings none, or none is asked for."""
+        """The valid key of a request; None if it has none, or none is required."""
         return next((key for key in _keys_of(request) if self.knows(key)), None)
 
 
@@ -132,9 +132,9 @@ def check_access(config: ServerConfig) -> None:
 
 
 def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
-    """The keys of all three places (flags, file and environment), and what each of them may.
+    """The keys from flags, file and environment, and the limits of each.
 
-    A place that is named but holds no key is a `ConfigurationError`: an open server was not intended.
+    `ConfigurationError` if a source is given but holds no key: an open server was not intended.
     """
     keys = [key.get_secret_value().strip() for key in config.api_key]
     if not all(keys):
@@ -151,12 +151,12 @@ def gather_keys(config: ServerConfig) -> dict[str, KeyLimits]:
 
 
 def read_keys(path: Path) -> dict[str, KeyLimits]:
-    """One key per line, perhaps followed by limits of its own; blank lines and lines that begin with # do not count."""
+    """One key per line, optionally with limits; blank lines and lines that begin with # are ignored."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise ConfigurationError(f"api_key_file {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError:  # whose message would show a piece of the file
+    except UnicodeDecodeError:  # its message would show a piece of the file
         raise ConfigurationError(f"api_key_file {path} cannot be read: it is not UTF-8") from None
     keys: dict[str, KeyLimits] = {}
     for number, line in enumerate(lines, start=1):
@@ -206,10 +206,10 @@ class Cors:
         self.is_strict = False
 
     def install(self, app: web.Application) -> None:
-        """Before any other middleware: preflights carry no API key."""
+        """Installs this before any other middleware, because preflights carry no API key."""
         if self._origins:
             app.middlewares.insert(0, self._answer_preflight)
-            app.on_response_prepare.append(self._mark)  # streams prepare themselves, out of reach of middlewares
+            app.on_response_prepare.append(self._mark)  # streams prepare themselves, where no middleware sees them
         app.middlewares.insert(0, self._refuse_foreign_pages)
 
     def _allows(self, origin: str) -> bool:
@@ -230,7 +230,7 @@ class Cors:
         if origin is not None:
             is_own = origin.lower() == f"{request.scheme}://{host}".lower()
             return None if is_own or self._allows(origin) else _refusal(origin)
-        # An image or a script of a foreign page is asked for without an origin. To follow a link is no fetch.
+        # Foreign pages load images and scripts without an origin. Following a link is not such a fetch.
         is_foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
         if is_foreign and request.headers.get("Sec-Fetch-Mode") != "navigate":
             return _refusal("another site")
@@ -254,7 +254,7 @@ class Cors:
         methods = error.allowed_methods if isinstance(error, web.HTTPMethodNotAllowed) else {"GET", "POST"}
         headers = {
             "Access-Control-Allow-Methods": ", ".join(sorted(methods)),
-            # A * would not stand for Authorization, so the headers that are asked for are named.
+            # A * would not include Authorization, so the requested headers are named.
             "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "Authorization"),
             "Access-Control-Max-Age": str(_MAX_AGE_S),
         }
@@ -269,7 +269,7 @@ class Cors:
 
 
 def normalize_origin(origin: str) -> str:
-    """An origin as browsers write it: in lower case, without the scheme's own port. `*` stays itself."""
+    """An origin as browsers write it: in lower case, without the scheme's default port. `*` is returned as it is."""
     if origin == ANY:
         return origin
     match = _ORIGIN.fullmatch(origin.lower())

@@ -1,7 +1,7 @@
-"""Bodies of requests: which are taken, how many bytes of them may wait, and how they are read, unpacked and checked.
+"""Request bodies: which are accepted, how many bytes of them may be pending, and how they are read and checked.
 
-They are checked off the event loop, by few threads, shared fairly by clients, with bounded queues. The interpreter runs
-one thread at a time, so more threads would make nothing faster and every stream slower.
+They are checked off the event loop, by a few threads with bounded queues, which clients share fairly. The interpreter
+runs one thread at a time, so more threads would speed up nothing and slow down every stream.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A client's place in the turns."""
+    """One pending or running call of a client."""
 
     client: str
     has_come: asyncio.Future[None]
@@ -36,10 +36,10 @@ class _Turn:
 
 
 class CallThreads:
-    """Threads for the calls of many clients, who take turns. Used from one event loop.
+    """Threads that run the calls of many clients, who take turns. Used from one event loop.
 
-    One thread at least is left for others than the client who has the most. A call whose client left before its turn is
-    not made; one that has begun keeps its thread, and counts, until it ends.
+    If there are several threads, no client gets all of them. A call whose client left before its turn is not made; one
+    that has begun keeps its thread, and counts, until it ends.
     """
 
     def __init__(self, num_threads: int, max_per_client: int | None = None, max_waiting: int | None = None) -> None:
@@ -66,7 +66,7 @@ class CallThreads:
         return run
 
     def close(self) -> None:
-        """Ends the threads, each after its present call. What waits is not done."""
+        """Ends each thread after its current call. Pending calls are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, client: str, call: Callable[[], _T]) -> _T:
@@ -86,14 +86,14 @@ class CallThreads:
 
         def finish(done: asyncio.Future[_T]) -> None:
             if not done.cancelled():
-                done.exception()  # if its client has left, nobody else asks for it, and asyncio would complain
+                done.exception()  # if its client has left, nothing else retrieves it, and asyncio would complain
             self._end(turn)
 
         result.add_done_callback(finish)
         try:
             return await asyncio.shield(result)
         finally:
-            del call, result  # an error's traceback holds this frame: without a cycle they live no longer than needed
+            del call, result  # an error's traceback holds this frame: without a cycle both are freed at once
 
     def _check_room(self, client: str) -> None:
         num_of_client = len(self._waiting.get(client, ())) + self._num_running(client)
@@ -110,7 +110,7 @@ class CallThreads:
                 return
             turns = self._waiting.pop(client)
             turn = turns.popleft()
-            if turns:  # the next turn is another's
+            if turns:  # the client goes behind the others
                 self._waiting[client] = turns
             turn.begin = time.monotonic()
             self._running.add(turn)
@@ -118,7 +118,7 @@ class CallThreads:
                 turn.has_come.set_result(None)
 
     def _end(self, turn: _Turn) -> None:
-        """Its call has ended, or is not made."""
+        """Removes a turn whose call has ended or is not made."""
         if turn.begin is None:
             self._waiting[turn.client].remove(turn)
             if not self._waiting[turn.client]:
@@ -133,15 +133,15 @@ class CallThreads:
 # --- bodies
 
 MAX_WAITING_BYTES = 2**28
-"""Bytes of all bodies whose replies have not begun; half of it for one client."""
+"""Limit on the bytes of all bodies whose replies have not begun; half of it for one client."""
 
 MAX_JSON_VALUES = 2**18
-"""Numbers in a body. So many are checked in 50 ms, in which no other thread may run; other values cost more."""
+"""Limit on the numbers in a body: checking so many blocks all other threads for 50 ms. Other values cost more."""
 
 _LARGE_BODY_BYTES = 2**16
 _PIECE_BYTES = 2**16
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
-_COSTS = {b",": 1, b"[": 4, b":": 8, b"{": 4}  # what it takes to check a value, a list, a name, an object
+_COSTS = {b",": 1, b"[": 4, b":": 8, b"{": 4}  # the cost of checking a value, a list, a name, an object
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -149,7 +149,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class RawBody:
-    """A body as it came."""
+    """A body as it was received."""
 
     data: bytes
     encoding: str | None  # of its content: gzip, x-gzip or deflate
@@ -157,7 +157,7 @@ class RawBody:
 
     @property
     def is_large(self) -> bool:
-        """Whether checking it, and what follows, may take longer than others should wait for."""
+        """Whether checking and using it may take longer than other requests should wait."""
         return self.encoding is not None or len(self.data) > _LARGE_BODY_BYTES
 
     def parse(self, model: type[_Body]) -> _Body:
@@ -185,10 +185,10 @@ class BodyReader:
         self._is_closed = False
 
     async def read(self, request: web.Request, client: str) -> RawBody:
-        """The whole body, of which aiohttp keeps nothing.
+        """Reads the whole body; aiohttp keeps no copy.
 
-        Raises what becomes a 415 if it is not JSON, 413 if it is or says that it is too large, 408 if it does not come
-        in time (and then this reply is the connection's last), 429 and 503 if too much waits already.
+        Raises what becomes a 415 if it is not JSON, 413 if its actual or declared size is too large, 408 if it arrives
+        too late (that reply is the connection's last), 429 and 503 if too many bytes are pending already.
         """
         encoding = _checked_encoding(request)
         if request.content_length is not None and request.content_length > self._max_bytes:
@@ -221,7 +221,7 @@ class BodyReader:
             deadline.reschedule(asyncio.get_running_loop().time())
 
     async def release(self, request: web.Request, _: web.StreamResponse | None = None) -> None:
-        """The reply begins, or there will be none; what the body took does not count any more."""
+        """Stops counting the body's bytes: the reply begins, or there will be none."""
         hold = request.get(_HOLD)
         if hold is not None:
             self._num_waiting -= hold.num_bytes
@@ -234,9 +234,9 @@ class BodyReader:
         if hold.num_bytes + num_bytes > self._max_bytes:
             raise web.HTTPRequestEntityTooLarge(self._max_bytes, hold.num_bytes + num_bytes)
         if self._num_waiting_of[hold.client] + num_bytes > self._max_waiting_per_client:
-            raise ClientTooBusy("too many bytes of your requests wait for their replies; send fewer at once")
+            raise ClientTooBusy("too many bytes of your requests are pending; send fewer at once")
         if self._num_waiting + num_bytes > self._max_waiting:
-            raise ServerTooBusy("too many bytes of requests wait for their replies; try again later")
+            raise ServerTooBusy("too many request bytes are pending; try again later")
         self._num_waiting += num_bytes
         self._num_waiting_of[hold.client] += num_bytes
         hold.num_bytes += num_bytes
@@ -244,7 +244,7 @@ class BodyReader:
 
 @dataclass(slots=True)
 class _Hold:
-    """One body's share of the bytes that may wait."""
+    """One body's share of the pending bytes."""
 
     client: str
     num_bytes: int = 0
@@ -254,7 +254,7 @@ _HOLD = web.RequestKey("chairlift_body_hold", _Hold)
 
 
 def _checked_encoding(request: web.Request) -> str | None:
-    """JSON only: a page of a foreign site may send text and forms to any server, but JSON only to those that agree."""
+    """Allows only JSON: foreign web pages may send text and forms to any server, but JSON only where it allows them."""
     kind = request.content_type
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
         sent = f"not {request.headers['Content-Type']}" if "Content-Type" in request.headers else "and has none"
@@ -270,7 +270,7 @@ def _checked_encoding(request: web.Request) -> str | None:
 
 def _inflate(data: bytes, encoding: str, max_bytes: int) -> bytes:
     bits = _WINDOW_BITS[encoding]
-    if encoding == "deflate" and data[:1] and data[0] & 0x0F != 8:  # some send the bare stream, without zlib's frame
+    if encoding == "deflate" and data[:1] and data[0] & 0x0F != 8:  # clients may send a raw stream, without a header
         bits = -bits
     stream = zlib.decompressobj(bits)
     try:
@@ -285,7 +285,7 @@ def _inflate(data: bytes, encoding: str, max_bytes: int) -> bytes:
 
 
 def _cost(data: bytes) -> int:
-    """How much work a JSON text's values are; an upper bound of that if it is below the limit anyway."""
+    """The cost of checking a JSON text's values; an upper bound if that is below the limit already."""
     bound = _cost_of_separators(data)
     if bound <= MAX_JSON_VALUES:
         return bound
@@ -306,6 +306,6 @@ def _cost_of_separators(data: bytes) -> int:
 
 
 def _end_body(request: web.Request) -> None:
-    """Or aiohttp would wait for the rest in order to throw it away. The reply is the connection's last."""
+    """Otherwise aiohttp would wait for the rest only to discard it. The reply is the connection's last."""
     request.content.feed_eof()
     request.protocol.close()

@@ -1,4 +1,4 @@
-"""Where the server listens: the address, taken before a model is loaded for it, TLS, and who is accepted when."""
+"""Where the server listens: the address, which is taken before a model is loaded, TLS, and the pace of accepting."""
 
 import asyncio
 import errno
@@ -18,11 +18,11 @@ from chairlift.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 4096  # connections that wait to be accepted: a burst must not wait for repeated handshakes
-_ACCEPTED_IN_A_TURN = 64  # of the event loop, in which other connections want to be served
+_BACKLOG = 4096  # connections pending acceptance; a burst must not wait for repeated handshakes
+_ACCEPTED_IN_A_TURN = 64  # of the event loop, so that other connections are served in between
 _ALARM_INTERVAL_S = 10.0
 _REST_S = 0.1
-_RECEIVE_BUFFER_BYTES = 2**16  # of a socket: what has arrived is parsed in one go, at 2.5 µs for a chunk of a byte
+_RECEIVE_BUFFER_BYTES = 2**16  # of a socket: all that has arrived is parsed at once, at 2.5 µs per one-byte chunk
 
 
 class Listener:
@@ -31,14 +31,14 @@ class Listener:
     def __init__(self, config: ServerConfig, *, is_shared: bool = False) -> None:
         """`ConfigurationError` if the address is not this machine's, the port is taken, or the certificate is wrong.
 
-        `is_shared`: the address is one of a listener that lets others share it.
+        `is_shared`: takes the address of another listener, which lets others share it.
         """
         self._config = config
         self._tls = tls_context(config)
         with _naming_the_address(config):
             self.sockets = _bind(config.host, config.port, is_shared)
         self._last_alarm = -_ALARM_INTERVAL_S
-        self._loop: asyncio.AbstractEventLoop | None = None  # that accepts
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which it accepts connections
         self._handshakes: set[asyncio.Task[None]] = set()
 
     def accept(self, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
@@ -65,7 +65,7 @@ class Listener:
         self._loop = None
 
     def _accept_some(self, waiting: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol]) -> None:
-        """Accepts a few at a time: the loop's own servers accept all that wait, and read from all in the next turn."""
+        """Accepts a few at a time: the loop's own servers accept all pending ones, and then read from all at once."""
         try:
             for _ in range(_ACCEPTED_IN_A_TURN):
                 connection, _ = waiting.accept()
@@ -73,18 +73,18 @@ class Listener:
                 self._handshakes.add(task)
                 task.add_done_callback(self._handshakes.discard)
         except (BlockingIOError, ConnectionAbortedError):
-            return  # no more wait, or one has left
+            return  # none is pending, or one has left
         except OSError as error:
             self._rest(waiting, make_protocol, error)
 
     def _rest(self, waiting: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], error: OSError) -> None:
-        """Without free files or memory no connection can be accepted now; those that wait stay in the queue."""
+        """Pauses when file descriptors or memory run out; pending connections stay in the queue."""
         assert self._loop is not None, "it accepts"
         now = time.monotonic()
         if now - self._last_alarm >= _ALARM_INTERVAL_S:
             self._last_alarm = now
             logger.warning(
-                "connections cannot be accepted (%s) and wait until others close; if it is for too many open files,"
+                "cannot accept connections (%s); they wait until others close. If too many files are open,"
                 " raise the limit (ulimit -n)",
                 error.strerror,
             )
@@ -106,7 +106,7 @@ class Listener:
                 ssl_handshake_timeout=timeout,
                 ssl_shutdown_timeout=timeout,
             )
-        except OSError as error:  # a handshake that failed or took too long is one too
+        except OSError as error:  # also if a handshake failed or took too long
             logger.debug("a connection ended before its first request: %s", error)
 
     def __enter__(self) -> Self:
@@ -136,12 +136,12 @@ class Listener:
         return not all(ipaddress.ip_address(host).is_loopback for host in hosts)
 
     def renew_certificate(self) -> None:
-        """Reads certificate and key again, for connections to come. If they do not fit, the old ones stay."""
+        """Reads certificate and key again, for later connections. If they are invalid, the old ones stay in use."""
         if self._tls is None:
             logger.info("SIGHUP: there is no certificate to read again; nothing was done")
             return
         try:
-            tls_context(self._config)  # what is wrong must not be found when half of it is in use
+            tls_context(self._config)  # finds errors before any part of it is in use
             _load_certificate(self._tls, self._config)
         except (ConfigurationError, OSError) as error:
             logger.error("the certificate was not renewed: %s", error)
@@ -161,7 +161,7 @@ def _naming_the_address(config: ServerConfig) -> Iterator[None]:
 
 
 def _bind(host: str, port: int, is_shared: bool) -> list[socket.socket]:
-    """A socket for each address of the host that this machine has; those after the first take its port."""
+    """A socket for each address of the host that this machine has; all use the first one's port."""
     sockets: list[socket.socket] = []
     missing: OSError | None = None
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -179,7 +179,7 @@ def _bind(host: str, port: int, is_shared: bool) -> list[socket.socket]:
             sockets.append(each)
         except OSError as error:
             each.close()
-            if error.errno != errno.EADDRNOTAVAIL:  # as ::1 is where a name has it and the machine has no IPv6
+            if error.errno != errno.EADDRNOTAVAIL:  # such as ::1 on a machine without IPv6
                 for other in sockets:
                     other.close()
                 raise
@@ -190,7 +190,7 @@ def _bind(host: str, port: int, is_shared: bool) -> list[socket.socket]:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS 1.2 or later with the certificate that is configured; None if there is none. Else `ConfigurationError`."""
+    """TLS 1.2 or later with the configured certificate, or None if there is none. Else `ConfigurationError`."""
     if config.ssl_certfile is None and config.ssl_keyfile is None:
         return None
     if config.ssl_certfile is None:
@@ -214,7 +214,7 @@ def _load_certificate(context: ssl.SSLContext, config: ServerConfig) -> None:
 
 
 def _check_readable(name: str, path: Path) -> None:
-    """OpenSSL's own complaint would not say which of the two files it means."""
+    """Checks this here because OpenSSL's own error does not name the file."""
     try:
         path.read_bytes()
     except OSError as error:
@@ -222,7 +222,7 @@ def _check_readable(name: str, path: Path) -> None:
 
 
 def _refuse_password() -> str:
-    """Without this, OpenSSL would ask for the password at the terminal, and wait."""
+    """Without this, OpenSSL would ask for the password at the terminal, and block."""
     raise ConfigurationError("ssl_keyfile has a password; give a key without one (openssl pkey -in KEY -out NEW_KEY)")
 
 

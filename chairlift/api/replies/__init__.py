@@ -1,4 +1,4 @@
-"""How the endpoints present the same outputs: whole replies, events of streamed ones, and the frame around these."""
+"""How the endpoints present outputs: whole replies, events of streamed ones, and the framing of events."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,10 @@ from chairlift.api.wire import ErrorDetail, NamedEvent
 from chairlift.params import RequestOutput
 
 DONE = "data: [DONE]\n\n"
-BLANK = "\0"  # in no name or id
+BLANK = "\0"  # occurs in no name or id
 _DUMPED_BLANK = r'"\u0000"'
-KEEP_ALIVE_S = 10.0  # proxies and clients take a connection for dead after a minute or so
-KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients pass over and proxies count as life
+KEEP_ALIVE_S = 10.0  # proxies and clients drop a silent connection after a minute or so
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment: clients ignore it, and proxies see activity
 _NO_HEADERS: Mapping[str, str] = {}
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -28,10 +28,10 @@ _HEADERS = {
 
 
 class Reply(ABC):
-    """One reply: its identity, its form, and how much of it has been sent. Events are ready to be sent."""
+    """One reply: its identity, its form, and how much of it has been sent. Events are in the wire format."""
 
-    id: str  # what the client knows it by
-    keep_alive = KEEP_ALIVE  # tells the client of a silent stream that it goes on
+    id: str  # by which the client knows it
+    keep_alive = KEEP_ALIVE  # the event that keeps a silent stream alive
 
     @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> BaseModel:
@@ -43,11 +43,11 @@ class Reply(ABC):
 
     @abstractmethod
     def news(self, index: int, output: RequestOutput) -> list[str]:
-        """What prompt number `index` has more than when this was last called for it."""
+        """Events for what prompt number `index` has gained since the last call for it."""
 
     @abstractmethod
     def closing(self) -> list[str]:
-        """Events after everything else."""
+        """The last events of a complete reply."""
 
     @abstractmethod
     def failure(self, status: int, detail: ErrorDetail) -> list[str]:
@@ -64,28 +64,28 @@ def event(payload: BaseModel) -> str:
 
 
 class TextEvent:
-    """An event that is sent again and again with another text in it: the rest of it is dumped once."""
+    """An event that is sent repeatedly with different texts: the rest of it is serialized once."""
 
     def __init__(self, payload: BaseModel) -> None:
         """`payload`: with `BLANK` in place of the text, once or more."""
         self._parts = event(payload).split(_DUMPED_BLANK)
 
     def of(self, text: str) -> str:
-        """With this text, as it goes over the wire."""
+        """The event with this text, as it goes over the wire."""
         return to_json(text).decode().join(self._parts)
 
 
 class EventStream:
     """One reply that is written event by event; a context manager.
 
-    The status goes out with the first event, so that what fails before can still have one of its own; or with the first
-    sign of life, which is sent whenever `KEEP_ALIVE_S` pass without an event.
+    The status is sent with the first event, so that an earlier error can still have its own, or with the first
+    keep-alive event, which is sent whenever `KEEP_ALIVE_S` pass without an event.
     """
 
     def __init__(
         self, request: web.Request, headers: Mapping[str, str] = _NO_HEADERS, keep_alive: str = KEEP_ALIVE
     ) -> None:
-        """`headers`: beside those of every stream; `keep_alive`: the sign of life."""
+        """`headers`: in addition to those of every stream; `keep_alive`: the keep-alive event."""
         self.response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._request = request
         self._keep_alive_event = keep_alive.encode()
@@ -95,7 +95,7 @@ class EventStream:
 
     @property
     def is_open(self) -> bool:
-        """True once the status has gone out; from there on errors can only be events."""
+        """True once the status has been sent; errors can then only be events."""
         return self.response.prepared
 
     async def __aenter__(self) -> Self:
@@ -105,18 +105,18 @@ class EventStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        beat, self._beat = self._beat, None  # which knows this stream: to keep it would be a cycle for the collector
+        beat, self._beat = self._beat, None  # it refers to this stream: keeping it would make a cycle for the collector
         assert beat is not None, "entered before"
         beat.cancel()
         await asyncio.gather(beat, return_exceptions=True)
 
     async def send(self, *events: str) -> None:
-        """Writes events. Waits while the client reads slower than we write; see `Connection` for one that stops."""
+        """Writes events. Waits while the client reads slowly; see `Connection` for clients that stop reading."""
         if events:
             await self._write("".join(events).encode())
 
     async def close(self) -> None:
-        """After the last event."""
+        """Ends the reply, after the last event."""
         await self.response.write_eof()
 
     async def _write(self, data: bytes) -> None:

@@ -18,11 +18,11 @@ from chairlift.params import CompletionOutput, FinishReason, RequestOutput, Toke
 # --- pieces
 
 NewReader = Callable[[], AnswerReader]
-"""Makes a reader for each choice, which knows how calls and thoughts are written in it."""
+"""Makes the reader of a choice, which knows how calls and thoughts are written in it."""
 
 
 class CallCounter:
-    """A `TextWatcher` that ends an answer with the last call that counts."""
+    """A `TextWatcher` that ends an answer after the last wanted call."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
@@ -34,7 +34,7 @@ class CallCounter:
 
 @dataclass(slots=True)
 class Part:
-    """A stretch of an answer that is of one kind, as far as it was read; of a call: its arguments as text."""
+    """A part of an answer that is of one kind, as far as it was read; the text of a call is its arguments."""
 
     kind: type[Piece]
     index: int  # among all parts
@@ -44,7 +44,7 @@ class Part:
 
 
 class Answer:
-    """Reads one choice's text, in whatever pieces it comes."""
+    """Parses one choice's text, however it is split into pieces."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self._reader = reader
@@ -59,7 +59,7 @@ class Answer:
         return "".join(part.text for part in self.parts if part.kind is kind)
 
     def read(self, text: str, is_last: bool) -> list[tuple[Part, Piece]]:
-        """What the new text brings, and the parts to which it was added."""
+        """The pieces in the new text, each with the part that it extends."""
         pieces = [(self._part_of(piece), piece) for piece in self._reader.push(text, is_last)]
         for part, piece in pieces:
             part.text += piece.text
@@ -71,11 +71,11 @@ class Answer:
         return self.parts[-1]
 
     def finish_reason(self, reason: FinishReason | None) -> WireFinishReason | None:
-        """The reason, or "tool_calls" for an answer that called something and came to its end."""
+        """The reason, or "tool_calls" for an answer that made calls and ended normally."""
         return "tool_calls" if reason is FinishReason.STOP and self.calls else reason
 
     def _part_of(self, piece: Piece) -> Part:
-        """Calls begin with their names, anything else where the text is of another kind than before."""
+        """A call begins with its name, any other part where the kind of text changes."""
         if isinstance(piece, CallPiece) and piece.name is not None:
             return self.begin(CallPiece, piece.name)
         is_more = self.parts and self.parts[-1].kind is type(piece)
@@ -90,10 +90,10 @@ class ConversationReply(Reply):
         self._answer = Answer(new_reader())
         self._latest: RequestOutput | None = None
         self._open: Part | None = None
-        self._telling: TextEvent | None = None  # of more text of the open part
+        self._telling: TextEvent | None = None  # with more text of the open part
 
     def _take(self, text: str, is_last: bool = False) -> list[str]:
-        """Events of the new text of the answer."""
+        """Events for the new text of the answer."""
         events: list[str] = []
         for part, piece in self._answer.read(text, is_last):
             if part is not self._open:
@@ -115,15 +115,15 @@ class ConversationReply(Reply):
 
     @abstractmethod
     def _opening_of(self, part: Part) -> list[str]:
-        """Events of its beginning, without its text, though some may be known already."""
+        """Events that begin the part, without its text, even if some is known already."""
 
     @abstractmethod
     def _delta(self, part: Part, text: str) -> NamedEvent:
-        """The event that tells more of its text."""
+        """The event with more text of the part."""
 
     @abstractmethod
     def _close(self) -> list[str]:
-        """The end of the open part, if there is one."""
+        """Events that end the open part, if there is one."""
 
 
 # --- tokens
@@ -131,14 +131,14 @@ class ConversationReply(Reply):
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token, or one that might have stood in its place."""
+    """A token, or an alternative to it."""
 
     spelling: bytes
-    logprob: float | None  # None: of the first token of a prompt there is none
+    logprob: float | None  # None: the first token of a prompt has none
 
     @property
     def text(self) -> str:
-        """With replacement characters where the bytes make no character by themselves."""
+        """The text, with replacement characters where the bytes are not whole characters."""
         return self.spelling.decode(errors="replace")
 
     def as_fields(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class ScoredPosition:
 
 @dataclass(slots=True)
 class News:
-    """What a choice has more than before."""
+    """What is new in a choice."""
 
     text: str
     token_ids: list[int]
@@ -170,10 +170,10 @@ class News:
 
 
 class ChoiceProgress:
-    """How much of one choice has gone out.
+    """How much of one choice has been sent.
 
-    A scored token goes out with the first of its characters. One without any (the end token, what a stop string cut
-    off) goes out at the end: as many are told as usage counts, and harnesses rely on it.
+    A scored token is sent with the first of its characters. One without any (the end token, what a stop string cut off)
+    is sent at the end: evaluation harnesses rely on as many scores as `usage` counts tokens.
     """
 
     def __init__(self, vocabulary: Vocabulary, num_top: int) -> None:
@@ -186,7 +186,7 @@ class ChoiceProgress:
 
     def advance(self, choice: CompletionOutput) -> News | None:
         """What is new in it; None if nothing is. The choice may grow meanwhile, in another thread."""
-        finish_reason = choice.finish_reason  # first: with the end, the text is whole
+        finish_reason = choice.finish_reason  # read first: once it is set, the text is complete
         text = choice.text[self._num_characters :]
         ends_now = finish_reason is not None and not self._has_ended
         if not text and not ends_now:
@@ -198,13 +198,13 @@ class ChoiceProgress:
         return News(text, choice.token_ids[start:end], self._positions(choice, start, end), finish_reason)
 
     def _num_tokens_out(self, choice: CompletionOutput) -> int:
-        """How many tokens have gone out with the text so far."""
+        """The number of tokens sent with the text so far."""
         if self._has_ended or choice.text_offsets is None:
             return len(choice.token_ids)
         return bisect_left(choice.text_offsets, self._num_characters)
 
     def _positions(self, choice: CompletionOutput, start: int, end: int) -> list[ScoredPosition]:
-        """The scores of these tokens; those after the end of the text begin there."""
+        """The scores of these tokens; offsets do not exceed the length of the text."""
         if choice.logprobs is None or choice.text_offsets is None:
             return []
         return [
@@ -230,7 +230,7 @@ def _told(position: TokenLogprobs, num_top: int) -> dict[int, PromptLogprob]:
 
 
 def scored_prompt(output: RequestOutput, text: str, num_top: int, vocabulary: Vocabulary) -> list[ScoredPosition]:
-    """A prompt's positions, if they were scored. Special tokens that its text does not show have no length in it."""
+    """A prompt's positions, if they were scored. Special tokens that its text omits have no length in it."""
     positions: list[ScoredPosition] = []
     num_bytes, encoded = 0, text.encode()
     for token, logprobs in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False):
@@ -248,7 +248,7 @@ def scored_prompt(output: RequestOutput, text: str, num_top: int, vocabulary: Vo
 
 
 def _scored(logprobs: TokenLogprobs, num_top: int, offset: int, vocabulary: Vocabulary) -> ScoredPosition:
-    """The token that stands there comes first in `logprobs`."""
+    """The token at the position comes first in `logprobs`."""
     tokens = {token: ScoredToken(vocabulary.token_bytes(token), each.logprob) for token, each in logprobs.items()}
     ranked = sorted((each.rank, token) for token, each in logprobs.items() if each.rank <= num_top)
     return ScoredPosition(next(iter(tokens.values())), [tokens[token] for _, token in ranked], offset)

@@ -38,7 +38,7 @@ class MessagesReply(ConversationReply):
         return self._message(output, content=blocks, **self._end(choice).model_dump())
 
     def opening(self, prompts: Sequence[list[int]]) -> list[str]:  # noqa: ARG002 - what is reused is not known yet
-        return []  # the first event tells the usage, so it goes out with the first news
+        return []  # the first event holds the usage, so it is sent with the first output
 
     def news(self, index: int, output: RequestOutput) -> list[str]:  # noqa: ARG002 - a conversation is one prompt
         is_first, self._latest = self._latest is None, output
@@ -65,7 +65,7 @@ class MessagesReply(ConversationReply):
         )
 
     def _told(self, part: Part) -> str:
-        """The text of a part that the client gets."""
+        """The part's text, as far as the client gets it."""
         return part.text if self._shows_thoughts or part.kind is not ReasoningPiece else ""
 
     def _block(self, part: Part, text: str, is_whole: bool = True) -> wire.Block:
@@ -117,13 +117,13 @@ class MessagesReply(ConversationReply):
 
 
 def _signature(thoughts: str) -> str:
-    """Clients want one and send it back; the same thoughts have the same."""
+    """Clients require a signature and send it back; equal thoughts have equal ones."""
     return sha256(thoughts.encode()).hexdigest()
 
 
 def _arguments_in(text: str) -> dict[str, object]:
-    """The arguments of a call as an object, as far as they go: max_tokens may have cut them short. What is no JSON
-    object is told as text, for the tool to complain of.
+    """The arguments of a call as an object, even if max_tokens cut them short. Text that is not a JSON object is passed
+    on as text, so that the tool can complain.
     """
     try:
         arguments = from_json(text or "{}", allow_partial="trailing-strings")

@@ -30,7 +30,7 @@ from chairlift.params import CompletionOutput, RequestOutput
 
 
 class _ChoicesReply(Reply):
-    """What both share: identity, usage, and how streams end. Only what is needed of a body is kept: it may be large."""
+    """What both share: identity, usage, and how streams end. Keeps only what it needs of a body, which may be large."""
 
     _prefix: ClassVar[str]
     _chunk_type: ClassVar[type[wire.Completion | wire.ChatCompletionChunk]]
@@ -50,7 +50,7 @@ class _ChoicesReply(Reply):
         self._has_usage_so_far = bool(options.continuous_usage_stats)  # with every chunk
         self._tells_tokens = bool(body.return_token_ids)
         self._num_prompt_logprobs = body.prompt_logprobs
-        is_scored = body.logprobs is not None and body.logprobs is not False  # 0 asks for no others beside each token
+        is_scored = body.logprobs is not None and body.logprobs is not False  # 0: no alternatives to each token
         self._tells_text_only = not (is_scored or self._tells_tokens or self._has_usage_so_far)
         self._text_events: dict[tuple[int, type[Piece]], TextEvent] = {}  # by choice and kind of text
         self._latest: dict[int, RequestOutput] = {}  # by prompt
@@ -60,7 +60,7 @@ class _ChoicesReply(Reply):
         return []
 
     def news(self, index: int, output: RequestOutput) -> list[str]:
-        """One chunk for each piece of news."""
+        """One chunk for each change."""
         self._latest[index] = output
         return [each for choice in output.outputs for each in self._events_of(index, output, choice)]
 
@@ -75,7 +75,7 @@ class _ChoicesReply(Reply):
 
     @abstractmethod
     def _text_choice(self, index: int, kind: type[Piece], text: str) -> BaseModel:
-        """A choice that tells nothing but this text."""
+        """A choice with this text and nothing else."""
 
     def _text_event(self, index: int, kind: type[Piece], text: str) -> str:
         if (index, kind) not in self._text_events:
@@ -83,7 +83,7 @@ class _ChoicesReply(Reply):
         return self._text_events[index, kind].of(text)
 
     def _chunk(self, choices: Sequence[BaseModel], **extra: Any) -> BaseModel:
-        """One without choices is there to tell the usage."""
+        """A chunk; one without choices carries the usage."""
         usage = Usage.of(list(self._latest.values())) if not choices or self._has_usage_so_far else None
         return self._chunk_type(**self._head, choices=choices, usage=usage, **extra)
 
@@ -119,7 +119,7 @@ class ChatReply(_ChoicesReply):
         )
 
     def opening(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Who speaks, once per choice; the prompt's tokens come with the first."""
+        """The role, once per choice; the first also carries the prompt's tokens."""
         super().opening(prompts)
         events: list[str] = []
         for index in range(len(self._answers)):
@@ -149,7 +149,7 @@ class ChatReply(_ChoicesReply):
         )
 
     def _events_of(self, index: int, output: RequestOutput, choice: CompletionOutput) -> list[str]:  # noqa: ARG002
-        """One per piece; data of tokens go with the first, the end with one of its own."""
+        """One event per piece: the first carries the tokens' data, and the end has an event of its own."""
         news = self._progress[choice.index].advance(choice)
         if news is None:
             return []
@@ -205,7 +205,7 @@ def _call(named: Part | None, index: int | None = None, **function: Any) -> wire
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """What comes before a choice's own text: the prompt if it is wanted."""
+    """What precedes a choice's own text: the prompt, if it is requested."""
 
     text: str
     positions: list[ScoredPosition]
@@ -251,7 +251,7 @@ class CompletionReply(_ChoicesReply):
             return []
         new = self._choice(index, output, choice, news, is_first)
         if new.logprobs is not None and not new.logprobs.tokens:
-            new.logprobs = None  # clients take the last of a chunk's list
+            new.logprobs = None  # clients read the last entry of a chunk's list
         return [event(self._chunk([new]))]
 
     def _number(self, index: int, choice: CompletionOutput) -> int:

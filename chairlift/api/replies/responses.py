@@ -25,16 +25,16 @@ from chairlift.engine.text.tokenizer import Message, Vocabulary
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
 _PREFIXES: dict[type[Piece], str] = {ContentPiece: "msg", ReasoningPiece: "rs", CallPiece: "fc"}  # of ids
-_TEXTS: dict[type[Piece], str] = {  # what events call the text
+_TEXTS: dict[type[Piece], str] = {  # names of the text in events
     ContentPiece: "output_text",
     ReasoningPiece: "reasoning_text",
     CallPiece: "function_call_arguments",
 }
 _SAMPLING = {"temperature", "top_p", "presence_penalty", "frequency_penalty"}
-_REPEATED = {  # of what was asked for, as it was
+_REPEATED = {  # fields of the request, repeated unchanged
     *("instructions", "max_output_tokens", "previous_response_id", "user", "safety_identifier", "prompt_cache_key")
 }
-_NUMBER = '"sequence_number":0'  # no text stands before it
+_NUMBER = '"sequence_number":0'  # no text comes before it
 
 
 class ResponsesReply(ConversationReply):
@@ -56,7 +56,7 @@ class ResponsesReply(ConversationReply):
         self._item_id = ""  # the open one's
         self._logprobs: list[TokenLogprob] = []
         self._num_read = 0  # characters
-        self._unplaced: list[ScoredPosition] = []  # of text that is held back until it is known what it belongs to
+        self._unplaced: list[ScoredPosition] = []  # of text whose part is not known yet
         self._numbers = count()
         self._keep = keep
         self._start = _response_at_its_start(self.id, body, params, model)
@@ -86,11 +86,11 @@ class ResponsesReply(ConversationReply):
     def failure(self, status: int, detail: ErrorDetail) -> list[str]:  # noqa: ARG002 - the body says enough
         """The failed response as the specification has it, then an error that makes clients raise.
 
-        The `openai` client passes `response.failed` on like any other event, and so it does with the specification's
-        flat `error` event; what it raises as an exception is an event with an object in `error`.
+        The `openai` client passes on `response.failed`, and the specification's flat `error` event, like any other
+        event; it raises an exception only for an event with an object in `error`.
         """
         lead: list[str] = []
-        if self._latest is None:  # the opening was to go out with the first news
+        if self._latest is None:  # the opening, which is sent with the first output, was not sent
             self._numbers = count()
             lead = self.opening()
         error = wire.ResponseError(message=detail.message)
@@ -110,7 +110,7 @@ class ResponsesReply(ConversationReply):
         ]
 
     def _read(self, output: RequestOutput) -> list[str]:
-        """New text, cut where scored tokens begin: each must go where its text goes, and none into a call."""
+        """Events for new text, cut where scored tokens begin: each score goes with its text, and none into a call."""
         self._latest = output
         (choice,) = output.outputs
         news = self._progress.advance(choice)
@@ -126,7 +126,7 @@ class ResponsesReply(ConversationReply):
 
     def _end(self, reason: FinishReason) -> list[str]:
         events = self._take("", is_last=True)
-        if self._open is None:  # an answer of nothing is an empty message
+        if self._open is None:  # an empty answer becomes an empty message
             events += self._begin(self._answer.begin(ContentPiece))
         assert self._open is not None
         if self._open.kind is ContentPiece and self._unplaced:  # the end token, or what a stop string cut off
@@ -216,7 +216,7 @@ class ResponsesReply(ConversationReply):
 def _response_at_its_start(
     response_id: str, body: ResponsesRequest, params: SamplingParams, model: str
 ) -> wire.ResponseObject:
-    """With what was asked for, and what was left open filled in."""
+    """The response with the request's fields, and defaults for those left out."""
     text: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
     if body.text is not None and body.text.format is not None:
         text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
@@ -248,11 +248,11 @@ def _response_at_its_start(
 # --- stored responses
 
 MAX_STORED_BYTES = 2**26
-"""Limit of all conversations and replies together."""
+"""Limit on the bytes of all stored conversations and replies."""
 
 NOT_STORED = "there is no such stored response, or no longer; ask for responses with store: true to have them kept"
 
-_OVERHEAD_BYTES = 1024  # that a response takes beside its texts
+_OVERHEAD_BYTES = 1024  # of a response, in addition to its texts
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(InputItems)
 
 
@@ -268,7 +268,7 @@ class StoredResponse:
         return len(self.conversation) + len(self.reply) + _OVERHEAD_BYTES
 
     def messages(self) -> list[Message]:
-        """The conversation up to and with the response."""
+        """The conversation up to and including the response."""
         output = _ITEMS.validate_python(json.loads(self.reply)["output"])
         return template_messages(output, json.loads(self.conversation))
 
@@ -278,12 +278,12 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._responses: dict[str, dict[str, StoredResponse]] = {}  # of each owner, from the oldest
+        self._responses: dict[str, dict[str, StoredResponse]] = {}  # by owner, from the oldest
         self._num_bytes: Counter[str] = Counter()  # by owner
         self._lock = threading.Lock()
 
     def keep(self, owner: str, response_id: str, response: StoredResponse) -> None:
-        """Makes room: the oldest of the owner who has most goes first. One larger than all of it is not kept."""
+        """Drops the oldest responses of the owner with the most bytes to make room. One over the limit is not kept."""
         with self._lock:
             if response.num_bytes > self._max_bytes:
                 return
@@ -294,7 +294,7 @@ class ResponseStore:
                 self._remove(richest, next(iter(self._responses[richest])))
 
     async def settled(self) -> None:
-        """At once: it is the one place where all look."""
+        """Returns at once, because all lookups use this store."""
 
     def find(self, owner: str, response_id: str) -> StoredResponse | None:
         with self._lock:

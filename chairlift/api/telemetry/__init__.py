@@ -1,9 +1,9 @@
-"""What is noted of a request while it is served, for its line in the log, the metrics and its trace; and the id by
-which a client, a proxy and the log speak of it.
+"""What is recorded of a request while it is served, for its line in the log, the metrics and its trace; and the
+request's id, which the client, proxies and the log share.
 
-Traces go through OpenTelemetry where somebody has set a tracer provider: `opentelemetry-instrument chairlift serve`, a
-program that embeds the server, or the variable OTEL_PYTHON_TRACER_PROVIDER. Otherwise nothing of it is imported.
-Attributes are those of its semantic conventions for HTTP servers and for generative AI; texts are not among them.
+Traces go through OpenTelemetry if a tracer provider is set: by `opentelemetry-instrument chairlift serve`, by a program
+that embeds the server, or by the variable OTEL_PYTHON_TRACER_PROVIDER. Otherwise nothing of it is imported. Attributes
+follow its semantic conventions for HTTP servers and for generative AI; they hold no texts.
 """
 
 import os
@@ -24,7 +24,7 @@ import chairlift
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, RequestTimes
 
-if TYPE_CHECKING:  # settings are checked with parts of the server that need no engine
+if TYPE_CHECKING:  # the check of settings imports this, but must not import the engine
     from opentelemetry.trace import Tracer
     from opentelemetry.util.types import AttributeValue
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # settings are checked with parts of the server that need no 
     from chairlift.engine.text.inputs import Generation
 
 CLIENT_LEFT = 499
-"""The status of a request whose client left before there was a reply, as nginx has it."""
+"""The status of a request whose client left before there was a reply, as in nginx."""
 
 OTHER_PATH = "other"
 """Stands for paths that are not the server's, and for the files of the page."""
@@ -42,7 +42,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 _HEADERS_OF_IDS = (
     REQUEST_ID_HEADER,
     "Request-Id",
-)  # clients of OpenAI's API look for the one, of Anthropic's the other
+)  # clients of OpenAI's API read the first, clients of Anthropic's the second
 _SANE_ID = re.compile(r"[ -~]{1,128}")  # printable ASCII, not too long for a line of the log
 _REQUEST_ID = web.RequestKey("chairlift_request_id", str)
 
@@ -58,7 +58,7 @@ class Outcome(StrEnum):
     REJECTED = "rejected"  # the queue was full
 
 
-_OUTCOMES_OF_ERRORS = {  # what a request's end by one means for its sequences; others are errors
+_OUTCOMES_OF_ERRORS = {  # what an error that ends a request means for its sequences; all others mean `ERROR`
     type(None): Outcome.ABORT,
     EngineClosed: Outcome.ABORT,
     QueueFull: Outcome.REJECTED,
@@ -71,11 +71,11 @@ class Observation:
     """One request, from its headers to the end of its reply. Times are `time.perf_counter`'s."""
 
     request_id: str
-    path: str  # the route's, in which a model has no name
+    path: str  # the route's, without the name of a model
     begin: float
     end: float | None = None
     status: int = CLIENT_LEFT  # until there is a reply
-    reply_id: str | None = None  # by which the client knows the reply; None if it did not come to that
+    reply_id: str | None = None  # the id by which the client knows the reply; None if there was none
     is_streamed: bool = False
     generations: Sequence["Generation"] = ()
     latest: dict[int, RequestOutput] = field(default_factory=dict)  # the newest output of each generation
@@ -83,7 +83,7 @@ class Observation:
     reason: str | None = None  # why there is an error instead of a reply
 
     def note_job(self, reply_id: str, generations: Sequence["Generation"], *, is_streamed: bool) -> None:
-        """The request is fine: this is what it wants to be computed."""
+        """Notes what a valid request asks the engine to compute."""
         self.reply_id = reply_id
         self.generations = generations
         self.is_streamed = is_streamed
@@ -101,7 +101,7 @@ class Observation:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """One for every sequence, in order."""
+        """The outcome of every sequence, in order."""
         unfinished = _OUTCOMES_OF_ERRORS.get(type(self.error), Outcome.ERROR)
         found = []
         for index, generation in enumerate(self.generations):
@@ -120,18 +120,18 @@ class Observation:
 
     @property
     def output_lengths(self) -> list[int]:
-        """Tokens of every sequence that has any."""
+        """The number of tokens of every sequence that has any."""
         return [len(choice.token_ids) for output in self.latest.values() for choice in output.outputs]
 
     @property
     def queue_seconds(self) -> float | None:
-        """From the sequences' coming to the first slot that one of them got. None if none did, or said anything."""
+        """From the arrival of the sequences to the first slot that one of them got; None if that is not known."""
         times = self._times
         return None if times is None or times.admission is None else times.admission - times.arrival
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From the sequences' coming to the first token of one of them. None if there was none."""
+        """From the arrival of the sequences to the first token of one of them; None if there was none."""
         times = self._times
         return None if times is None or times.first_token is None else times.first_token - times.arrival
 
@@ -147,7 +147,7 @@ class Observation:
 
 
 def _outcome_of(choice: CompletionOutput) -> Outcome | None:
-    """None while it has not ended."""
+    """None while the sequence runs."""
     if choice.finish_reason is None:
         return None
     if choice.error is not None:
@@ -157,11 +157,11 @@ def _outcome_of(choice: CompletionOutput) -> Outcome | None:
 
 
 OBSERVATION = web.RequestKey("chairlift_observation", Observation)
-"""A POST request's."""
+"""The observation of a POST request."""
 
 
 class Observer:
-    """Sees every request come and every reply go, and tells those who count, log and trace."""
+    """Observes every request and every reply, for the metrics, the log and traces."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Observer:
                     note(observation)
 
     async def _begin_reply(self, request: web.Request, response: web.StreamResponse) -> None:
-        """A signal, since streams begin before their handlers return, and some errors bypass middlewares."""
+        """A signal handler, because streams begin before their handlers return, and some errors bypass middlewares."""
         for name in _HEADERS_OF_IDS:
             response.headers[name] = request_id_of(request)
         self._note_response(self._path_of(request), response.status)
@@ -208,14 +208,14 @@ class Observer:
             request[OBSERVATION].status = response.status
 
     def _path_of(self, request: web.Request) -> str:
-        """The path of the route: clients cannot make up new ones."""
+        """The path of the route, so that clients cannot create labels."""
         resource = request.match_info.route.resource
         path = OTHER_PATH if resource is None else resource.canonical
         return path if path in self._paths else OTHER_PATH
 
 
 def request_id_of(request: web.BaseRequest) -> str:
-    """The one that the client sent if it is 1 to 128 printable ASCII characters, otherwise a new one."""
+    """The id that the client sent if it is 1 to 128 printable ASCII characters, otherwise a new one."""
     if _REQUEST_ID not in request:
         sent = request.headers.get(REQUEST_ID_HEADER, "")
         request[_REQUEST_ID] = sent if _SANE_ID.fullmatch(sent) else uuid4().hex
@@ -240,7 +240,7 @@ class Tracing:
 
     @contextmanager
     def span(self, request: web.Request, observation: Observation) -> Iterator[None]:
-        """A child of the trace that the client's headers name. At its end it gets what the observation holds."""
+        """A child of the trace that the client's headers name. At its end it gets the observation's attributes."""
         operation = _OPERATIONS.get(observation.path)
         if self._tracer is None or operation is None:
             yield
@@ -274,7 +274,7 @@ def _find_tracer() -> "Tracer | None":
         return None
     from opentelemetry import trace
 
-    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # which stands for one that is not there
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # a placeholder: none is set
         return None
     return trace.get_tracer("chairlift", chairlift.__version__)
 

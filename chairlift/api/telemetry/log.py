@@ -1,9 +1,9 @@
-"""The log: lines for people, or one JSON object per record for programs; a line for each request when it is over, and
-now and then one for all that run. A thread writes it, so that no request waits for the log's reader.
+"""The log: lines for people, or one JSON object per record for programs. Each request gets a line at its end, and the
+batch gets one at intervals. A thread writes them, so that no request waits for the log's reader.
 
-A record may carry fields (`extra=with_fields(...)`) beside its message. Whatever a client chose may be among them: text
-lines escape control characters and quote values that could be taken for more than one field. No text of a prompt or an
-answer is ever logged; the line of a refused request says why, which may name a field, a model or a path.
+A record may carry fields (`extra=with_fields(...)`) beside its message. Their values may come from clients, so text
+lines escape control characters and quote ambiguous values. No text of a prompt or an answer is ever logged; the line of
+a refused request says why, which may name a field, a model or a path.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """Writes records in a thread of its own. Those that find the queue full are dropped; the log says how many, when
+    """Writes records in a thread of its own. Records that find the queue full are dropped; their number is logged when
     there is room again.
     """
 
@@ -82,11 +82,11 @@ class QueuedHandler(logging.Handler):
         self._stream = _unbuffered(stream)
         self._queue: queue.Queue[str] = queue.Queue(max_records)
         self._num_dropped = 0
-        self._num_told = 0  # of those
+        self._num_told = 0  # of the dropped ones, how many the log has reported
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never waits."""
+        """Queues the record; never blocks."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_all, daemon=True, name="chairlift-log")
             self._thread.start()
@@ -96,7 +96,7 @@ class QueuedHandler(logging.Handler):
             self._num_dropped += 1
 
     def flush(self) -> None:
-        """Waits until all is written, but not for long: the reader may have stopped."""
+        """Waits until all is written, but not for long, because the reader may have stopped."""
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, _FLUSH_S)
 
@@ -121,14 +121,14 @@ class QueuedHandler(logging.Handler):
             while left:
                 num_written = self._stream.write(left) or 0
                 left = left[num_written:]
-                if not num_written:  # somebody has made it non-blocking
+                if not num_written:  # the stream was made non-blocking
                     time.sleep(_RETRY_S)
         except OSError:
-            self._num_dropped += 1  # the reader is gone; there is no other place to say so
+            self._num_dropped += 1  # the reader is gone; there is nowhere else to report it
 
 
 def _unbuffered(stream: TextIO) -> TextIO | io.RawIOBase:
-    """The file itself: the interpreter locks buffers, and would wait at its end for a thread that is stuck in one."""
+    """The unbuffered file: the interpreter locks buffers, and at exit it would wait for a thread that blocks in one."""
     try:
         return io.FileIO(stream.fileno(), "w", closefd=False)
     except OSError:  # a test, or a program that embeds the server, has put something else there
@@ -154,7 +154,7 @@ def _value(value: Field) -> str:
 
 
 def log_request(observation: Observation) -> None:
-    """The line of a request that is over. One that was refused before it came to prompts has no more than a status."""
+    """Logs a request that has ended. One refused before its prompts were checked has no fields of an answer."""
     fields: dict[str, Field] = {
         "request_id": observation.request_id,
         "path": observation.path,
@@ -178,7 +178,7 @@ def log_request(observation: Observation) -> None:
 
 
 async def log_activity(read_stats: "Callable[[], EngineStats]", num_slots: int, interval_s: float) -> None:
-    """Writes a line every so many seconds, except while nothing runs."""
+    """Logs a line every `interval_s` seconds, except while nothing runs."""
     before = read_stats()
     while True:
         await asyncio.sleep(interval_s)

@@ -1,11 +1,11 @@
 """`/metrics`: what the engine and the HTTP side have counted, for Prometheus.
 
-Counting is integers and lists where things happen; only a scrape makes metric families of them. It reads the engine's
-books as of its newest launch and asks the engine nothing, so that it waits for no step and works for a dead engine.
+Counting updates integers and lists where things happen; only a scrape makes metric families of them. It reads the
+engine's counters as of its newest launch and asks it nothing, so it waits for no step and works for a dead engine.
 
-Where there are several API workers, each counts what it serves, and whichever is asked shows the sums.
+With several API workers, each counts what it serves, and a scrape of any of them shows the sums.
 
-Labels hold what the server knows beforehand: states, outcomes, statuses, its own paths. Nothing that a client chose.
+Label values are known beforehand: states, outcomes, statuses, the server's own paths. None comes from a client.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ _CONFIG_FIELDS = (
 )
 
 _Table = Mapping[str, tuple[str, str]]
-"""By names, to which Prometheus adds `_total` where they count: where `EngineStats` has the value; a description."""
+"""By name (Prometheus appends `_total` to counters): the path of the value in `EngineStats`, and a description."""
 
 _GAUGES: _Table = {
     "chairlift_requests_running": ("num_running", "Requests that have a slot."),
@@ -92,7 +92,7 @@ _VLLM_COUNTERS: _Table = {
     "vllm:gpu_prefix_cache_queries": ("totals.num_prompt_tokens", "chairlift_prompt_tokens_total, for the stack."),
     "vllm:gpu_prefix_cache_hits": ("totals.num_cached_tokens", "chairlift_cached_tokens_total, for the stack."),
 }
-_VLLM_BLOCK = 16  # tokens. Our cache has no blocks; routers multiply by their number, and hash prompts in such pieces
+_VLLM_BLOCK = 16  # tokens. Our cache has no blocks, but routers multiply by their number and hash prompts in blocks
 
 
 class Counts:
@@ -207,7 +207,7 @@ class Metrics(Collector):
         table: _Table,
         labels: Mapping[str, str] | None = None,
     ) -> Iterator[Metric]:
-        """A family for each row of a table."""
+        """A metric family for each row of a table."""
         labels = labels or {}
         for name, (source, description) in table.items():
             count = attrgetter(source)(self._stats)

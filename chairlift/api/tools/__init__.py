@@ -1,5 +1,5 @@
-"""Thoughts and tool calls as text: the ways of writing them that are understood, which of these a chat template
-teaches, and reading an answer. Nothing in this room knows of HTTP or the engine.
+"""Thoughts and tool calls as text: the formats that are understood, which of them a chat template uses, and how an
+answer is parsed. Nothing in this package depends on HTTP or the engine.
 
 HERMES       `<tool_call>{"name": "f", "arguments": {...}}</tool_call>` anywhere in a text (Hermes 2, 3; Qwen 2.5, 3)
 LLAMA3_JSON  `{"name": "f", "parameters": {...}}` as the whole answer, or after `<|python_tag|>` (Llama 3.1, 3.2, 3.3)
@@ -32,7 +32,7 @@ FORMATS: dict[ToolFamily, CallFormat] = {
     ToolFamily.PYTHONIC: Pythonic(),
 }
 
-_SIGNS = (  # the first that a template has
+_SIGNS = (  # the first that occurs in a template
     (r"<arg_key>", None),  # GLM-4.5 writes something else between the marks of Hermes
     (r"<function=", ToolFamily.QWEN3_CODER),
     (r"<tool_call>", ToolFamily.HERMES),
@@ -83,11 +83,11 @@ _LINE_BREAKS = re.compile(r"\n*")
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The marks around an answer's thoughts; line breaks next to them belong to nothing."""
+    """The marks around an answer's thoughts; line breaks next to them are dropped."""
 
     begin: str
     end: str
-    has_begun: bool  # in the prompt; otherwise an answer without the mark at its beginning has no thoughts
+    has_begun: bool  # in the prompt; if not, an answer that does not begin with the mark has no thoughts
 
     def read(self, text: Text, out: PieceBuffer) -> Reading[None]:
         if not (yield from text.accept(self.begin)):
@@ -103,8 +103,8 @@ class Thoughts:
 
 
 class AnswerReader:
-    """However the text is cut, the pieces joined are the same. Nothing but whitespace around thoughts and calls is lost
-    before the last wanted call.
+    """Parses an answer. The joined pieces are the same however the text is split. Up to the last wanted call, nothing
+    is lost but whitespace around thoughts and calls.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class AnswerReader:
 
     @property
     def is_full(self) -> bool:
-        """True after as many calls as are wanted."""
+        """True once all wanted calls were read."""
         return self._pieces.is_full
 
     def push(self, text: str, is_last: bool = False) -> list[Piece]:
-        """What is known from the text so far and was not passed on before. `is_last`: no more text comes."""
+        """The pieces known from the text so far and not yet returned. `is_last`: no more text follows."""
         self._text.feed(text, is_last)
         next(self._reading, None)
         if self._text.tap is not None:

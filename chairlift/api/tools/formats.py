@@ -1,13 +1,13 @@
-"""How calls are read: what all formats have in common, those whose calls are JSON, and those whose calls are code.
+"""How calls are parsed: what all formats have in common, those whose calls are JSON, and those whose calls are code.
 
-With the name first and the arguments second, as models are taught, arguments are passed on while they are written; the
-rest of a call that breaks then goes into its arguments. Any other JSON object is held until it is complete, and is a
-call if it has what a call needs; if not, it is content with its marks. Content is passed on verbatim, but for
-whitespace before a call that needs its marks, and whitespace between calls.
+If the name comes first and the arguments second, as models are taught, arguments are passed on while they are written;
+if such a call is malformed, its rest goes into its arguments. Any other JSON object is held until it is complete: it is
+a call if it has what a call needs, else it is content, with its marks. Content is passed on verbatim, except whitespace
+before a call that needs its marks, and whitespace between calls.
 
-Of calls that are code, Qwen3-Coder's elements and Python's calls, JSON is made while they are read. A name is passed on
-with the first argument, and each argument when it is complete; text of an element already while it is written. What is
-wrong behind complete arguments ends the call, and is content.
+Calls that are code (Qwen3-Coder's elements, Python's calls) become JSON while they are read. A name is passed on with
+the first argument, each argument when it is complete, and text of an element while it is written. Anything malformed
+after complete arguments ends the call, and is content.
 """
 
 import json
@@ -33,19 +33,19 @@ class CallFormat:
     opening: ClassVar[str]
     closing: ClassVar[str] = ""
     other_marks: ClassVar[tuple[str, ...]] = ()  # within calls
-    other_openings: ClassVar[tuple[str, ...]] = ()  # how a call begins whose opening was forgotten
-    brackets: ClassVar[tuple[str, str]] = ("", "")  # around all calls behind an opening, where there are any
-    between: ClassVar[str]  # two calls, as chat templates write them
-    has_types: ClassVar[bool] = True  # what is written shows the types of values, without a look at the schemas
+    other_openings: ClassVar[tuple[str, ...]] = ()  # how calls without the opening mark begin
+    brackets: ClassVar[tuple[str, str]] = ("", "")  # around all calls after an opening; empty: none
+    between: ClassVar[str]  # separates two calls, as chat templates write them
+    has_types: ClassVar[bool] = True  # written values show their types without the schemas
     is_bare: ClassVar[bool] = False  # a call needs no opening where an answer begins and after another call
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What marks a call: often a special token of the vocabulary, which is otherwise no part of a text."""
+        """The marks of a call: often special tokens of the vocabulary, which are otherwise not part of a text."""
         return tuple(mark for mark in (self.opening, self.closing, *self.other_marks) if mark)
 
     def read(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[None]:
-        """Reads an answer, or the rest of one behind its thoughts. All text after the last wanted call is dropped."""
+        """Reads an answer, or the rest after its thoughts. All text after the last wanted call is dropped."""
         may_be_bare = self.is_bare
         openings = (self.opening, *self.other_openings)
         while not out.is_full:
@@ -61,7 +61,7 @@ class CallFormat:
             may_be_bare = is_call and self.is_bare
 
     def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
-        """Reads what stands between the marks. False if it is not a call: what was read is held, and is content."""
+        """Reads what is between the marks. False if it is not a call: what was read stays held, and is content."""
         return self.read_object(text, out)
 
     def read_list(
@@ -78,7 +78,7 @@ class CallFormat:
         return True
 
     def _read_closing(self, text: Text) -> Reading[None]:
-        """Reads what closes a call, and what stands between it and the next call or the end of the answer."""
+        """Reads what closes a call, and what separates it from the next call or the end of the answer."""
         if self.closing and (yield from text.accept(self.closing)):
             text.take()
         if not self.brackets[0]:
@@ -91,7 +91,7 @@ class CallFormat:
     def read_object(self, text: Text, out: PieceBuffer) -> Reading[bool]:
         """Reads a call that is a JSON object. False: what was read, up to what is wrong, is held.
 
-        Without marks an object with a name, but without arguments, is no call.
+        Without marks, an object with a name but without arguments is not a call.
         """
         yield from text.skip()
         begin = text.position
@@ -102,7 +102,7 @@ class CallFormat:
             is_value = yield from self.read_arguments(text, out)
             out.end_call()
             if is_value and not (yield from _read_rest(text)) and not text.is_at_end:
-                text.back_to(0)  # the arguments are complete; what is wrong after them is no part of the call
+                text.back_to(0)  # the arguments are complete; anything malformed after them is not part of the call
             text.take()
             return True
         text.back_to(begin)
@@ -119,7 +119,7 @@ class CallFormat:
         return True
 
     def read_arguments(self, text: Text, out: PieceBuffer) -> Reading[bool]:
-        """Reads the arguments of the call that has begun. False if they are not JSON, and go up to a mark."""
+        """Reads the arguments of the current call. If they are not JSON, False, and they extend to a mark."""
         yield from text.skip()
         text.take()
         if (yield from text.peek()) in ("{", "["):
@@ -203,7 +203,7 @@ def _read_rest(text: Text) -> Reading[bool]:
 
 
 def _arguments_text(raw: str) -> str:
-    """As written, but for two habits of models: null for no arguments, and the object inside a string."""
+    """The arguments as written, except null for no arguments, and an object in a string: models write both."""
     if raw == "null":
         return "{}"
     if raw.startswith('"'):
@@ -267,7 +267,7 @@ class Qwen3Coder(CallFormat):
             out.arguments('"' if is_whole else "")
         else:
             parts: list[str] = []
-            yield from text.value()  # a mark in a string of JSON ends nothing
+            yield from text.value()  # a mark in a JSON string does not end the value
             after_value = text.position
             is_json = yield from text.accept("</parameter>")
             text.back_to(after_value if is_json else 0)
@@ -326,7 +326,7 @@ def _begin_argument(text: Text, out: PieceBuffer, name: str, key: str, num_read:
 
 
 def _end_call(text: Text, out: PieceBuffer, name: str, num_read: int, is_closed: bool) -> None:
-    """Unless it was closed, what was read last is not part of it."""
+    """Ends a call. If it was not closed, what was read last is not part of it."""
     if is_closed:
         text.take()
     else:
@@ -339,7 +339,7 @@ def _end_call(text: Text, out: PieceBuffer, name: str, num_read: int, is_closed:
 
 
 def _read_literal(text: Text) -> Reading[None]:
-    """Reads up to the comma or bracket behind a Python literal, or the end of the answer."""
+    """Reads up to the comma or bracket after a Python literal, or the end of the answer."""
     depth = 0
     while True:
         yield from text.skip(_IN_LITERAL)
@@ -363,7 +363,7 @@ def is_text(schema: object) -> bool:
 
 
 def _value_text(raw: str, schema: object) -> str:
-    """JSON of a value that may be of other types than text; what is no literal, or of no type that may be, is text."""
+    """JSON of a value that need not be text; what is not a literal, or not of an allowed type, becomes text."""
     written, allowed = json_of_literal(raw), _types_of(schema)
     if written is None:
         return _quoted(raw)
@@ -374,7 +374,7 @@ def _value_text(raw: str, schema: object) -> str:
 
 
 def _types_of(schema: object) -> set[str]:
-    """The types that a schema names; the schema was not checked."""
+    """The types that a schema names; the schema itself may be invalid."""
     if not isinstance(schema, dict):
         return set()
     kinds = schema.get("type")

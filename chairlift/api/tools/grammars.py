@@ -1,12 +1,12 @@
 """Grammars of calls, in llguidance's dialect of Lark.
 
-https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md is its description. Calls are written as chat
-templates show them to the model, JSON as `json.dumps(value, ensure_ascii=False)` writes it; there is no room for
-endless whitespace, and characters that need no escape cannot be escaped. Keys and parameters come in the order of the
-schema. llguidance decides whether it can enforce a schema (`LLMatcher.validate_grammar`).
+The dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Calls are written as chat templates
+show them to the model, and JSON as `json.dumps(value, ensure_ascii=False)` writes it: whitespace is bounded, and
+characters that need no escape cannot be escaped. Keys and parameters come in the order of the schema. llguidance
+decides whether it can enforce a schema (`LLMatcher.validate_grammar`).
 
-Where calls are not JSON, each parameter has a schema of its own. Text in an element of Qwen3-Coder is bound by `enum`
-alone. A mark that is a special token of the vocabulary is that token, since its characters are other tokens.
+Where calls are not JSON, each parameter has a schema of its own. Only `enum` constrains text in an element of
+Qwen3-Coder. A mark that is a special token of the vocabulary is matched as that token, since its characters are others.
 """
 
 import json
@@ -49,7 +49,7 @@ class FunctionSpec:
         return self.parameters or {}
 
     def as_template_input(self) -> dict[str, Any]:
-        """What chat templates expect: the shape of chat completions."""
+        """The function as chat templates expect it, in the shape of chat completions."""
         fields = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
         given = {name: value for name, value in fields.items() if value is not None}
         return {"type": "function", "function": {"name": self.name, **given}}
@@ -60,8 +60,8 @@ def forced_calls_grammar(
 ) -> str:
     """One call of one of these functions (`is_parallel`: or several, of any of them) and nothing else.
 
-    Every function's arguments follow its schema. In the schema of a function that is not strict, what llguidance does
-    not know is ignored. InvalidRequest for a schema that is not of an object.
+    Every function's arguments follow its schema. Keywords that llguidance does not know are ignored if the function is
+    not strict. InvalidRequest for a schema that is not of an object.
     """
     _check_size(functions)
     schemas = [_Arguments(_schema_of(function), is_lenient=not function.strict) for function in functions]
@@ -76,7 +76,7 @@ def free_grammar(
     answer_schema: dict[str, Any] | None,
     tokens: MarkTokens,
 ) -> str:
-    """Text in which a call, once begun, is one of these functions'. With `answer_schema`: calls only, or such JSON.
+    """Free text in which every call must be to one of these functions. With `answer_schema`: calls only, or such JSON.
 
     The arguments of a function that is not strict are any JSON object. InvalidRequest for a strict function's schema
     that is not of an object.
@@ -106,7 +106,7 @@ class _Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """What a function may be called with."""
+    """The arguments that a function accepts."""
 
     schema: dict[str, Any]
     is_lenient: bool = False
@@ -115,7 +115,7 @@ class _Arguments:
         return _json(self.schema, self.is_lenient)
 
     def parameters(self) -> list[_Parameter] | None:
-        """One by one; None if there may be any."""
+        """The parameters one by one; None if any are allowed."""
         properties = self.schema.get("properties")
         if not isinstance(properties, dict):
             return [] if self.schema.get("additionalProperties") is False else None
@@ -132,7 +132,7 @@ class _Arguments:
 
 
 class _Writing:
-    """How a family writes calls: the opening, a bracket, calls with something between them, a bracket."""
+    """How a family writes calls: opening, bracket, calls with separators, bracket."""
 
     def __init__(self, family: ToolFamily, tokens: MarkTokens) -> None:
         self._form = form = FORMATS[family]
@@ -149,7 +149,7 @@ class _Writing:
         self._again = "" if form.is_bare or self._lead else form.opening  # before each further call
 
     def rules(self, functions: Sequence[FunctionSpec], arguments: Sequence[_Arguments], is_parallel: bool) -> list[str]:
-        """`calls`, whole; `body`, without its opening; `call`, one of them."""
+        """Rules: `calls` is all of them; `body` lacks the opening; `call` is one of them."""
         assert functions
         more = f"({self._literals(self._between, self._again, then='call')})*" if is_parallel else '""'
         opening = "" if self._form.is_bare else self._form.opening
@@ -167,7 +167,7 @@ class _Writing:
         return lines
 
     def free_text(self) -> str:
-        """Text without an opening, up to which it is free, so that nothing but a call can follow one."""
+        """Text that is free up to an opening, so that only a call can follow an opening."""
         form = self._form
         token = self._tokens.get(form.opening)
         spelled = "|".join(re.escape(mark).replace("/", r"\/") for mark in (form.opening, *form.other_openings))
@@ -185,8 +185,8 @@ class _Writing:
         )
 
     def _json_call(self, rule: str, name: str, arguments: _Arguments) -> list[str]:
-        # The tokens of JSON one by one, as %json has them: the lexer takes the longest literal that fits, so one for
-        # all of this would shut out every other object that begins with `{"` (the answer's).
+        # JSON tokens one by one, as in %json: the lexer takes the longest literal that matches, so a single literal for
+        # all of them would exclude every other object that begins with `{"` (the answer's).
         padding = "\n" if self._form.closing else ""
         key = "parameters" if self._form.is_bare else "arguments"
         head = self._literals(padding, "{", '"name"', ": ", _quoted(name), ", ", f'"{key}"', ": ")
@@ -247,7 +247,7 @@ def _quoted(text: str) -> str:
 
 
 def _json(schema: dict[str, Any], is_lenient: bool = False) -> str:
-    """One block per schema, because `$ref`s count from a block's root. The style is ours, whatever the schema says."""
+    """One block per schema, because `$ref`s count from a block's root. Our style overrides that of the schema."""
     return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_STYLE, "lenient": is_lenient}})
 
 

@@ -1,7 +1,7 @@
-"""An answer's text as it comes in pieces, and what is read out of it.
+"""An answer's text, which arrives in pieces, and what is parsed from it.
 
-Readers are generators that go through the text in order, as if all of it were there, and yield where they must wait for
-more. The work is linear in the text, and however it is cut, the pieces joined are the same.
+Readers are generators that go through the text in order as if it were complete, and yield where they must wait for
+more. The work is linear in the text, and the joined pieces are the same however it is split.
 """
 
 import ast
@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-WHITESPACE = " \t\n\r"  # what JSON calls so
+WHITESPACE = " \t\n\r"  # as JSON defines it
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SCALAR = re.compile(r"[0-9A-Za-z+.-]*")
 _BETWEEN = re.compile(r"[0-9A-Za-z+.,: \t\n\r-]*")  # between the strings and brackets of an array or object
@@ -24,7 +24,7 @@ Reading = Generator[None, None, _Result]
 
 @dataclass(frozen=True, slots=True)
 class ContentPiece:
-    """Text for the reader. Never empty."""
+    """Text of the answer itself. Never empty."""
 
     text: str
 
@@ -49,7 +49,7 @@ Piece = ContentPiece | ReasoningPiece | CallPiece
 
 
 class PieceBuffer:
-    """What readers have found since it was last emptied."""
+    """The pieces that readers have found since it was last emptied."""
 
     def __init__(self, max_calls: int | None) -> None:
         self.max_calls = max_calls
@@ -58,7 +58,7 @@ class PieceBuffer:
 
     @property
     def is_full(self) -> bool:
-        """True after as many calls as are wanted: nothing more comes of this answer."""
+        """True once all wanted calls were read: the rest of the answer is dropped."""
         return self.num_calls == self.max_calls
 
     def empty(self) -> list[Piece]:
@@ -80,7 +80,7 @@ class PieceBuffer:
         self._pieces.append(CallPiece(self.num_calls, name, arguments))
 
     def arguments(self, text: str) -> None:
-        """More of the call that has begun."""
+        """Adds to the arguments of the current call."""
         if text:
             self._pieces.append(CallPiece(self.num_calls, None, text))
 
@@ -89,13 +89,13 @@ class PieceBuffer:
 
 
 class Text:
-    """The text, how far it was read, and how much of that was taken. What was read and not taken can be read again."""
+    """The text, how far it was read, and how much was taken. What was read but not taken can be read again."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._start = self._at = 0  # what was read and not taken lies between
+        self._start = self._at = 0  # what was read but not taken lies between
         self._is_over = False
-        self.tap: Callable[[str], None] | None = None  # if set, is given what is read before the reader waits for more
+        self.tap: Callable[[str], None] | None = None  # if set, gets what was read before the reader waits for more
 
     def feed(self, more: str, is_over: bool) -> None:
         """`is_over`: nothing follows."""
@@ -106,7 +106,7 @@ class Text:
 
     @property
     def position(self) -> int:
-        """How much was read and not taken."""
+        """How much was read but not taken."""
         return self._at - self._start
 
     @property
@@ -117,7 +117,7 @@ class Text:
         return self._text[self._start + position : self._at]
 
     def take(self) -> str:
-        """All that was read and not taken."""
+        """Takes all that was read but not taken."""
         taken = self._text[self._start : self._at]
         self._start = self._at
         return taken
@@ -127,11 +127,11 @@ class Text:
         self._at = min(self._at + 1, len(self._text))
 
     def back_to(self, position: int) -> None:
-        """What was read since then will be read again."""
+        """Goes back, so that what was read since then is read again."""
         self._at = self._start + position
 
     def take_tail_of(self, mark: str) -> None:
-        """Takes the end of the answer if it is the beginning of this mark, which was cut off."""
+        """Takes the end of the answer if it is the beginning of this mark, truncated."""
         if self._is_over and mark.startswith(self._text[self._at :]):
             self._at = len(self._text)
             self.take()
@@ -143,7 +143,7 @@ class Text:
         return self._text[self._at : self._at + 1]
 
     def skip(self, run: re.Pattern[str] = _SPACE) -> Reading[bool]:
-        """Reads all characters of a run, by default whitespace; whether there was any."""
+        """Reads all characters of a run, by default whitespace; True if there were any."""
         is_any = False
         while True:
             match = run.match(self._text, self._at)
@@ -162,7 +162,7 @@ class Text:
         return self.since(begin)
 
     def accept(self, literal: str) -> Reading[bool]:
-        """Whether this comes next, perhaps after whitespace; reads it then, and whitespace in any case."""
+        """True if this comes next, perhaps after whitespace; reads it then, and whitespace in any case."""
         yield from self.skip()
         while not self._is_over and len(self._text) - self._at < len(literal):
             if not literal.startswith(self._text[self._at :]):
@@ -198,7 +198,7 @@ class Text:
     # --- JSON: only strings and depth are followed, the rest is for `json.loads` to judge
 
     def value(self) -> Reading[bool]:
-        """Whether a JSON value comes next; reads it, or up to what cannot be part of it."""
+        """True if a JSON value comes next; reads it, or up to what cannot be part of it."""
         depth = 0
         while True:
             char = yield from self.peek()
@@ -214,7 +214,7 @@ class Text:
                 return is_good
 
     def string(self, quote: str = '"') -> Reading[bool]:
-        """Whether a string comes next, perhaps after whitespace; reads it."""
+        """True if a string comes next, perhaps after whitespace; reads it."""
         if not (yield from self.accept(quote)):
             return False
         run = _IN_STRING[quote]
@@ -224,7 +224,7 @@ class Text:
             self.advance()
             if char in (quote, ""):
                 return char == quote
-            yield from self.peek()  # what is escaped
+            yield from self.peek()  # the escaped character
             self.advance()
 
 
@@ -238,7 +238,7 @@ def _num_begun(text: str, mark: str) -> int:
 
 
 def parsed(raw: str) -> object:
-    """None for null and for what is not JSON. Line breaks in strings, which small models write, are accepted."""
+    """The value; None for null and for what is not JSON. Accepts line breaks in strings: small models write them."""
     try:
         value: object = json.loads(raw, strict=False)
     except (ValueError, RecursionError):
@@ -262,7 +262,7 @@ def json_of_literal(raw: str) -> str | None:
 
 
 def is_sendable(text: object) -> bool:
-    """Whether it is a text that UTF-8 has bytes for: not one with half a surrogate pair."""
+    """True for a text that UTF-8 can encode, so without half a surrogate pair."""
     try:
         return isinstance(text, str) and bool(text.encode() or True)
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
 """The shapes of requests and replies: OpenAI's and Anthropic's specifications plus vLLM's extensions.
 
-Here is what all shapes share: strictness, fields that do not simply work, and the one complaint about a wrong body.
+This module has what all shapes share: strictness, fields without full support, and the one error about a wrong body.
 """
 
 import inspect
@@ -32,7 +32,7 @@ LeftOutIfNone = Field(exclude_if=lambda value: value is None)
 
 Texts = list[str]
 TokenIds = list[StrictInt]
-Label = Annotated[str, Field(max_length=512)]  # only kept or repeated
+Label = Annotated[str, Field(max_length=512)]  # stored or repeated, but not interpreted
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
 _STATELESS = "use previous_response_id, or send the whole conversation as input"
@@ -84,7 +84,7 @@ _MAX_FIELDS = 256  # of one object whose fields have names
 _COLLECTIONS = ("list", "set", "frozenset", "tuple", "dict")
 _Value = TypeVar("_Value")
 
-# In the path to a complaint pydantic also names the form of a field that it tried: a class, or a type of Python's.
+# In the path of an error pydantic also names the form of a field that it tried: a class, or a type of Python's.
 _FORM = re.compile(r"[A-Z].*|.*[\[(].*|constrained-.*|str|int|float|bool|none")
 _SHOULD_BE = "Input should be "
 _MESSAGES = {
@@ -97,15 +97,15 @@ _MESSAGES = {
 
 
 def let_others_run(value: _Value) -> _Value:
-    """Changes nothing. pydantic releases the interpreter's lock only to call Python functions, so what validates or
-    writes much calls one now and then.
+    """Changes nothing. pydantic releases the interpreter's lock only to call Python functions, so large validations and
+    dumps call this one now and then.
     """
     return value
 
 
 def _fail_fast(schema: Any, handler: GetCoreSchemaHandler) -> None:
     """Makes every collection in a core schema stop at its first error: a list of a million wrong elements must not
-    become a million complaints.
+    cause a million errors.
     """
     if isinstance(schema, dict):
         if schema.get("type") in _COLLECTIONS:
@@ -122,17 +122,17 @@ def _fail_fast(schema: Any, handler: GetCoreSchemaHandler) -> None:
 def without_nulls(given: object) -> object:
     """An object without its fields that are null; anything else as it is.
 
-    Each of thousands of unknown fields would be an error of its own, and collecting them would delay everyone else.
+    Thousands of unknown fields would each be an error of its own, and collecting them would delay all other requests.
     """
     if not isinstance(given, dict):
         return given
     if len(given) > _MAX_FIELDS:
-        raise PydanticCustomError("too_many_fields", "{count} fields, of which most are unknown", {"count": len(given)})
+        raise PydanticCustomError("too_many_fields", "{count} fields, most of them unknown", {"count": len(given)})
     return {name: value for name, value in given.items() if value is not None}
 
 
 class Fate(StrEnum):
-    """What becomes of a field."""
+    """How a field is treated."""
 
     WORKS = "works"
     IGNORED = "accepted, changes nothing"
@@ -187,7 +187,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Collections fail fast, and between two objects other threads get a turn."""
+        """Makes collections fail fast, and lets other threads run between two objects."""
         schema = handler(source)
         _fail_fast(schema, handler)
         model: Any = schema
@@ -198,13 +198,13 @@ class Body(BaseModel):
 
 
 class Written(Body):
-    """What a model wrote. It comes back with whatever servers and clients on its way have added, which is dropped."""
+    """What a model wrote. Fields that servers and clients have added to it are dropped."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 def only(allowed: object, why: str, path: str | None = None) -> BeforeValidator:
-    """Refuses every value of a field but null and this one; `path`: of a field within a field."""
+    """Refuses every value of a field except null and this one; `path`: of a field within a field."""
 
     def check(value: object, info: ValidationInfo) -> object:
         if value is not None and value != allowed:
@@ -232,7 +232,7 @@ def _known_type(field: str, *known: str) -> Callable[[object], object]:
 
 
 def type_of(value: dict[str, Any]) -> Any:
-    """An item's type; one without is a message if it has a role."""
+    """An item's type; an item without one is a message if it has a role."""
     return "message" if value.get("type") is None and "role" in value else value.get("type")
 
 
@@ -241,10 +241,10 @@ class OneOf:
     """Marks a union of classes. `pick` says which of them an object becomes; None: it is not an object."""
 
     pick: Callable[[Any], type[BaseModel] | None]
-    check: Callable[[object], object] = let_others_run  # what comes, before one is picked
+    check: Callable[[object], object] = let_others_run  # applied to the input before one is picked
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Their names stand in the paths to complaints: see `_FORM`."""
+        """Class names occur in the paths of errors: see `_FORM`."""
         forms = {form.__name__: handler.generate_schema(form) for form in get_args(union)}
         picked = core_schema.tagged_union_schema(forms, lambda value: getattr(self.pick(value), "__name__", None))
         return core_schema.no_info_before_validator_function(self.check, picked)
@@ -272,7 +272,7 @@ class ErrorBody(BaseModel):
 
 
 class NamedEvent(BaseModel):
-    """An event of a stream that goes by its type."""
+    """An event of a stream, named by its type."""
 
     type: str
 
@@ -284,7 +284,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """How many of the generated tokens are thoughts, how many were guessed rightly, and how many guesses were wrong."""
+    """How many of the generated tokens are thoughts, and how many speculated tokens were accepted and rejected."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int = 0
@@ -320,9 +320,9 @@ class Usage(BaseModel):
 
 
 def complaint_of(error: ValidationError) -> InvalidRequest:
-    """One complaint out of all: our own if there is one, else about the first wrong field.
+    """Picks one of all errors: our own if there is one, else that of the first wrong field.
 
-    For a field that may have several forms, the complaint that got furthest is about the form that was meant.
+    If a field may have several forms, the error deepest in the body is about the form that was meant.
     """
     complaints = error.errors(include_url=False, include_input=False)
     for each in complaints:
@@ -343,9 +343,9 @@ def complaint_of(error: ValidationError) -> InvalidRequest:
 
 
 def _path(complaint: ErrorDetails) -> list[str]:
-    """The fields and indices that lead to what is wrong."""
+    """The fields and indices that lead to the wrong value."""
     *lead, last = complaint["loc"] or ("",)
-    is_named = complaint["type"] == "extra_forbidden"  # whose name its sender chose
+    is_named = complaint["type"] == "extra_forbidden"  # the client chose its name
     names = [str(part) for part in lead if isinstance(part, int) or not _FORM.fullmatch(part)]
     return names + ([str(last)] if is_named or isinstance(last, int) or not _FORM.fullmatch(last) else [])
 
@@ -359,7 +359,7 @@ def _joined(complaints: list[ErrorDetails]) -> str:
 
 
 def _placed(complaint: InvalidRequest, path: list[str]) -> InvalidRequest:
-    """With the whole path, where a part of the body complained that does not know where in the body it stands."""
+    """Adds the whole path to an error that a part of the body raised without knowing its own place."""
     name = complaint.param
     if len(path) < 2 or name not in (path[0], path[-1]):
         return complaint
@@ -370,7 +370,7 @@ def _placed(complaint: InvalidRequest, path: list[str]) -> InvalidRequest:
 
 @contextmanager
 def own_field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Complaints name the fields that the client wrote; `names`: a request's `field_names`."""
+    """Makes errors name the fields that the client wrote; `names`: a request's `field_names`."""
     try:
         yield
     except InvalidRequest as error:

@@ -1,8 +1,8 @@
 """`/v1/messages` and `/v1/messages/count_tokens`, as Anthropic's Messages API specifies them.
 
-What would change the answer and cannot be served is refused by name; hints that clients send with every request are
-accepted. A model's name, sampling parameters beyond the specification and how a request is served beside others are
-those of the other endpoints.
+Unsupported fields that would change the answer are refused by name; hints that clients send with every request are
+accepted. The model's name, sampling parameters beyond the specification and scheduling options are those of the other
+endpoints.
 """
 
 from collections.abc import Iterable, Sequence
@@ -151,12 +151,12 @@ Turn = Annotated[UserTurn | ModelTurn, OneOf(lambda turn: ModelTurn if is_of_ass
 
 
 def joined(content: str | Sequence[TextBlock | WrittenTextBlock]) -> str:
-    """Joined by line breaks: clients cut blocks where a new line would begin."""
+    """Joins blocks by line breaks: clients cut blocks where a new line would begin."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 def merged(messages: Iterable[Message]) -> list[Message]:
-    """Turns of the same speaker that follow each other are one, since many templates know no others."""
+    """Merges consecutive turns of one speaker, because many templates require alternating ones."""
     turns: list[Message] = []
     for role, run in groupby(messages, key=itemgetter("role")):
         turn = list(run)
@@ -291,7 +291,7 @@ class CountTokensRequest(ToolUse):
 
     @property
     def is_continued(self) -> bool:
-        """Whether the answer goes on with the assistant's last turn."""
+        """Whether the answer continues the assistant's last turn."""
         return bool(self.messages) and isinstance(self.messages[-1], ModelTurn)
 
     def template_messages(self) -> list[Message]:
@@ -307,7 +307,7 @@ class CountTokensRequest(ToolUse):
         )
 
     def thinking_arguments(self) -> dict[str, Any]:
-        """Nothing is refused for them: clients say how much to think with every request, whatever the model."""
+        """Refuses nothing: clients say how much to think with every request, whatever the model."""
         if self.thinking is not None and self.thinking.type == "disabled":
             return effort_arguments("none")
         effort = None if self.output_config is None else self.output_config.effort

@@ -142,7 +142,7 @@ class AnthropicErrorBody(NamedEvent):
 
 
 class MessageStart(NamedEvent):
-    """The first event: the message as far as it is."""
+    """The first event: the message as far as it exists."""
 
     type: Literal["message_start"] = "message_start"
     message: AnthropicMessage
@@ -211,7 +211,7 @@ class MessageStop(NamedEvent):
 
 
 class Ping(NamedEvent):
-    """Says that a silent stream goes on."""
+    """Keeps a silent stream alive."""
 
     type: Literal["ping"] = "ping"
 

@@ -44,7 +44,7 @@ class CompletionRequest(CompletionsRequest):
     @field_validator("prompt", mode="wrap")
     @classmethod
     def _say_what_a_prompt_is(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
-        """One complaint about all four forms, where pydantic would name the first only."""
+        """One error about all four forms, where pydantic would name only the first."""
         try:
             return handler(value)
         except ValidationError as error:
@@ -84,7 +84,7 @@ class PromptLogprob(BaseModel):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""By token id at each position: the token that stands there, then the likeliest ones; None for the first."""
+"""At each position by token id: the prompt's token, then the likeliest ones; None for the first position."""
 
 
 class Choice(BaseModel):
@@ -194,7 +194,7 @@ class ChatCompletionRequest(Rendering, ParallelToolUse, CompletionsRequest):
         return super().request_options(key_tenant, prediction=text, **more)
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
-        """How to answer; what the answer must look like is not in it yet, since tools have a say in it."""
+        """The sampling parameters, without the answer's structure, which also depends on tools."""
         return self.sampling_params(
             defaults,
             max_tokens=self.max_completion_tokens,

@@ -1,4 +1,4 @@
-"""What all requests that generate have in common: whom they ask, how to sample, and what the answer must look like."""
+"""What all requests that generate have in common: sender, sampling, scheduling, and the structure of the answer."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ from chairlift.params import RequestOptions, SamplingParams, StructuredOutputs
 
 FOR_CACHING = Ignored("a hint about caching; prompts that begin alike are found without it")
 FOR_STATISTICS = Ignored("labels a request for its sender's own statistics")
-SENDER = "who sent the request; users, or API keys where there are any, share the machine evenly"
+SENDER = "the sender; users, or API keys if there are any, share the machine evenly"
 _MADE_HERE = {"logprobs", "prompt_logprobs", "structured_outputs"}  # mean something else in requests
 
 # --- structure
@@ -48,7 +48,7 @@ class WantedStructure:
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """As JSON Schema; None if it is something else."""
+        """The structure as JSON Schema; None if it is something else."""
         if self.outputs.json_object:
             return {"type": "object"}
         try:
@@ -59,7 +59,7 @@ class WantedStructure:
             raise InvalidRequest(f"{self.field}: too deeply nested; simplify it", self.field) from error
 
     def refusal(self, error: InvalidGrammar) -> InvalidRequest:
-        """The same in terms of what the client wrote."""
+        """The error in terms of what the client wrote."""
         if not self.parts:
             return InvalidRequest(f"{self.field}: {error}", self.field)
         whole = Part(self.field, "the schemas together") if len(self.parts) > 1 else next(iter(self.parts.values()))
@@ -68,7 +68,7 @@ class WantedStructure:
 
 
 def make_structure(field: str, **given: Any) -> StructuredOutputs | None:
-    """What the field of that name says; None if it says nothing. InvalidRequest about that field."""
+    """The structure in the field of that name; None if it has none. InvalidRequest about that field."""
     if all(value is None for value in given.values()):
         return None
     try:
@@ -175,7 +175,7 @@ class StreamOptions(ResponseStreamOptions):
 
 
 class Repetition(Body):
-    """See RepetitionDetection, whose limits these are."""
+    """See RepetitionDetection, whose limits apply."""
 
     max_pattern_size: StrictInt
     min_pattern_size: StrictInt | None = None
@@ -215,20 +215,20 @@ class GenerationRequest(Body):
     @field_validator("cache_salt")
     @classmethod
     def _check_salt(cls, salt: str | None) -> str | None:
-        if salt == "":  # a client whose secret is missing must not come to share its prompts with everybody
+        if salt == "":  # a client that lacks its secret must not share its prompts with all others
             raise InvalidRequest("cache_salt is empty; leave it out, or give at least one character", "cache_salt")
         return salt
 
     @property
     def sender(self) -> str:
-        """Whose request it is, in the client's own words; empty if it says nothing."""
+        """The sender, as the client names it; empty if it names none."""
         raise NotImplementedError
 
     def request_options(self, key_tenant: str | None, **more: Any) -> RequestOptions:
         """How the request is served. `pydantic.ValidationError` if a field is out of range.
 
-        `key_tenant`: who the API key says it is, None where there are no keys. A key has one share, whoever its
-        holder says that the `sender` is.
+        `key_tenant`: the tenant of the API key, None where there are no keys. A key has one share, whatever `sender`
+        its requests name.
         """
         given = self.model_dump(include={"priority", "cache_salt", "timeout", "speculation"}, exclude_none=True)
         tenant = self.sender if key_tenant is None else key_tenant

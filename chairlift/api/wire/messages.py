@@ -71,7 +71,7 @@ class ChatMessage(Body):
 
 
 class AssistantTurn(Written):
-    """What the assistant said or called, as any server may have told it."""
+    """What the assistant said or called, as any server may have written it."""
 
     role: Literal["assistant"]
     content: str | list[Annotated[WrittenPart, only_types("messages", "text", "refusal")]] | None = None
@@ -104,7 +104,7 @@ def template_message(role: str, content: str, **more: Any) -> Message:
 
 
 def template_call(call_id: str, name: str, written: str | None) -> dict[str, Any]:
-    """With the arguments as an object, which is what templates print. InvalidRequest if they are not."""
+    """A call with its arguments as an object, which is what templates print. InvalidRequest if they are not."""
     written = written or "{}"
     try:
         arguments = json.loads(written)
@@ -231,26 +231,26 @@ class TemplateInput(Body):
     tools: Sequence[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
 
-    effort_field: ClassVar[str] = ""  # in which `effort` comes
+    effort_field: ClassVar[str] = ""  # the field that holds `effort`
 
     @property
     def effort(self) -> Effort | None:
-        """How much to think, where a wish that the model cannot fulfil is refused."""
+        """How much to think, for endpoints that refuse what the model cannot do."""
         return None
 
     @property
     def field_names(self) -> dict[str, str]:
-        """What checks that are shared call a field -> what the client called it, where that differs."""
+        """Names of fields in shared checks -> the client's names, where they differ."""
         return {}
 
     @property
     def callable_functions(self) -> list[FunctionSpec]:
-        """The tools that can be served here."""
+        """The supported tools."""
         return [tool.spec() for tool in self.tools or [] if not isinstance(tool, LeftOutTool)]
 
     @property
     def left_out(self) -> list[str]:
-        """The types of tools that are not understood here."""
+        """The types of the unsupported tools."""
         return [tool.type for tool in self.tools or [] if isinstance(tool, LeftOutTool)]
 
     @property
@@ -263,7 +263,7 @@ class TemplateInput(Body):
         return effort_arguments(self.effort)
 
     def template_messages(self) -> list[Message]:
-        """The conversation. InvalidRequest if it is none."""
+        """The conversation. InvalidRequest if it is not a valid one."""
         raise NotImplementedError
 
     def chat_options(self) -> ChatOptions:
@@ -304,7 +304,7 @@ class ToolUse(TemplateInput):
         raise NotImplementedError
 
     def functions_to_call(self) -> list[FunctionSpec]:
-        """Those that the model may call, as `tool_choice` has it; empty if it must not."""
+        """The functions that the model may call, according to `tool_choice`; empty if it must not call any."""
         if self.call_mode == "none":
             return []
         chosen = self.chosen_function

@@ -108,7 +108,7 @@ class ReasoningUsed(BaseModel):
 
 
 class UsedTool(BaseModel):
-    """A function that the model may call, with what was left open filled in."""
+    """A function that the model may call, with defaults for what was left out."""
 
     type: Literal["function"] = "function"
     name: str
@@ -118,7 +118,7 @@ class UsedTool(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """The reply. What was asked for is repeated in it, with what was left open filled in."""
+    """The reply. It repeats the request's settings, with defaults for those left out."""
 
     id: str
     object: Literal["response"] = "response"
@@ -209,7 +209,7 @@ class Event(NamedEvent):
 
 
 class ErrorEvent(NamedEvent):
-    """The end of a stream that cannot go on. `error` says the same once more: by it the `openai` client knows."""
+    """The end of a stream that cannot go on. `error` repeats it in an object, which the `openai` client recognizes."""
 
     type: Literal["error"] = "error"
     sequence_number: int = 0

@@ -169,7 +169,7 @@ def _joined(content: str | Sequence[InputText | WrittenText | Refusal]) -> str:
 
 
 def template_messages(items: Sequence[Item], earlier: Sequence[Message] = ()) -> list[Message]:
-    """Items as the messages that chat templates know: an assistant's calls, in a row, belong to one message.
+    """Items as the messages that chat templates know: consecutive calls of the assistant belong to one message.
 
     `earlier`: messages of the same conversation, which come first. InvalidRequest if an output answers no earlier call.
     """
@@ -202,7 +202,7 @@ AnyTool = Annotated[FunctionTool | LeftOutTool, known_or_left_out(FunctionTool, 
 
 
 class TextOptions(Body):
-    """What is asked of the answer's text."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = Field(None, description="json_object and json_schema are enforced token by token")
     verbosity: Annotated[

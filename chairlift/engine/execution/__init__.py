@@ -1,1 +1,1 @@
-"""Plans become launches on a device. Never reaches text."""
+"""Turns plans into launches on a device. Knows no text."""

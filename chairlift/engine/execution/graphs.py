@@ -1,16 +1,16 @@
-"""Decode steps that are recorded once and replayed: on a CUDA device one graph takes the place of hundreds of kernels.
+"""Decode steps that are recorded once and replayed: on a CUDA device, one graph replaces hundreds of kernel launches.
 
-A graph reads and writes tensors at fixed places, in fixed sizes. So a batch is padded to the next of a few sizes, its
-rows are copied into buffers that all graphs share, and the rows behind them work on a scratch slot that no request
-has. There are two kinds:
+A graph reads and writes tensors at fixed addresses, in fixed sizes. So a batch is padded to the next of a few sizes,
+its rows are copied into buffers that all graphs share, and padding rows use a scratch slot that no request has. There
+are two kinds:
 
-- a forward graph, per batch size and number of tokens that attention looks at: one step, from the input tokens to the
-  logits; it ends by moving every row on by one token, so that the next replay is the next step;
+- a forward graph, per batch size and number of tokens that attention reads: one step, from the input tokens to the
+  logits; at its end every row advances by one token, so that the next replay is the next step;
 - a sampling graph, per batch size and kind of sampling: from the logits to the last token of each slot, which is the
   next step's input.
 
-To record one takes as long as dozens of steps, for which all streams would stand still. So a launch takes what has been
-recorded: the common ones are at the start, and what was missing is when there is no work.
+Recording one takes as long as dozens of steps, during which all requests would stall. So a launch only uses graphs that
+have been recorded: the common ones are recorded at start, and missing ones when the engine is idle.
 """
 
 import logging
@@ -29,43 +29,43 @@ from chairlift.models.attention import BatchMetadata, Forward, view_length
 
 logger = logging.getLogger(__name__)
 
-ON_DEVICE = -1  # stands for an input token that only the device knows
+ON_DEVICE = -1  # placeholder for an input token that only the device knows
 
 Replay = Callable[[], None]
-"""Does again, on what the buffers hold now, what was recorded."""
+"""Repeats the recorded work on the buffers' current contents."""
 
 _FIRST_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
 _COMMON_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 256})  # recorded at start, as is the largest
-_COMMON_LENGTHS = (256, 512, 1024)  # tokens that attention looks at; likewise
+_COMMON_LENGTHS = (256, 512, 1024)  # tokens that attention reads; likewise
 _NUM_WARM_UPS = 2
 
 
 class LastTokens:
-    """The last sampled token of each slot, on the device: how a step gets at what the one before it sampled."""
+    """The last sampled token of each slot, on the device, from which the next step reads its input."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._by_slot = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def note(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """`tokens`, int64 `[N]`, were sampled for these slots, int32 `[N]`."""
-        self._by_slot[slots] = tokens.clamp(min=0)  # a row without a valid token ends, but its surplus is computed
+        """Records `tokens`, int64 `[N]`, as the last ones of these slots, int32 `[N]`."""
+        self._by_slot[slots] = tokens.clamp(min=0)  # a row without a valid token ends, but surplus is computed
 
     def fill_in(self, input_ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """int64 `[N]` of these slots, int32 `[N]`, with tokens in the place of `ON_DEVICE`."""
+        """`input_ids`, int64 `[N]`, with `ON_DEVICE` replaced by the last tokens of these slots, int32 `[N]`."""
         return torch.where(input_ids < 0, self._by_slot[slots], input_ids)
 
 
 class GraphRecorder(Protocol):
-    """Makes graphs."""
+    """Records graphs."""
 
     def record(self, work: Callable[[], None]) -> Replay:
-        """Records what `work` launches. May run it, too, more than once."""
+        """Records what `work` launches. May also run it, more than once."""
         ...
 
 
 class CudaRecorder:
-    """Records CUDA graphs. They share their memory, since only one of them runs at a time."""
+    """Records CUDA graphs, which share their memory, since only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,7 +78,7 @@ class CudaRecorder:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                for _ in range(_NUM_WARM_UPS):  # libraries allocate and choose kernels, which cannot be recorded
+                for _ in range(_NUM_WARM_UPS):  # libraries first allocate and choose kernels, which cannot be recorded
                     work()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
@@ -112,26 +112,26 @@ class _Buffers:
         self._scratch = scratch
 
     def clear(self, start: int = 0) -> None:
-        """Turns the rows from there on into padding: an empty sequence on the scratch slot."""
+        """Turns the rows from `start` on into padding: empty sequences in the scratch slot."""
         self.slots[start:].fill_(self._scratch)
         self.input_ids[start:].zero_()
         self.lengths[start:].zero_()
 
 
 class _GraphTable:
-    """Graphs by batch size and reach. One of more rows, or that reaches further, does as well, and takes longer."""
+    """Graphs by batch size and reach. A graph with more rows or a longer reach also works, but takes longer."""
 
     def __init__(self, record: Callable[[int, int], Replay]) -> None:
         self._record = record
         self._replays: dict[tuple[int, int], Replay] = {}
-        self.missing: list[tuple[int, int]] = []  # launches would have taken these
+        self.missing: list[tuple[int, int]] = []  # launches would have used these
 
     @property
     def recorded(self) -> set[tuple[int, int]]:
         return set(self._replays)
 
     def find(self, size: int, reach: int) -> Replay:
-        """The best for a launch of so many rows. The largest of all must have been recorded."""
+        """The smallest graph that suffices. The largest of all must have been recorded."""
         replay = self._replays.get((size, reach))
         if replay is not None:
             return replay
@@ -153,7 +153,7 @@ class _Loaded:
 
 
 class DecodeGraphs:
-    """Runs launches that only decode: `load`, then `next_tokens` (or `next_logits`) once per step."""
+    """Runs decode launches: `load`, then `next_tokens` (or `next_logits`) once per step."""
 
     def __init__(
         self,
@@ -173,17 +173,17 @@ class DecodeGraphs:
         self._max_steps = max_steps
         self._sizes = batch_sizes(self._scratch)
         self._buffers = _Buffers(self._sizes[-1], max_steps, vocab_size, self._scratch, blocks.device)
-        self.forwards = _GraphTable(lambda *key: self._record(lambda: self._forward_step(*key)))  # tokens to look at
+        self.forwards = _GraphTable(lambda *key: self._record(lambda: self._forward_step(*key)))  # by tokens read
         self.samplings = _GraphTable(lambda *key: self._record(lambda: self._sampling_step(*key)))  # by `DrawKind`
         self._loaded: _Loaded | None = None
 
     @torch.inference_mode()
     def record_common(self) -> None:
-        """Records what most launches will need, so that no launch waits for it later."""
+        """Records the graphs that most launches will need."""
         start = time.monotonic()
         lengths = sorted({self._view_length(length) for length in (*_COMMON_LENGTHS, self._blocks.shape[3])})
         sizes = [size for size in self._sizes if size in _COMMON_SIZES or size == self._sizes[-1]]
-        for size in reversed(sizes):  # the largest first: the smaller ones fit into its memory
+        for size in reversed(sizes):  # the largest first, so that smaller ones fit into its memory
             for length in lengths:
                 self.forwards.record(size, length)
             for kind in DrawKind:
@@ -192,9 +192,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def record_missing(self) -> bool:
-        """Records one of the graphs in whose place launches took larger ones; True if there are more of these.
+        """Records one of the graphs that launches missed, and returns True if there are more of these.
 
-        Nothing may be in flight.
+        No launch may be in flight.
         """
         table = next((each for each in (self.forwards, self.samplings) if each.missing), None)
         if table is None:
@@ -225,7 +225,7 @@ class DecodeGraphs:
         self._loaded = _Loaded(num_rows, self.forwards.find(self._size_of(num_rows), reach), sample)
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, sampling: GraphSampling) -> torch.Tensor:
-        """Samples logits that no graph computed, float32 `[N, vocab]`, for slots, int32 `[N]`: as `next_tokens`."""
+        """Samples logits not computed by a graph, float32 `[N, vocab]`, for slots, int32 `[N]`; see `next_tokens`."""
         replay = self._load_rows(slots, sampling)
         assert replay is not None, "sampling was given"
         self._buffers.logits[: len(logits)] = logits
@@ -233,7 +233,7 @@ class DecodeGraphs:
         return self._buffers.tokens[: len(logits)].clone()
 
     def _load_rows(self, slots: torch.Tensor, sampling: GraphSampling | None) -> Replay | None:
-        """Gives rows their slots and how they are sampled, by the graph that is returned; the others are padding."""
+        """Sets the rows' slots and sampling parameters, pads the other rows, and returns the sampling graph."""
         num_rows, buffers = len(slots), self._buffers
         buffers.slots[:num_rows] = slots
         buffers.clear(num_rows)
@@ -248,13 +248,13 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def next_logits(self) -> torch.Tensor:
-        """One step: float32 `[num_rows, vocab]`, good until the next step. The caller notes what it samples."""
+        """Runs one step: float32 `[num_rows, vocab]`, valid until the next. The caller records what it samples."""
         assert self._loaded is not None, "load comes first"
         self._loaded.forward()
         return self._buffers.logits[: self._loaded.num_rows]
 
     def next_tokens(self) -> torch.Tensor:
-        """One step: int64 `[num_rows]`, INVALID_TOKEN where there is none."""
+        """Runs and samples one step: int64 `[num_rows]`, INVALID_TOKEN where there is none."""
         num_rows = len(self.next_logits())
         sample = self._loaded.sample if self._loaded is not None else None
         assert sample is not None, "a launch that its caller samples"
@@ -269,7 +269,7 @@ class DecodeGraphs:
         return self._recorder.record(work)
 
     def _forward_step(self, size: int, length: int) -> None:
-        """What a forward graph does."""
+        """The work of a forward graph."""
         buffers, cache = self._buffers, self._collection(size, length)
         batch = BatchMetadata(
             row_offsets=buffers.row_offsets[: size + 1],
@@ -285,16 +285,16 @@ class DecodeGraphs:
         buffers.input_ids[:size].fill_(ON_DEVICE)
 
     def _sampling_step(self, size: int, reach: int) -> None:
-        """What a sampling graph does."""
+        """The work of a sampling graph."""
         buffers, kind = self._buffers, DrawKind(reach)
         tokens = sample_in_graph(buffers.logits[:size], kind, buffers.sampling[:, :size], buffers.step)
         buffers.tokens[:size] = tokens
         if kind is not DrawKind.GREEDY:
-            buffers.step.add_(1).remainder_(self._max_steps)  # recording may run it more often than a launch has steps
+            buffers.step.add_(1).remainder_(self._max_steps)  # recording may exceed a launch's steps
         self._last_tokens.note(buffers.slots[:size], tokens)
 
     def _collection(self, size: int, longest: int) -> ContinuousBatchingKVCacheCollection:
-        """The buffers as cache inputs whose longest row has that many tokens after the step."""
+        """The buffers as cache inputs, whose longest row has `longest` tokens after the step."""
         return ContinuousBatchingKVCacheCollection(
             blocks=self._blocks,
             cache_lengths=self._buffers.lengths[:size],

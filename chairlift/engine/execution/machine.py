@@ -1,8 +1,8 @@
-"""What this machine offers: the device, the number formats it multiplies natively, and memory.
+"""Facts about this machine: the device, the number formats that it multiplies natively, and memory.
 
-On a GPU the cache is sized once the weights are loaded. What a step allocates is not guessed: a step of the largest
-size runs once, from the tokens to what is sampled with penalties and log-probabilities, and its peak is set aside; the
-cache takes its share of the rest, and CUDA graphs live in what is left.
+On a GPU, the cache is sized once the weights are loaded. What a step allocates is measured: a step of the largest size
+runs once, from tokens to sampling with penalties and log-probabilities, and its peak is reserved; the cache takes its
+share of the rest, and CUDA graphs use what is left.
 """
 
 import logging
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _AMPERE = (8, 0)  # compute capability of the first GPUs that multiply bfloat16
 _GIB = 2**30
-_LAUNCH_S = 0.002  # of decode steps: a newcomer waits for that, and the host's work hides behind it
-_CGROUP = Path("/sys/fs/cgroup")  # of version 2, and of version 1 with its folders
+_LAUNCH_S = 0.002  # of decode steps in a launch: a new request waits for them, and the host's work overlaps with them
+_CGROUP = Path("/sys/fs/cgroup")  # of version 2; version 1 has a folder for each controller
 _CGROUP_FILES = (
     (_CGROUP / "memory.max", _CGROUP / "memory.current"),
     (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
@@ -45,7 +45,7 @@ _QUOTA_FILES = {"": ("cpu.max",), "cpu": ("cpu.cfs_quota_us", "cpu.cfs_period_us
 def inspect_machine(device: str) -> MachineFacts:
     """Facts about the named device ("auto": the first GPU, else the CPU).
 
-    ConfigurationError if there is none such, or if $CHAIRLIFT_CPU_LEVEL names what the CPU does not have.
+    ConfigurationError if there is no such device, or if $CHAIRLIFT_CPU_LEVEL names a level that the CPU lacks.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +75,7 @@ def inspect_machine(device: str) -> MachineFacts:
 
 
 def _free_memory() -> int:
-    """Bytes that this process may still take: of the machine's or, in a container with a limit, of that."""
+    """Bytes that this process may still allocate, on the machine or within its container's limit."""
     free = [psutil.virtual_memory().available]
     for limit, usage in _CGROUP_FILES:
         if limit.exists() and usage.exists() and limit.read_text().strip().isdecimal():
@@ -86,17 +86,17 @@ def _free_memory() -> int:
 def choose_num_threads() -> int:
     """One thread per physical core that this process may use, unless OMP_NUM_THREADS says otherwise."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if wanted.isdecimal() and int(wanted):  # torch's own count may be what an earlier engine set
+    if wanted.isdecimal() and int(wanted):  # an earlier engine may have changed torch's own count
         return int(wanted)
     num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(psutil.cpu_count(logical=False) or num_usable, num_usable, _cpu_quota()))
 
 
 def _cpu_quota() -> int:
-    """CPUs whose time this process may use, whole ones; many without a limit. More threads than that are halted.
+    """Whole CPUs whose time this process may use; a large number without a quota. More threads would be throttled.
 
-    A quota of any group around the process's own holds. Where a container sees its own group as the root, the path that
-    it is told may lead nowhere, and the root counts.
+    Quotas of all enclosing groups apply. If a container sees its own group as the root, the path of its group may not
+    exist there, and the root's quota applies.
     """
     quotas = [sys.maxsize]
     for line in _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else ():
@@ -109,13 +109,13 @@ def _cpu_quota() -> int:
 
 
 def _read_quota(folder: Path, names: Sequence[str]) -> int | None:
-    """Microseconds of each period, and the period. None: "max", or -1, or there is no such file."""
+    """The whole CPUs that a quota grants, at least 1. None: the quota is "max" or -1, or there is no such file."""
     words = " ".join((folder / name).read_text() for name in names if (folder / name).exists()).split()
     return max(1, int(words[0]) // int(words[1])) if len(words) == 2 and words[0].isdecimal() else None
 
 
 def _fast_cpu_dtypes() -> frozenset[DType]:
-    """float32 always; the 16-bit formats only with instructions for them, since emulation is slower than float32."""
+    """float32 always; 16-bit formats only with instructions for them, since emulation is slower than float32."""
     capabilities = torch.cpu.get_capabilities()
     dtypes = {DType.FLOAT32}
     if any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
@@ -127,7 +127,7 @@ def _fast_cpu_dtypes() -> frozenset[DType]:
 
 @runtime_checkable
 class _Sized(Forward, Protocol):
-    """A forward that can say what its steps take."""
+    """A forward that can tell how much memory its steps take."""
 
     def step_bytes(self, num_tokens: int, num_rows: int, cache_tokens: int) -> int: ...
 
@@ -146,9 +146,9 @@ def fit_cache(
     forward: Forward,
     least: Callable[[int], int] = int,
 ) -> ResolvedConfig:
-    """`resolved` with as many slots as there is memory for beside the loaded model and what a step takes.
+    """`resolved`, with as many slots as there is memory for beside the loaded model and a step.
 
-    `least`: of a number, where several GPUs work together, the lowest that one of them has.
+    `least`: maps this rank's number to the lowest of all ranks.
     `ConfigurationError` if the slots that `config` asks for, or a single one, do not fit.
     """
     if isinstance(forward, _Sized):
@@ -168,7 +168,7 @@ def fit_cache(
 def _fit_host_cache(
     config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, forward: _Sized
 ) -> ResolvedConfig:
-    """`resolved` counted on what the weights take; with long contexts and many threads a step takes gigabytes, too."""
+    """`resolved`, less the memory of a step, which takes gigabytes with long contexts and many threads."""
     num_step_bytes = forward.step_bytes(resolved.max_num_batched_tokens, resolved.max_batch_size, resolved.cache_tokens)
     fitted = fit_slots(config, resolved, model, _free_memory() - num_step_bytes)
     logger.info("a step takes up to %.1f MB", num_step_bytes / 1e6)
@@ -176,7 +176,7 @@ def _fit_host_cache(
 
 
 def _measure_free_bytes(forward: _Rehearsable, config: ResolvedConfig) -> int:
-    """Bytes of the device that neither the weights nor the largest step need."""
+    """The device's free bytes beside the weights and the largest step."""
     device = config.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -226,5 +226,5 @@ def allocate_cache(
 
 
 def steps_that_fit(seconds_each: float, most: int) -> int:
-    """Decode steps of a launch, from 1 to `most`, that together take about as long as a launch should."""
+    """Decode steps, from 1 to `most`, that together take about as long as a launch should."""
     return max(1, min(most, round(_LAUNCH_S / max(seconds_each, 1e-6))))

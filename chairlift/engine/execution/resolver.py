@@ -11,9 +11,9 @@ from chairlift.models.attention.flash import PAGE_SIZE
 from chairlift.models.config import ModelShape
 from chairlift.models.stored import GroupedSize
 
-MAX_AUTO_SEQ_LEN_GPU = 4096  # there every slot takes memory for so many tokens, so that is not all of a model's 128k
+MAX_AUTO_SEQ_LEN_GPU = 4096  # every slot takes memory for so many tokens there, so not a model's 128k
 MAX_AUTO_SLOTS_CPU, MAX_AUTO_SLOTS_GPU = 32, 256
-AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, and delay newcomers and streams
+AUTO_STEPS_PER_LAUNCH_CPU, AUTO_STEPS_PER_LAUNCH_GPU = 1, 4  # on a CPU more gain 2 %, but delay requests and streams
 AUTO_BATCHED_TOKENS_CPU, AUTO_BATCHED_TOKENS_GPU = 1024, 8192
 
 
@@ -24,7 +24,7 @@ class MachineFacts:
     device: str
     fast_dtypes: frozenset[DType]  # formats that the device multiplies natively
     free_bytes: int
-    has_elastic_memory: bool = False  # a cache takes memory as it is written
+    has_elastic_memory: bool = False  # a cache allocates memory as it is written
     num_threads: int = 1
     cpu_drawback: str | None = None  # why torch is faster here than the cpu backend
 
@@ -34,7 +34,7 @@ class MachineFacts:
 
 
 FindObstacle = Callable[[AttentionBackend, ModelShape, DType, str, int], str | None]
-"""Why a backend cannot run a model in a format on a device, divided over so many ranks; None if it can."""
+"""Why a backend cannot run a model in a format on a device, divided over a number of ranks; None if it can."""
 
 
 class _Backend(NamedTuple):
@@ -52,8 +52,8 @@ def resolve(
 ) -> ResolvedConfig:
     """A new configuration without "auto". `ConfigurationError` says what cannot work, and what to change.
 
-    `grouped`: what of the checkpoint's weights is in groups already. The cpu backend multiplies it as it is, unless
-    float32 is asked for: rows of small integers do not give its results.
+    `grouped`: the size of the checkpoint's weights that are stored in quantized groups. The cpu backend multiplies
+    these as they are, unless float32 is requested: products of small integers do not have its precision.
     """
     if config.quantization is not None and grouped is not None:
         raise ConfigurationError("the checkpoint's weights are quantized already; leave quantization out")
@@ -101,9 +101,9 @@ def resolve(
 
 
 def resolve_divided(config: EngineConfig, obstacle: str | None, num_gpus: int) -> EngineConfig:
-    """`config` with the device of the first of several ranks. ConfigurationError for what does not work over them.
+    """`config` with the first of several ranks' device. ConfigurationError for settings that do not work with ranks.
 
-    `obstacle`: why the model cannot be divided so.
+    `obstacle`: why the model cannot be divided like this.
     """
     size = config.tensor_parallel_size
     if config.quantization is not None:
@@ -115,16 +115,18 @@ def resolve_divided(config: EngineConfig, obstacle: str | None, num_gpus: int) -
     if config.device == "cpu" or (config.device == "auto" and not num_gpus):
         return config.model_copy(update={"device": "cpu"})
     if config.device not in ("auto", "cuda"):
-        raise ConfigurationError(f"device {config.device} is one for tensor_parallel_size {size}; choose cpu or cuda")
+        raise ConfigurationError(
+            f"device {config.device} is a single one, and tensor_parallel_size is {size}; choose cpu or cuda"
+        )
     if num_gpus < size:
         raise ConfigurationError(f"tensor_parallel_size {size} is more than the {num_gpus} CUDA devices here; lower it")
     return config.model_copy(update={"device": "cuda:0"})
 
 
 def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape, free_bytes: int) -> ResolvedConfig:
-    """`resolved` with memory for the cache, and the slots that `config` asks for, or with "auto" as many as can be.
+    """`resolved` with memory for the cache, and the slots that `config` asks for, or with "auto" as many as fit.
 
-    `free_bytes`: what is free beside the weights and what a step needs; the cache may take its share of that.
+    `free_bytes`: free memory beside the weights and a step; the cache may take its share of that.
     `ConfigurationError` if the slots asked for, or a single one, do not fit.
     """
     given = config.kv_cache_memory_bytes
@@ -144,7 +146,7 @@ def fit_slots(config: EngineConfig, resolved: ResolvedConfig, model: ModelShape,
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What the cache may take."""
+    """Memory that the cache may take."""
 
     num_bytes: int
     token_bytes: int
@@ -156,7 +158,7 @@ class _Memory:
         return self.num_bytes // self.token_bytes // CHUNK_TOKENS * CHUNK_TOKENS
 
     def refusal(self, what: str, num_tokens: int, advice: str) -> ConfigurationError:
-        """There is no room for what takes so many tokens."""
+        """The error that there is no memory for `what`, which takes `num_tokens` tokens."""
         return ConfigurationError(
             f"there is no room for {what}: that is {_gib(num_tokens * self.token_bytes)}, and {_gib(self.num_bytes)}"
             f" may be used ({self.origin}); {advice}"
@@ -179,7 +181,7 @@ def _fit_full_slots(config: EngineConfig, resolved: ResolvedConfig, memory: _Mem
 
 
 def _fit_elastic_slots(config: EngineConfig, resolved: ResolvedConfig, memory: _Memory) -> dict[str, int]:
-    """One sequence may take all memory, and every slot can have a chunk of it."""
+    """One sequence may take all memory, but every slot can have a chunk of it."""
     num_tokens, num_spare = memory.num_tokens, resolved.num_slots - resolved.max_batch_size
     longest = resolved.max_seq_len if config.max_seq_len != "auto" else min(resolved.max_seq_len, num_tokens)
     if longest > num_tokens or not num_tokens:
@@ -198,10 +200,10 @@ def _fit_elastic_slots(config: EngineConfig, resolved: ResolvedConfig, memory: _
 def _choose_dtype(
     stored: DType, machine: MachineFacts, choose_backend: Callable[[DType], _Backend], *, has_groups: bool
 ) -> DType:
-    """The checkpoint's, or float32 where that is slow.
+    """The checkpoint's format, or float32 if that format is slow.
 
-    On a CPU bfloat16 stands for float16, in which native code does not compute: else such a checkpoint would be left
-    to torch where the processor multiplies float16, and there miss the products with groups.
+    On a CPU, bfloat16 replaces float16, which native code does not support: otherwise torch would run such a checkpoint
+    on processors that multiply float16, without products of quantized groups.
     """
     is_halved = stored is DType.FLOAT16 and not machine.is_gpu and (has_groups or stored in machine.fast_dtypes)
     if is_halved and machine.cpu_drawback is None and choose_backend(DType.BFLOAT16).name is AttentionBackend.CPU:
@@ -210,7 +212,7 @@ def _choose_dtype(
 
 
 def _is_fast(dtype: DType, machine: MachineFacts, choose_backend: Callable[[DType], _Backend]) -> bool:
-    """bfloat16 also where the cpu backend widens it in registers: it reads half as many bytes as float32 has."""
+    """bfloat16 also if the cpu backend widens it in registers, because that reads half the bytes of float32."""
     if dtype in machine.fast_dtypes:
         return True
     return (
@@ -231,7 +233,7 @@ def _resolve_backend(
         if config.quantization is not None:
             raise ConfigurationError(f"quantization needs attention_backend cpu, which does not work here: {obstacle}")
         raise ConfigurationError(
-            f"attention_backend {backend} does not work here: {obstacle}; choose torch, or change that"
+            f"attention_backend {backend} does not work here: {obstacle}; choose torch, or remove the obstacle"
         )
     return _Backend(backend)
 
@@ -245,7 +247,7 @@ def _best_backend(machine: MachineFacts, find_obstacle: Callable[[AttentionBacke
 
 
 def _check_speculation(config: EngineConfig, machine: MachineFacts, backend: AttentionBackend) -> None:
-    """It keeps its promise only where a token's logits do not depend on what else is computed."""
+    """Speculation leaves tokens unchanged only if their logits do not depend on what else is computed."""
     if machine.is_gpu:
         raise ConfigurationError(f"speculation works on a CPU only, and the device is {machine.device}; leave it out")
     if backend is not AttentionBackend.CPU and not config.batch_invariant:
@@ -267,7 +269,7 @@ def _resolve_seq_len(config: EngineConfig, model: ModelShape, machine: MachineFa
 
 
 def _resolve_batch(config: EngineConfig, machine: MachineFacts) -> dict[str, int]:
-    """The token budget, and the most slots: a step must have room for one token of each."""
+    """The token budget and the most slots: a step must have room for one token of each slot."""
     auto_slots = MAX_AUTO_SLOTS_GPU if machine.is_gpu else MAX_AUTO_SLOTS_CPU
     num_slots = _or_default(
         config.max_batch_size, min(auto_slots, _or_default(config.max_num_batched_tokens, auto_slots))

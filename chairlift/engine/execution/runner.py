@@ -1,8 +1,8 @@
-"""Plan -> tensors -> tokens: the only place where a step plan meets the model.
+"""From a plan to tensors and tokens: the only place where a step plan is executed with the model.
 
-One launch may hold several decode steps. Each feeds its sampled tokens to the next on the device, and the tokens of
-all steps come to the host in one copy at the end. Nothing in `launch` waits for the device, so that where it works
-beside the host the next launch can begin before this one's tokens are known: a row's last token is looked up on the
+One launch may have several decode steps. Each passes its sampled tokens to the next on the device, and the tokens of
+all steps are copied to the host together at the end. Nothing in `launch` waits for the device, so that on an
+asynchronous device the next launch can begin before this one's tokens are known: it looks up a row's last token on the
 device, by slot.
 """
 
@@ -28,7 +28,7 @@ from chairlift.scheduler import RequestState, RowPlan, RowResult, StepPlan
 
 logger = logging.getLogger(__name__)
 
-_NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not numbers, or none was allowed"
+_NOT_A_NUMBER = "no valid token could be computed for this sequence: its logits are not finite, or no token was allowed"
 _NO_MEMORY = (
     "the device ran out of memory in a step with this sequence; lower max_num_batched_tokens or kv_cache_memory_bytes"
 )
@@ -36,10 +36,10 @@ _NO_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """What a launch leaves for the host; the rows of a tensor are the places where tokens were sampled."""
+    """A launch's outputs for the host; the rows of a tensor are the places where tokens were sampled."""
 
     tokens: torch.Tensor | None  # int64 [N, num_steps]; None: no row was sampled
-    logprobs: LogprobTensors | None  # of the places that want them, step by step
+    logprobs: LogprobTensors | None  # of the places that asked for them, step by step
     prompt_scores: dict[int, LogprobTensors]  # by row of the plan
     sampling: SamplingBatch | None  # None: a graph sampled
 
@@ -47,7 +47,7 @@ class _Outputs:
     def gather(
         cls, steps: list[Sampled], sampling: SamplingBatch | None, prompt_scores: dict[int, LogprobTensors]
     ) -> "_Outputs":
-        """All steps of a launch, on their way to the host."""
+        """Starts copying the results of all steps to the host."""
         parts = [step.logprobs for step in steps if step.logprobs is not None]
         return cls(
             tokens=bring(torch.stack([step.tokens for step in steps], dim=1)) if steps else None,
@@ -59,16 +59,16 @@ class _Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A plan that has begun. What is launched after it finds its keys, values and tokens on the device."""
+    """A plan that was launched. Later launches find its keys, values and tokens on the device."""
 
     plan: StepPlan
     reservation: Reservation
-    outputs: _Outputs | None  # None: there was no memory for it
+    outputs: _Outputs | None  # None: it ran out of memory
     arrival: Arrival
-    begin: float  # `time.perf_counter()` before anything of it was computed
+    begin: float  # `time.perf_counter()` at its beginning
 
     def wait(self) -> list[RowResult]:
-        """By row of the plan what came of it, when it is over. Raises what went wrong on the device."""
+        """Waits for the end of the launch; results by row of the plan. Raises the device's error, if any."""
         self.arrival.wait()
         return _results_without_memory(self.plan) if self.outputs is None else _results_by_row(self.plan, self.outputs)
 
@@ -86,9 +86,9 @@ class ModelRunner:
         *,
         is_divided: bool = False,
     ) -> None:
-        """`last_tokens` is shared with `graphs`, which run what only decodes if there are any.
+        """`last_tokens` is shared with `graphs`, which, if given, run launches that only decode.
 
-        `is_divided`: others compute parts of the model, and wait for this one.
+        `is_divided`: other ranks compute parts of the model, and wait for this one.
         """
         self._forward = forward
         self._cache = cache
@@ -102,14 +102,14 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launch:
         """Starts all steps of the plan. Writes keys and values to the slots; commits nothing.
 
-        Where memory runs out the launch is over at once, and its results say what becomes of its rows.
+        If memory runs out, the launch ends at once, and its results say what happens to its rows.
         """
         begin = time.perf_counter()
         slots = [row.request.slot for row in plan.rows if row.request.slot is not None]
         reservation = self._cache.reserve(slots, [row.num_new_tokens for row in plan.rows], plan.num_steps)
         with on_device(self._device):
             outputs = self._try(plan, reservation)
-            if outputs is None:  # and everything that it had allocated is freed
+            if outputs is None:  # everything that it allocated is free by now
                 torch.cuda.empty_cache()
             return Launch(plan, reservation, outputs, Arrival.mark(self._device), begin)
 
@@ -118,7 +118,7 @@ class ModelRunner:
         return self._graphs is not None and self._graphs.record_missing()
 
     def _try(self, plan: StepPlan, reservation: Reservation) -> _Outputs | None:
-        """None if there is no memory for it."""
+        """None if memory runs out; with several ranks, that raises torch.OutOfMemoryError instead."""
         try:
             inputs = self._cache.view(reservation, plan.num_steps)
             if self._graphs is not None and plan.is_decode:
@@ -132,7 +132,7 @@ class ModelRunner:
             return None
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan, cache: ContinuousBatchingKVCacheCollection) -> _Outputs:
-        """A plan that only decodes, from recorded graphs; what they cannot sample is sampled operator by operator."""
+        """Runs a plan that only decodes from graphs; what these cannot sample is sampled operator by operator."""
         requests, steps = [row.request for row in plan.rows], range(plan.num_steps)
         sampling = prepare_graph_sampling(requests, plan.num_steps)
         graphs.load(_input_ids(plan.rows), cache, plan.num_steps, sampling)
@@ -142,13 +142,13 @@ class ModelRunner:
         return _Outputs.gather([self._sample(graphs.next_logits(), batch, step, slots) for step in steps], batch, {})
 
     def _compute(self, plan: StepPlan, inputs: list[ContinuousBatchingKVCacheCollection]) -> _Outputs:
-        """Any plan, operator by operator; rows that want no more than a graph has are sampled by one."""
+        """Runs any plan operator by operator; a graph samples if its rows need no more than a graph offers."""
         batch, slots = self._first_batch(plan), inputs[0].lookup_table
         known, decoding = _input_ids(plan.rows), slice(0, plan.num_decode_rows)
         input_ids = to_device(known, torch.int64, self._device)
         if ON_DEVICE in known[decoding]:
             input_ids[decoding] = self._last_tokens.fill_in(input_ids[decoding], slots[decoding])
-        places: torch.Tensor | slice = slice(None)  # in the batch: the tokens behind which one is sampled
+        places: torch.Tensor | slice = slice(None)  # in the batch: the tokens after which one is sampled
         sampled = Places.of(plan)
         if not plan.is_decode:
             places = to_device(sampled.tokens, torch.int64, self._device)
@@ -172,7 +172,7 @@ class ModelRunner:
     def _prepare_sampling(
         self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed
     ) -> SamplingBatch | GraphSampling:
-        """By a graph, if there are any and the rows want no more than these offer."""
+        """For a graph, if there are any and the rows need no more than these offer."""
         if self._graphs is not None and not guessed:
             by_graph = prepare_graph_sampling(requests, num_steps)
             if by_graph is not None:
@@ -190,12 +190,12 @@ class ModelRunner:
         return sampled
 
     def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, LogprobTensors]:
-        """By row: log-probabilities of the prompt's tokens that follow those of this step, where they are wanted."""
+        """By row that asked for them: log-probabilities of the prompt tokens that follow this step's tokens."""
         scores: dict[int, LogprobTensors] = {}
         start = 0
         for index, row in enumerate(plan.rows):
             request = row.request
-            first = max(request.num_computed, request.num_scored)  # what a preempted row computes again is not reported
+            first = max(request.num_computed, request.num_scored)  # not again what a preempted row recomputes
             end = min(request.num_computed + row.num_new_tokens, request.num_prompt_tokens - 1)
             if request.prompt_logprobs is not None and first < end:
                 shift = start - request.num_computed
@@ -211,7 +211,7 @@ class ModelRunner:
         num_new = tuple(row.num_new_tokens for row in plan.rows)
         num_cached = tuple(request.num_computed for request in requests)
         offsets = torch.tensor([0, *accumulate(num_new)], dtype=torch.int32)
-        # Position of a token: its place in the batch, less where its row starts, plus what the row holds already.
+        # A token's position: its index in the batch, less where its row starts, plus the row's cached tokens.
         shifts = torch.tensor(num_cached) - offsets[:-1]
         positions = torch.arange(sum(num_new)) + torch.repeat_interleave(shifts, torch.tensor(num_new))
         return BatchMetadata(
@@ -225,7 +225,7 @@ class ModelRunner:
 
 
 def _input_ids(rows: Sequence[RowPlan]) -> list[int]:
-    """The input tokens of a step, row by row, as far as the host knows them, else `ON_DEVICE`."""
+    """The input tokens of a step, row by row; `ON_DEVICE` for those that the host does not know."""
     token_ids: list[int] = []
     for row in rows:
         start = row.request.num_computed
@@ -235,7 +235,7 @@ def _input_ids(rows: Sequence[RowPlan]) -> list[int]:
 
 
 def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetadata:
-    """One more token of every row of a batch that only decodes: its rows and offsets stay as they are."""
+    """The batch of the next step, if all rows decode: rows and offsets stay the same, positions advance by one."""
     return replace(
         batch,
         positions=cache_lengths.long(),
@@ -244,7 +244,7 @@ def _next_batch(batch: BatchMetadata, cache_lengths: torch.Tensor) -> BatchMetad
 
 
 def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
-    """What each row gets of the outputs, now on the host; grammars see their tokens first."""
+    """Each row's results, from outputs that have reached the host. Grammars take their tokens before this returns."""
     sampled = [] if outputs.tokens is None else outputs.tokens.tolist()
     masks = None if outputs.sampling is None else outputs.sampling.masks
     logprobs = iter(_logprobs_by_place(outputs))
@@ -274,7 +274,7 @@ def _results_by_row(plan: StepPlan, outputs: _Outputs) -> list[RowResult]:
 
 
 def _show_to_grammars(results: Mapping[int, RowResult], masks: PendingMasks) -> None:
-    """By place: records what the grammars accept of the tokens."""
+    """`results`: by place. Has the grammars take the tokens, and records errors and rows that are late."""
     masks.take({place: result.token_ids for place, result in results.items()})
     for place, result in results.items():
         if result.error is not None:
@@ -284,7 +284,7 @@ def _show_to_grammars(results: Mapping[int, RowResult], masks: PendingMasks) -> 
 
 
 def _results_without_memory(plan: StepPlan) -> list[RowResult]:
-    """Rows that decode are computed again without the prompts, which end with an error; so do all if there are none."""
+    """Decode rows are computed again without the others, which end with an error; so do all if there are no others."""
     failed = RowResult(error=_NO_MEMORY, has_bad_surplus=True)
     num_repeated = 0 if plan.is_decode else plan.num_decode_rows
     return [
@@ -294,7 +294,7 @@ def _results_without_memory(plan: StepPlan) -> list[RowResult]:
 
 
 def _logprobs_by_place(outputs: _Outputs) -> list[list[TokenLogprobs]]:
-    """Log-probabilities of each step, for each place that wants them."""
+    """Log-probabilities of each step, for each place that asked for them."""
     if outputs.logprobs is None or outputs.sampling is None:
         return []
     num_top = outputs.sampling.num_top_logprobs

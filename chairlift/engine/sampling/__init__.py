@@ -1,4 +1,4 @@
-"""From logits to tokens. Here: where tokens are sampled for rows with a guess at the next ones, and which count.
+"""From logits to tokens. This file: where tokens are sampled for rows with a guess, and which of these count.
 
 batch    | newest | guess 1 | guess 2 |      a row of three tokens
 sampled       s1        s2        s3         s2 counts if s1 is guess 1, and s3 if s2 is guess 2 as well
@@ -12,9 +12,9 @@ from types import MappingProxyType
 from chairlift.scheduler import StepPlan
 
 Guessed = Mapping[int, Sequence[int]]
-"""By row of the logits: the guessed tokens between its request's own and the one that is sampled.
+"""By row of the logits: the guessed tokens between the request's own tokens and the one that is sampled.
 
-A request with a guess has a row for each token of it, and one behind the last. Rows of other requests are not there.
+A request with a guess has a row before each token of it, and one after the last. Rows of other requests are left out.
 """
 
 NOTHING_GUESSED: Guessed = MappingProxyType({})
@@ -22,10 +22,10 @@ NOTHING_GUESSED: Guessed = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where tokens are sampled: behind a row's last token, and behind each token before its guess or in it."""
+    """Where tokens are sampled: after a row's last own token, and after each token of its guess."""
 
-    tokens: list[int]  # behind this one of the batch
-    rows: list[int]  # of the plan
+    tokens: list[int]  # indices in the batch, after which tokens are sampled
+    rows: list[int]  # of the plan, by place
     guessed: Guessed  # by place
 
     @classmethod
@@ -47,6 +47,6 @@ class Places:
 
 
 def up_to_wrong(drawn: list[int], guess: Sequence[int]) -> list[int]:
-    """The tokens that count of those drawn before and behind each token of a guess; the last of them is no guess."""
+    """Of the tokens drawn before and after each token of a guess, those up to and including the first wrong one."""
     num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drawn, guess, strict=False)))
     return drawn[: num_right + 1]

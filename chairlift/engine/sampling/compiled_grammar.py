@@ -1,4 +1,4 @@
-"""A grammar as llguidance compiles it, under limits, and what its errors mean."""
+"""Grammars compiled by llguidance under limits, and the meaning of its errors."""
 
 import re
 import time
@@ -10,7 +10,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 PARSER_LIMITS: dict[str, Any] = {
-    # Measured with a vocabulary of 49,152. Honest grammars need: a choice of 10,000 words 100,000 of initial fuel, 128
+    # Measured with a vocabulary of 49,152. Useful grammars need: a choice of 10,000 words 100,000 of initial fuel, 128
     # tools of 20 fields likewise, an enum of 10,000 values 300,000 and 100,000 a step; 250 optional properties 1,000
     # items. An ambiguous grammar that takes 630 ms for a mask with llguidance's own limits (2,000 items) takes 80 ms
     # with these, "(a{1000}){1000}" 0.2 s and 80 MB instead of 1.1 s and 290 MB before it is refused. A lexer state
@@ -25,7 +25,7 @@ PARSER_LIMITS: dict[str, Any] = {
 
 TOO_LARGE = "too deeply nested or too large; simplify it"
 _TOO_COMPLEX = "too many alternatives, optional parts or repetitions at once; simplify it"
-_LIMITS_IN_WORDS = {  # what llguidance says of its limits, which are not the client's to change
+_LIMITS_IN_WORDS = {  # llguidance's errors about its limits, which clients cannot change
     "recursion limit exceeded": TOO_LARGE,
     "too deeply nested": TOO_LARGE,
     "too big": _TOO_COMPLEX,
@@ -41,10 +41,10 @@ _LINE = re.compile(r"^(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?
 _EXCERPT = re.compile(r"\n +\d+ \| .*|\n<non-verbose/>.*", re.DOTALL)  # from llguidance's own version of the grammar
 _MAX_REASON = 300
 
-_LONG_FORESIGHT_S = 0.001  # of processor time, in which no other thread runs; most take 0.03 ms
+_LONG_FORESIGHT_S = 0.001  # of processor time, during which no other thread runs; most take 0.03 ms
 _SLOW_S = 0.01  # of processor time for a mask; most take 0.1 ms
 _BYTES_PER_STATE = 600  # of a lexer
-_BYTES_PER_S = 2e8  # that a lexer grows by while it is busy with nothing else
+_BYTES_PER_S = 2e8  # by which a lexer grows if it does nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class GrammarProblem:
 
     reason: str
     line: int | None = None  # of what llguidance compiled
-    is_limit: bool = False  # it costs too much, by the limits above
+    is_limit: bool = False  # it exceeds the limits above
 
 
 def explain(error: str) -> GrammarProblem:
-    """An error of llguidance as a message."""
+    """Translates an error of llguidance."""
     place = _LINE.match(error)
     line = None if place is None else int(place[1])
     for said, words in _LIMITS_IN_WORDS.items():
@@ -68,10 +68,10 @@ def explain(error: str) -> GrammarProblem:
 
 
 class CompiledGrammar:
-    """What all sequences with the same grammar start from: its matcher takes no tokens; copies of it do.
+    """A compiled grammar that its sequences share: its matcher takes no tokens; each sequence's copy of it does.
 
-    All copies share one lexer, which makes them cheap. The lexer grows with what any of them meets, and breaks for all
-    of them; a sequence that meets that goes on with a matcher of its own.
+    All copies share one lexer, which makes them cheap. The lexer grows with the input of each copy, and if it breaks,
+    it breaks for all of them; a sequence that notices continues with a matcher that shares nothing.
     """
 
     def __init__(self, tokenizer: LLTokenizer, source: str, num_bytes: int) -> None:
@@ -83,7 +83,7 @@ class CompiledGrammar:
         self._max_bytes = num_bytes + PARSER_LIMITS["max_lexer_states"] * _BYTES_PER_STATE
         self.is_broken = False
         self.is_slow = False
-        self.is_foreseeable = True  # it costs little to say what comes next
+        self.is_foreseeable = True  # computing what comes next costs little
         begin = time.thread_time()
         self.first_mask = self.compute_mask(self.matcher)
         self.note_cost(time.thread_time() - begin)
@@ -93,26 +93,26 @@ class CompiledGrammar:
         return LLMatcher(self._tokenizer, self._source, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
 
     def compute_mask(self, matcher: LLMatcher) -> torch.Tensor:
-        """What may come next: int32 `[words]`, a bit per token; none after an error or the end."""
+        """Which tokens may come next: int32 `[words]`, one bit per token, all 0 after an error or the end."""
         mask = torch.zeros(-(-self._tokenizer.vocab_size // 32), dtype=torch.int32)
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         return mask.zero_() if matcher.is_error() else mask
 
     def compute_masks(self, matcher: LLMatcher, guess: Sequence[int]) -> Sequence[torch.Tensor]:
-        """What may come behind each token of a guess, up to the first that is forbidden. The matcher stays as it is.
+        """The masks after each token of a guess, up to the first forbidden one. The matcher does not change.
 
-        None at all after an error. Behind a token that completes the text stands the model's end token.
+        Empty after an error. After a token that completes the text, the mask allows the model's end token.
         """
         masks = torch.zeros(1 + len(guess), -(-self._tokenizer.vocab_size // 32), dtype=torch.int32)
         matcher.unsafe_compute_mask_ptr_with_draft_token(masks.data_ptr(), masks[0].nbytes, list(guess))  # type: ignore[attr-defined]  # its stubs forget it
         return () if matcher.is_error() else [mask for mask in masks[1:] if mask.any()]
 
     def note_foresight(self, seconds: float) -> None:
-        """Notes the processor time of computing what comes next."""
+        """Records the processor time of computing what comes next."""
         self.is_foreseeable = seconds <= _LONG_FORESIGHT_S
 
     def note_cost(self, seconds: float) -> None:
-        """Notes the processor time of a mask, during which the lexer grows. (To take a token costs less.)"""
+        """Records the processor time of a mask, during which the lexer grows. (Taking a token costs less.)"""
         self.is_slow = seconds > _SLOW_S
         self.num_bytes = min(self.num_bytes + int(seconds * _BYTES_PER_S), self._max_bytes)

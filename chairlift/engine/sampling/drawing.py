@@ -1,8 +1,8 @@
-"""Drawing tokens: temperature, min-p, top-k and top-p, then the inverse of the cumulative distribution at a number.
+"""Drawing tokens: temperature, min-p, top-k and top-p, then inverse transform sampling with a uniform number.
 
-That number depends on nothing but a row's seed and how many tokens it has, so neither the batch nor the device changes
-what a row draws. What rows ask for lies in one table, float64 `[5 + num_steps, R]`: whether the row draws (1 or 0), its
-temperature, min-p, top-k and top-p, then per step of the launch the number to draw at.
+That number depends on nothing but a row's seed and its number of tokens, so neither the batch nor the device changes
+what a row draws. A table, float64 `[5 + num_steps, R]`, holds what rows ask for: whether the row draws (1 or 0), its
+temperature, min-p, top-k and top-p, then the uniform number for each step of the launch.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from chairlift.engine.sampling.token_rules import has_penalty
 from chairlift.params import SamplingParams
 from chairlift.scheduler import RequestState
 
-INVALID_TOKEN = -1  # drawn from logits that are not numbers, or of which a mask left none
+INVALID_TOKEN = -1  # drawn from logits that are not finite, or if masks allow no token
 
 _NUM_KNOBS = 5
-_ALL = 2**24  # a top_k that keeps everything; the largest number below which float32 has all integers
-_HOTTEST = 1e6  # uniform in float32 already; more could become inf
+_ALL = 2**24  # a top_k that keeps everything; float32 represents all integers up to it
+_HOTTEST = 1e6  # already uniform in float32; more could become inf
 _COLDEST = 1e-6  # a smaller temperature could round to zero in float32
 _BITS_OF_INF = 0x7F800000  # of float32
 
@@ -32,12 +32,12 @@ _Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class DrawKind(IntEnum):
-    """What sampling a row needs. A launch uses the most that any row needs, which does not change the others."""
+    """What sampling a row needs. A launch uses the highest kind of its rows, which does not change the others."""
 
     GREEDY = 0
     RANDOM = 1  # a temperature
-    MIN_P = 2  # besides
-    TOP = 3  # top-k or top-p besides, which look for a cutoff
+    MIN_P = 2  # min-p besides
+    TOP = 3  # top-k or top-p besides, which need a cutoff
 
     @classmethod
     def of(cls, params: SamplingParams) -> Self:
@@ -89,19 +89,19 @@ def greedy_table(num_steps: int, num_rows: int) -> torch.Tensor:
 
 
 def _knobs_of(params: SamplingParams) -> list[float]:
-    """The first rows of a table; harmless ones for a request that does not draw."""
+    """A request's entries in the first rows of a table; harmless ones if it does not draw."""
     return [
         float(not params.is_greedy),
         min(max(params.temperature, _COLDEST), _HOTTEST),
         params.min_p,
         min(params.top_k, _ALL) if params.top_k > 0 else _ALL,
-        # A row that keeps everything must not lose its tail to rounding because another row filters.
+        # A row without top-p must not lose its tail to rounding because another row has top-p.
         params.top_p if params.top_p < 1.0 else np.inf,
     ]
 
 
 def draw(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """float32 `[R, vocab]`, and of the table the step's numbers, float64 `[R]` -> int64 `[R]`."""
+    """float32 `[R, vocab]`, the table, and its row of uniform numbers for the step, float64 `[R]` -> int64 `[R]`."""
     _, temperature, min_p, top_k, top_p = table[:_NUM_KNOBS].unsqueeze(2)  # [R, 1] each
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.float()  # the likeliest token is at 0
     if kind >= DrawKind.MIN_P:
@@ -118,7 +118,7 @@ def draw(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, uniforms: to
 def cutoff_by_sorting(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """float32 `[R, vocab]` of at most 0, and `[R, 1]` each -> the smallest logit that top-k and, of those, top-p keep.
 
-    NumPy sorts with vector instructions: 32 rows of 128,000 in a twentieth of the time that torch takes on a CPU.
+    NumPy sorts with vector instructions: 32 rows of 128,000 take a twentieth of torch's time on a CPU.
     """
     descending = torch.from_numpy(np.sort(scaled.numpy(), axis=-1)).flip(-1)
     kth = descending.gather(1, (top_k.long() - 1).clamp(max=scaled.shape[-1] - 1))
@@ -129,15 +129,15 @@ def cutoff_by_sorting(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Te
 
 
 def cutoff_by_bisection(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The same without sorting, which takes a GPU several times as long as to read the logits once for each bit."""
+    """The same without sorting, which takes a GPU several times as long as reading the logits once for each bit."""
     kth = _bisect(_num_within, scaled, top_k)
     return -torch.minimum(kth, _bisect(_mass_within, scaled, top_p * _mass_within(scaled, _next(kth))))
 
 
 def _bisect(within: _Measure, scaled: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The smallest distance from the likeliest token, `[R, 1]`, up to which tokens reach what is wanted; inf: none.
+    """The smallest distance from the likeliest token, `[R, 1]`, within which tokens reach what is wanted; inf: none.
 
-    Found bit by bit from the highest: as integers, floats that are not negative have the same order.
+    Found bit by bit from the highest: non-negative floats have the same order as their bits as integers.
     """
     found = torch.zeros_like(wanted, dtype=torch.int32)
     for bit in reversed(range(31)):
@@ -148,28 +148,28 @@ def _bisect(within: _Measure, scaled: torch.Tensor, wanted: torch.Tensor) -> tor
 
 
 def _next(distance: torch.Tensor) -> torch.Tensor:
-    """The next larger number; of inf, itself."""
+    """The next larger float32; inf for inf."""
     return (distance.view(torch.int32) + 1).clamp(max=_BITS_OF_INF).view(torch.float32)
 
 
 @compiled_on_gpu
 def _num_within(scaled: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """`[R, 1]`: how many tokens are nearer to the likeliest one than that."""
+    """`[R, 1]`: how many tokens are nearer to the likeliest one than the limit."""
     return (-scaled < limit).sum(dim=-1, keepdim=True)
 
 
 @compiled_on_gpu
 def _mass_within(scaled: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """`[R, 1]`: their probability, in units of the likeliest one's."""
+    """`[R, 1]`: the probability of these tokens, in units of the likeliest one's."""
     return torch.where(-scaled < limit, scaled.exp(), 0.0).sum(dim=-1, keepdim=True)
 
 
 def uniforms(
     requests: Sequence[RequestState], num_steps: int, num_guessed: Sequence[int] = ()
 ) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), `[num_steps, R]`: a hash of each request's seed and of the index of the token to come.
+    """Numbers in [0, 1), `[num_steps, R]`: a hash of each request's seed and of the index of the token to draw.
 
-    `num_guessed`: by row, guessed tokens between the request's own and that token; empty: none.
+    `num_guessed`: by row, guessed tokens between the request's own tokens and that token; empty: none.
     The finalizer of SplitMix64 (Steele, Lea & Flood 2014), its state stepped to the token's index; 32 bits are used.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
@@ -188,7 +188,7 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-# What a CUDA graph can record: sampling in tensors of fixed size and place, for rows that want nothing but the above.
+# What a CUDA graph can record: sampling in tensors of fixed size and place, for rows that need only the above.
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class GraphSampling:
 
 
 def prepare_graph_sampling(requests: Sequence[RequestState], num_steps: int) -> GraphSampling | None:
-    """None if one of the rows wants more than a graph offers."""
+    """None if one of the rows needs more than a graph offers."""
     if not all(map(_is_graph_enough, requests)):
         return None
     kind = max((DrawKind.of(request.params) for request in requests), default=DrawKind.GREEDY)
@@ -210,10 +210,10 @@ def prepare_graph_sampling(requests: Sequence[RequestState], num_steps: int) -> 
 def sample_in_graph(logits: torch.Tensor, kind: DrawKind, table: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """float32 `[N, vocab]` -> int64 `[N]`, INVALID_TOKEN where there is none, as `Sampler.sample` would.
 
-    `table`: on the device, perhaps of more steps; `step`: int64 `[1]`, likewise. Every shape depends on those of the
-    arguments alone.
+    `table`: on the device, possibly of more steps; `step`: int64 `[1]`, on the device. All shapes depend only on those
+    of the arguments.
     """
-    best, tokens = logits.max(dim=-1)  # of NaN and anything, NaN is the greatest
+    best, tokens = logits.max(dim=-1)  # NaN, if there is one, counts as the maximum
     if kind is not DrawKind.GREEDY:
         drawn = draw(logits, kind, table, table[_NUM_KNOBS:].index_select(0, step).squeeze(0))
         tokens = torch.where(table[0] > 0, drawn, tokens)

@@ -1,13 +1,13 @@
-"""Grammars in the engine: which tokens each allows next, computed by a few threads beside the forward pass.
+"""Grammars in the engine: masks of the tokens allowed next, computed by a few threads during the forward pass.
 
-Between two tokens of a sequence its grammar takes the first one and computes the mask for the second. How long that
-takes depends on what a client wrote, so none of it happens on the engine's thread or while the interpreter's lock is
-held. A launch waits a little for the masks of all its rows together. A row whose mask is late gets no token, sits out
-until the mask is there, and is computed again. A sequence that is slow, by processor time rather than by the clock, has
-a lane of its own, and no launch waits for it.
+Between two tokens of a sequence, its grammar takes the first one and computes the mask for the second. How long that
+takes depends on the client's grammar, so none of it happens on the engine's thread or while the GIL is held. A launch
+waits a little for the masks of all its rows together. A row whose mask is late gets no token, is skipped until the mask
+is ready, and is then computed again. Sequences that are slow, by processor time rather than by the clock, have a lane
+of their own, and no launch waits for them.
 
-For rows with a guess a copy of the matcher goes ahead along it. If the masks behind guessed tokens are late, the row
-gets the one token that does not need them.
+For rows with a guess, a copy of the matcher advances along it. If the masks after guessed tokens are late, the row gets
+only the one token that does not need them.
 
 The threads start with the first grammar that is compiled; the engine starts none.
 """
@@ -32,53 +32,53 @@ from chairlift.scheduler import Grammar
 
 logger = logging.getLogger(__name__)
 
-_MIN_PATIENCE_S = 0.005  # beyond the forward pass for masks, and after it for tokens to be taken
+_MIN_PATIENCE_S = 0.005  # for masks after the forward pass, and then for tokens to be taken
 _MAX_PATIENCE_S = 0.05
-_PATIENCE = 0.25  # of what the launch has taken so far, within these bounds
+_PATIENCE = 0.25  # share of the launch's time so far, within these bounds
 _MAX_MASK_THREADS = 8
-_MAX_FORCED = 64  # tokens that are reported at a time
-_JOIN_TIMEOUT_S = 2.0  # for all; a thread that hangs is left behind
+_MAX_FORCED = 64  # forced tokens that are reported at a time
+_JOIN_TIMEOUT_S = 2.0  # for all; a thread that hangs is abandoned
 
 _Lane = SimpleQueue[Callable[[], None] | None]
 _Pair = tuple[LLMatcher, int]
 
 
 class GuessMasks:
-    """The masks behind the tokens of a guess, while they are computed."""
+    """The masks after the tokens of a guess, while they are computed."""
 
     def __init__(self, guess: Sequence[int]) -> None:
         self.guess = guess
-        self.masks: Sequence[torch.Tensor] = ()  # behind the first token, the second, ..., up to one that is forbidden
+        self.masks: Sequence[torch.Tensor] = ()  # after the first token, the second, ..., up to the first forbidden one
         self.is_over = False
 
 
 class TokenGrammar:
     """One sequence's state in a grammar.
 
-    A turn: a mask, a token sampled under it, `MaskThreads.take`, `advance`; with a guess, several of each at once.
+    The cycle: a mask, a token sampled under it, `MaskThreads.take`, `advance`; with a guess, several of each at once.
 
-    After an error the mask allows no token, so the launch that samples the next one reports the error.
+    After an error, the mask allows no token, so the launch that samples the next one reports the error.
     """
 
     def __init__(self, compiled: CompiledGrammar, threads: "MaskThreads") -> None:
         self.is_ready = True  # see `scheduler.Grammar`
         self.is_complete = False  # nothing can follow what was taken
         self.error: str | None = None
-        self.hit_limit = False  # the error is the grammar's own fault
-        self.sampled: list[int] = []  # what `MaskThreads.take` was told and `advance` was not yet
+        self.hit_limit = False  # the error is that the grammar costs too much
+        self.sampled: list[int] = []  # tokens that `MaskThreads.take` got and `advance` did not yet
         self.is_taken = False  # the matcher has consumed them
         self.next_mask: torch.Tensor | None = compiled.first_mask  # None: not yet computed
         self.compiled = compiled
         self.threads = threads
         self.matcher = compiled.matcher.deep_copy()
-        self.ahead: LLMatcher | None = None  # a copy of it for a draft
+        self.ahead: LLMatcher | None = None  # a copy of the matcher for a guess
         self._foresees = False
         self._forced: Sequence[int] = ()
         self._tokens: list[int] = []
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """The row's mask; None while it is being computed. A row that was late can only repeat what it sampled."""
+        """The row's mask; None while it is being computed. A row that was late can only repeat its sampled token."""
         if not self.sampled:
             return self.next_mask
         mask, token = torch.zeros_like(self.compiled.first_mask), self.sampled[0]
@@ -91,7 +91,7 @@ class TokenGrammar:
         return None if self.sampled or self.ahead is None else self._forced
 
     def advance(self, token_id: int) -> bool:
-        """See `scheduler.Grammar`. Takes the token if `MaskThreads.take` has not; waits until it is taken."""
+        """See `scheduler.Grammar`. Submits the token if `MaskThreads.take` did not get it; waits until it is taken."""
         if not self.sampled:
             self.threads.wait(lambda: self.next_mask is not None)
             self.threads.take([(self, [token_id])])
@@ -101,13 +101,13 @@ class TokenGrammar:
         del self.sampled[0]
         if self.sampled:
             return False
-        if self.compiled.is_slow:  # a launch without its mask would compute nothing for it
+        if self.compiled.is_slow:  # without the mask, a launch would compute the row in vain
             self.threads.put_off([self], lambda each: each.next_mask is not None)
         return self.is_complete
 
     @property
     def has_broken_lexer(self) -> bool:
-        """Another sequence may have broken the shared lexer."""
+        """Whether the shared lexer is broken, perhaps by another sequence."""
         return self.matcher.is_error() and "lexer error" in self.matcher.get_error()
 
     def consume_sampled(self, consume: Callable[[list[_Pair]], object]) -> None:
@@ -117,12 +117,12 @@ class TokenGrammar:
             self.drop_surplus(position)
 
     def drop_surplus(self, position: int) -> None:
-        """Forgets what was sampled behind that token if the text is complete with it."""
+        """Drops the tokens sampled after that position if the text is complete there."""
         if self.matcher.is_stopped() and not self.matcher.is_error():
             del self.sampled[position + 1 :]
 
     def note_taken(self) -> None:
-        """The matcher has consumed the sampled tokens."""
+        """Records that the matcher has consumed the sampled tokens."""
         assert self.sampled, "tokens are taken once"
         self._tokens += self.sampled
         self._note_error()
@@ -131,7 +131,7 @@ class TokenGrammar:
         self.is_taken = True
 
     def begin_again(self, consume: Callable[[list[_Pair]], object]) -> None:
-        """Replaces the matcher by one of its own, whose lexer knows nothing but the tokens so far."""
+        """Replaces the matcher by one that shares nothing, and repeats the tokens so far."""
         self.compiled.is_broken = True
         self.matcher = self.compiled.new_matcher()
         for token in self._tokens:
@@ -141,16 +141,16 @@ class TokenGrammar:
             self.note_taken()
 
     def compute_mask(self) -> torch.Tensor:
-        """The mask of the token after those that were taken."""
+        """The mask for the next token after those that were taken."""
         return self.compiled.compute_mask(self.matcher)
 
     def note_mask(self, mask: torch.Tensor) -> None:
-        """The mask has been computed; it is empty after an error."""
+        """Records the computed mask, which is empty after an error."""
         self._note_error()
         self.next_mask, self.is_ready = mask, True
 
     def _look_ahead(self) -> None:
-        """Works out what is forced next, with a copy of the matcher, which a draft goes on with."""
+        """Computes the tokens forced next with a copy of the matcher, which is then kept for a guess."""
         self.ahead = None
         is_cheap = self.compiled.is_foreseeable and not self.compiled.is_slow
         if self._foresees and is_cheap and self.error is None and not self.is_complete:
@@ -166,14 +166,14 @@ class TokenGrammar:
 
 
 def _token_taker(tokenizer: LLTokenizer) -> Callable[[list[_Pair]], object]:
-    """Has matchers consume tokens while other threads run, which llguidance allows only for two or more at once."""
+    """Has matchers consume tokens without the GIL, which llguidance offers only for two or more at once."""
     executor = LLExecutor(num_threads=1)
-    spare = LLMatcher(tokenizer, "", log_level=0)  # in error, so it does nothing
+    spare = LLMatcher(tokenizer, "", log_level=0)  # in an error state, so it does nothing
     return lambda pairs: executor.consume_token_par([*pairs, (spare, 0)])
 
 
 class MaskThreads:
-    """Threads in three lanes: one takes tokens, some compute masks, and one does both for slow sequences."""
+    """Threads in three lanes: one thread takes tokens, some compute masks, one does both for slow sequences."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         """RuntimeError if threads cannot be started."""
@@ -205,7 +205,7 @@ class MaskThreads:
             self._tokens.put(partial(self._take_together, together))
 
     def mask_guess(self, grammar: TokenGrammar, guess: Sequence[int]) -> GuessMasks:
-        """Begins to compute the masks behind the tokens of a guess at what follows those that were taken."""
+        """Starts to compute the masks after the tokens of a guess, which follow those that were taken."""
         draft, matcher = GuessMasks(guess), grammar.ahead
         assert matcher is not None, "a guess was made though none can be verified"
         grammar.ahead = None
@@ -213,13 +213,13 @@ class MaskThreads:
         return draft
 
     def wait(self, is_done: Callable[[], bool], timeout: float | None = None) -> None:
-        """Waits until so many are computed, or the time is up."""
+        """Waits until `is_done()` is true, or for `timeout` seconds."""
         if not is_done():
             with self._changed:
                 self._changed.wait_for(is_done, timeout)
 
     def put_off(self, grammars: Iterable[TokenGrammar], is_done: Callable[[TokenGrammar], bool]) -> set[TokenGrammar]:
-        """Makes unfinished rows sit out until their masks are ready, and returns them."""
+        """Has unfinished rows skipped until their masks are ready, and returns these."""
         with self._changed:
             late = {grammar for grammar in grammars if not is_done(grammar)}
             for grammar in late:
@@ -227,7 +227,7 @@ class MaskThreads:
         return late
 
     def close(self) -> None:
-        """Ends the threads when their queues are empty."""
+        """Ends the threads once their queues are empty."""
         for lane in self._lanes:
             lane.put(None)
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
@@ -258,7 +258,7 @@ class MaskThreads:
         self._deliver(grammar, mask)
 
     def _go_ahead(self, compiled: CompiledGrammar, matcher: LLMatcher, draft: GuessMasks) -> None:
-        """If that fails, the row gets one token, and the sequence fails when it gets there."""
+        """Computes masks along a guess. If that fails, the row gets one token, and the sequence fails later."""
         begin = time.thread_time()
         try:
             draft.masks = compiled.compute_masks(matcher, draft.guess)
@@ -270,7 +270,7 @@ class MaskThreads:
             self._changed.notify_all()
 
     def _go_on_alone(self, grammar: TokenGrammar) -> None:
-        """Takes the token, unless the lexer broke at it or at the mask behind it, and computes the mask."""
+        """Takes the tokens, unless the lexer broke at them or at the mask after them, and computes the mask."""
         if not grammar.has_broken_lexer:
             grammar.consume_sampled(self._consume_slowly)
         if grammar.has_broken_lexer:
@@ -283,7 +283,7 @@ class MaskThreads:
             self._compute(grammar)
 
     def _try(self, job: Callable[[TokenGrammar], None], grammar: TokenGrammar) -> None:
-        """If the job fails, nothing can be sampled for this sequence, which ends its request alone."""
+        """Runs a job. If it fails, no token can be sampled for the sequence, which ends this request alone."""
         try:
             job(grammar)
         except Exception as error:
@@ -308,36 +308,36 @@ def _work(lane: _Lane) -> None:
 
 
 class PendingMasks:
-    """The masks of those rows of the logits that have a grammar; a guess's rows follow that of its request."""
+    """The masks of the rows of the logits that have a grammar; a guess's rows follow that of its request."""
 
     def __init__(self, grammars: dict[int, TokenGrammar], guesses: Mapping[int, Sequence[int]]) -> None:
-        """Both by the first row of a request."""
+        """`grammars`, `guesses`: by the first row of a request."""
         self._grammars = grammars
         self._threads = next(iter(grammars.values())).threads
         self._begin = time.perf_counter()
         self._drafts = {row: self._threads.mask_guess(grammars[row], guess) for row, guess in guesses.items()}
-        self._drafted: dict[int, Sequence[torch.Tensor]] = {}  # masks behind the tokens of guesses, that were in time
+        self._drafted: dict[int, Sequence[torch.Tensor]] = {}  # the masks after guessed tokens that were in time
         self.late: set[int] = set()  # rows that get no token in this launch
 
     @classmethod
     def of(cls, grammars: Sequence[Grammar | None], guessed: Guessed = NOTHING_GUESSED) -> Self | None:
-        """By row; None if no row has one."""
+        """`grammars`: by row. None if no row has one."""
         constrained: dict[int, TokenGrammar] = {}
         guesses: dict[int, Sequence[int]] = {}
         first = 0
         for row, grammar in enumerate(grammars):
-            own = getattr(grammar, "own", grammar)  # those of several ranks are wrapped
+            own = getattr(grammar, "own", grammar)  # with several ranks, it is wrapped
             if not isinstance(own, TokenGrammar):
                 continue
             if guessed.get(row):
-                guesses[first] = guessed[row]  # up to the last row, all of the guess
+                guesses[first] = guessed[row]  # the last row has the whole guess
             else:
                 first = row
                 constrained[row] = own
         return cls(constrained, guesses) if constrained else None
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Forbids in those rows of `[N, vocab]`, in place, what their grammars do not allow. Waits if it must."""
+        """Masks those rows of `[N, vocab]` in place with what their grammars allow. Waits for masks if needed."""
         self._settle(lambda grammar: grammar.mask is not None)
         self._threads.wait(lambda: all(draft.is_over for draft in self._drafts.values()), self._patience)
         masks = {row: each.mask for row, each in self._in_time()}
@@ -354,35 +354,35 @@ class PendingMasks:
         logits[rows] = logits[rows].masked_fill_(~is_allowed, -torch.inf)
 
     def in_time(self, row: int, drawn: list[int]) -> list[int]:
-        """Those of the tokens drawn for a request from that row on that count: all, or the first if masks were late."""
+        """The tokens that count of those drawn for a request from that row on: all, or the first if masks were late."""
         return drawn if self._drafted.get(row, True) else drawn[:1]
 
     def take(self, sampled: Mapping[int, list[int]]) -> None:
-        """Shows the grammars what was sampled, by row. Waits for them if it must."""
+        """Has the grammars take the sampled tokens, by row. Waits for them if needed."""
         new = [(grammar, list(sampled[row])) for row, grammar in self._in_time() if sampled[row]]
-        self._threads.take(pair for pair in new if not pair[0].sampled)  # one that was late repeats its tokens
+        self._threads.take(pair for pair in new if not pair[0].sampled)  # a row that was late repeats its tokens
         self._settle(lambda grammar: not grammar.sampled or grammar.is_taken)
 
     def error_of(self, row: int) -> str | None:
-        """Why nothing can be sampled for a row, if that is due to its grammar."""
+        """Why no token can be sampled for a row, if its grammar is the reason."""
         grammar = self._grammars.get(row)
         return None if grammar is None or grammar.error is None else f"the grammar failed: {grammar.error}"
 
     def stop_reason_of(self, row: int) -> str | None:
-        """GRAMMAR_LIMIT if its grammar turned out too costly, which is for the client to change."""
+        """GRAMMAR_LIMIT if the row's grammar turned out too costly, which the client can change."""
         grammar = self._grammars.get(row)
         return GRAMMAR_LIMIT if grammar is not None and grammar.hit_limit else None
 
     @property
     def _patience(self) -> float:
-        """Seconds."""
+        """Seconds to wait for masks."""
         return min(max(_PATIENCE * (time.perf_counter() - self._begin), _MIN_PATIENCE_S), _MAX_PATIENCE_S)
 
     def _in_time(self) -> list[tuple[int, TokenGrammar]]:
         return [(row, grammar) for row, grammar in self._grammars.items() if row not in self.late]
 
     def _settle(self, is_done: Callable[[TokenGrammar], bool]) -> None:
-        """Waits a little, though not for slow sequences, and notes which are late."""
+        """Waits a little, though not for slow sequences, and records which are late."""
         rows = self._in_time()
         awaited = [grammar for _, grammar in rows if not grammar.compiled.is_slow]
         self._threads.wait(lambda: all(map(is_done, awaited)), self._patience)

@@ -1,4 +1,4 @@
-"""Sampling, batched on the device, each row with parameters of its own.
+"""Sampling, batched on the device, with each row's own parameters.
 
 Order, as in vLLM: log-probabilities are taken from the model's own logits; then logit bias, forbidden tokens (bad
 words, those that are not allowed) and grammars, penalties, then for rows that are not greedy temperature, min-p, top-k
@@ -25,7 +25,7 @@ _BLOCK_SIZE = 64  # positions whose logits are in memory at the same time
 
 
 class LogprobTensors(NamedTuple):
-    """By position: the token that stands there, its log-probability and rank, and the likeliest tokens."""
+    """By position: the token there, its log-probability and rank, and the likeliest tokens."""
 
     tokens: torch.Tensor  # int64 [L]
     values: torch.Tensor  # float32 [L]
@@ -39,11 +39,11 @@ class LogprobTensors(NamedTuple):
         return cls(*map(torch.cat, zip(*parts, strict=True))) if len(parts) > 1 else parts[0]
 
     def bring(self) -> "LogprobTensors":
-        """A copy on its way to the host."""
+        """Starts an asynchronous copy to the host."""
         return LogprobTensors(*map(bring, self))
 
     def to_host(self, num_top: Sequence[int] | None = None) -> list[TokenLogprobs]:
-        """By position, once it is there; `num_top[i]` of the likeliest tokens for position i, or all."""
+        """By position, once the copy is complete; `num_top[i]` of the likeliest tokens for position i, or all."""
         wanted = [self.top_tokens.shape[1]] * len(self.tokens) if num_top is None else num_top
         rows = zip(*(column.tolist() for column in self), wanted, strict=True)
         return [
@@ -53,7 +53,7 @@ class LogprobTensors(NamedTuple):
 
 
 def pick_logprobs(logprobs: torch.Tensor, tokens: torch.Tensor, num_top: int) -> LogprobTensors:
-    """float32 `[L, vocab]` and int64 `[L]` -> what is reported of them."""
+    """Log-probabilities float32 `[L, vocab]` and tokens int64 `[L]` -> what is reported of them."""
     values = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > values).sum(dim=-1) + 1
     top_values, top_tokens = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
@@ -86,14 +86,14 @@ class _Additions:
 
 
 class _RowAdditions(NamedTuple):
-    """What a row contributes to them, on the host."""
+    """What a row contributes to `_Additions`, on the host."""
 
     tokens: TokenIds
     values: npt.NDArray[np.float32]
 
 
 class _Constants(NamedTuple):
-    """What a request holds, perhaps by the thousand, as arrays."""
+    """Parts of a request that may have thousands of entries, as arrays."""
 
     bias: _RowAdditions
     no_end: _RowAdditions  # forbids its end tokens
@@ -101,11 +101,11 @@ class _Constants(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What the rows of one launch asked for; a part that no row asked for is None."""
+    """What the rows of one launch asked for; parts that no row asked for are None or empty."""
 
     additions: list[_Additions | None]  # per step: logit bias, bad words, and end tokens below min_tokens
-    refused: dict[int, torch.Tensor]  # by row that may only draw some tokens: all others, bool [vocab]
-    masks: PendingMasks | None  # of the launch's first step; rows with a grammar keep no more
+    refused: dict[int, torch.Tensor]  # by row with `allowed_token_ids`: all other tokens, bool [vocab]
+    masks: PendingMasks | None  # for the first step of the launch; rows with a grammar keep only its token
     penalties: PenaltyBatch | None
     draws: DrawBatch | None
     logprob_rows: torch.Tensor | None  # int64 [L]: rows that want log-probabilities
@@ -126,7 +126,7 @@ class Sampler:
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._device = device
         self._penalties = PenaltyState(vocab_size, num_slots, device)
-        self._constants: dict[RequestState, _Constants] = {}  # of the rows of the last launch
+        self._constants: dict[RequestState, _Constants] = {}  # for the rows of the last launch
 
     def prepare(
         self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed = NOTHING_GUESSED
@@ -155,7 +155,7 @@ class Sampler:
             batch.masks.apply(logits)
         if batch.penalties is not None:
             self._penalties.apply(batch.penalties, logits)
-        best, tokens = logits.max(dim=-1)  # of NaN and anything, NaN is the greatest
+        best, tokens = logits.max(dim=-1)  # NaN, if there is one, counts as the maximum
         if batch.draws is not None:
             tokens[batch.draws.rows] = batch.draws.draw(logits, step)
         if batch.penalties is not None:
@@ -166,17 +166,17 @@ class Sampler:
         return Sampled(tokens.masked_fill_(~best.isfinite(), INVALID_TOKEN), logprobs)
 
     def rehearse(self, logits: torch.Tensor) -> None:
-        """Samples float32 `[N, vocab]`, N up to the slots, as if each row asked for all that takes memory."""
+        """Samples float32 `[N, vocab]`, N up to the slots, as if each row asked for everything that takes memory."""
         params = SamplingParams(top_k=1, top_p=0.5, min_p=0.1, repetition_penalty=2.0, logprobs=MAX_LOGPROBS)
         requests = [_rehearsing(params, slot) for slot in range(len(logits))]
         self.sample(logits, self.prepare(requests, num_steps=1), step=0)
 
     def start_anew(self) -> None:
-        """A launch failed: which of its tokens were counted is unknown."""
+        """Called after a failed launch: discards the token counts, which may or may not include its tokens."""
         self._penalties.forget_owners()
 
     def _additions(self, requests: Sequence[RequestState], num_steps: int, guessed: Guessed) -> list[_Additions | None]:
-        """Bad words are judged by the tokens that the host knows: where that matters, only the first step counts."""
+        """Bad words depend on the tokens that the host knows: where that matters, only the first step counts."""
         known, self._constants = self._constants, {}
         in_all: list[tuple[int, _RowAdditions]] = []
         may_not_end: list[int] = []
@@ -223,7 +223,7 @@ def _rehearsing(params: SamplingParams, slot: int) -> RequestState:
 
 
 def _may_not_end(request: RequestState, num_more: int) -> bool:
-    """Whether with so many more tokens the request is below its min_tokens, and has tokens that would end it."""
+    """Whether with `num_more` more tokens the request is below its min_tokens, and has tokens that would end it."""
     return bool(request.end_token_ids) and request.num_output_tokens + num_more < request.min_tokens
 
 

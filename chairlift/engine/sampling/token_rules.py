@@ -1,9 +1,8 @@
-"""What a request says about its tokens beside a grammar: which may come, which words may not, when it repeats itself,
-and penalties on tokens that were seen before.
+"""A request's rules for its tokens, beside a grammar: allowed tokens, bad words, repetition detection, and penalties on
+tokens that were seen before.
 
-`TokenRules` are prepared on the text side, once for all choices of a prompt; the sampler looks at them in every step.
-Each sequence has its own state in them: a `RuleFilter`, and a `PatternWatch`. An `Automaton` finds words, and stop
-strings as well.
+`TokenRules` are prepared on the text side, once for all choices of a prompt; the sampler reads them in every step. Each
+sequence has its own state: a `RuleFilter`, and a `PatternWatch`. An `Automaton` finds words, and also stop strings.
 """
 
 from array import array
@@ -23,7 +22,7 @@ from chairlift.scheduler import RequestState
 
 TokenIds = npt.NDArray[np.int64]
 
-MAX_BAD_WORD_CHARACTERS = 2**16  # of all words of a request together; and so many tokens
+MAX_BAD_WORD_CHARACTERS = 2**16  # of all words of a request together; also their most tokens
 START = 0
 """The state of an `Automaton` before the first element."""
 
@@ -34,24 +33,24 @@ _NONE = -1
 class Automaton:
     """Finds which of many patterns a sequence ends with, one element at a time (Aho & Corasick 1975).
 
-    It is built once and shared; each sequence keeps one integer, its state: the longest beginning of a pattern with
-    which the sequence ends. An element costs constant work on average, however many patterns there are and however
-    alike they look; a state takes sixteen bytes.
+    It is built once and shared; each sequence keeps one integer, its state: the longest prefix of a pattern with which
+    the sequence ends. An element costs constant work on average, however many patterns there are and however similar
+    they are; a state takes sixteen bytes.
 
     The states that a pattern adds are numbered consecutively, so that a step along a pattern needs no table. Only
-    where a pattern leaves those before it there is an entry in `_branches`. A state that nothing leads to closes each
-    run, so that no pattern goes on into the next.
+    where a pattern branches off from earlier ones, there is an entry in `_branches`. An unreachable state ends each
+    run, so that no pattern continues into the next.
     """
 
     def __init__(self, patterns: Sequence[Sequence[int]]) -> None:
-        """`patterns`: of non-negative integers, none of them empty; of equal ones the first counts."""
+        """`patterns`: of non-negative integers, none of them empty; the first of equal ones counts."""
         self._labels = array("i", [_NONE, _NONE])  # the element that leads to each state
         self._depths = array("i", [0, 0])
         self._branches: dict[tuple[int, int], int] = {}
         self._patterns: dict[int, int] = {}  # state -> the pattern that is complete there
         for index, pattern in enumerate(patterns):
             self._patterns.setdefault(self._insert(pattern), index)
-        # The longest shorter beginning with which a state ends; and of it and those, the first that is a pattern.
+        # The longest shorter prefix with which a state ends; and the longest pattern with which it ends, or is itself.
         self._fallbacks = array("i", [_NONE]) * len(self._labels)
         self._matches = array("i", [_NONE]) * len(self._labels)
         self._link(patterns)
@@ -87,7 +86,7 @@ class Automaton:
         return self._branches.get((state, element))
 
     def _insert(self, pattern: Sequence[int]) -> int:
-        """Adds the states that are missing; returns the last."""
+        """Adds the pattern's missing states; returns its last one."""
         state = START
         for position, element in enumerate(pattern):
             child = self._child(state, element)
@@ -102,7 +101,7 @@ class Automaton:
         return state
 
     def _link(self, patterns: Sequence[Sequence[int]]) -> None:
-        """Level by level: the way back from a state goes along ways back from shorter ones."""
+        """Sets fallbacks and matches level by level, because those of a state depend on those of shorter ones."""
         self._fallbacks[START] = START
         reached = [(pattern, START) for pattern in patterns]
         depth = 0
@@ -122,10 +121,10 @@ class Automaton:
 
 
 class BadWords:
-    """Forbidden words: the last token of each must not follow the others."""
+    """Forbidden words: the last token of each must not follow its other tokens."""
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """`words`: token ids of each, at least one; the same word may be there in several ways."""
+        """`words`: token ids of each, at least one; a word may occur in several tokenizations."""
         self.single = np.array(sorted({word[0] for word in words if len(word) == 1}), dtype=np.int64)
         endings: dict[tuple[int, ...], set[int]] = {}
         for word in words:
@@ -133,7 +132,7 @@ class BadWords:
                 endings.setdefault(tuple(word[:-1]), set()).add(word[-1])
         self._endings = [np.array(sorted(tokens), dtype=np.int64) for tokens in endings.values()]
         self.automaton = Automaton(list(endings)) if endings else None
-        self._remembered: dict[int, TokenIds] = {}  # by state of the automaton, for a few of them
+        self._remembered: dict[int, TokenIds] = {}  # by state of the automaton, for some states
 
     def forbidden_after(self, state: int) -> TokenIds:
         """Tokens that must not come in that state of the automaton."""
@@ -156,14 +155,14 @@ class TokenRules:
     refused: torch.Tensor | None  # bool [vocab]: not among the allowed tokens; None: all are allowed
 
     def refused_on(self, device: torch.device) -> torch.Tensor | None:
-        """The same there, sent once."""
+        """`refused` on that device, where it then stays."""
         if self.refused is not None and self.refused.device != device:
             self.refused = send(self.refused, device)
         return self.refused
 
 
 class RuleFilter:
-    """One sequence under its rules; see `scheduler.TokenFilter`."""
+    """One sequence's state in its rules; see `scheduler.TokenFilter`."""
 
     def __init__(self, rules: TokenRules) -> None:
         self.rules = rules
@@ -176,9 +175,9 @@ class RuleFilter:
         return self.rules.bad_words is not None and self.rules.bad_words.automaton is not None
 
     def forbidden_after(self, token_ids: Sequence[int], start: int) -> TokenIds:
-        """Words' endings that must not follow these tokens, of which those from `start` on were generated.
+        """The last tokens of bad words that must not follow these tokens, which are generated from `start` on.
 
-        Each time there may be more of them than the last time.
+        The tokens may have grown since the last call.
         """
         words = self.rules.bad_words
         if words is None:
@@ -191,7 +190,7 @@ class RuleFilter:
 
 
 def compile_rules(params: SamplingParams, encode: Callable[[str], list[int]], vocab_size: int) -> TokenRules | None:
-    """None if these parameters have no such rules. `encode`: without special tokens added; ids are checked already."""
+    """None if the parameters have no such rules. `encode` adds no special tokens; ids have been checked already."""
     words = _bad_word_ids(params.bad_words, encode, vocab_size)
     refused = None
     if params.allowed_token_ids is not None:
@@ -201,7 +200,7 @@ def compile_rules(params: SamplingParams, encode: Callable[[str], list[int]], vo
 
 
 def _bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]], vocab_size: int) -> list[list[int]]:
-    """Each word as it begins a text, and behind a space; without tokens that the model has no rows for."""
+    """Each word at the beginning of a text, and after a space; without those that have tokens unknown to the model."""
     if sum(map(len, words)) > MAX_BAD_WORD_CHARACTERS:
         raise InvalidRequest(f"bad_words may have {MAX_BAD_WORD_CHARACTERS} characters together", "bad_words")
     found: list[list[int]] = []
@@ -220,10 +219,10 @@ def _bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]], voca
 
 
 class PatternWatch:
-    """Tells when the last tokens of a sequence are one pattern several times in a row; see `RepetitionDetection`.
+    """Detects when a sequence ends with one pattern several times in a row; see `RepetitionDetection`.
 
-    Per size of pattern it counts for how many tokens each has been the same as that many before it: a few vector
-    operations a token, whatever the tokens are.
+    For each size of pattern, it counts how many of the last tokens in a row equal the token that many places before:
+    a few vector operations per token, whatever the tokens are.
     """
 
     def __init__(self, wanted: RepetitionDetection) -> None:
@@ -231,7 +230,7 @@ class PatternWatch:
         self._shortest = int(sizes[0])
         self._needed = sizes * (wanted.min_count - 1)
         self._num_same = np.zeros(len(sizes), dtype=np.int32)
-        # The newest tokens, the last first, from `_start` on; it moves towards the front, and then all move to the end.
+        # The newest tokens, the last first, from `_start` on, which moves to the front; then all move back to the end.
         self._size = wanted.max_pattern_size
         self._tokens = np.full(4 * self._size, -1, dtype=np.int32)
         self._start = len(self._tokens) - self._size
@@ -260,9 +259,9 @@ class PenaltyBatch:
     rows: torch.Tensor  # int64 [P]
     slots: torch.Tensor  # int64 [P]
     factors: torch.Tensor  # float32 [3, P]: repetition, presence, frequency
-    guessed_rows: torch.Tensor  # int64 [G]: of the P rows those that a guessed token comes before, once for each
+    guessed_rows: torch.Tensor  # int64 [G]: indices into P, one for each guessed token before that row
     guessed_tokens: torch.Tensor  # int64 [G]
-    counted: torch.Tensor  # int64 [C]: of the P rows those whose tokens are counted at once
+    counted: torch.Tensor  # int64 [C]: indices into P of rows without a guess, whose tokens are counted at once
 
 
 class PenaltyState:
@@ -271,12 +270,12 @@ class PenaltyState:
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._shape = (num_slots, vocab_size)
         self._device = device
-        self._owners: dict[int, ref[RequestState]] = {}  # weak, so that a request that left does not stay in memory
+        self._owners: dict[int, ref[RequestState]] = {}  # weak, so that ended requests do not stay in memory
         self._num_generated = torch.empty(0)  # int32 [n_slots, vocab]
         self._is_in_prompt = torch.empty(0)  # bool [n_slots, vocab]
 
     def prepare(self, requests: Sequence[RequestState], guessed: Guessed = NOTHING_GUESSED) -> PenaltyBatch | None:
-        """None if no request carries a penalty. Starts the counts of requests that are new to their slots."""
+        """None if no request has a penalty. Starts the counts of requests that are new in their slots."""
         rows = [row for row, request in enumerate(requests) if has_penalty(request.params)]
         if not rows:
             return None
@@ -284,14 +283,14 @@ class PenaltyState:
         for row in rows:
             request = requests[row]
             assert request.slot is not None, "a request without a slot is sampled"
-            # A row that needs its newest token keeps one token of a launch, but all were counted.
+            # A row that needs its newest token keeps only one token of a launch, but all were counted.
             owner = self._owners.get(request.slot)
             is_new = owner is None or owner() is not request or request.needs_newest_token
             if is_new and request.slot not in slots[-1:]:  # once for all rows of a guess
                 self._start(request, request.slot)
             slots.append(request.slot)
         for slot in {slots[index] for index, row in enumerate(rows) if row in guessed}:
-            del self._owners[slot]  # only the host knows which of the tokens count, so its counts start anew
+            del self._owners[slot]  # only the host knows which of the tokens count, so the counts start again
         before = [(index, token) for index, row in enumerate(rows) for token in guessed.get(row, ())]
         params = [requests[row].params for row in rows]
         factors = [
@@ -325,18 +324,18 @@ class PenaltyState:
         logits[batch.rows] = chosen
 
     def count(self, batch: PenaltyBatch, tokens: torch.Tensor) -> None:
-        """Notes the sampled tokens, int64 `[N]`, of those rows that have no guess."""
+        """Counts the sampled tokens, int64 `[N]`, of the rows without a guess."""
         self._num_generated[batch.slots[batch.counted], tokens[batch.rows[batch.counted]]] += 1
 
     def forget_owners(self) -> None:
-        """The counts of all requests start anew."""
+        """Makes the counts of all requests start again."""
         self._owners.clear()
 
     def _start(self, request: RequestState, slot: int) -> None:
         if not self._num_generated.numel():
             self._num_generated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
             self._is_in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        # If it had another slot before, the counts there end here, lest it returns to them.
+        # If it had another slot before, forget the counts there, which would be stale if it returned.
         self._owners = {each: owner for each, owner in self._owners.items() if owner() not in (request, None)}
         self._owners[slot] = ref(request)
         token_ids = to_device(request.token_ids, torch.int64, self._device)
@@ -347,5 +346,5 @@ class PenaltyState:
 
 
 def has_penalty(params: SamplingParams) -> bool:
-    """True if tokens that were seen before change what comes."""
+    """True if tokens that were seen before change which come next."""
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)

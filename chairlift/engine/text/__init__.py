@@ -1,1 +1,1 @@
-"""Text: prompts in, outputs out, grammars compiled. Nothing here knows the model's tensors."""
+"""Text processing: prompts, outputs, and the compilation of grammars. Nothing here uses the model's tensors."""

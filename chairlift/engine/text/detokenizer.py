@@ -1,4 +1,4 @@
-"""From tokens to text, piece by piece: no half characters, and no beginning of what may turn into a stop string."""
+"""Decodes tokens to text piece by piece, without incomplete characters or the beginnings of stop strings."""
 
 from collections.abc import Sequence
 from os.path import commonprefix
@@ -9,28 +9,28 @@ from chairlift.engine.text.tokenizer import Tokenizer
 _CONTEXT_SIZES = (8, 64)
 _MAX_CHARACTER_BYTES = 4  # of UTF-8, and so the most tokens that one character takes
 _MAX_WINDOW = 32
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that do not make a character (yet)
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are not a complete character (yet)
 
 
 class Detokenizer:
     """Decodes one continuation token by token. The pieces add up to the decoding of the whole.
 
-    A short window of tokens is decoded anew for each: those whose text went out last, which tell how the next ones are
-    spaced, and those whose text is still held back. (The library's own DecodeStream raises on bytes that make no
+    For each token, a short window is decoded again: tokens whose text was returned last, which determine the spacing of
+    the next ones, and tokens whose text is still held back. (The library's own DecodeStream raises on bytes that are no
     character, which models do produce.)
 
-        window  | context: text is out | held: text is not |
+        window  | context: text returned | held back |
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._window = _context(tokenizer, prompt_token_ids)
         self._num_context = len(self._window)
-        self._sent = tokenizer.decode(self._window)  # the part of the window's text that is out
+        self._sent = tokenizer.decode(self._window)  # the part of the window's text that was returned
 
     def push(self, token_id: int) -> str:
         """The text that this token completes: often its own, sometimes none yet."""
-        if not self._tokenizer.is_written(token_id):  # else a run of them would make the window longer and longer
+        if not self._tokenizer.is_written(token_id):  # a run of these would make the window ever longer
             return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
@@ -50,7 +50,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What is still held back when no more tokens will come, for instance an unfinished character."""
+        """Returns what is still held back after the last token, for instance an incomplete character."""
         text = self._tokenizer.decode(self._window)
         piece, self._sent = self._unsent(text), text
         return piece
@@ -58,18 +58,18 @@ class Detokenizer:
     def _unsent(self, text: str) -> str:
         if text.startswith(self._sent):
             return text[len(self._sent) :]
-        # Bytes that follow may change the text that was sent before them; no letter must get lost then.
+        # Later bytes may change text that was sent before them; even then, no character must be lost.
         return text[len(commonprefix([text, self._sent])) :]  # noqa: RUF071 - by character is what is meant
 
     def _slide(self, num_dropped: int) -> None:
-        """Forgets the oldest tokens. All that stay count as sent."""
+        """Drops the oldest tokens. All others count as sent."""
         self._window = self._window[num_dropped:]
         self._num_context = len(self._window)
         self._sent = self._tokenizer.decode(self._window)
 
 
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
-    """The end of the prompt, begun early enough that no character is cut in two if that can be helped."""
+    """The end of the prompt, long enough not to begin within a character, if possible."""
     tail: list[int] = []
     for size in _CONTEXT_SIZES:
         tail = list(prompt_token_ids[-size:])
@@ -87,19 +87,19 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Finds stop strings across the pieces of a text, and holds back what might turn into one."""
+    """Finds stop strings across the pieces of a text, and holds back what may be the beginning of one."""
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops.stops
         self._automaton = stops.automaton
         self._state = START
-        self._held = ""  # what the state stands for
+        self._held = ""  # the text of the state
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """Text that may go out, and the stop string that was found right after it, if one was.
+        """Returns text that is final, and the stop string that was found right after it, if any.
 
-        The earliest stop string in the text so far ends it; otherwise all that cannot begin one goes out. Where several
-        begin at the same place and are complete, the one that was named first counts.
+        The earliest stop string ends the text; without one, all text that cannot begin a stop string is returned. If
+        several are complete and begin at the same place, the one that was named first counts.
         """
         if not self._stops:
             return piece, None
@@ -113,12 +113,12 @@ class StopMatcher:
         return text[:num_out], None
 
     def finish(self) -> str:
-        """What was held back: it did not turn into a stop string."""
+        """Returns what was held back, since it did not become a stop string."""
         held, self._state, self._held = self._held, START, ""
         return held
 
     def _find(self, text: str) -> tuple[str, str] | None:
-        """Takes the text behind what is held."""
+        """Advances over the text after what is held back; finds the stop string that ends it."""
         automaton, state = self._automaton, self._state
         best: tuple[int, int] | None = None  # where it begins, and its place in the list
         for end in range(len(self._held) + 1, len(text) + 1):
@@ -128,6 +128,6 @@ class StopMatcher:
                 candidate = (end - len(self._stops[match]), match)
                 best = candidate if best is None else min(best, candidate)
             if best is not None and end - automaton.depth(state) > best[0]:
-                break  # what is still to come begins later
+                break  # any later match would begin later
         self._state = state
         return None if best is None else (text[: best[0]], self._stops[best[1]])

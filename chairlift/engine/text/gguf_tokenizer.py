@@ -1,7 +1,7 @@
-"""The tokenizer that a GGUF file describes: transformers' converter makes it, and what that gets wrong is put right.
+"""Makes the tokenizer that a GGUF file describes: uses transformers' converter, and corrects its errors.
 
-The converter splits text by GPT-2's rule wherever it does not know the file's (`tokenizer.ggml.pre`), which shows
-in no error, only in a model that reads worse. So the rule must be known, to the converter or here.
+If the converter does not know the file's rule for splitting text (`tokenizer.ggml.pre`), it silently uses GPT-2's, and
+only the model's output becomes worse. So the rule must be known, to the converter or here.
 """
 
 from typing import Any, cast
@@ -17,20 +17,20 @@ from chairlift.models.gguf import GGUFFile
 _PREFIX = "tokenizer.ggml."
 _SENTENCE_PIECE, _BYTE_LEVEL = "llama", "gpt2"  # as `tokenizer.ggml.model` has them
 _GPT2_RULES = {"gpt-2", "olmo", "phi-2", "jais", "mpt"}
-_DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell"}  # GPT-2's rule, and each digit by itself
-# A word that is a token needs no merges; and texts begin with the beginning token unless the file says otherwise.
+_DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell"}  # GPT-2's rule, with digits split singly
+# Words that are tokens need no merges; and texts begin with the BOS token unless the file says otherwise.
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
 _NAMES = {
     "model": "tokenizer_type",
     "pre": "pre_tokenizer_type",
     **{name: name for name in ("tokens", "scores", "token_type", "merges")},
 }
-"""Metadata, and the converter's names for them."""
+"""Metadata fields, and the converter's names for them."""
 _SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
-    """From a file's metadata. CheckpointError for a kind, or a rule of taking text apart, that is not known."""
+    """Makes it from a file's metadata. CheckpointError for an unknown kind of tokenizer or rule of splitting text."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer  # slow to import
     except ImportError as error:
@@ -45,7 +45,7 @@ def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
         if ours in given
     }
     if kind == _BYTE_LEVEL:
-        described.setdefault("merges", [])  # a list that is empty is not written
+        described.setdefault("merges", [])  # an empty list is not in the file
     backend, _ = convert_gguf_tokenizer(file.metadata["general.architecture"], described)
     backend = _without_more_tokens(backend, len(given["tokens"]))
     if kind == _BYTE_LEVEL:
@@ -72,7 +72,7 @@ def _wrapped(backend: BackendTokenizer, file: GGUFFile, given: dict[str, Any], b
 
 
 def _without_more_tokens(backend: BackendTokenizer, size: int) -> BackendTokenizer:
-    """The converter adds special tokens that its classes have by default, which the model knows nothing of."""
+    """Removes special tokens that the converter adds by default but the model does not have."""
     if backend.get_vocab_size(with_added_tokens=True) <= size:
         return backend
     rebuilt: Any = BackendTokenizer(backend.model)
@@ -100,7 +100,7 @@ def _set_rule(backend: BackendTokenizer, rule: object) -> None:
 
 
 def _leave_first_word(backend: BackendTokenizer) -> None:
-    """No space before the first word of a text, and none taken away."""
+    """Neither adds a space before the first word of a text nor removes one."""
     writing: Any = backend
     writing.normalizer = None
     writing.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)

@@ -1,7 +1,7 @@
-"""Grammars are compiled on the text side, each once however many sequences and requests share it.
+"""Compiles grammars, each once, however many sequences and requests share it.
 
-llguidance does the work. A grammar is tried out in a process that may die of it (`rehearsal`), then compiled here, in a
-few threads of their own, so that a slow one delays no other request.
+llguidance does the work. A grammar is first tried out in a process that may crash (`rehearsal`), then compiled here in
+a few dedicated threads, so that a slow one delays no other request.
 """
 
 import json
@@ -23,18 +23,18 @@ from chairlift.params import StructuredOutputs
 
 logger = logging.getLogger(__name__)
 
-_NUM_THREADS = 3  # each may have a child at work that adds `rehearsal._MAX_BYTES`
-_MAX_UNFINISHED = 64  # grammars that are compiled or wait for it
+_NUM_THREADS = 3  # each may run a child process that takes up to `rehearsal._MAX_BYTES`
+_MAX_UNFINISHED = 64  # grammars that are being compiled or wait for that
 _MAX_CACHE_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The tokens around a choice's thoughts."""
+    """The tokens that enclose a choice's reasoning."""
 
     begin_id: int
     end_id: int
-    has_begun: bool  # in the prompt; otherwise the choice may begin with `begin_id`, and does not think if it does not
+    has_begun: bool  # in the prompt; if not, there are thoughts only if the choice begins with `begin_id`
 
 
 class GrammarCompiler:
@@ -53,9 +53,9 @@ class GrammarCompiler:
             logger.warning("grammars are compiled without a process of their own, because this system has no fork")
 
     def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> "Future[CompiledGrammar]":
-        """Compiles it, if nobody has yet. The future's exception may be `InvalidGrammar` or `GrammarsBusy`.
+        """Compiles a grammar, unless that is done. The future's exception may be `InvalidGrammar` or `GrammarsBusy`.
 
-        `thinking`: the grammar begins behind the thoughts, in which every token but an end token is free.
+        `thinking`: the grammar begins after the thoughts, in which every token but an end token is allowed.
 
         The future is shared: do not cancel it. Raises `GrammarsBusy` if too many grammars are being compiled or no
         thread can be started.
@@ -73,7 +73,7 @@ class GrammarCompiler:
                     raise GrammarsBusy(f"{_MAX_UNFINISHED} other grammars are being compiled")
                 try:
                     self._unfinished[key] = self._threads.submit(self._compile_and_keep, key)
-                except RuntimeError as error:  # no thread; what was submitted may still run, and is then kept
+                except RuntimeError as error:  # no thread; a submitted job may still run later, and its result is kept
                     raise GrammarsBusy(str(error)) from error
             return self._unfinished[key]
 
@@ -82,7 +82,7 @@ class GrammarCompiler:
         return partial(TokenGrammar, compiled, self._mask_threads[0])
 
     def close(self) -> None:
-        """Ends threads and process; pending grammars fail with `GrammarsBusy`, running sequences get no more masks."""
+        """Ends threads and process. Pending grammars fail with `GrammarsBusy`; running sequences get no more masks."""
         self._end()
         self._threads.shutdown()
 
@@ -97,7 +97,7 @@ class GrammarCompiler:
                 self._unfinished.pop(key, None)
 
     def _keep(self, key: str, compiled: CompiledGrammar) -> None:
-        """The one that was asked for last is kept in any case. They grow while they are used."""
+        """Caches a grammar, and evicts others: their sizes grow while they are used. The newest one is always kept."""
         self._cache[key] = compiled
         num_bytes = sum(each.num_bytes for each in self._cache.values())
         while num_bytes > _MAX_CACHE_BYTES and len(self._cache) > 1:
@@ -129,12 +129,12 @@ class GrammarCompiler:
         return compiled
 
     def _settings(self) -> bytes:
-        """What the helper process needs to know."""
+        """The settings of the helper process."""
         return b'{"limits": %b, "tokenizer": %b}' % (json.dumps(PARSER_LIMITS).encode(), self._vocabulary.description)
 
 
 def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[int]) -> str:
-    """llguidance's source of the same grammar behind thoughts, known by their tokens, and up to two line breaks."""
+    """llguidance's source of the grammar after thoughts, which their tokens delimit, and up to two line breaks."""
     answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
     others = ",".join(map(str, sorted({thinking.end_id, *eos_token_ids})))
     lead = "thoughts" if thinking.has_begun else f"(<[{thinking.begin_id}]> thoughts)?"
@@ -144,7 +144,7 @@ def _after_thoughts(source: str, thinking: Thinking, eos_token_ids: Collection[i
 
 
 def _as_json(outputs: StructuredOutputs, thinking: Thinking | None = None) -> str:
-    """Its key, and all that is needed to compile it."""
+    """The grammar's cache key, which is also all that is needed to compile it."""
     fields = {name: getattr(outputs, name) for name in ("json", "regex", "choice", "grammar")}
     fields["thinking"] = None if thinking is None else asdict(thinking)
     try:
@@ -154,7 +154,7 @@ def _as_json(outputs: StructuredOutputs, thinking: Thinking | None = None) -> st
 
 
 def _end(threads: ThreadPoolExecutor, rehearsal: Rehearsal, mask_threads: list[MaskThreads]) -> None:
-    """Not a method, since a finalizer calls it."""
+    """Not a method, because a finalizer calls it, which must not keep the compiler alive."""
     threads.shutdown(wait=False)
     rehearsal.close()
     for each in mask_threads:

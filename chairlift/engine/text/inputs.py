@@ -1,7 +1,7 @@
-"""From what a caller writes to what the engine runs: tokenize, check, fill in what was left open.
+"""Turns a caller's input into what the engine runs: tokenizes, checks, and fills in defaults.
 
-Nothing here needs the event loop, and nothing should run on it. Whatever is too long is refused before work goes into
-it.
+Nothing here needs the event loop, and nothing should run on it. Input that is too long is refused before any work is
+spent on it.
 """
 
 import random
@@ -35,16 +35,16 @@ Prompt = str | list[int]
 DEFAULT_CHAT = ChatOptions()
 
 MAX_TOKENIZED = 2**19
-"""Characters of a text for `tokenize`, and tokens for `decode`."""
+"""The most characters for `tokenize`, and tokens for `decode`."""
 
-_TOOLS_PER_MESSAGES = 4  # templates may show little of a tool, so tools may be so many times as long as messages
+_TOOLS_PER_MESSAGES = 4  # templates may render little of a tool, so tools may be this many times as long as messages
 _MIN_TOOL_CHARACTERS = 2**18
 _NUM_PREPARED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _PreparedParams:
-    """What is costly to derive from parameters; prompts with the same ones share it."""
+    """What is costly to derive from parameters; prompts with the same parameters share it."""
 
     params: SamplingParams
     stops: StopStrings
@@ -55,17 +55,17 @@ class TextWatcher(Protocol):
     """Reads one choice's text as it grows."""
 
     def push(self, text: str) -> bool:
-        """Takes new text. True: the choice ends here, as at a stop string."""
+        """Takes new text. True if the choice ends here, as at a stop string."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How a choice's tokens become text, and where that ends, beside what SamplingParams says."""
+    """How a choice's tokens become text, and where the text ends, in addition to SamplingParams."""
 
     new_watcher: Callable[[], TextWatcher] | None = None  # called once per choice
     shown_tokens: tuple[str, ...] = ()  # special tokens that are part of the text, by name
-    thinking: Thinking | None = None  # a grammar begins behind the thoughts, and their tokens are counted
+    thinking: Thinking | None = None  # a grammar begins after the thoughts, whose tokens are counted
 
 
 DEFAULT_TEXT = TextOptions()
@@ -85,26 +85,26 @@ class Generation:
 
 
 class Grammars(Protocol):
-    """Where grammars are compiled: `GrammarCompiler`, or that of another process."""
+    """Compiles grammars: `GrammarCompiler`, or a proxy for that of another process."""
 
     def compile(self, outputs: StructuredOutputs, thinking: Thinking | None = None) -> Future[Any]:
         """See `GrammarCompiler`."""
         ...
 
     def starter(self, compiled: Any) -> Callable[[], Grammar]:
-        """What makes a sequence's state in a grammar that `compile` gave."""
+        """A function that makes a sequence's state in a grammar that `compile` returned."""
         ...
 
     def close(self) -> None: ...
 
 
 class InputProcessor:
-    """Makes `Generation`s. InvalidRequest says what to change; nothing reaches the engine then."""
+    """Makes `Generation`s. If a request is not valid, InvalidRequest says what to change, and nothing is queued."""
 
     def __init__(
         self, config: ResolvedConfig, vocab_size: int, grammars: Grammars | None = None, seed_stream: int = 0
     ) -> None:
-        """`grammars` None: compiled here. Requests without a seed get other ones in each `seed_stream`."""
+        """`grammars` None: compiled here. Requests without a seed get different ones in each `seed_stream`."""
         path = find_model(config.model)
         self.tokenizer = Tokenizer(find_model(config.tokenizer or config.model), config.chat_template)
         self.max_seq_len = config.max_seq_len
@@ -147,13 +147,13 @@ class InputProcessor:
         self._check_vocabulary(token_ids, param)
         prepared = self._prepare_params(params)
         if params.logprobs is not None or params.prompt_logprobs is not None:
-            self.vocabulary.load()  # here, off the event loop
+            self.vocabulary.load()  # now, off the event loop
         if compiled is None and params.structured_outputs is not None:
             compiled = self.grammars.compile(params.structured_outputs, text_options.thinking).result()
-        serial = next(self._serials)  # the engine's ids are its own: a caller may use one twice
+        serial = next(self._serials)  # makes the engine's ids unique: a caller may use one twice
         first_seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         rules, repetition = prepared.rules, params.repetition_detection
-        prompt_token_ids = tuple(token_ids)  # the list is the caller's
+        prompt_token_ids = tuple(token_ids)  # a copy, because the caller may change the list
         new_drafter = None
         if self._speculates and options.speculation == "auto":
             predicted = options.prediction[: max_tokens * self.tokenizer.longest_token]
@@ -184,8 +184,8 @@ class InputProcessor:
     ) -> list[int]:
         """Token ids of a conversation in the model's chat template. InvalidRequest if the template refuses it.
 
-        `truncates`: `prepare` is going to keep only the end of it (`truncate_prompt_tokens`), so it may be longer than
-        a sequence; else ContextLengthExceeded.
+        `truncates`: `prepare` will keep only the end of it (`truncate_prompt_tokens`), so it may be longer than a
+        sequence; otherwise that is a ContextLengthExceeded.
         """
         if not isinstance(messages, Sequence) or not all(isinstance(message, dict) for message in messages):
             raise InvalidRequest("messages must be a list of {'role': ..., 'content': ...}", "messages")
@@ -201,7 +201,7 @@ class InputProcessor:
             raise InvalidRequest("messages: the content is nested too deeply", "messages") from error
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text for their own sake: it may be longer than a prompt, up to MAX_TOKENIZED characters."""
+        """Token ids of a text that is no prompt: it may be longer than one, up to MAX_TOKENIZED characters."""
         if len(text) > MAX_TOKENIZED:
             raise InvalidRequest(
                 f"prompt: a text of {len(text)} characters is too long to be tokenized at once; send at most"
@@ -218,16 +218,16 @@ class InputProcessor:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _check_characters(self, given: object, most: int, param: str) -> None:
-        """Refuses what is far longer than a prompt can be, without a look at the text itself."""
+        """Refuses what is far longer than a prompt can be, by its length alone."""
         num_characters = 0
         for text in strings_in(given):
-            num_characters += len(text) + 1  # many empty ones are too long, too
+            num_characters += len(text) + 1  # so that many empty ones are too long, too
             if num_characters > most:
                 what = f"your {param} have more than {most} characters. Please reduce their length."
                 raise too_long(self.max_seq_len, what, param)
 
     def _prepare_params(self, params: SamplingParams) -> _PreparedParams:
-        """Checks them, and makes what the prompts that follow with the same object need not make again."""
+        """Checks parameters, and caches what is derived from them for later prompts with the same object."""
         prepared = next((each for each in self._prepared if each.params is params), None)
         if prepared is None:
             self._check_vocabulary(params.logit_bias, "logit_bias")
@@ -237,7 +237,7 @@ class InputProcessor:
             rules = compile_rules(params, encode, self._vocab_size)
             self._check_something_can_be_sampled(params, rules)
             prepared = _PreparedParams(params, StopStrings(params.stop), rules)
-            # Another thread may do the same: then one of them is forgotten, and made again if it is needed.
+            # If another thread does the same, one of the results is lost, and made again when needed.
             self._prepared = (*self._prepared[1 - _NUM_PREPARED :], prepared)
         return prepared
 
@@ -251,7 +251,7 @@ class InputProcessor:
         return prompt
 
     def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The last tokens of a prompt, as `truncate_prompt_tokens` has it."""
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
         num_kept = params.truncate_prompt_tokens
         if num_kept is None:
             return token_ids
@@ -263,7 +263,7 @@ class InputProcessor:
         return token_ids[-num_kept:]
 
     def _check_lengths(self, token_ids: list[int], params: SamplingParams, param: str) -> int:
-        """`max_tokens`, resolved: it fits beside the prompt."""
+        """Resolves `max_tokens`, so that it fits beside the prompt. ContextLengthExceeded if that is not possible."""
         size, room = len(token_ids), self.max_seq_len - len(token_ids)
         if not size:
             raise InvalidRequest("the prompt is empty; give at least one token", param)
@@ -291,7 +291,7 @@ class InputProcessor:
             )
 
     def _check_something_can_be_sampled(self, params: SamplingParams, rules: TokenRules | None) -> None:
-        """Beside a grammar, whose next tokens are known only then."""
+        """InvalidRequest if no token could ever be sampled. Ignores grammars, whose tokens are known later."""
         ends = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         if not params.min_tokens or params.structured_outputs is not None:
             ends = set()

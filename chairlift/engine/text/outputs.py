@@ -1,4 +1,4 @@
-"""From token events to what callers see: text without half characters or stop strings, in cumulative outputs.
+"""Turns token events into what callers see: cumulative outputs, whose text has no stop strings or half characters.
 
 TokenEvent -> OutputProcessor -> GenerationState -> _Choice: Detokenizer -> StopMatcher -> CompletionOutput
 """
@@ -31,7 +31,7 @@ class _Choice:
         self._shown = {tokenizer.backend.token_to_id(name): name for name in text_options.shown_tokens}
         self._thinking = text_options.thinking  # None once the thoughts are over
         self._is_thinking = self._thinking is not None and self._thinking.has_begun
-        self._num_decoded = 0  # characters, also those that are held back
+        self._num_decoded = 0  # characters, including those that are held back
         self._logprobs: list[TokenLogprobs] = []
         self._text_offsets: list[int] = []
         self.output = CompletionOutput(index)
@@ -39,7 +39,7 @@ class _Choice:
             self.output.logprobs, self.output.text_offsets = self._logprobs, self._text_offsets
 
     def take(self, event: TokenEvent) -> bool:
-        """Adds the event's tokens. True if the text ended by itself, which the engine does not know yet."""
+        """Adds the event's tokens. True if the text ended but the engine's sequence did not, and must be aborted."""
         num_shown = len(event.new_token_ids) - event.has_end_token
         self.output.num_accepted_tokens = event.num_accepted
         self.output.num_rejected_tokens = event.num_drafted - event.num_accepted
@@ -60,7 +60,7 @@ class _Choice:
         return False
 
     def _think(self, token: int, thinking: Thinking) -> None:
-        """Counts it if it is one of the thoughts, which begin in the prompt or with the first token."""
+        """Counts the token if it belongs to the thoughts, which begin in the prompt or with the first token."""
         if self._is_thinking and token != thinking.end_id:
             self.output.num_reasoning_tokens += 1
         else:
@@ -73,7 +73,7 @@ class _Choice:
         return self._detokenizer.push(token) if name is None else self._detokenizer.finish() + name
 
     def _add(self, piece: str) -> bool:
-        """Adds text that is not held back. True if it ends here: at a stop string, or where the watcher says so."""
+        """Adds a piece, except for what is held back. True if the text ends here, by a stop string or the watcher."""
         if not piece:
             return False
         self._num_decoded += len(piece)
@@ -89,7 +89,7 @@ class _Choice:
 
 
 def _name(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> TokenLogprobs:
-    """Writes each token's text to it."""
+    """Sets each token's text."""
     for token, each in logprobs.items():
         each.decoded_token = tokenizer.token_text(token)
     return logprobs
@@ -102,7 +102,7 @@ class GenerationState:
         self.generation = generation
         self._tokenizer = tokenizer
         self._choices = [_Choice(index, tokenizer, generation) for index in range(generation.params.n)]
-        self.output = RequestOutput(  # which grows; see `RequestOutput.copy`
+        self.output = RequestOutput(  # it grows; see `RequestOutput.copy`
             generation.request_id,
             generation.prompt,
             generation.prompt_token_ids,
@@ -124,7 +124,7 @@ class GenerationState:
         ]
 
     def take(self, index: int, event: TokenEvent) -> bool:
-        """See `_Choice.take`. Events after the end of a choice are surplus and dropped."""
+        """See `_Choice.take`. Drops events after the end of a choice, which are surplus."""
         output = self.output
         if output.prompt_logprobs is not None:
             output.prompt_logprobs += [_name(each, self._tokenizer) for each in event.prompt_logprobs]
@@ -138,29 +138,29 @@ class GenerationState:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a batch of events did."""
+    """The effects of a batch of events."""
 
     changed: dict[GenerationState, None] = field(default_factory=dict)  # in order, each once
     to_abort: list[str] = field(default_factory=list)  # sequences that the engine should stop computing
-    failed: dict[GenerationState, Exception] = field(default_factory=dict)  # how generations end
+    failed: dict[GenerationState, Exception] = field(default_factory=dict)  # generations that end with an error
 
 
 class OutputProcessor:
-    """Knows which sequence belongs to which generation, and routes events there."""
+    """Routes events to the generations of their sequences."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._routes: dict[str, tuple[GenerationState, int]] = {}  # the choice's index
 
     def open(self, generation: Generation) -> GenerationState:
-        """Starts to follow a generation."""
+        """Starts routing events to a generation."""
         state = GenerationState(generation, self._tokenizer)
         for index, request in enumerate(generation.requests):
             self._routes[request.request_id] = (state, index)
         return state
 
     def close(self, state: GenerationState) -> None:
-        """Stops following it; events that still come are dropped."""
+        """Stops routing events to a generation; later ones are dropped."""
         for request in state.generation.requests:
             self._routes.pop(request.request_id, None)
 
@@ -175,9 +175,9 @@ class OutputProcessor:
             try:
                 if state.take(index, event):
                     delivery.to_abort.append(event.request_id)
-            except Exception as error:  # one text that cannot be made is no reason for the others to end
+            except Exception as error:  # if one text cannot be decoded, the others must continue
                 logger.error("detokenizing %s failed", event.request_id, exc_info=error)
-                delivery.failed[state] = RequestFailed(f"its text failed to decode: {type(error).__name__}: {error}")
+                delivery.failed[state] = RequestFailed(f"decoding its text failed: {type(error).__name__}: {error}")
                 delivery.to_abort.extend(state.unfinished_ids)
             if event.rejection is not None:
                 delivery.failed[state] = event.rejection

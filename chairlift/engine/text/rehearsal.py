@@ -1,16 +1,16 @@
-"""Grammars are compiled first where nothing is lost if that goes wrong: in a child of a helper process, under limits.
+"""Compiles grammars on trial where a crash does no harm: in a child of a helper process, under limits.
 
 llguidance compiles clients' grammars in native code. Deep nesting overflows its stack, and small texts can take
-minutes or gigabytes; its own limits do not stop all of that, and inside the server each would end the server. So this
-file is also a program, which the server starts by its path: it imports llguidance and nothing of ours, and forks a
-child for every grammar, with limits of processor time, memory and stack. Only what a child survived is compiled in the
-server.
+minutes or gigabytes; its own limits do not prevent all of that, and in the server's process each case would end the
+server. So this file is also a program, which the server starts by its path: it imports llguidance and no other module
+of the server, and forks a child for every grammar, with limits of processor time, memory and stack. The server compiles
+only grammars that a child survived.
 
-The program's standard input is a socket through which it gets one more socket for everything that it is to do: first
-for its settings (the keyword arguments of `LLTokenizer` and the parser's limits), then one per grammar. A child reads
-the fields of a `StructuredOutputs` from its socket and answers with `_BEGUN` and, if it survives, a `Verdict`, in JSON.
-The program ends when its standard input does, so also when the server is killed. Where there is no fork
-(Windows), `IS_POSSIBLE` is false, and llguidance's own limits have to do.
+The program's standard input is a socket over which it receives further sockets: the first for its settings (the keyword
+arguments of `LLTokenizer` and the parser's limits), then one per grammar. A child reads the fields of a
+`StructuredOutputs` from its socket and answers with `_BEGUN` and, if it survives, a `Verdict`, in JSON. The program
+ends when its standard input closes, also if the server is killed. Without fork (on Windows), `IS_POSSIBLE` is false,
+and only llguidance's own limits apply.
 """
 
 import ctypes
@@ -37,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 IS_POSSIBLE = hasattr(os, "fork") and find_spec("resource") is not None
 
-_USUAL_CPU_S = 0.05  # of a child; then it yields to the requests that are served
-_MAX_CPU_S = 0.5  # the largest honest grammars take 0.1
+_USUAL_CPU_S = 0.05  # of a child; after that it runs at low priority
+_MAX_CPU_S = 0.5  # the largest well-meant grammars take 0.1
 _NICENESS = 10
-_MAX_BYTES = 2**27  # that a child may add to what it was born with
-_MAX_STACK_BYTES = 2**21  # or half of what the server's threads have; to use what was built takes a quarter
-_MAX_S = 20  # of a child; the machine may be busy
+_MAX_BYTES = 2**27  # that a child may allocate in addition to what it started with
+_MAX_STACK_BYTES = 2**21  # or half of the server's threads' if that is less; using a compiled grammar takes a quarter
+_MAX_S = 20  # of a child, by the clock; the machine may be busy
 _ANSWER_S = 60.0
-_NUM_TOKENS = 2  # taken on trial: some limits are noticed only behind the first mask
+_NUM_TOKENS = 2  # taken on trial: some limits are exceeded only after the first mask
 _BEGUN = b" "
 
-_OVERFLOW = "recursion limit exceeded"  # llguidance's words, also for a child that did not survive
-# As Python's json.dumps writes it. Free whitespace would let a weak model write blanks until its tokens run out.
+_OVERFLOW = "recursion limit exceeded"  # llguidance's message, also used for a child that did not survive
+# As in Python's json.dumps. With flexible whitespace, a weak model could write blanks until its tokens run out.
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # Lark's rules have a single colon
 _SPECIAL_IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
@@ -56,12 +56,12 @@ _SPECIAL_IN_REGEX = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a rehearsal: what llguidance is to compile, or its error."""
+    """The result of a rehearsal: the source for llguidance to compile, or its error."""
 
     source: str = ""
-    num_bytes: int = 0  # that it took
+    num_bytes: int = 0  # memory that it took
     error: str | None = None
-    has_own_lines: bool = False  # the lines that the error counts are those that the client wrote
+    has_own_lines: bool = False  # line numbers in the error refer to the client's text
 
 
 class Rehearsal:
@@ -75,9 +75,9 @@ class Rehearsal:
         self._is_closed = False
 
     def perform(self, outputs: str) -> Verdict:
-        """Waits for the verdict on the fields of a `StructuredOutputs`, as JSON. OSError without a process."""
+        """Waits for the verdict on the fields of a `StructuredOutputs`, in JSON. OSError if there is no process."""
         answer = self._usable_helper().ask(outputs.encode())
-        if not answer and not self._is_closed:  # it died, perhaps by an operator's hand
+        if not answer and not self._is_closed:  # it died, for instance because an operator killed it
             answer = self._usable_helper().ask(outputs.encode())
         if self._is_closed:
             raise ChildProcessError("the grammar compiler was closed")
@@ -111,13 +111,13 @@ class Rehearsal:
 
 
 class _Helper:
-    """The program of this file, running."""
+    """A running process of this file's program."""
 
     def __init__(self, settings: bytes) -> None:
         import llguidance
 
         package = Path(llguidance.__file__).parent.parent
-        self._lock = threading.Lock()  # of the socket, which must not be closed while it is used
+        self._lock = threading.Lock()  # for the socket, which must not be closed while in use
         self._control, theirs = socket.socketpair()
         try:
             with theirs:
@@ -125,8 +125,8 @@ class _Helper:
                     [sys.executable, "-I", "-S", __file__, str(package)],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
-                    env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # or a thread reserves memory that counts as used
-                    start_new_session=True,  # a Ctrl-C is for the server
+                    env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # else threads reserve memory that counts as used
+                    start_new_session=True,  # Ctrl-C must reach only the server
                 )
         except OSError:
             self._control.close()
@@ -135,7 +135,7 @@ class _Helper:
             self._send(settings).close()
 
     def ask(self, message: bytes) -> bytes:
-        """Waits for the whole answer. It is empty if the process died before it had a child for this."""
+        """Waits for the whole answer, which is empty if the process died before it forked a child for this message."""
         try:
             with self._send(message) as connection:
                 return _read_all(connection)
@@ -147,7 +147,7 @@ class _Helper:
             return b""
 
     def kill(self) -> None:
-        """Ends the process and its children. From any thread, also twice."""
+        """Ends the process and its children. May be called from any thread, and more than once."""
         with self._lock:
             self._control.close()
         if self.process.poll() is None:
@@ -156,7 +156,7 @@ class _Helper:
             self.process.wait()
 
     def _send(self, message: bytes) -> socket.socket:
-        """The connection on which the answer comes."""
+        """Sends a message; returns the connection for its answer."""
         connection, theirs = socket.socketpair()
         try:
             connection.settimeout(_ANSWER_S)
@@ -180,7 +180,7 @@ def _read_all(connection: socket.socket) -> bytes:
 
 
 def main() -> None:
-    """Reads the settings, then forks a child for each socket that comes."""
+    """Reads the settings, then forks a child for each further socket."""
     sys.path.append(sys.argv[1])
     from llguidance import LLTokenizer
 
@@ -212,7 +212,7 @@ def _answer(connection: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def _perform(tokenizer: "LLTokenizer", limits: dict[str, Any], connection: socket.socket) -> None:
-    """The child's whole life."""
+    """Runs a child; does not return."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
@@ -244,18 +244,18 @@ def _limit() -> None:
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sizes = Path("/proc/self/statm")
-    if sizes.exists():  # elsewhere (macOS) memory has no limit that would be obeyed
+    if sizes.exists():  # elsewhere (macOS), memory limits are not enforced
         most = int(sizes.read_text().split()[0]) * resource.getpagesize() + _MAX_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     usual, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    of_threads = 2**21 if usual == resource.RLIM_INFINITY else usual  # what the C library then gives a thread
+    of_threads = 2**21 if usual == resource.RLIM_INFINITY else usual  # the C library's default in that case
     threading.stack_size(min(_MAX_STACK_BYTES, max(of_threads // 2, 2**16)))
     resource.setrlimit(resource.RLIMIT_CPU, (2, 2))  # in case nothing else works
 
 
 def _limit_time(thread: threading.Thread) -> None:
     def go_on_slowly(*_: object) -> None:
-        if sys.platform == "linux":  # where it is a thread that has a priority
+        if sys.platform == "linux":  # where priorities belong to threads
             os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, _NICENESS)
         else:
             os.nice(_NICENESS)
@@ -278,7 +278,7 @@ def try_out(tokenizer: "LLTokenizer", outputs: dict[str, Any], limits: dict[str,
         source = _to_source(outputs)
     except RecursionError:
         return Verdict(error=_OVERFLOW)
-    except Exception as error:  # the converters raise whatever they run into
+    except Exception as error:  # converters may raise any exception
         return Verdict(error=str(error))
     num_bytes = _num_allocated_bytes()
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**limits))
@@ -292,7 +292,7 @@ def try_out(tokenizer: "LLTokenizer", outputs: dict[str, Any], limits: dict[str,
 
 
 def _to_source(outputs: dict[str, Any]) -> str:
-    """What llguidance compiles."""
+    """Converts it to llguidance's source."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -323,7 +323,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _num_allocated_bytes() -> int:
-    """Memory in use, whether new or used before; 0 where the C library does not tell (it is not glibc)."""
+    """Memory in use, in new or reused blocks; 0 if the C library does not report it (it is not glibc)."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:

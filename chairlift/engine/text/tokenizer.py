@@ -1,7 +1,7 @@
-"""Text to token ids and back: transformers' tokenizers and chat templates, and the bytes behind each token.
+"""Text to token ids and back: transformers' tokenizers and chat templates, and each token's bytes.
 
-What a conversation says is text, also where it spells a special token: such a token ends a turn, so only the template
-may write it, unless a request asks otherwise (`ChatOptions.parse_special_tokens`).
+A conversation's content is plain text, even where it spells a special token: such tokens end turns, so only the
+template may write them, unless a request asks otherwise (`ChatOptions.parse_special_tokens`).
 """
 
 import inspect
@@ -29,12 +29,12 @@ from chairlift.params import SamplingParams
 
 _NO_LIMIT = 10**30
 _RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
-# What templates raise about roles and shapes that they do not know, or when they take too much memory.
+# What templates raise for unknown roles and shapes, or when they take too much memory.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError)
 _MAX_REASON = 1000
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters
-# Stands before a piece that is encoded by itself and does not begin the text; see `Tokenizer._encode_pieces`.
+# Precedes a piece that is encoded by itself but does not begin the text; see `Tokenizer._encode_pieces`.
 _GLUE = "\n"
 
 Message = dict[str, Any]
@@ -49,7 +49,7 @@ class ChatOptions:
     add_generation_prompt: bool = True  # end with the beginning of the assistant's turn
     continue_final_message: bool = False  # leave the last message open instead
     template_arguments: dict[str, Any] = field(default_factory=dict)  # variables of the model's own template
-    parse_special_tokens: bool = False  # text that spells a special token is that token, as if the template wrote it
+    parse_special_tokens: bool = False  # text that spells a special token becomes that token, as in the template
 
 
 class Tokenizer:
@@ -63,7 +63,7 @@ class Tokenizer:
                 tokenizer = make_gguf_tokenizer(open_gguf(path))
             else:
                 tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        except Exception as error:  # whatever transformers raises is about the files
+        except Exception as error:  # any exception of transformers is due to the files
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if "custom code" in reason:
                 reason += " Chairlift runs no code that a checkpoint brings."
@@ -79,7 +79,7 @@ class Tokenizer:
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.backend: BackendTokenizer = tokenizer.backend_tokenizer  # which incremental decoding needs
+        self.backend: BackendTokenizer = tokenizer.backend_tokenizer  # needed for incremental decoding
         self.eos_token_id: int | None = tokenizer.eos_token_id
         added = self.backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -97,7 +97,7 @@ class Tokenizer:
         return template if isinstance(template, str) else "\n".join((template or {}).values())
 
     def describe(self) -> dict[str, Any]:
-        """Its class, special tokens and added tokens, in transformers' names; those that it has not are None."""
+        """Its class, special tokens and added tokens, by transformers' names; missing ones are None."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         added = self.backend.get_added_tokens_decoder()
         return {
@@ -109,12 +109,12 @@ class Tokenizer:
         }
 
     def entries(self, token_ids: Sequence[int]) -> list[str]:
-        """How the vocabulary writes each token: of some kinds not as text, such as "Ġthe" for " the"."""
+        """How the vocabulary spells each token, which is not always its text: for instance "Ġthe" for " the"."""
         return [self.backend.id_to_token(token) or "" for token in token_ids]
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest entry of the vocabulary: a text has at least its length by this many tokens."""
+        """Characters of the longest vocabulary entry: a text has at least its length divided by this many tokens."""
         return max(map(len, self.backend.get_vocab()), default=1)
 
     def encode(
@@ -128,8 +128,8 @@ class Tokenizer:
         """Token ids of a text, by default with the special tokens (such as a beginning) that the model expects.
 
         InvalidRequest about the field `param` if the text is not valid Unicode. ContextLengthExceeded if it is so long
-        that it must have more than `max_tokens`, whatever they are: that is found without looking at all of it.
-        `keeps_end`: of such a text the end is encoded instead, and no less than `max_tokens` of it.
+        that it must have more than `max_tokens` tokens, which is known without encoding it.
+        `keeps_end`: in that case, encodes only its end instead, at least `max_tokens` tokens.
         """
         if max_tokens is not None and len(text) > max_tokens * self.longest_token:
             if not keeps_end:
@@ -137,7 +137,7 @@ class Tokenizer:
             text = text[-max_tokens * self.longest_token :]
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # what the library makes of half a surrogate pair
+        except TypeError as error:  # the library's error for a lone surrogate
             raise InvalidRequest(f"{param}: not valid Unicode text", param) from error
         return ids
 
@@ -145,17 +145,17 @@ class Tokenizer:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """A token by itself, special ones by name. Remembered: the vocabulary bounds how many there are."""
+        """The text of one token, or a special token's name. Cached: there are no more than the vocabulary has."""
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return self._token_texts[token_id]
 
     def is_written(self, token_id: int) -> bool:
-        """Whether the token can appear in a decoded text: special and unknown ones do not, and change nothing there."""
+        """Whether the token can appear in decoded text; special and unknown ones cannot, and do not affect it."""
         return token_id not in self._special_ids and self.backend.id_to_token(token_id) is not None
 
     def render_chat(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        """The prompt that the chat template makes of the messages."""
+        """Renders the messages with the chat template."""
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; use completions, or set chat_template", "messages")
         reserved = _RENDERING_ARGUMENTS.intersection(options.template_arguments)
@@ -178,7 +178,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Message], options: ChatOptions, max_tokens: int, keeps_end: bool = False
     ) -> list[int]:
-        """Token ids of the rendered chat, whose special tokens the template writes itself. Limits as for `encode`."""
+        """Token ids of the rendered chat, to which the template itself adds special tokens. Limits as in `encode`."""
         pieces = self._render_pieces(messages, options)
         if len(pieces) == 1:
             return self.encode(pieces[0], False, "messages", max_tokens, keeps_end)
@@ -190,7 +190,7 @@ class Tokenizer:
         return self._encode_pieces(pieces)
 
     def _render_pieces(self, messages: Sequence[Message], options: ChatOptions) -> list[str]:
-        """The rendered chat, cut within each special token that the conversation spells, so that no piece holds one."""
+        """The rendered chat, cut within each special token that the conversation spells, so that no piece has one."""
         rendered = self.render_chat(messages, options)
         given = [*messages, options.tools, options.template_arguments]
         if options.parse_special_tokens or not any(map(self._specials.are_in, strings_in(given))):
@@ -207,8 +207,8 @@ class Tokenizer:
 
         marked = render(self._specials, self._specials)
         if marked.replace(cut, "") != rendered:
-            # The template looks for some of these texts, such as a think block that it leaves out of earlier answers.
-            # What it looks for in answers stays as it is there.
+            # The template searches for some of these texts, for instance to leave thoughts out of earlier answers. The
+            # texts that it searches for in answers are not cut there.
             none, texts = _SpecialTokens(()), self._specials.texts
             looked_for = {
                 text
@@ -219,10 +219,10 @@ class Tokenizer:
         return [piece for piece in marked.split(cut) if piece]
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
-        """Token ids of one text, piece by piece: no token reaches from one piece into the next.
+        """Token ids of one text, piece by piece: no token extends from one piece into the next.
 
-        Some tokenizers put a space before the first word of whatever they encode. So that only the first piece gets
-        it, the others are encoded behind a character that is taken off again.
+        Some tokenizers put a space before the first word of everything they encode. So that only the first piece gets
+        it, the others are encoded after a character whose tokens are then removed.
         """
         first, *others = pieces
         try:
@@ -238,7 +238,7 @@ class Tokenizer:
 
 
 class _SpecialTokens:
-    """How special tokens are spelled, and where a text would be taken for one. Those of one character are left out."""
+    """Spellings of special tokens, and where text contains them. Tokens of one character are left out."""
 
     def __init__(self, texts: Collection[str]) -> None:
         self.texts = frozenset(text for text in texts if len(text) > 1)
@@ -249,12 +249,12 @@ class _SpecialTokens:
         self._max_beginning = max(map(len, self._beginnings), default=0)
 
     def are_in(self, text: str) -> bool:
-        """Whether it spells one, or ends with what could be the beginning of one."""
+        """Whether the text contains a special token, or ends with what may be the beginning of one."""
         return self._anywhere.search(text) is not None or self._ends_open(text.rstrip())
 
     def cut(self, value: Any, cut: str) -> Any:
-        """A copy of strings, lists and dicts with a character within all that spells one, and after a beginning of one
-        at the end: the template could put another string there that goes on with it.
+        """A copy of strings, lists and dicts, with the character `cut` within each special token in them, and after the
+        beginning of one at the end of a string, which the template might complete with the next string.
         """
         if isinstance(value, str):
             text = self._first_character.sub(f"\\g<0>{cut}", value)
@@ -270,7 +270,7 @@ class _SpecialTokens:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """All strings in lists and dicts, keys as well, however deeply they are nested."""
+    """All strings in lists and dicts, including keys, at any depth."""
     stack = [value]
     while stack:
         value = stack.pop()
@@ -292,7 +292,7 @@ def _unused_character(texts: Collection[str]) -> str:
 
 
 def too_long(max_seq_len: int, what: str, param: str) -> ContextLengthExceeded:
-    """The error about the field `param`, which says `what` is too long."""
+    """The error for the field `param`, whose message says `what` is too long."""
     start = f"This model's maximum context length is {max_seq_len} tokens."
     return ContextLengthExceeded(f"{start} However, {what}", param)
 
@@ -303,19 +303,19 @@ def _certainly_too_long(num_characters: int, max_tokens: int, param: str) -> Con
 
 
 class CheckpointDefaults(BaseModel):
-    """How a checkpoint's answers are sampled, and where they end, as far as it says that."""
+    """How a checkpoint's answers are sampled and where they end, as far as the checkpoint specifies it."""
 
     model_config = ConfigDict(strict=True)
 
     eos_token_id: Annotated[list[int], BeforeValidator(lambda eos: eos if isinstance(eos, list) else [eos])] | None
-    max_new_tokens: PositiveInt | None  # for requests that name no limit
+    max_new_tokens: PositiveInt | None  # for requests without a limit
     params: SamplingParams
 
     @classmethod
     def read(cls, model: str, path: Path, wants_all: bool) -> Self:
-        """From generation_config.json, or what a GGUF file has of it; `wants_all`: not the end tokens alone.
+        """Reads generation_config.json, or a GGUF file's equivalent; `wants_all` false: only the end tokens.
 
-        config.json may have the end tokens instead. CheckpointError if a value is wrong.
+        The end tokens may be in config.json instead. CheckpointError if a value is wrong.
         """
         if path.suffix == GGUF_SUFFIX:
             file = open_gguf(path)
@@ -326,7 +326,7 @@ class CheckpointDefaults(BaseModel):
         eos = _read_json(path / "config.json").get("eos_token_id") if eos is None else eos
         given = given if wants_all else {}
         fields = {name: given[name] for name in _SAMPLING_FIELDS if given.get(name) is not None}
-        if given.get("do_sample") is False:  # where it is written, it means greedy
+        if given.get("do_sample") is False:  # an explicit false means greedy
             fields["temperature"] = 0.0
         try:
             params = SamplingParams(**fields)
@@ -349,14 +349,14 @@ _BYTE_255 = ("ÿ", "<0xFF>")  # in the alphabets of byte-level and of byte-fallb
 
 
 class Vocabulary:
-    """The bytes behind a model's tokens, as llguidance reads them from its tokenizer. Usable from any thread.
+    """The bytes of a model's tokens, as llguidance reads them from its tokenizer. Usable from any thread.
 
-    It is loaded when first needed, or before the server starts: a large vocabulary takes up to a second, in which no
-    other thread of the process runs.
+    It is loaded when first needed, or before the server starts: a large vocabulary takes up to a second, during which
+    no other thread of the process runs.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Collection[int]) -> None:
-        """`size`: the number of tokens that the model has; the tokenizer may know more or fewer."""
+        """`size`: the number of tokens that the model has; the tokenizer may have more or fewer."""
         self._tokenizer = tokenizer
         self._size = size
         self.eos_token_ids = sorted(eos_token_ids)
@@ -366,7 +366,7 @@ class Vocabulary:
         self.problem: ValueError | None = None  # why llguidance cannot read this kind of tokenizer
 
     def load(self) -> LLTokenizer | None:
-        """llguidance's view of the tokenizer; None if there is a `problem`."""
+        """llguidance's version of the tokenizer; None if there is a `problem`."""
         with self._lock:
             if not self.description:
                 backend = self._tokenizer.backend
@@ -383,18 +383,18 @@ class Vocabulary:
             return self._loaded
 
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those of these texts that are special tokens, which a grammar has to name by their ids."""
+        """Ids of those texts that are special tokens: a grammar must refer to these by id."""
         loaded = self.load()
         ids = {text: token for text in texts if (token := self._tokenizer.backend.token_to_id(text)) is not None}
         return {} if loaded is None else {text: token for text, token in ids.items() if loaded.is_special_token(token)}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to a text; the name of a special token."""
+        """The bytes that the token adds to a text; for a special token, its name."""
         loaded = self.load()
         if loaded is None:
             return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
         spelling: bytes = loaded.decode_bytes([token_id])
-        # llguidance marks special tokens with a byte 255, and so loses the token that is this byte.
+        # llguidance marks special tokens with the byte 255, so it loses the token that is this byte.
         if not spelling and self._tokenizer.backend.id_to_token(token_id) in _BYTE_255:
             return b"\xff"
         return spelling

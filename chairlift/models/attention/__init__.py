@@ -35,7 +35,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """Where each row's tokens lie, on the device and (known ahead without asking the device) on the host."""
+    """Where each row's tokens are, on the device and, known without waiting for the device, on the host."""
 
     row_offsets: torch.Tensor  # int32 [B + 1]
     positions: torch.Tensor  # int64 [T]: of each token in its sequence
@@ -59,7 +59,7 @@ class Backend(Protocol):
     """
 
     def prepare(self, batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection) -> Attend:
-        """Does once per step what all layers share."""
+        """Computes once per step what all layers share."""
         ...
 
 
@@ -78,10 +78,10 @@ class Forward(Protocol):
 
 
 def find_head_obstacle(head_dim: int, alignment: int) -> str | None:
-    """Why kernels that take multiples of that do not take heads of that size; None if they do."""
+    """Why kernels that take multiples of `alignment` cannot take heads of that size; None if they can."""
     if head_dim <= _MAX_HEAD_DIM and head_dim % alignment == 0:
         return None
-    return f"it takes a head_dim up to {_MAX_HEAD_DIM} that {alignment} divides, not {head_dim}"
+    return f"it needs a head_dim of at most {_MAX_HEAD_DIM} that is a multiple of {alignment}, not {head_dim}"
 
 
 def view_length(cache: ContinuousBatchingKVCacheCollection) -> int:
@@ -106,7 +106,7 @@ def token_slots(batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection
 def append_tokens(
     batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection
 ) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-    """What writes a layer's new keys and values, `[T, Hkv, D]` each, behind those that the slots hold."""
+    """The function that writes a layer's new keys and values, `[T, Hkv, D]` each, after those in the slots."""
     slots, positions = token_slots(batch, cache), batch.positions
 
     def append(layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -142,7 +142,7 @@ def prepare_apart(
 def _rows_of(
     batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, rows: slice
 ) -> tuple[BatchMetadata, ContinuousBatchingKVCacheCollection]:
-    """The decode rows, which the slice begins with, or the prefill rows, which it ends with."""
+    """A part of the batch: its first rows, which decode, or its last rows, which prefill."""
     start = rows.start or 0
     num_new = batch.num_new_tokens[rows]
     part = BatchMetadata(

@@ -1,9 +1,9 @@
 """Attention with flash kernels on a CUDA device: those of the package flash-attn (2, or 3 on Hopper), or torch's own.
 
-All read the slots in place, as strided views whose last dimension is dense. None checks the capacity of a slot, which
-`fetch` has done. A mixed batch is computed in its two parts. As one ragged call versions other than 3 would give a
-decode row one block of threads per head, however long its context is. Version 3 splits keys in ragged calls, too, but
-it reserves results of all queries for as many splits as a single row could have: for prompts, gigabytes.
+All read the slots in place, as strided views whose last dimension is dense. None checks the capacity of a slot: `fetch`
+does. A mixed batch takes a call for its decode rows and one for its prefill rows. In one ragged call versions other
+than 3 would give a decode row one block of threads per head, however long its context is. Version 3 splits keys there,
+too, but reserves results of all queries for as many splits as one row could have: for prompts, gigabytes.
 """
 
 import importlib.util
@@ -65,10 +65,10 @@ def load_flash_attn(config: AttentionConfig, device: torch.device) -> Backend:
 
 
 def is_varlen_available(head_dim: int, dtype: torch.dtype, softcap: float | None = None) -> bool:
-    """True if this torch has ragged flash kernels (2.12), for such heads in that format, and without a soft cap.
+    """True if this torch has ragged flash kernels (2.12) for such heads in that format without a soft cap.
 
-    `varlen_attn_out` came with them. It is not used: by its source it writes into a copy of `out` where the heads of a
-    group are rows.
+    `varlen_attn_out` came with them. It is not used: according to its source it writes into a copy of `out` where the
+    heads of a group are rows.
     """
     is_taken = softcap is None and dtype in (torch.bfloat16, torch.float16)
     if not is_taken or find_head_obstacle(head_dim, _HEAD_DIM_ALIGNMENT):
@@ -79,7 +79,7 @@ def is_varlen_available(head_dim: int, dtype: torch.dtype, softcap: float | None
 
 
 class FlashAttnBackend:
-    """Version 2. Its decode call appends to the slots; before a prefill that is done apart, with slots as pages."""
+    """Version 2. Its decode call appends to the slots; prefill appends separately, and reads slots as pages."""
 
     def __init__(self, config: AttentionConfig) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -151,7 +151,7 @@ class FlashAttn3Backend:
         if 0 < batch.num_decode_rows < len(batch.slots):
             return prepare_apart(self.prepare, batch, cache)
         longest = view_length(cache)  # holds the tokens that are appended, too
-        num_splits = _SPLITS_AS_IT_SEES_FIT if cache.max_seq_length == 1 else 1  # prompts make blocks enough
+        num_splits = _SPLITS_AS_IT_SEES_FIT if cache.max_seq_length == 1 else 1  # prompts make enough blocks
 
         def attend(layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             output = self._kernel(
@@ -193,7 +193,7 @@ class TorchVarlenBackend:
         append = append_tokens(batch, cache)
         lengths = key_lengths(batch, cache)
         slot_stride = cache.blocks.stride(0) // cache.blocks.stride(3)  # in tokens
-        # With heads of 64 bytes or more this takes a cache of a hundred gigabytes.
+        # With heads of 64 bytes or more, only a cache of a hundred gigabytes exceeds this.
         assert slot_stride * cache.blocks.shape[0] <= _MAX_OFFSET, "the kernels count tokens in 32 bits"
         offsets = torch.nn.functional.pad(cache.lookup_table * slot_stride, (0, 1))  # int32 [B + 1]; the last is unused
         longest = view_length(cache)
@@ -222,8 +222,8 @@ class TorchVarlenBackend:
 def _varlen_window(window: int | None, most_queries: int) -> tuple[int, int]:
     """Tokens back and ahead, as torch's ragged kernels take them (-1: all), for rows of up to so many queries.
 
-    A row's only query sees all keys, its own being the last, and must not be called causal: only without any window do
-    the kernels take the heads of a group as rows of one product, and split the keys of long rows between blocks.
+    A row's only query sees all keys, its own being the last, and must not be called causal: only without any window the
+    kernels take the heads of a group as rows of one product, and split the keys of long rows between blocks.
     """
     return (-1, -1) if window is None and most_queries == 1 else (_tokens_back(window), 0)
 

@@ -4,10 +4,10 @@ Grouped-query attention: the query heads of a group are passed as query rows of 
 (several times faster on a CPU than `enable_gqa`), and as heads that share an expanded key (stride 0, no copy) in
 prefill. On a CPU decode rows are computed in groups: a group reads a range of neighbouring slots in place as one
 strided batch. Elsewhere that would need the slots' numbers on the host, and kernels that cannot be captured in a CUDA
-graph; so there the slots of decode rows are copied together, layer by layer. With a window shorter than a sequence
-the windows of decode rows are copied together everywhere: so a step takes no longer beyond the window than at its end.
+graph; so there the slots of decode rows are copied together, layer by layer. With a window shorter than a sequence, the
+windows of decode rows are copied together on any device, so that steps do not get slower beyond the window.
 
-Torch's function has no soft cap: scores that have one are computed in plain sight.
+Torch's function has no soft cap: scores that have one are computed by separate operators.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class _PrefillRow:
     mask: torch.Tensor | None  # [tokens, end - begin]; None: causal, nothing was cached
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor) -> None:
-        """As of `_DecodeRows`."""
+        """As `_DecodeRows.attend`."""
         num_kv_heads, head_dim = keys.shape[2:]
         grouped = query[self.start : self.stop].view(self.stop - self.start, num_kv_heads, -1, head_dim)
         grouped = grouped.permute(1, 2, 0, 3)  # [H, group, tokens, D]
@@ -126,7 +126,7 @@ class TorchBackend:
 def _windows(
     batch: BatchMetadata, cache: ContinuousBatchingKVCacheCollection, config: AttentionConfig, window: int
 ) -> _DecodeRows:
-    """Copies of the tokens in the windows; a short sequence fills the end of its own."""
+    """Copies of the tokens in the windows; a sequence shorter than its window fills the end of it."""
     rows = slice(0, batch.num_decode_rows)
     slots = cache.lookup_table[rows, None].long()
     ages = torch.arange(window - 1, -1, -1, device=cache.blocks.device)

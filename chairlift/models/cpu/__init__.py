@@ -1,7 +1,7 @@
-"""The whole forward pass in native code, for CPUs: what `models/decoder.py` says in torch, at the speed of memory.
+"""The whole forward pass in native code for CPUs: `models/decoder.py` at the speed of memory.
 
 `csrc/` is compiled once per machine (`build`), weights are brought into its layout once (`packing`), and `CpuDecoder`
-runs it. The torch model is the reference that tests hold it to.
+runs it. The torch model is the reference in tests.
 """
 
 import ctypes
@@ -97,12 +97,11 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) 
 
 
 class CpuDecoder:
-    """A forward pass (`attention.Forward`) whose results are the same, bit for bit, whatever else is in
-    the batch.
+    """A forward pass (`attention.Forward`) whose results are the same, bit for bit, whatever else is in the batch.
 
-    Takes the weights of `model`, which is of no use afterwards: so there is never more than one matrix twice. Matrices
-    that are integers in groups are multiplied as they are, and others in the model's number format unless they are to
-    be quantized. ValueError for heads that the kernels do not take.
+    Takes the weights out of `model`, which is unusable afterwards, so that at most one matrix is in memory twice.
+    Matrices in groups of integers are multiplied as they are, and others in the model's number format unless they are
+    to be quantized. ValueError for heads that the kernels do not take.
     """
 
     def __init__(
@@ -132,10 +131,10 @@ class CpuDecoder:
         return self._weights.num_bytes
 
     def step_bytes(self, num_tokens: int, num_rows: int, cache_tokens: int) -> int:
-        """Memory that steps take, up to so many tokens, rows that are sampled, and tokens in the cache.
+        """Memory that steps take, with up to so many tokens, sampled rows, and tokens in the cache.
 
-        A step has no more than these together: a prompt of all its tokens, and a row that decodes behind all that is
-        cached, whose keys the threads share, with a result for each chunk of them; then logits.
+        A step has no more than these together: a prompt of all its tokens; one decode row over the whole cache, whose
+        keys are divided among the threads, with a result for each chunk of keys; and logits.
         """
         num_threads = torch.get_num_threads()
         passes: int = self._logits(self._model, None, num_rows, self._head_format, None, None, num_threads)
@@ -185,7 +184,7 @@ class CpuDecoder:
         return logits
 
     def _call(self, function: "ctypes._NamedFuncPointer", *arguments: object) -> None:
-        """First to learn how much workspace it takes, then to compute."""
+        """Calls it once to learn the workspace's size, then to compute."""
         num_threads = torch.get_num_threads()
         num_bytes = function(self._model, *arguments, None, num_threads)
         if num_bytes > self._workspace.nbytes:
@@ -195,7 +194,7 @@ class CpuDecoder:
 
 
 _Arrange = Callable[[torch.Tensor], torch.Tensor]
-"""What brings the rows of a matrix or vector into the order in which the kernels want them."""
+"""Brings the rows of a matrix or vector into the order that the kernels expect."""
 
 
 def _as_they_are(rows: torch.Tensor) -> torch.Tensor:
@@ -248,7 +247,7 @@ class _Weights:
         )
 
     def _layer(self, layer: DecoderLayer, rope: int | None, num_rotated: int, window: int) -> _Layer:
-        """`rope`: where the table is of the first `num_rotated` elements of a head, which turn; None: nothing turns."""
+        """`rope`: address of the table for the first `num_rotated` elements of a head, which rotate; None: none do."""
         attention = layer.self_attn
         num_turning = attention.num_heads + attention.num_kv_heads
 
@@ -273,14 +272,14 @@ class _Weights:
     def _matrix(
         self, linear: Linear, arrange: _Arrange = _as_they_are, *, is_head: bool = False, num_exact: int = 0
     ) -> _Matrix:
-        """`num_exact`: the last rows, which stay where they are; if they are rounded here, what that took is kept."""
+        """`num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here."""
         bias = None if linear.bias is None else arrange(linear.bias)
         weight = linear.let_go()
         if isinstance(weight, torch.Tensor) and self._quantization is None:
             return self._place(pack(arrange(weight), bias))
         self.has_groups = True
         if isinstance(weight, GroupedWeight):
-            weight = weight.map_rows(arrange)  # whose first order is not needed any more
+            weight = weight.map_rows(arrange)  # frees the rows in their first order
             return self._place(pack_grouped(weight, bias))
         is_narrow = self._quantization is Quantization.INT4 and not is_head
         rounded = quantize(weight, 4 if is_narrow else 8)
@@ -292,7 +291,7 @@ class _Weights:
         return self._place(pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow), rest)
 
     def _place(self, matrix: PackedMatrix, rest: PackedMatrix | None = None) -> _Matrix:
-        """`rest`: what rounding took of the last columns, in the same format."""
+        """`rest`: the rounding errors of the last columns, in the same format."""
         parts = ("panels", "scales", "offsets", "units")
         places = {name: self._keep(getattr(matrix, name)) for name in (*parts, "bias")}
         if rest is not None:
@@ -308,7 +307,7 @@ class _Weights:
         )
 
     def _norm(self, norm: RMSNorm | None, arrange: _Arrange = _as_they_are) -> int | None:
-        """What the normalised is multiplied by: float32, padded with zeros to whole vectors."""
+        """The factors of a norm: float32, padded with zeros to whole vectors."""
         if norm is None:
             return None
         weight = arrange(norm.weight.detach().float() + norm.is_offset)
@@ -329,7 +328,7 @@ def _give_back_memory() -> None:
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
-    """Where a dense tensor's elements are; None for none."""
+    """The address of a dense tensor's elements; None for None."""
     if tensor is None:
         return None
     assert tensor.is_contiguous(), "the kernels know nothing of strides"

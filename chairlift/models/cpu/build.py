@@ -4,9 +4,9 @@ The processor's features decide at run time which instructions are used. There i
 that a home directory shared by several machines works, and tests can try every set that the machine has.
 
 A library is executed, so no other user may be able to write to the cache directory, and a library in it ends with a
-digest of all that is before it: one that was cut off or changed is compiled again rather than run.
+digest of its content: one that was truncated or changed is compiled again rather than run.
 
-Building a wheel takes this module as well, where torch is not installed: it is imported where it is needed.
+Building a wheel uses this module, too, without torch, so torch is imported only where it is needed.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ LEVEL_VARIABLE = "CHAIRLIFT_CPU_LEVEL"
 CACHE_VARIABLE = "CHAIRLIFT_CACHE_DIR"
 COMPILER_VARIABLE = "CXX"
 
-_PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, which are trusted as its other code is
+_PACKAGED = Path(__file__).parent / "libraries"  # of a wheel, and trusted like its other code
 _SYSTEM_OPENMP = "libgomp.so.1"
 _ROOT = 0
-_MARK = b"chairlift-sha256"  # begins what is behind the library itself
+_MARK = b"chairlift-sha256"  # begins the trailer after the library itself
 _NUM_TRAILING = len(_MARK) + hashlib.sha256().digest_size
-_SCRATCH = "compiling-"  # begins the names of folders that are there for as long as a compiler runs
+_SCRATCH = "compiling-"  # begins the names of folders that exist while a compiler runs
 _UNUSED_AFTER_S = 30 * 24 * 3600.0
 _LINUX, _MACOS = "Linux", "Darwin"
-_AT_HWCAPS = (16, 26)  # in the vector of facts that Linux hands to every process: 64 bits each
+_AT_HWCAPS = (16, 26)  # in the auxiliary vector that Linux passes to every process: 64 bits each
 _MAC_FACTS = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
 _ARM_HWCAPS = {"asimd": 1, "asimddp": 20, "i8mm": 64 + 13, "bf16": 64 + 14}  # their bits
 
@@ -49,7 +49,7 @@ _COMPILE_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-Wno-psabi"),
     *("-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden"),
 )
-# Linked to the C library alone: a process should have one OpenMP runtime, which is loaded first, and the compiler's own
+# Linked to the C library only: a process should have one OpenMP runtime, which is loaded first, and the compiler's own
 # libraries may be newer than those of the machine where the kernels run.
 _LINK_FLAGS = ("-shared", "-nodefaultlibs")
 _COMPILERS = ("g++", "clang++", "c++")
@@ -66,7 +66,7 @@ class _Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """A way to compile: the processor features that it takes, and the compiler's flags."""
+    """A way to compile: the processor features that it needs, and the compiler's flags."""
 
     name: str
     features: tuple[str, ...]
@@ -87,7 +87,7 @@ _PLAIN_SET = InstructionSet(PLAIN, (), ())
 _BY_MACHINE = {  # the best first
     "x86_64": (
         InstructionSet("amx", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16")),
-        # Intel's take a vdpbf16ps every second cycle, and two products in float32 in each.
+        # Intel's processors start a vdpbf16ps every second cycle, but two float32 products in each.
         InstructionSet("avx512_bf16", _BF16, _BF16_FLAGS, slow_on="GenuineIntel"),
         InstructionSet("avx512_vnni", _VNNI, _VNNI_FLAGS),
         InstructionSet("avx512", _AVX512, ("-march=x86-64-v4",)),
@@ -143,7 +143,7 @@ def wanted_level() -> str | None:
 
 
 def usable_instruction_sets() -> list[str]:
-    """Names of the sets whose features this processor has, the best first; last what its vendor made slow."""
+    """Names of the sets whose features this processor has, the best first; those slow on it come last."""
     system, machine, vendor = platform.system(), platform.machine(), None
     if system == _MACOS and machine == "arm64":
         features = _mac_features()
@@ -158,14 +158,14 @@ def usable_instruction_sets() -> list[str]:
 
 
 def _x86_features() -> frozenset[str]:
-    """As torch names them."""
+    """Features as torch names them."""
     import torch
 
     return frozenset(name for name, value in torch.cpu.get_capabilities().items() if value is True)
 
 
 def _arm_features(hwcap: int) -> frozenset[str]:
-    """As Linux names them: https://docs.kernel.org/arch/arm64/elf_hwcaps.html"""
+    """Features as Linux names them: https://docs.kernel.org/arch/arm64/elf_hwcaps.html"""
     return frozenset(name for name, bit in _ARM_HWCAPS.items() if hwcap >> bit & 1)
 
 
@@ -181,23 +181,23 @@ def _mac_features() -> frozenset[str]:
 
 
 def _sysctl(name: str) -> int:
-    """A fact of macOS; 0 where it does not know the name."""
+    """A value of macOS's sysctl; 0 for an unknown name."""
     value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     failed = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
     return 0 if failed else value.value
 
 
 def _vendor() -> str:
-    """The processor's, as Linux tells it of x86."""
+    """The processor's vendor, as Linux reports it on x86."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def find_drawback() -> str | None:
-    """Why this machine had better compute with torch's own kernels, as far as it is known; None if it had not."""
+    """Why torch's own kernels are the better choice on this machine, as far as is known; None if they are not."""
     system, machine = platform.system(), platform.machine()
     if system == _MACOS and usable_instruction_sets():
-        return "the native code was never run on macOS; attention_backend cpu tries it"
+        return "the native code is untested on macOS; attention_backend cpu uses it anyway"
     if system != _LINUX:
         name = "macOS on Intel" if system == _MACOS else system
         return f"the native code runs on Linux, not on {name}; a Linux container or virtual machine has it"
@@ -207,7 +207,7 @@ def find_drawback() -> str | None:
 
 
 def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
-    if platform.system() == _LINUX and not _load_openmp():  # elsewhere nothing of it is asked for: see team.h
+    if platform.system() == _LINUX and not _load_openmp():  # other systems do not use it: see team.h
         instruction_set = replace(instruction_set, flags=(*instruction_set.flags, "-DCHAIRLIFT_OWN_THREADS"))
     packaged = _PACKAGED / file_name(instruction_set)
     if packaged.is_file():
@@ -227,7 +227,7 @@ def _open(instruction_set: InstructionSet) -> ctypes.CDLL:
 
 
 def _load_openmp() -> bool:
-    """Torch's own, so that both have one pool of threads: two would take the cores from each other. False: none."""
+    """Loads torch's own, so that both share one thread pool: two would compete for cores. False: there is none."""
     import torch
 
     package = Path(torch.__file__).parent
@@ -235,7 +235,7 @@ def _load_openmp() -> bool:
     own = [*package.glob("lib/libgomp*"), *package.with_name("torch.libs").glob("libgomp*")]
     for runtime in (*map(str, own), _SYSTEM_OPENMP):
         with contextlib.suppress(OSError):
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels look for what they were not linked to
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # where the kernels' unresolved symbols are looked up
             return True
     logger.info("there is no OpenMP runtime: the kernels make threads of their own")
     return False
@@ -254,7 +254,7 @@ def _load(path: Path) -> ctypes.CDLL:
         content = _verify(library)
         with contextlib.suppress(OSError):  # a cache that cannot be written to works, too
             os.utime(library)  # it is in use: see `_remove_unused`
-        # Not closed: the loader takes a name that it has seen for the library that it has seen there.
+        # Not closed: for a name that it has seen, the loader returns the library that it loaded then.
         if platform.system() == _LINUX:
             return ctypes.CDLL(f"/proc/self/fd/{library}")
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_SCRATCH) as own:  # macOS: as the linker signed it
@@ -309,7 +309,7 @@ def _is_own(info: os.stat_result) -> bool:
 
 
 def _verify(library: int) -> bytes:
-    """What is before the digest."""
+    """The content before the digest."""
     info = os.fstat(library)
     if not stat.S_ISREG(info.st_mode) or not _is_own(info):
         raise _Damaged("is not this user's file")
@@ -333,7 +333,7 @@ def _compile(instruction_set: InstructionSet, path: Path) -> None:
             library = Path(scratch) / path.name
             compile_library(compiler, instruction_set, library)
             _seal(library)
-            library.replace(path)  # at once, so that two processes starting together do no harm
+            library.replace(path)  # atomically, so that two processes starting together do no harm
             os.fsync(directory)
             _remove_unused(home)
     except OSError as error:
@@ -342,7 +342,7 @@ def _compile(instruction_set: InstructionSet, path: Path) -> None:
 
 
 def _seal(library: Path) -> None:
-    """Appends the digest, and has all of it on the disk before it gets its name."""
+    """Appends the digest, and syncs the file to the disk before it gets its name."""
     with library.open("r+b") as file:
         file.write(_trailer(file.read()))
         file.flush()
@@ -352,7 +352,7 @@ def _seal(library: Path) -> None:
 def _remove_unused(directory: Path) -> None:
     """Deletes libraries that no process has loaded for a month (of other versions), and folders of killed processes."""
     for path in (*directory.glob("kernels-*.so"), *directory.glob(f"{_SCRATCH}*")):
-        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
             if time.time() - path.stat().st_mtime > _UNUSED_AFTER_S:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
                 logger.info("removed %s, which was not used for long", path)

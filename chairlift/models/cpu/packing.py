@@ -1,14 +1,14 @@
 """Weights in the layout that the kernels read.
 
 A matrix `[out, in]` becomes panels of 16 outputs. Within a panel, 32-bit words (one float32, two bfloat16 or four bytes
-of one output) are transposed: word k of all 16 outputs, then word k + 1. So a processor's dot-product instructions take
-what a sequential read brings. Outputs are padded to 16 with zeros, and so are the inputs of floating dtypes to 64.
+of one output) are transposed: word k of all 16 outputs, then word k + 1. So sequential reads deliver what a processor's
+dot-product instructions take. Outputs are padded to 16 with zeros, and so are the inputs of floating dtypes to 64.
 
-Integers in groups become bytes as `csrc/grouped.h` has it: 8 bits with 128 added; of 4 bits, words 2 k and 2 k + 1 lie
-in the low and high halves of one. Their scales and offsets are transposed likewise.
+Integers in groups become bytes as in `csrc/grouped.h`: 8 bits with 128 added; with 4 bits, words 2 k and 2 k + 1 are
+the low and high halves of one. Their scales and offsets are transposed likewise.
 
-Queries and keys are rotated as whole heads, each half with the other. Where only some elements of a head turn, they
-come first in both halves, and the angle of the others is 0.
+Queries and keys are rotated as whole heads, each half with the other. If only some elements of a head rotate, they come
+first in both halves, and the angle of the others is 0.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ LANES = 16
 DEPTH_ALIGNMENT = 64
 GROUP_ALIGNMENT = 32  # of rows that the kernels quantize: groups of weights are a whole number of these
 _PANELS_AT_ONCE = 64
-_ZERO_OF_4_BITS = 8  # what stands for 0 in a matrix without offsets
-_OFFSET_OF_BYTE = -240.0  # units of an offset's, if it is a byte
+_ZERO_OF_4_BITS = 8  # the value that represents 0 in a matrix without offsets
+_OFFSET_OF_BYTE = -240.0  # units of an offset per step of its byte
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """`[out, in]` in panels; for integers in groups also their scales, and offsets but where they are all zero."""
+    """`[out, in]` in panels; for integers in groups also their scales, and offsets unless all are zero."""
 
     panels: torch.Tensor  # int32 words [padded out / 16, padded in * bits / 32, 16]
     num_outputs: int  # as the kernels count: without the last panel's padding
@@ -47,16 +47,16 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedMatrix
     """`[out, in]` (and `[out]`) -> panels."""
     num_outputs, num_inputs = weight.shape
     missing = (0, -num_inputs % DEPTH_ALIGNMENT)
-    padded = pad(weight, missing) if any(missing) else weight  # it would copy, and a head is large
+    padded = pad(weight, missing) if any(missing) else weight  # padding copies, and a head is large
     return PackedMatrix(_panels(padded), num_outputs, padded.shape[1], _bias(bias), 8 * weight.itemsize)
 
 
 def pack_grouped(
     weight: GroupedWeight, bias: torch.Tensor | None = None, *, has_byte_scales: bool = False
 ) -> PackedMatrix:
-    """The same integers. Scales and offsets keep the precision of float16, at any magnitude.
+    """Packs the same integers. Scales and offsets keep the precision of float16, at any magnitude.
 
-    `has_byte_scales`: they are such as `quantize` gives to 4 bits, which bytes hold. ValueError for groups that are no
+    `has_byte_scales`: they fit into bytes, as those of `quantize` with 4 bits do. ValueError for groups that are no
     multiple of 32.
     """
     if weight.group_size % GROUP_ALIGNMENT:
@@ -96,9 +96,9 @@ def interleave(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def arrange_heads(rows: torch.Tensor, num_heads: int, head_dim: int, num_rotated: int) -> torch.Tensor:
-    """`[n * head_dim, ...]`: the elements of the first `num_heads` heads in the order above, if there are so many.
+    """`[n * head_dim, ...]`: reorders the first `num_heads` heads as above, if there are so many.
 
-    In the order of a checkpoint the first `num_rotated` elements turn, each half of these with the other.
+    In the order of a checkpoint the first `num_rotated` elements rotate, each half of these with the other.
     """
     if num_rotated == head_dim:
         return rows
@@ -138,13 +138,13 @@ def _bytes_of(weight: GroupedWeight) -> torch.Tensor:
 
 
 def _powers_of_two(rows: torch.Tensor) -> torch.Tensor:
-    """`[out]`: what brings each row's largest number below 2^15, where float16 is as fine as it gets."""
+    """`[out]`: units in which each row's largest number is just below 2^15, where float16 is most precise."""
     largest = rows.abs().nan_to_num(0.0, 0.0).amax(dim=1)
     return torch.ldexp(torch.ones_like(largest), largest.frexp().exponent - 15)
 
 
 def _in_units(rows: torch.Tensor, units: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[out, n]`, each row divided by its unit; of 0, zeros."""
+    """`[out, n]`, each row divided by its unit; zeros for a unit of 0."""
     counts = rows / torch.where(units == 0, 1.0, units)[:, None]
     return counts.to(dtype) if dtype.is_floating_point else counts.nan_to_num().round().to(dtype)
 

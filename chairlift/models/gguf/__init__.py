@@ -1,14 +1,14 @@
 """GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): metadata, tensors, and their blocks.
 `families` says what their names and numbers mean.
 
-A file may come from anywhere, so nothing that its header says is believed before the file is seen to be as long: no
-number in it makes this loop or allocate beyond the file's own size. (The package gguf reads the same header, but its
-loops run as long as the header says.)
+A file may come from anywhere, so its header is trusted only as far as the file's size confirms it: no number in it
+makes this loop or allocate beyond the file's own size. (The package gguf reads the same header, but its loops run as
+long as the header says.)
 
 Tensors are written in blocks of 32 or 256 neighbours with their scales, which become weights in groups of 32. The
-layouts are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). A decoder gets blocks as
-uint8 `[n, bytes]` and makes groups of them: values `[n, elements]` (`[n, elements / 2]` bytes if they have 4 bits),
-scales and offsets `[n, elements / 32]`.
+layouts are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). A decoder takes blocks as
+uint8 `[n, bytes]` and returns groups: values `[n, elements]` (`[n, elements / 2]` bytes if they have 4 bits), scales
+and offsets `[n, elements / 32]`.
 """
 
 import math
@@ -178,7 +178,7 @@ class _Cursor:
         return name, self._array(name) if kind == _ARRAY else self._scalar(name, kind)
 
     def _texts(self, count: int) -> Iterator[str]:
-        """As `text` for each, at a third of its time: a vocabulary has hundreds of thousands."""
+        """As `text` for each, in a third of the time: a vocabulary has hundreds of thousands."""
         data, end, unpack = self._data, self._size - _LENGTH.size, _LENGTH.unpack_from
         for _ in range(count):
             start = self.position + _LENGTH.size
@@ -217,7 +217,7 @@ PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bflo
 
 _LOW_HALVES = 0x0F0F0F0F0F0F0F0F
 _GATHERING = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0x00000000FFFFFFFF))
-_ELEMENTS_AT_ONCE = 2**18  # what is in between stays in a processor's cache
+_ELEMENTS_AT_ONCE = 2**18  # so that intermediate results stay in a processor's cache
 _Q8_MAX = 127
 
 
@@ -230,7 +230,7 @@ class _Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """A type of blocks, and what its groups are made of."""
+    """A type of blocks, and the format of its groups."""
 
     decode: Callable[[torch.Tensor], _Groups]
     num_bits: int
@@ -239,7 +239,7 @@ class _Blocks:
 
 
 def format_of(kind: Kind) -> GroupFormat | None:
-    """The groups that a readable type becomes; None: numbers as they are."""
+    """The group format of a readable type; None: plain numbers."""
     if kind in PLAIN:
         return None
     blocks = _BLOCKS[kind]
@@ -286,7 +286,7 @@ def _nibbles(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _paired(stored: torch.Tensor) -> torch.Tensor:
-    """uint8 `[..., k]` -> `[..., k]`: halves in the order of `_nibbles`, of two neighbours the first in the low half.
+    """uint8 `[..., k]` -> `[..., k]`: halves in the order of `_nibbles`, the first of two neighbours in the low half.
 
     Computed on eight bytes at once: neighbours move together, until their pairs fill the lower four.
     """
@@ -346,7 +346,7 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
-    """16 neighbours share a scale: numbers in groups of 32 are the nearest of 255 steps, with nearly the same error."""
+    """16 neighbours share a scale: in groups of 32 they are rounded to 255 steps, with nearly the same error."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
     high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]) & 3
     values = (low | high.view(-1, 8, 32) << 4).view(torch.int8) - 32
@@ -354,7 +354,7 @@ def _decode_q6_k(blocks: torch.Tensor) -> _Groups:
     largest = values.view(-1, 16, 16).abs().amax(dim=-1) * scales.abs()
     exact = largest.view(-1, 8, 2).amax(dim=-1) / _Q8_MAX
     steps = exact.half()
-    steps = (steps.view(torch.int16) + (steps.float() < exact)).view(torch.float16)  # the next above: nothing is cut
+    steps = (steps.view(torch.int16) + (steps.float() < exact)).view(torch.float16)  # rounded up, to clip nothing
     ratios = scales.view(-1, 8, 2) / steps.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     nearest = (values.view(-1, 8, 2, 16) * ratios[..., None]).round_()
     return _Groups(nearest.to(torch.int8), steps)

@@ -1,7 +1,7 @@
 """What a GGUF file's names and numbers mean, in Hugging Face's words: its metadata as a config, its tensors as weights.
 
 The names are llama.cpp's (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). What its converter changes in
-weights is changed back: rows of queries and keys that are in another order, and norms that have their 1 added.
+weights is undone: the other order of rows of queries and keys, and the 1 added to norms.
 """
 
 import math
@@ -19,7 +19,7 @@ from chairlift.models.gguf import PLAIN, READABLE, GGUFFile, Kind, format_of, re
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import StoredTensor
 
-_MAX_SIZE = 2**24  # of whatever a model has a number of
+_MAX_SIZE = 2**24  # limit of every size of a model
 _FULL, _SLIDING = sorted(LAYER_TYPES)
 
 _FIELDS = {
@@ -54,7 +54,7 @@ _NORMS = {  # in the wiring
 }
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # read with the config
 
-# Ends of turns and of texts, by which llama.cpp knows them too where a file names one end only.
+# Ends of turns and of texts, which llama.cpp also recognizes where a file names only one end.
 _END_TOKENS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
     *("<|end_of_role|>", "<EOT>", "<|eom|>"),
@@ -70,14 +70,14 @@ _CONTROL = 3  # the type of a special token
 
 
 class _Fields:
-    """A file's metadata, and which of it was read: an unread number must not matter."""
+    """A file's metadata, and which of it was read: a number that was not read must not matter."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self._prefix = f"{architecture}."
         self._left = {name: value for name, value in file.metadata.items() if name.startswith(self._prefix)}
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A number of things. CheckpointError if it is none, or missing and without a default."""
+        """A size or count. CheckpointError if it is none, or missing without a default."""
         value = self.any(name, default)
         if type(value) is not int or not 1 <= value <= _MAX_SIZE:
             raise CheckpointError(f"{self._prefix}{name} must be a number from 1 to {_MAX_SIZE}, not {shown(value)}")
@@ -91,7 +91,7 @@ class _Fields:
         return float(value)
 
     def has(self, name: str) -> bool:
-        """Whether it is there, and not zero."""
+        """Whether it is present, and not zero."""
         return _is_set(self._left.get(f"{self._prefix}{name}"))
 
     def text(self, name: str, default: str) -> str:
@@ -122,7 +122,7 @@ class _Architecture:
 
     family: str | Callable[[_Fields], str]
     is_interleaved: bool = False  # rows of queries and keys that rotate together are neighbours, not half a head apart
-    names: dict[str, str] = field(default_factory=dict)  # beside those of all
+    names: dict[str, str] = field(default_factory=dict)  # in addition to those of all architectures
     numbers: dict[str, str] = field(default_factory=dict)  # metadata that may be there, and their names in a config
     extend: Callable[[_Config, _Fields], _Config] = lambda config, _: config
 
@@ -134,12 +134,12 @@ def _extend_gemma3(config: _Config, fields: _Fields) -> _Config:
 
 
 def _extend_gemma(config: _Config, fields: _Fields, period: int, large: int) -> _Config:
-    """`large`: layers of the models whose scores are scaled in another way, by which llama.cpp knows them too."""
+    """`large`: the number of layers of models whose scores are scaled differently; llama.cpp tests it, too."""
     pattern, num_layers = fields.any("attention.sliding_window_pattern", period), config["num_hidden_layers"]
     if type(pattern) is int and pattern > 0:
         pattern = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     if not isinstance(pattern, list | np.ndarray) or len(pattern) != num_layers:
-        raise CheckpointError(f"its sliding_window_pattern does not say it of {num_layers} layers")
+        raise CheckpointError(f"its sliding_window_pattern does not cover {num_layers} layers")
     width = config["hidden_size"] // config["num_attention_heads"]
     return {
         **config,
@@ -204,7 +204,7 @@ def describe_gguf(file: GGUFFile) -> _Config:
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
-    """Token ids at which an answer ends: those that the metadata name, and special tokens that are known to be one."""
+    """Token ids at which an answer ends: those that the metadata name, and special tokens known to be ends."""
     given = {name.removeprefix("tokenizer.ggml."): value for name, value in file.metadata.items()}
     named = [given.get(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
     tokens, kinds = given.get("tokens"), given.get("token_type")
@@ -265,7 +265,7 @@ def _sizes(file: GGUFFile, fields: _Fields) -> _Config:
 
 
 def _rope(file: GGUFFile, fields: _Fields, config: _Config, architecture: _Architecture) -> _Config:
-    """`rope_parameters`, with what tensors say of them."""
+    """`rope_parameters`, with the factors in tensors."""
     head_dim, num_rotated = config["head_dim"], fields.size("rope.dimension_count", config["head_dim"])
     if num_rotated > head_dim or num_rotated % 2 or (architecture.is_interleaved and num_rotated < head_dim):
         raise CheckpointError(f"rope over {num_rotated} of {head_dim} elements of a head is not supported")
@@ -277,7 +277,7 @@ def _rope(file: GGUFFile, fields: _Fields, config: _Config, architecture: _Archi
     attention_factor = fields.number("rope.scaling.attn_factor", 1.0)
     factors = [_factors(file, name, num_rotated // 2) for name in _ROPE_TENSORS if name in file.tensors]
     if factors:
-        # One set of factors, as for Llama 3's frequencies, is a longrope for which every sequence is long and short.
+        # A single set of factors, as for Llama 3, is a longrope with the same factors for short and long sequences.
         if len(factors) == 1:
             original = config["max_position_embeddings"]
         rope |= {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[-1]}
@@ -304,7 +304,7 @@ class GGUFWeights:
     """A `WeightReader` over a GGUF file."""
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
-        """`config`: made of what `describe_gguf` says."""
+        """`config`: built from the result of `describe_gguf`."""
         self._architecture = _architecture_of(file)[1]
         self._config = config
         norms = NORM_NAMES[config.norms]

@@ -62,7 +62,9 @@ def test_the_template_tells_how_calls_and_thoughts_are_written(
     assert (family_of_template(template), reasoning_of_template(template)) == (family, reasoning)
 
 
-def test_a_models_name_is_that_of_how_it_thinks() -> None:
+def test_families_have_the_names_that_users_give_and_some_models_names_mean_how_they_think() -> None:
+    assert [*ToolFamily] == ["hermes", "llama3_json", "mistral", "qwen3_coder", "pythonic"]
+    assert [*ReasoningFamily] == ["think", "mistral", "seed_oss", "none"]
     assert [ReasoningFamily(name) for name in ("qwen3", "deepseek_r1")] == [ReasoningFamily.THINK] * 2
 
 

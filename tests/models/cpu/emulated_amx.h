@@ -34,6 +34,8 @@ inline void release() {
 inline void load_config(const void* from) {  // 64 bytes: palette, bytes of the tiles' rows from 16 on, rows from 48 on
     const uint8_t* config = static_cast<const uint8_t*>(from);
     raise_unless(config[0] == 1 && config[1] == 0);
+    for (int i = 2; i < 64; i++)  // reserved, or of tiles that palette 1 lacks
+        raise_unless(!config[i] || (i >= 16 && i < 32) || (i >= 48 && i < 56));
     for (int t = 0; t < 8; t++) {
         uint16_t bytes;
         std::memcpy(&bytes, config + 16 + 2 * t, 2);

@@ -142,7 +142,7 @@ ELSEWHERE = "the native code runs on Linux, not on {}; a Linux container or virt
     [
         ("Linux", "x86_64", "this processor has no AVX2"),
         ("Linux", "ppc64le", "the native code is slow on ppc64le processors"),
-        ("Darwin", "arm64", "the native code was never run on macOS; attention_backend cpu tries it"),
+        ("Darwin", "arm64", "the native code is untested on macOS; attention_backend cpu uses it anyway"),
         ("Darwin", "x86_64", ELSEWHERE.format("macOS on Intel")),
         ("Windows", "AMD64", ELSEWHERE.format("Windows")),
     ],

@@ -208,6 +208,17 @@ def test_a_weight_that_is_no_number_shows_in_the_logits(name: str, isa: str, num
         assert logits.isnan().all()
 
 
+def test_weights_of_zeros_give_zeros(isa: str, number_format: Format) -> None:
+    """Rows and whole panels, which have no scale, and are in files whose vocabulary is padded."""
+    model = make_model(UNTIED, number_format.dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("_proj.weight", "lm_head.weight")):
+            parameter[13:40] = 0.0
+    for logits in cpu_bench(model, number_format, isa).run([Row(1, [5]), Row(0, [1, 2])]):
+        assert logits.isfinite().all()
+        assert (logits == 0).any(dim=0).nonzero().flatten().tolist() == list(range(13, 40))
+
+
 # What it keeps
 
 
@@ -280,5 +291,7 @@ def test_steps_take_no_more_memory_than_is_counted_for_them_and_not_much_less(nu
 
 @pytest.mark.parametrize("head_dim", [48, 288])
 def test_heads_that_the_kernels_do_not_take_are_refused(head_dim: int) -> None:
-    with pytest.raises(ValueError, match=f"it takes a head_dim up to 256 that 32 divides, not {head_dim}"):
+    with pytest.raises(
+        ValueError, match=f"it needs a head_dim of at most 256 that is a multiple of 32, not {head_dim}"
+    ):
         cpu_forward(replace(BASE, head_dim=head_dim))

@@ -2,9 +2,9 @@
 // the query heads of a group as rows of one product, so that keys and values are read once for all of them.
 //
 // Keys are taken in chunks of CHUNK, counted from the start of the sequence. A chunk gives its queries a partial result
-// (maximum, sum, output), and partial results are merged in the order of the chunks. Whether one thread did them all
-// or several did some each makes no difference to a single bit, nor does who else is in the batch. With a window, what
-// lies before it is not read, but for the rest of a block of KEYS_PADDING keys; that has weights of exactly 0.
+// (maximum, sum, output), and partial results are merged in the order of the chunks. So the result is the same, bit for
+// bit, however many threads share the chunks and whatever else is in the batch. Keys before a window are not read,
+// except the rest of a block of KEYS_PADDING keys, which has weights of exactly 0.
 #pragma once
 
 #include "product.h"
@@ -12,9 +12,9 @@
 
 constexpr int CHUNK = 128;
 constexpr int MOST_QUERIES = 512;    // queries of a task: tokens times heads of a group
-constexpr int QUERIES_AT_ONCE = 32;  // of many
+constexpr int QUERIES_AT_ONCE = 32;  // if there are many
 constexpr int MOST_HEADS = 8;        // key/value heads of a task; more than one only with at most 16 queries
-constexpr int KEYS_PADDING = 32;     // what a step of a product takes
+constexpr int KEYS_PADDING = 32;     // keys per step of a product
 constexpr float LOWEST = -1e30f;     // the maximum over no keys at all: finite, so that differences are numbers
 
 // The softmax so far of some queries: output [queries, head_dim] not yet divided by the sum.
@@ -63,8 +63,8 @@ INLINE void pack_values(const float* values, int64_t stride, int n, int depth, i
 }
 
 #if defined(__AVX512BW__)
-// The quick way to interleave two rows leaves 32 elements as 0-3 8-11 16-19 24-27, then 4-7 12-15 20-23 28-31:
-// `restore_order` puts the output right, once for all keys.
+// The fast interleave of two rows orders 32 elements as 0-3 8-11 16-19 24-27, then 4-7 12-15 20-23 28-31:
+// `restore_order` corrects the output, once for all keys.
 INLINE void pack_values(const bf16* values, int64_t stride, int n, int depth, int head_dim, bf16* panels) {
     constexpr int KEYS_AT_ONCE = 32;  // panels are 4 KB apart: few of them fit into the first-level cache at a time
     for (int start = 0; start < depth; start += KEYS_AT_ONCE)
@@ -109,7 +109,7 @@ INLINE void restore_order(float, f32x16&, f32x16&) {}
 // The weights of one query are summed by the key's number modulo 16, and those sums in the order of `fold16`: here and
 // in `softmax_few`, so that both give the same bits.
 
-// Which keys queries see: those below their limits, and of these a window of the last ones.
+// Which keys queries see: those below their limits, and of these the last `window`.
 struct Sight {
     const int32_t* limits;  // [queries, padded to 16]: they ascend
     int window;
@@ -211,7 +211,7 @@ static void softmax_few(const float* scores, int n, const Sight& sight, int firs
             blocks[b] = block;
         }
     };
-    // Between the start of the last query's window and the first one's end all of them see all keys.
+    // All queries see all keys between the start of the last query's window and the first query's limit.
     const int latest_start = sight.start(num_queries - 1) - first_key, shortest = first_unseen_by[0];
     const int start = latest_start > 0 ? (latest_start + FEW - 1) / FEW : 0;
     const int first_seen = start < num_blocks ? start : num_blocks;
@@ -240,7 +240,7 @@ static void softmax_few(const float* scores, int n, const Sight& sight, int firs
     store16(sum, all);
 }
 
-// What a task is about: some queries of some neighbouring key/value heads, and the slot they look into.
+// The data of a task: some queries of some neighbouring key/value heads, and the slot that they read.
 template <class T> struct View {
     const T *keys, *values;  // of the first head
     int64_t stride;          // from token to token
@@ -273,8 +273,8 @@ static void merge(const Partial& merged, const Partial& chunk, int num_queries, 
     }
 }
 
-// Attention to the chunk in hand, its values packed to `depth`, of few queries of each head. Keys are read token by
-// token, all heads of each, as they lie in memory, and multiplied as they are.
+// Attention of few queries of each head to the current chunk, whose values are packed to `depth`. Keys are read token
+// by token, all heads of each, in the order of memory, and multiplied as they are.
 template <class T>
 static void attend_few(const AttentionScratch<T>& scratch, const View<T>& view, int first, int n, int depth,
                        const Partial* results) {
@@ -295,7 +295,7 @@ static void attend_few(const AttentionScratch<T>& scratch, const View<T>& view, 
     }
 }
 
-// Of many queries of one head, some of which pay for packing the keys: those from `q` on, `count` of them.
+// Attention of many queries of one head, which makes up for packing the keys: `count` queries from `q` on.
 template <class T>
 static void attend_many(const AttentionScratch<T>& scratch, const View<T>& view, int head, int q, int count, int first,
                         int n, int depth, const Partial& result) {
@@ -315,8 +315,8 @@ static void attend_many(const AttentionScratch<T>& scratch, const View<T>& view,
              dim);
 }
 
-// One chunk of `n` keys, the first of which is key number `first` of its sequence, for all heads. Its partial results
-// are merged into the scratch's, or else left in `results`, one per head; then there are at most 16 queries.
+// Attention of all heads to one chunk of `n` keys, from key number `first` of the sequence on. Its partial results are
+// merged into the scratch's, or, for at most 16 queries, left in `results`, one per head.
 template <class T>
 static void attend_chunk(const AttentionScratch<T>& scratch, const View<T>& view, int first, int n,
                          const Partial* results) {

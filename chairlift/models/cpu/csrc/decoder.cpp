@@ -76,7 +76,7 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
         default: return function<bf16, Group>(__VA_ARGS__);                   \
     }
 
-// What Python calls; the compiler is told to hide the rest.
+// Called by Python; the compiler is told to hide all else.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 // 0 if this machine lets the library run.

@@ -1,8 +1,8 @@
 // A decoder's forward pass in one parallel region: see models/decoder.py for the same in torch, operator by operator.
 //
-// Residuals are float32; what is multiplied is the model's number format T, or 8-bit integers in groups, where W is Group
-// and the matrix is not plain: of the model's format, as T everywhere. Rotary embedding happens where queries and keys leave their product, and keys and values go from there into their slots.
-// Every function below that takes a Team is run by all of its threads.
+// Residuals are float32. Products multiply the model's number format T, or 8-bit integers in groups if W is Group and
+// the matrix is not plain (plain ones are of the format T). Queries and keys are rotated right after their product, and
+// keys and values then go into their slots. All threads of a Team run every function below that takes one.
 #pragma once
 
 #include "linear.h"
@@ -20,11 +20,11 @@ template <class T, class W> struct Forward {
     const float query_scale;  // scores are logarithms to base 2
     float* x;                 // residuals [T][stride]
     int64_t x_stride;
-    float* added;  // what attention or MLP gives, if a norm follows it: likewise
+    float* added;  // output of attention or MLP, if a norm follows it: likewise
     float* heads;  // if norms span all heads: queries, keys and values [T][num_columns]
     Rows<W> normed, projected, activated;
     Token* tokens;
-    Rows<T> plain;     // where W is Group: normed rows for plain matrices, of which there may be none
+    Rows<T> plain;     // if W is Group: normed rows for plain matrices, if there are any
     Rows<T> attended;  // likewise: before quantization
     Rows<T> gated;     // likewise
     SlotAttention<T> attention;
@@ -50,7 +50,7 @@ template <class T, class W> struct Forward {
         counters = arena.take<Counter>(num_counters());
     }
 
-    // Where a product's rows are written in the model's format: in place, or beside them if they are to be quantized.
+    // Where a product's rows are written in the model's format: in place, or in rows of their own before quantization.
     Rows<T> before(const Rows<W>& rows, Arena& arena) const {
         if constexpr (Rows<W>::IS_QUANTIZED)
             return {arena, num_tokens, rows.stride};
@@ -58,7 +58,7 @@ template <class T, class W> struct Forward {
             return rows;
     }
 
-    // Whether a matrix is none of integers although others are.
+    // Whether a matrix is not quantized although others are.
     static bool is_plain(const Matrix& matrix) { return Rows<W>::IS_QUANTIZED && matrix.num_bits > 8; }
 
     static bool has_plain(const Model& model) {
@@ -67,7 +67,7 @@ template <class T, class W> struct Forward {
         return false;
     }
 
-    // The product of all rows with a matrix: with `rows`, or if it is plain with `unrounded`, the same.
+    // The product of all rows with a matrix: of `rows`, or if it is plain of `unrounded`, which are the same.
     template <class Use>
     void multiply_all(Team& team, const Matrix& matrix, const Rows<W>& rows, const Rows<T>& unrounded, int unit_panels,
                       Use use) const {
@@ -76,7 +76,7 @@ template <class T, class W> struct Forward {
         linear(team, matrix, rows, num_tokens, unit_panels, use);
     }
 
-    // Before the threads start.
+    // Called before the threads start.
     void prepare() const {
         std::memset((void*)counters, 0, sizeof(Counter) * num_counters());
         attention.prepare();
@@ -142,7 +142,7 @@ template <class T, class W> struct Forward {
         for (int64_t k = 0; k < width; k += LANES) store16(c + k, load16(c + k) * scale * load16(weight + k));
     }
 
-    // One head of some tokens: rotated if it is a query or a key, and brought to its place.
+    // One head of some tokens: rotated if it is a query or a key, and written to its place.
     void place_head(int64_t index, int64_t head, int64_t first, int count, const float* c, int stride) const {
         const Layer& layer = model.layers[index];
         const int64_t dim = model.head_dim, num_keys = model.num_kv_heads;
@@ -215,7 +215,7 @@ template <class T, class W> struct Forward {
             }
     }
 
-    // A product's tile into the residual, or beside it where a norm comes first.
+    // Adds a product's tile to the residual, or writes it to `added` if a norm comes first.
     void add_product(int64_t column, int64_t row, int count, const float* c, int stride, int width) const {
         const int64_t start = row * x_stride + column;
         if (model.layers->post_attention_norm) {
@@ -229,7 +229,7 @@ template <class T, class W> struct Forward {
             for (int k = 0; k < width; k += LANES) store16(to + k, load16(to + k) + load16(c + k) * scale);
     }
 
-    // What was added with a norm of its own, if there is one; then the rows that the next matrix is multiplied by.
+    // Adds `added` after its norm, if there is one, to the residual; then makes the rows for the next matrix.
     void normalize_all(Team& team, const float* after, const float* before, const Matrix& next) const {
         team.share_rows(num_tokens, [&](int64_t t) {
             if (after) add_normalized(t, after);

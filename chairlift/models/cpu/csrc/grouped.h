@@ -1,19 +1,19 @@
 // Products with weights that are small integers, in groups of neighbours along the depth with a scale and perhaps an
 // offset each: a weight is scale * value + offset.
 //
-// Panels hold bytes without a sign. Of 8 bits that is the value + 128. Of 4 bits it is 16 times the value, a half
-// of a byte as it stands, and scales are a 16th: so where there are no offsets and 8 is meant as zero, both are bytes
+// Panels hold unsigned bytes. With 8 bits a byte is the value + 128. With 4 bits it is 16 times the value, a half of a
+// byte in its place, and scales are divided by 16: so without offsets, where 8 stands for zero, both kinds are bytes
 // around 128. Scales and offsets are multiples of their column's unit, in the order of reading:
 //
 //     panel p, 8 bits:  [depth / 4][16][4]    4 bits:  [depth / 8][16][4], low halves word 2 i, high ones 2 i + 1
 //     scales, offsets:  [columns / 16][depth / group_size][16]
 //
-// They are float16, or bytes without a sign: such a scale is the byte, and such an offset -240 times it. (With scales
-// up to 255 units an offset by 15 * 16 times as much, below 0, is all that weights on both sides of 0 can need.)
+// They are float16 or unsigned bytes: such a scale is the byte, and such an offset -240 times the byte. (With scales up
+// to 255 units, weights on both sides of 0 need offsets from 0 down to -15 * 16 times as much.)
 //
-// Rows are integers of 8 bits in groups of 32, whatever the weights' groups are. Where a number dwarfs the row's others,
-// its group would lose more than all the rest: so there what rounding took is a group of its own, with a scale of its
-// own, and is multiplied as well. (On a language model 17 % of the groups are such, and 7/8 of the loss is theirs.)
+// Rows are integers of 8 bits in groups of 32, whatever the weights' groups are. If a number is far larger than the
+// rest of its row, its group loses more than all others: so there the rounding errors are a group with a scale of its
+// own, and are multiplied as well. (In a language model these are 17 % of the groups, with 7/8 of the error.)
 //
 // The sum over 32 products of integers is exact; what groups add to an element of C is one chain of additions over the
 // depth, as in product.h.
@@ -23,10 +23,10 @@
 
 constexpr int GROUP = 32;
 constexpr int GROUP_WORDS = GROUP / 4;
-constexpr int32_t ZERO = 128;  // the byte that stands for 0
+constexpr int32_t ZERO = 128;  // the byte that represents 0
 
-// What sums of a group begin with: the bits of 1.5 * 2^23, to which an integer up to 2^22 adds as many, so that the
-// sum's bits are a float already. Where bytes have a sign, sums begin with 0.
+// What sums of a group start from: the bits of 1.5 * 2^23. An integer up to 2^22 that is added to them is added to the
+// float as well, so the sum's bits are a float already. With signed bytes, sums start from 0.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr float START_AS_FLOAT = 12582912.0f;
 constexpr int32_t START = 0x4b400000;
@@ -40,25 +40,25 @@ INLINE f32x16 scaled(i32x16 dot, f32x16 scale) { return convert<f32x16>(dot) * s
 
 constexpr float OFFSET_OF_BYTE = -240;
 constexpr float DWARFING = 4;      // times the root of the row's mean square
-constexpr float NEARLY_0 = 1e-30;  // what is no larger becomes 0, as its inverse could not be represented
+constexpr float NEARLY_0 = 1e-30;  // magnitudes up to this become 0, as their inverse could not be represented
 
 // 32 elements of a row: scale * value each.
 struct Group {
     int8_t values[GROUP];
     float scale;
-    float sum;      // of the elements: what offsets are multiplied by
-    int32_t shift = START;  // START - ZERO times the sum of values: with it, a sum of products with bytes is one with values
+    float sum;      // of the elements: the factor of offsets
+    int32_t shift = START;  // START - ZERO times the sum of values: corrects products with unsigned bytes
     int32_t unused;
 };
 
-// Up to 32 rows that are multiplied at once, by depth first: so a product reads on while it goes through them.
+// Up to 32 rows that are multiplied at once, stored depth first, so that a product reads them in order.
 struct GroupedRows {
     const Group* groups;      // [depth / GROUP][stride]
-    const Group* rests;       // likewise: what rounding took, where
+    const Group* rests;       // likewise: rounding errors, where `has_rest`
     const uint8_t* has_rest;  // is 1; 32 bytes can be read from any place
     int64_t stride;
 
-    // The rows that have a rest, a bit each.
+    // The rows that have a rest, as a bit mask.
     INLINE uint32_t rests_of(int64_t place, int rows) const {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
         const __m256i flags = load<__m256i>(has_rest + place);
@@ -71,10 +71,10 @@ struct GroupedRows {
     }
 };
 
-// Symmetric: the largest magnitude, which is returned, becomes 127. If something is no number, the scale is none.
-// Leaves what rounding took.
+// Quantizes symmetrically: the largest magnitude, which is returned, becomes 127. The scale is NaN if an element is not
+// finite. Leaves the rounding errors in `first` and `second`.
 INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
-    // As integers, what is no number is above all that are.
+    // As integers, NaN is above all numbers.
     const i32x16 low_size = bit_cast<i32x16>(abs16(first)), high_size = bit_cast<i32x16>(abs16(second));
     const float largest = bit_cast<float>(max_of16(select(low_size > high_size, low_size, high_size)));
     const float inverse = largest > NEARLY_0 ? 127 / largest : 0;
@@ -96,8 +96,8 @@ INLINE float quantize(f32x16& first, f32x16& second, Group& to) {
 
 #if defined(__aarch64__) || (defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__))
 
-// Bytes with a sign, which 4 bits have if they are multiplied as they are.
-constexpr int HALVES_UP = 0;  // how far 4 bits are moved up: not at all
+// Signed bytes, into which 4 bits fit if they are multiplied as they are.
+constexpr int HALVES_UP = 0;  // how far 4 bits are shifted up: not at all
 constexpr int PANELS_AT_ONCE = 1;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int GROUPS_AT_ONCE = 2;
@@ -107,8 +107,8 @@ constexpr int GROUPS_AT_ONCE = 1;
 
 #if defined(__AVX2__)
 
-// Products of bytes with a sign and without are added in pairs, as 16 bits, which only hold the sum if one of them is
-// small. So of 8 bits the magnitude is multiplied, by values that take its sign.
+// The instruction multiplies unsigned by signed bytes and adds pairs in 16 bits, which hold the sum only if one factor
+// is small. So for 8 bits the magnitudes of weights are multiplied, by values that take the weights' signs.
 #if defined(__AVX512BW__)
 typedef __m512i Bytes;
 INLINE Bytes broadcast(int32_t word) { return _mm512_set1_epi32(word); }
@@ -146,10 +146,10 @@ INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_
 
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
 
-// An instruction multiplies eight neighbours of two rows with those of two columns. Of one row, the other is itself.
+// An instruction multiplies eight neighbours of two rows with those of two columns. A single row is used twice.
 template <int BITS, int ROWS>
 INLINE void multiply_register(const Group* groups, const u32_register (&b)[GROUP_WORDS], i32_register (&dots)[ROWS]) {
-    int32x4_t low = vdupq_n_s32(0), high = low;  // of the first two columns: a row's, the other's; of the next two
+    int32x4_t low = vdupq_n_s32(0), high = low;  // first two columns: one row's sums, the other's; then the next two
 #pragma GCC unroll 4
     for (int w = 0; w < GROUP_WORDS; w += 2) {
         const int8x16_t values = vcombine_s8(vld1_s8(groups[0].values + 4 * w), vld1_s8(groups[ROWS - 1].values + 4 * w));
@@ -229,7 +229,7 @@ INLINE void multiply_group(const Group* groups, const u32x16 (&b)[1][GROUP_WORDS
         dots[r][0] = BITS == 4 && has_shift ? sums[r] + (groups[r].shift - i32x16{}) : sums[r];
 }
 
-// Bytes with a sign instead of those without.
+// Makes unsigned bytes signed.
 INLINE u32x16 as_factor(u32x16 bytes) { return bytes ^ 0x80808080u; }
 
 #else
@@ -274,7 +274,7 @@ INLINE u32x16 as_factor(u32x16 bytes) { return bytes; }
 
 #endif
 
-// `ahead`: how far from here, in scales, the same place of the next panels is, which is fetched.
+// `ahead`: the distance, in scales, to the same place in the next panels, which is prefetched.
 template <class T> INLINE f32x16 load_ahead(const void* from, int64_t place, int64_t ahead) {
     const T* scales = static_cast<const T*>(from) + place;
     __builtin_prefetch(scales + ahead, 0, 2);
@@ -291,7 +291,7 @@ INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead = 
                                    : load_ahead<uint8_t>(matrix.offsets, place, ahead) * OFFSET_OF_BYTE;
 }
 
-// `ahead`: how far from here the same place of the next panels is, which is fetched into the second-level cache.
+// `ahead`: the distance to the same place in the next panels, which is prefetched into the second-level cache.
 template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x16 (&words)[GROUP_WORDS]) {
     constexpr int STEP = 8 / BITS;
 #pragma GCC unroll 8
@@ -336,20 +336,23 @@ INLINE void add_group(const Group* groups, const u32x16 (&words)[PANELS][GROUP_W
 
 #if defined(__AMX_INT8__)
 
-// With fewer rows, writing what tiles hold and reading it again takes what they save. (Reckoned by cycles.)
+// With fewer rows, storing and reloading tiles takes as long as they save. (Estimated in cycles.)
 constexpr int FEWEST_TILED_ROWS = 8;
 
-// `add_group` of up to 32 rows: tiles of 16 rows of a group, whose 8 words match the lines of a panel's. The integers
+// `add_group` for up to 32 rows: tiles of 16 rows of a group, whose 8 words match the lines of a panel's. The integers
 // are the same, and so the result is the same, bit for bit.
 template <int BITS, bool HAS_OFFSETS, int PANELS>
 INLINE void add_tiled(const Group* groups, int rows, const u32x16 (&words)[PANELS][GROUP_WORDS],
                       const f32x16 (&scales)[PANELS], const f32x16 (&offsets)[PANELS], float* c, int64_t ldc) {
     constexpr int64_t STRIDE = PANELS * LANES * sizeof(int32_t);
     alignas(64) int32_t dots[32][PANELS * LANES];
+    u32x16 lines[PANELS][GROUP_WORDS];  // a copy, so that fewer rows can keep their words in registers
+    for (int p = 0; p < PANELS; p++)
+        for (int w = 0; w < GROUP_WORDS; w++) lines[p][w] = words[p][w];
     const bool has_second = rows > 16;
-    asm volatile("" ::: "memory");  // the compiler does not see that tiles are loaded from memory
-    _tile_loadd(6, words[0], 64);
-    if (PANELS > 1) _tile_loadd(7, words[PANELS - 1], 64);
+    finish_stores();
+    _tile_loadd(6, lines[0], 64);
+    if (PANELS > 1) _tile_loadd(7, lines[PANELS - 1], 64);
     _tile_loadd(4, groups->values, sizeof(Group));
     _tile_zero(0);
     _tile_dpbsud(0, 4, 6);
@@ -370,7 +373,7 @@ INLINE void add_tiled(const Group* groups, int rows, const u32x16 (&words)[PANEL
             _tile_stored(3, dots[16] + LANES, STRIDE);
         }
     }
-    asm volatile("" ::: "memory");
+    finish_stores();
     for (int r = 0; r < rows; r++) {
         const i32x16 shift = (IS_AROUND_ZERO<BITS, HAS_OFFSETS> ? groups[r].shift : START) - i32x16{};
         for (int p = 0; p < PANELS; p++)
@@ -432,7 +435,7 @@ static void multiply_format(const GroupedRows& a, int rows, const Matrix& matrix
     if (p < panels) multiply_groups<BITS, HAS_OFFSETS, 1>(a, rows, matrix, panel + p, c + p * LANES, ldc);
 }
 
-// As many panels, times the units.
+// Multiplies by `panels` panels, and then by the units.
 static void multiply(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, int panels, float* c,
                      int64_t ldc) {
     const auto format = matrix.num_bits == 8 ? (matrix.offsets ? multiply_format<8, true> : multiply_format<8, false>)
@@ -443,7 +446,7 @@ static void multiply(const GroupedRows& a, int rows, const Matrix& matrix, int64
             store16(c + r * ldc + k, load16(c + r * ldc + k) * load16(matrix.units + panel * LANES + k));
 }
 
-// `count` weights of a column.
+// Reads `count` weights of a column.
 inline void read_column(const Matrix& matrix, int64_t column, int64_t count, float* to, const Group*) {
     const int64_t lane = column % LANES, panel = column / LANES, num_scales = matrix.depth / matrix.group_size;
     const int64_t words_together = 8 / matrix.num_bits;

@@ -1,6 +1,6 @@
-// Sixteen lanes as the level's registers hold them: one of AVX-512, two of AVX2, four of 128 bits, as NEON's are.
-// Wherever they are not one register they are a pair of halves, whose operators work on each: compilers take a vector
-// that no register holds apart by way of memory.
+// Sixteen lanes in the registers of the instruction set: one of AVX-512, two of AVX2, four of 128 bits, as in NEON. If
+// they are not one register they are a pair of halves, whose operators work on each: compilers split a vector that no
+// register holds by way of memory.
 #pragma once
 
 #include <cstdint>
@@ -81,7 +81,7 @@ template <class H> struct HalfOf<Pair<H>> {
 template <class V> using Half = typename HalfOf<V>::type;
 template <class V> constexpr bool IS_PAIR = !std::is_void_v<Half<V>>;
 
-// Sixteen lanes of what a register of the level has.
+// Sixteen lanes in registers of type R.
 template <class R, int LANES_LEFT = LANES> struct Sixteen {
     typedef Pair<typename Sixteen<R, LANES_LEFT / 2>::type> type;
 };
@@ -127,7 +127,7 @@ template <class To, class From> INLINE To bit_cast(From from) {
     }
 }
 
-// Numbers of another format.
+// Converts numbers to another format.
 template <class To, class From> INLINE To convert(From from) {
     if constexpr (IS_PAIR<From>)
         return {convert<Half<To>>(from.lo), convert<Half<To>>(from.hi)};
@@ -145,7 +145,7 @@ template <class Mask, class V> INLINE V select(Mask mask, V a, V b) {
 
 INLINE f32x16 splat(float x) { return x - f32x16{}; }
 
-// Of two registers one after the other, the lanes whose numbers `index` gives.
+// The lanes of two concatenated registers whose numbers `Index` gives.
 template <class R, class Index, int... I> INLINE R shuffle(R a, R b, Index, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
     return __builtin_shufflevector(a, b, Index::of(I)...);
@@ -158,7 +158,7 @@ template <class Index, class R> INLINE R shuffle(R a, R b) {
     return shuffle(a, b, Index{}, std::make_integer_sequence<int, REGISTER_LANES>{});
 }
 
-// Of two vectors, the lanes whose number lacks the bit `WIDTH`, those of the second moved up by it; or those with it.
+// The lanes of two vectors whose number lacks the bit `WIDTH` (`WITH`: has it), to lanes without and with that bit.
 template <int WIDTH, bool WITH> struct Exchange {
     static constexpr int of(int i) { return (i & WIDTH ? REGISTER_LANES + i - WIDTH : i) + (WITH ? WIDTH : 0); }
 };
@@ -176,7 +176,7 @@ template <int WIDTH> struct Flip {
     static constexpr int of(int i) { return i ^ WIDTH; }
 };
 
-// The lanes `WIDTH` apart change places.
+// Swaps the lanes that are `WIDTH` apart.
 template <int WIDTH, int SIZE = LANES, class V> INLINE V swap(V a) {
     if constexpr (!IS_PAIR<V>)
         return shuffle<Flip<WIDTH>>(a, a);
@@ -190,7 +190,7 @@ template <int PART> struct EveryFourth {  // of two registers: numbers PART, PAR
     static constexpr int of(int i) { return 4 * (i % (REGISTER_LANES / 2)) + i / (REGISTER_LANES / 2) + PART; }
 };
 
-// Four vectors, the lanes of which belong to 0, 1, 2, 3, 0, 1, ... in turn -> those of 0, of 1, of 2 and of 3.
+// Four vectors whose lanes belong to 0, 1, 2, 3, 0, 1, ... in turn -> those of 0, of 1, of 2 and of 3.
 template <class V> INLINE void sort_by_four(const V (&v)[4], V (&rows)[4]) {
     if constexpr (IS_PAIR<V>) {
         Half<V> low[4], high[4];

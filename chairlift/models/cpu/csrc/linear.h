@@ -5,12 +5,12 @@
 #include "rows.h"
 #include "team.h"
 
-constexpr int TWO_TILES_LINES = 32;  // what a step of a product takes of the weights
+constexpr int TWO_TILES_LINES = 32;  // cache lines of weights per step of a product
 constexpr int UNIT_PANELS = 4;  // what a thread takes at a time: 64 columns
-constexpr int64_t CACHE_BYTES = 1 << 20;  // of a thread's own cache, what rows may take while weights pass by
+constexpr int64_t CACHE_BYTES = 1 << 20;  // of a thread's own cache: limit for rows while weights are streamed
 
-// Rows of a thread from which each thread had better have rows of its own, which stay in its cache from one product to
-// the next, and read all weights for them; with fewer, reading the weights twice takes longer than fetching rows.
+// From this many rows per thread on, each thread has rows of its own, which stay in its cache from one product to the
+// next, and reads all weights for them; with fewer, reading the weights twice takes longer than fetching rows.
 constexpr int64_t MANY_ROWS = 192;
 
 // x W^T + b of all rows, unit by unit: `use(column, row, count, c, stride)` gets float32 tiles of the result.
@@ -30,7 +30,7 @@ void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows
         const int64_t end = start + block_rows < num_rows ? start + block_rows : num_rows;
         const int64_t column = unit * stride;
         const int width = unit_panels < panels - unit * unit_panels ? unit_panels : int(panels - unit * unit_panels);
-        // The next unit's weights are fetched while this one's are multiplied, a share with each block of rows.
+        // The next unit's weights are prefetched while this one's are multiplied, a share with each block of rows.
         const int64_t steps = (end - start + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
         const int64_t unit_bytes = stride * depth * int64_t(sizeof(W)), slice = pad(unit_bytes / steps, 64);
         const int lines_per_step = steps > 1 ? int((TWO_TILES_LINES + steps - 1) / steps) : 0;

@@ -1,4 +1,4 @@
-// What Python hands over: see decoder.py, whose structures have the same fields in the same order.
+// What Python passes: cpu/__init__.py has structures with the same fields in the same order.
 #pragma once
 
 #include "product.h"
@@ -6,12 +6,12 @@
 extern "C" {
 
 struct Layer {
-    Matrix qkv, out, gate_up, down;  // gate_up: panels of gate and up take turns
-    // Norms [hidden, padded to 16 with zeros] of what goes into attention and MLP, and of what they give before it is
+    Matrix qkv, out, gate_up, down;  // gate_up: panels of gate and up alternate
+    // Norms [hidden, padded to 16 with zeros] of the inputs of attention and MLP, and of their outputs before these are
     // added to the residual; null where there is none.
     const float *pre_attention_norm, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm;
     const float *query_norm, *key_norm;  // [head_dim], or of all heads; null if there is none
-    const float* rope;  // [positions][head_dim]: cosines of half a head, then sines; null: nothing turns
+    const float* rope;  // [positions][head_dim]: cosines of half a head, then sines; null: no rotation
     int64_t window;     // keys that a query sees at most, its own included
 };
 
@@ -20,7 +20,7 @@ struct Model {
     int64_t is_gelu;                  // the MLP's activation: GELU (by tanh), or else SiLU
     int64_t are_heads_normed_as_one;  // query_norm and key_norm span all heads, or else each head
     double eps, attention_scale, embedding_scale, residual_scale, logits_scale;
-    double attention_softcap, logits_softcap;  // c: x becomes c tanh(x / c); 0: it stays
+    double attention_softcap, logits_softcap;  // c: x becomes c tanh(x / c); 0: no cap
     const Layer* layers;
     const float* final_norm;
     const void* embedding;  // [vocab, hidden], or null: the head's columns are the embedding
@@ -33,8 +33,8 @@ struct Batch {
     const int32_t* row_offsets;    // [num_rows + 1]
     const int32_t* slots;          // [num_rows]
     const int32_t* cache_lengths;  // [num_rows]: tokens in the slot before this pass
-    const int32_t* common_slots;   // [num_rows]: a slot that begins like the row's own; or null
-    const int32_t* common_lengths;  // [num_rows]: with so many tokens, all of which are in the row's own slot, too
+    const int32_t* common_slots;   // [num_rows]: a slot with the same first tokens as the row's own; or null
+    const int32_t* common_lengths;  // [num_rows]: how many tokens these are; the row's own slot holds them, too
     void* blocks;
     int64_t slot_stride, value_offset, layer_stride, token_stride;  // in elements
 };

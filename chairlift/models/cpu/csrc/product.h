@@ -1,5 +1,5 @@
-// C = A B, the one thing that takes time. B lies in panels of 16 columns; within a panel, `Pack` consecutive elements
-// of a column are neighbours, which is what the dot-product instructions of every x86 generation want:
+// The product C = A B, which takes almost all of the time. B is stored in panels of 16 columns; within a panel, `Pack`
+// consecutive elements of a column are adjacent, as the dot-product instructions of every x86 generation need them:
 //
 //     panel p:  [depth / Pack][16][Pack]      bf16: Pack 2    float: Pack 1
 //
@@ -16,7 +16,7 @@
 
 template <class T> constexpr int Pack = 4 / sizeof(T);
 
-// B as weights. What follows the depth is of weights in groups: see grouped.h.
+// B as weights. The fields after the depth are those of weights in groups: see grouped.h.
 struct Matrix {
     const void* panels;
     const float* bias;  // [columns], or null
@@ -25,10 +25,10 @@ struct Matrix {
     const void *scales, *offsets;
     const float* units;
     int64_t num_bits, group_size, scale_bits;  // more than 8 bits: the model's number format
-    // What rounding to groups took of the columns from one on, rounded likewise; null: none of it is kept.
+    // The rounding errors of the columns from `first_rest` on, in groups as well; null: they are not kept.
     const void *rest_panels, *rest_scales, *rest_offsets;
     const float* rest_units;
-    int64_t first_rest;  // of those that are multiplied at once, the first
+    int64_t first_rest;  // the first of them, where a unit of panels begins
 
     Matrix rest() const {
         Matrix own = *this;
@@ -37,20 +37,20 @@ struct Matrix {
     }
 };
 
-// How far ahead of use weights are fetched: few rows wait for memory alone, more rows must not wait in between.
+// How far ahead of use weights are prefetched: few rows only wait for memory, more rows must not wait at all.
 constexpr int64_t PREFETCH_BYTES = 1024, FAR_PREFETCH_BYTES = 4096;
 
-// What to fetch from memory while a product is computed. Only so many lines can be on their way at a time, and whoever
-// asks for more waits: so they are asked for a few at a time, between multiplications.
+// What to prefetch while a product is computed. Only so many cache lines can be in flight, and further requests stall:
+// so a few lines are requested at a time, between multiplications.
 struct Fetch {
-    bool is_first = false;       // B itself was not used before
+    bool is_first = false;       // B itself is not in the cache yet
     const char* next = nullptr;  // lines of what will be multiplied afterwards
     int lines_per_step = 0;
 };
 
 // ---- any machine: registers of ROWS x PANELS accumulators ----
 
-constexpr int64_t MOST_DEPTH = 1024;  // at a time: what rows of it take stays in the first two levels of the cache
+constexpr int64_t MOST_DEPTH = 1024;  // at a time, so that rows of it stay in the first two levels of the cache
 
 #if defined(__AVX512F__)
 constexpr int MOST_ROWS = 12, MOST_PANELS = 2, FEW_ROWS = 4, FEW_ROWS_PANELS = 4;
@@ -62,7 +62,7 @@ constexpr int MOST_ROWS = 5, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 2;
 constexpr int MOST_ROWS = 2, MOST_PANELS = 1, FEW_ROWS = 1, FEW_ROWS_PANELS = 2;
 #endif
 
-// What a vector of `Pack` neighbours in each column is multiplied by, part by part.
+// The factors in a vector of `Pack` neighbours of each column, part by part.
 template <int PART> INLINE f32x16 part_of(f32x16 words) { return words; }
 template <int PART> INLINE f32x16 part_of(u32x16 words) {  // two bfloat16
     return bit_cast<f32x16>(PART ? words & 0xffff0000u : words << 16);
@@ -71,7 +71,7 @@ template <int PART> INLINE f32x16 part_of(u32x16 words) {  // two bfloat16
 template <class T> struct Factor { typedef u32x16 type; };
 template <> struct Factor<float> { typedef f32x16 type; };
 
-// Adds the products with rows of A from `a` on, which lie lda apart.
+// Adds the products with the rows of A from `a` on, which have the row stride lda.
 template <int PART, int PARTS, int ROWS, int PANELS, class Words>
 INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const float* a, int64_t lda, const Words (&words)[PANELS]) {
     f32x16 factors[PANELS];
@@ -114,14 +114,14 @@ INLINE void add_products(f32x16 (&sum)[ROWS][PANELS], const bf16* a, int64_t lda
 }
 #endif
 
-// Where lines of what comes next are fetched: `step` bytes further for each vector of a panel, from as many places as
-// there are panels.
+// Where the next lines are prefetched: the address advances by `step` bytes for each vector of a panel, and there is
+// one such address per panel.
 struct Next {
     const char* from;
     int64_t step;
 };
 
-// `depth` elements of rows of A and of panels that are `panel` elements apart; `is_more`: they are added to C.
+// Multiplies `depth` elements of rows of A and of panels that are `panel` elements apart; `is_more`: adds to C.
 template <int ROWS, int PANELS, class A, class T>
 INLINE void multiply_block(const A* a, int64_t lda, const T* b, int64_t panel, int64_t depth, bool is_more, Next next,
                            float* c, int64_t ldc) {
@@ -143,7 +143,7 @@ INLINE void multiply_block(const A* a, int64_t lda, const T* b, int64_t panel, i
         for (int p = 0; p < PANELS; p++) store16(c + r * ldc + p * LANES, sum[r][p]);
 }
 
-// As many rows as there are, up to MOST_ROWS: one instance of the block for each number.
+// Multiplies `rows` rows, up to MOST_ROWS, with one instance of the block for each number.
 template <int ROWS, int PANELS, class A, class T>
 INLINE void multiply_rows(int rows, const A* a, int64_t lda, const T* b, int64_t panel, int64_t depth, bool is_more,
                           Next next, float* c, int64_t ldc) {
@@ -153,7 +153,7 @@ INLINE void multiply_rows(int rows, const A* a, int64_t lda, const T* b, int64_t
         multiply_rows<ROWS - 1, PANELS>(rows, a, lda, b, panel, depth, is_more, next, c, ldc);
 }
 
-// C [rows, 16 panels] (row stride ldc) = A [rows, depth] (row stride lda) B, or more of it: up to MOST_ROWS rows.
+// C [rows, 16 panels] (row stride ldc) = A [rows, depth] (row stride lda) B, or adds that to C: up to MOST_ROWS rows.
 template <class A, class T>
 static void multiply_panels(const A* a, int64_t lda, int rows, const T* b, int panels, int64_t panel, int64_t depth,
                             bool is_more, Next next, float* c, int64_t ldc) {
@@ -173,7 +173,7 @@ static void multiply_panels(const A* a, int64_t lda, int rows, const T* b, int p
     }
 }
 
-// A part of the depth; rows as they are.
+// Multiplies a part of the depth; the rows need no conversion.
 template <class T>
 INLINE void multiply_part(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t panel, int64_t depth,
                           bool is_more, Next next, float* c, int64_t ldc) {
@@ -181,10 +181,10 @@ INLINE void multiply_part(const T* a, int64_t lda, int rows, const T* b, int pan
 }
 
 #if !defined(CHAIRLIFT_MULTIPLIES_BF16)
-// Rows are widened once for all columns, and weights in registers.
+// Rows are widened to float once for all columns, and weights in registers.
 INLINE void multiply_part(const bf16* a, int64_t lda, int rows, const bf16* b, int panels, int64_t panel,
                           int64_t depth, bool is_more, Next next, float* c, int64_t ldc) {
-    constexpr int64_t STRIDE = MOST_DEPTH + LANES;  // rows at a power of 2 from each other would share few cache lines
+    constexpr int64_t STRIDE = MOST_DEPTH + LANES;  // rows a power of 2 apart would compete for few cache lines
     alignas(64) float wide[MOST_ROWS * STRIDE];
     for (int r = 0; r < rows; r++)
         for (int64_t k = 0; k < depth; k += LANES) store16(wide + r * STRIDE + k, load16(a + r * lda + k));
@@ -192,8 +192,8 @@ INLINE void multiply_part(const bf16* a, int64_t lda, int rows, const bf16* b, i
 }
 #endif
 
-// In blocks of rows of nearly one size, and of the depth. Where there are several blocks of rows, the first waits for
-// memory and the others compute, so the weights that come next are fetched by all of them, a share each.
+// Multiplies in blocks of rows of nearly equal size, and of the depth. With several blocks of rows, the first waits for
+// memory and the others compute, so each of them prefetches a share of the next weights.
 template <class T>
 static void multiply_vectors(const T* a, int64_t lda, int rows, const T* b, int panels, int64_t depth, float* c,
                              int64_t ldc, const Fetch& fetch) {
@@ -224,6 +224,9 @@ struct alignas(64) TileShapes {
 
 inline thread_local int tile_shapes = -1;  // what this thread's tiles are set to
 
+// gcc does not see that tiles and their shapes are loaded from memory: what was stored before must be there.
+INLINE void finish_stores() { asm volatile("" ::: "memory"); }
+
 // Rows of the two row tiles: 1 to 16 each, of `bytes` of A. Setting costs some 50 cycles, so only what changes is set.
 INLINE void shape_tiles(int first, int second, int bytes = 64) {
     const int wanted = (bytes * 32 + first) * 32 + second;
@@ -234,10 +237,11 @@ INLINE void shape_tiles(int first, int second, int bytes = 64) {
         shapes.bytes[tile] = uint16_t(tile == 4 || tile == 5 ? bytes : 64);
         shapes.rows[tile] = uint8_t(tile >= 6 ? bytes / 4 : (tile == 0 || tile == 1 || tile == 4) ? first : second);
     }
+    finish_stores();
     _tile_loadconfig(&shapes);
 }
 
-// Another library in this process may shape the tiles as well, so each entry into ours starts anew.
+// Another library in this process may shape the tiles, too, so each entry into ours shapes them again.
 INLINE void forget_tiles() { tile_shapes = -1; }
 INLINE void leave_tiles() { _tile_release(); }
 
@@ -246,6 +250,7 @@ INLINE void multiply_tiles(const bf16* a, int64_t lda, const bf16* b, int64_t de
                            bool is_first, Fetch& fetch) {
     constexpr int64_t STEP = 64 / sizeof(bf16), TILE = 1024 / sizeof(bf16);
     const int64_t panel = depth * LANES, stride = lda * sizeof(bf16), c_stride = ldc * 4;
+    finish_stores();
     _tile_zero(0);
     if (TWO_PANELS) _tile_zero(1);
     if (TWO_ROW_TILES) _tile_zero(2);
@@ -304,7 +309,7 @@ static void multiply(const float* a, int64_t lda, int rows, const float* b, int 
     multiply_vectors(a, lda, rows, b, panels, depth, c, ldc, {});
 }
 
-// The kernel hands tiles out on request only, once per process. False where it does not.
+// The operating system grants tiles on request only, once per process. False if it does not.
 static bool enable_tiles() {
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -325,7 +330,7 @@ static bool enable_tiles() { return true; }
 
 #endif
 
-// `count` weights of a column.
+// Reads `count` weights of a column.
 template <class T> void read_column(const Matrix& matrix, int64_t column, int64_t count, float* to, const T*) {
     const T* from = static_cast<const T*>(matrix.panels) + column / LANES * LANES * matrix.depth +
                     column % LANES * Pack<T>;

@@ -1,4 +1,4 @@
-// Rows of activations, in the number format that the next product multiplies, and the memory they lie in.
+// Rows of activations, in the number format that the next product multiplies, and their memory.
 #pragma once
 
 #include "grouped.h"
@@ -20,7 +20,7 @@ struct Arena {
     }
 };
 
-// What a product multiplies: the number format of the weights W decides. `stride`: elements of a row, with padding.
+// The rows that a product multiplies, in the number format for weights W. `stride`: elements of a row, with padding.
 template <class W> struct Rows {
     static constexpr bool IS_QUANTIZED = false;
     static constexpr int64_t ELEMENT_BYTES = sizeof(W);
@@ -34,7 +34,7 @@ template <class W> struct Rows {
         store32(values + row * stride + k, first, second);
     }
 
-    // What lies between the width and the stride meets weights of zero, but must be a number.
+    // Elements between the width and the stride are multiplied by weights of zero, but must be finite.
     void clear_padding(int64_t row, int64_t width) const {
         std::memset((void*)(values + row * stride + width), 0, (stride - width) * sizeof(W));
     }
@@ -47,10 +47,10 @@ template <class W> struct Rows {
     }
 };
 
-// In blocks of rows that are multiplied at once, and there by depth first.
+// Quantized rows: in blocks of rows that are multiplied at once, each block stored depth first.
 template <> struct Rows<Group> {
     static constexpr bool IS_QUANTIZED = true;
-    static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, and what rounding took
+    static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, and rounding errors
     Group *groups, *rests;  // [count / block_rows][stride / GROUP][block_rows]
     uint8_t* has_rest;      // likewise
     int64_t block_rows, stride;
@@ -67,7 +67,7 @@ template <> struct Rows<Group> {
         return (row / block_rows * (stride / GROUP) + k / GROUP) * block_rows + row % block_rows;
     }
 
-    // What rounding takes of a group with a magnitude above the limit is stored as well.
+    // The rounding errors of a group with a magnitude above the limit are stored as well.
     void put(int64_t row, int64_t k, f32x16 first, f32x16 second, float limit) const {
         const int64_t place = place_of(row, k);
         has_rest[place] = !(quantize(first, second, groups[place]) <= limit);
@@ -110,7 +110,7 @@ template <class W, class X> INLINE void put_row(const Rows<W>& rows, int64_t row
     rows.clear_padding(row, k);
 }
 
-// 1 / sqrt(mean(x^2) + eps); behind the width, up to a multiple of 16, x is 0.
+// 1 / sqrt(mean(x^2) + eps); after the width, up to a multiple of 16, x is 0.
 INLINE float inverse_rms(const float* x, int64_t width, float eps) {
     f32x16 squares{};
     for (int64_t k = 0; k < width; k += LANES) squares += load16(x + k) * load16(x + k);
@@ -124,7 +124,7 @@ void normalize(const float* x, const float* weight, int64_t width, float eps, co
     put_row(rows, row, width, [&](int64_t k) { return load16(x + k) * scale * load16(weight + k); });
 }
 
-// Rows of the model's format as rows of the next product; up to a multiple of 16, what is behind the width is 0.
+// Rows of the model's format as rows of the next product; up to a multiple of 16, elements after the width are 0.
 template <class T, class W> void convert_row(const T* from, int64_t width, const Rows<W>& rows, int64_t row) {
     put_row(rows, row, width, [&](int64_t k) { return load16(from + k); });
 }

@@ -1,4 +1,4 @@
-// Attention of a batch over its slots: what a thread does with a task.
+// Attention of a batch over its slots: the work of a thread on a task.
 #pragma once
 
 #include <atomic>
@@ -68,7 +68,7 @@ template <class T> struct SlotAttention {
                            task.num_heads, int(dim),                  task.num_queries,
                            own_queries,    head_stride,               sight};
         };
-        // What rows have in common all of them read in one place, so that it stays in the caches from row to row.
+        // All rows read a common prefix from one slot, so that it stays in the caches from row to row.
         const int num_common = batch.common_slots ? batch.common_lengths[task.row] : 0;
         const View<T> own = view_of(batch.slots[task.row]);
         const View<T> common = num_common ? view_of(batch.common_slots[task.row]) : own;
@@ -125,7 +125,7 @@ template <class T> struct SlotAttention {
         return Partial::at(partials + index * partial_floats(), LANES);
     }
 
-    // Who does the last of a group's shares merges all chunks. False for the others.
+    // The thread that finishes a group's last share merges all chunks. False for other threads.
     bool merge_group(const Task& task, const Chunks& chunks, const AttentionScratch<T>& scratch) const {
         if (shares_done[task.group].fetch_add(1, std::memory_order_acq_rel) + 1 < task.num_shares) return false;
         shares_done[task.group].store(0, std::memory_order_relaxed);  // for the next layer

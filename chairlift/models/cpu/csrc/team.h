@@ -18,12 +18,12 @@
 
 constexpr int MOST_THREADS = 256;
 
-// Runs `work(rank, size)` on so many threads, or as many as there can be. They are made for it and end with it, since
-// torch brings no OpenMP runtime with a pool of threads that could be shared; and a sanitizer sees all that they do.
+// Runs `work(rank, size)` on that many threads, or as many as can be created. They are created for each call, since
+// torch has no OpenMP runtime here whose threads could be shared, and so that a sanitizer sees all that they do.
 template <class Work> void on_threads(int num_threads, Work work) {
     struct Region {
         Work& work;
-        std::atomic<int> size{0};  // 0: it is not known yet how many there are
+        std::atomic<int> size{0};  // 0: the number of threads is not known yet
     } region{work};
     struct Member {
         Region* region;
@@ -50,14 +50,14 @@ template <class Work> void on_threads(int num_threads, Work work) {
 
 #else
 
-// What every OpenMP runtime has, LLVM's as well. Not by pragmas: each compiler would call its own.
+// Functions of every OpenMP runtime, LLVM's included. No pragmas: with them each compiler would call its own.
 extern "C" {
 void GOMP_parallel(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
 int omp_get_thread_num();
 int omp_get_num_threads();
 }
 
-// Runs `work(rank, size)` on that many threads of the pool that torch has as well.
+// Runs `work(rank, size)` on that many threads of the pool that torch uses, too.
 template <class Work> void on_threads(int num_threads, Work work) {
     const auto run = [](void* data) { (*static_cast<Work*>(data))(omp_get_thread_num(), omp_get_num_threads()); };
     GOMP_parallel(run, &work, unsigned(num_threads), 0);
@@ -69,9 +69,9 @@ struct alignas(64) Counter {
     std::atomic<int64_t> taken;
 };
 
-// A pass has hundreds of these. A thread that waits spins for about as long as stages differ (0.1 ms), then sleeps: the
-// one that it waits for has lost its core to another program. Who yields the core instead gives a whole time slice away,
-// and with one busy program beside it a step took up to 30 times as long. (OpenMP's own barrier spins for long.)
+// A pass has hundreds of these. A waiting thread spins for about as long as stages differ (0.1 ms), then sleeps,
+// because the thread that it waits for has lost its core to another program. Yielding the core instead gives a whole
+// time slice away: beside one busy program a step took up to 30 times as long. (OpenMP's own barrier spins for long.)
 struct Barrier {
     alignas(64) std::atomic<int> arrived{0};
     alignas(64) std::atomic<int> generation{0};
@@ -94,7 +94,7 @@ struct Barrier {
             __asm__ volatile("isb");  // as long as a pause; "yield" takes no time on most processors
 #endif
         }
-        num_sleeping.fetch_add(1);  // before the last look, so that who arrives last sees it, or is seen
+        num_sleeping.fetch_add(1);  // before the last check, so that the last thread sees it, or is seen
         while (generation.load() == before) sleep_while(before);
         num_sleeping.fetch_sub(1);
     }
@@ -109,8 +109,8 @@ struct Barrier {
 #endif
 };
 
-// Each thread has a contiguous share of a stage's units, so that it reads memory in order; who is done early takes
-// units from the others' shares. Stages follow one another in the same order on every thread.
+// Each thread has a contiguous share of a stage's units, so that it reads memory in order; a thread that is done early
+// takes units of the others' shares. Stages follow one another in the same order on every thread.
 struct Team {
     const int rank, size;
     Counter* counters;  // [stages][size], all 0 at first
@@ -131,7 +131,7 @@ struct Team {
         counters += size;
     }
 
-    // `num_rows` rows, some at a time.
+    // Shares `num_rows` rows, some at a time.
     template <class Work> void share_rows(int64_t num_rows, Work work) {
         constexpr int64_t AT_ONCE = 4;
         share((num_rows + AT_ONCE - 1) / AT_ONCE, [&](int64_t unit) {
@@ -139,6 +139,6 @@ struct Team {
         });
     }
 
-    // All threads have done what comes before.
+    // Returns when all threads have reached it.
     void wait() { barrier.wait(size); }
 };

@@ -20,7 +20,7 @@ INLINE f32x16 load16(const float* p) { return load<f32x16>(p); }
 INLINE u32x16 load16(const uint16_t* p) { return convert<u32x16>(load<u16x16>(p)); }
 INLINE f32x16 load16(const bf16* p) { return bit_cast<f32x16>(load16(&p->bits) << 16); }
 
-// By intrinsics, as gcc would take bytes one by one.
+// Intrinsics, since gcc would convert bytes one by one.
 INLINE f32x16 load16(const uint8_t* p) {
 #if defined(__AVX512F__)
     return bit_cast<f32x16>(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(p))));
@@ -51,13 +51,13 @@ INLINE f32x16 load16(const half* p) {
     return {{four(0), four(4)}, {four(8), four(12)}};
 #else
     const u32x16 bits = load16(&p->bits), size = bits & 0x7fff;
-    const f32x16 scaled = bit_cast<f32x16>(size << 13) * 0x1p112f;  // another bias of the exponent
+    const f32x16 scaled = bit_cast<f32x16>(size << 13) * 0x1p112f;  // adjusts the exponent's bias
     const f32x16 number = select(size >= 0x7c00, bit_cast<f32x16>((size << 13) | 0x7f800000u), scaled);
     return bit_cast<f32x16>(bit_cast<u32x16>(number) | (bits & 0x8000) << 16);
 #endif
 }
 
-// Round to nearest even; what is not a number stays so.
+// Rounds to nearest even; NaN stays NaN.
 INLINE u32x16 round_to_bf16(f32x16 x) {
     u32x16 bits = bit_cast<u32x16>(x);
     u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -77,7 +77,7 @@ INLINE void store16(bf16* p, f32x16 x) {
 #endif
 }
 
-// Integers that a byte holds.
+// For integers that fit into a byte.
 INLINE void store16(int8_t* p, i32x16 x) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i words = _mm256_packs_epi32(bit_cast<__m256i>(x.lo), bit_cast<__m256i>(x.hi));
@@ -95,7 +95,7 @@ INLINE void store16(int8_t* p, i32x16 x) {
 #endif
 }
 
-// Two vectors one after the other.
+// Stores two vectors one after the other.
 INLINE void store32(float* p, f32x16 first, f32x16 second) {
     store16(p, first);
     store16(p + LANES, second);
@@ -117,8 +117,8 @@ INLINE void store1(bf16* p, float x) {
 
 // ---- arithmetic ----
 
-// a b + c, rounded once where the processor can. Said outright, and the compiler is told to fuse nothing else: what it
-// fuses may differ from one copy of a function to the next, and with it the last bit.
+// a b + c, rounded once where the processor can. It is explicit, and the compiler is told to fuse nothing else: its
+// choices may differ from one copy of a function to the next, and with them the last bit.
 INLINE f32_register fma16(f32_register a, f32_register b, f32_register c) {
 #if defined(__AVX512F__)
     return bit_cast<f32_register>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
@@ -135,7 +135,7 @@ template <class H> INLINE Pair<H> fma16(Pair<H> a, Pair<H> b, Pair<H> c) {
     return {fma16(a.lo, b.lo, c.lo), fma16(a.hi, b.hi, c.hi)};
 }
 
-// Of something and what is not a number, `b`.
+// If either is NaN, the result is `b`.
 INLINE f32_register max16(f32_register a, f32_register b) {
 #if defined(__AVX512F__)
     return bit_cast<f32_register>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
@@ -183,9 +183,9 @@ INLINE int32_t max_of16(i32x16 x) {
 #endif
 }
 
-// 2^x: floor(x) goes into the exponent, a polynomial takes the rest (a minimax fit of 2^r on [0, 1) that is exact at 0,
-// so that what is not scaled stays as it is) to a relative error of 1e-7, or of 9e-5 for what becomes a bfloat16, whose
-// own is 4e-3. Exactly 0 far below, so that what is masked with a very negative score weighs nothing.
+// 2^x: floor(x) goes into the exponent, and a polynomial computes the rest (a minimax fit of 2^r on [0, 1) that is
+// exact at 0, so that what is not scaled stays as it is) to a relative error of 1e-7, or of 9e-5 for bfloat16 results,
+// whose own is 4e-3. Far below it is exactly 0, so that keys masked with a very negative score have no weight.
 template <class T = float> INLINE f32x16 exp2_16(f32x16 x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     constexpr int FRACTION = _MM_FROUND_TO_NEG_INF;  // x - floor(x)

@@ -87,7 +87,7 @@ def test_keys_of_the_environment_are_asked_for_and_never_logged_and_an_open_addr
         assert [line for line in process.log if "secret" in line or " WARNING " in line] == []
     with running(SERVE, "--host", "0.0.0.0") as process:
         (warning,) = (line for line in process.log if " WARNING " in line)
-        assert "it asks for no key" in warning
+        assert "requires no API key" in warning
 
 
 def test_limits_reach_the_server() -> None:

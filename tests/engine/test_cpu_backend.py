@@ -67,7 +67,7 @@ def test_what_it_cannot_do_is_done_in_torch_with_a_warning(tiny: str, caplog: py
     assert_torch_runs(caplog, None, attention_backend="torch")
     reason = "it needs a head_dim of at most 256 that is a multiple of 32, not 16"
     assert_torch_runs(caplog, reason, tiny, dtype="float32")
-    with pytest.raises(ConfigurationError, match="does not work here: it takes a head_dim up to 256"):
+    with pytest.raises(ConfigurationError, match="does not work here: it needs a head_dim of at most 256"):
         make_core(tiny, quantization="int8")
     assert_torch_runs(caplog, "it computes in float32 or bfloat16, not float16", dtype="float16")
 

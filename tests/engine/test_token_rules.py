@@ -133,7 +133,7 @@ def test_a_grammar_and_allowed_tokens_are_both_kept_and_where_they_share_none_th
     (expected,) = tokens_of(llm.generate(PROMPTS[:1], GREEDY))
     free, kept, failed = (output.outputs[0] for output in llm.generate(PROMPTS[:3], [GREEDY, both, neither]))
     assert (free.token_ids, kept.text, failed.finish_reason) == (expected, "7777", "abort")
-    assert "none was allowed" in (failed.error or "")
+    assert "no token was allowed" in (failed.error or "")
 
 
 def test_rows_with_rules_are_not_sampled_from_a_recorded_graph() -> None:

@@ -162,7 +162,7 @@ async def test_bytes_are_bounded_for_all_clients_together(monkeypatch: pytest.Mo
             waiting = asyncio.create_task(send(server, BODY.ljust(4950), one))
             await wait_until(lambda: waiting_bytes(server) == 4950, "it waits")
             status, message = await send(server, BODY.ljust(51), two)
-            assert (status, message[:46]) == (503, "too many request bytes are pending; try again")
+            assert (status, message[:46]) == (503, "too many request bytes are pending; try again ")
             waiting.cancel()
         await until_idle(server)
         assert waiting_bytes(server) == 0

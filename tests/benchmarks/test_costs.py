@@ -72,6 +72,7 @@ def test_a_timed_step_is_a_whole_step() -> None:
 # --- a server with all but a model
 
 
+@pytest.mark.slow
 def test_a_small_case_of_whole_prompts(run_script: RunScript, tmp_path: Path) -> None:
     flags = ["--cases", "3x4", "--seconds", "1", "--prompt-tokens", "300", "--output-tokens", "3"]
     ran = run_script(host_path, *flags, "--json", str(tmp_path / "report.json"))

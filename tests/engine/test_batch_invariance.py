@@ -85,7 +85,7 @@ def native(**config: object) -> Any:
     "config",
     [
         {},
-        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         native(),
         native(dtype="bfloat16"),
         native(quantization="int4"),

@@ -66,6 +66,9 @@ def lazy(tiny: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield llm
 
 
+PACES = [(1, 0), *(pytest.param(pace, marks=pytest.mark.slow) for pace in [(4, 0), (1, 1)]), (4, 1)]
+
+
 def test_batches_are_padded_to_one_of_a_few_sizes() -> None:
     assert [batch_sizes(size) for size in (1, 3, 8)] == [[1], [1, 2, 3], [1, 2, 4, 8]]
     assert batch_sizes(9) == [1, 2, 4, 8, 9]
@@ -79,7 +82,7 @@ def plain(tiny: str) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module", params=[(1, 0), (4, 0), (1, 1), (4, 1)], ids=["1", "4", "1 ahead", "4 ahead"])
+@pytest.fixture(scope="module", params=PACES, ids=["1", "4", "1 ahead", "4 ahead"])
 def recorded(tiny: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """One with graphs, of one or four steps a launch, and of no or one launch ahead."""
     steps, num_ahead = request.param

@@ -61,6 +61,7 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
     return [(output.outputs, output.prompt_logprobs) for output in outputs]
 
 
+PACES = [(1, 0), *(pytest.param(pace, marks=pytest.mark.slow) for pace in [(4, 0), (1, 1)]), (4, 1)]
 # Who is in the batch with whom differs, so log-probabilities are only equal if that leaves no trace.
 TRACELESS = {"max_num_batched_tokens": 16, "batch_invariant": True}
 
@@ -72,7 +73,7 @@ def punctual(native: str) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.fixture(scope="module", params=[(1, 0), (4, 0), (1, 1), (4, 1)], ids=["1", "4", "1 ahead", "4 ahead"])
+@pytest.fixture(scope="module", params=PACES, ids=["1", "4", "1 ahead", "4 ahead"])
 def paced(native: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """One whose rows may be late, of one or four steps a launch, and of no or one launch ahead."""
     steps, num_ahead = request.param

@@ -89,7 +89,7 @@ def assert_told(outputs: list[RequestOutput]) -> None:
     assert {token for choice in choices for token in choice.token_ids} <= {TOLD}
 
 
-@pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "operators"])
+@pytest.mark.parametrize("has_graphs", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["graphs", "operators"])
 def test_nothing_waits_for_the_device(make: Callable[..., LLM], recorder: WatchedRecorder, has_graphs: bool) -> None:
     cases = {**CASES, "structured": {"structured_outputs": StructuredOutputs(regex="a{40}")}}
     params = [GREEDY.model_copy(update={"max_tokens": 5, **case}) for case in cases.values()]

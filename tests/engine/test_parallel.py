@@ -155,6 +155,7 @@ def test_an_interrupted_step_ends_the_ranks(divided: LLM) -> None:
     assert not any(map(psutil.pid_exists, pids))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_a_step_ends_all_with_an_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_divided(model, 2) as llm:
         (pid,) = pids_of_ranks(core_of(llm))

@@ -27,6 +27,7 @@ def greedy(**changes: Any) -> SamplingParams:
 AVOIDING = greedy(logit_bias={POISON: -100.0})  # so that a sound request never says it
 SAYING_IT = greedy(logit_bias={POISON: 100.0})
 SCORED = AVOIDING.model_copy(update={"logprobs": 3})
+NUMS_AHEAD = [0, pytest.param(1, marks=pytest.mark.slow), 2]
 
 
 @contextmanager
@@ -104,8 +105,8 @@ def test_the_others_get_bit_for_bit_what_they_get_beside_a_sound_request(tiny: s
                 assert_clean(llm)
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, 2])
-@pytest.mark.parametrize(("steps", "budget"), [(1, 8), (4, 3), (4, 64)])
+@pytest.mark.parametrize("num_ahead", NUMS_AHEAD)
+@pytest.mark.parametrize(("steps", "budget"), [(1, 8), pytest.param(4, 3, marks=pytest.mark.slow), (4, 64)])
 def test_slots_that_held_poison_serve_the_next_as_if_new(tiny: str, num_ahead: int, steps: int, budget: int) -> None:
     sound = [PROMPTS[1], PROMPTS[3], PROMPTS[6], PROMPTS[7], PROMPTS[2], PROMPTS[5]]
     says_it = [104, 105]  # what came before its own token is kept
@@ -154,7 +155,7 @@ def test_whatever_it_asked_for_it_ends_alone(tiny: str, case: str) -> None:
 # --- aborted before anybody could know
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+@pytest.mark.parametrize("num_ahead", NUMS_AHEAD)
 def test_a_poisoned_prompt_that_is_aborted_half_way_leaves_a_clean_slot(tiny: str, num_ahead: int) -> None:
     with ahead(num_ahead), make_llm(tiny, max_num_batched_tokens=8) as llm:
         core = core_of(llm)
@@ -172,7 +173,7 @@ def test_a_poisoned_prompt_that_is_aborted_half_way_leaves_a_clean_slot(tiny: st
             assert_clean(llm)
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+@pytest.mark.parametrize("num_ahead", NUMS_AHEAD)
 @pytest.mark.parametrize("place", ["launch", "wait", "update", "process"])
 def test_an_interrupt_leaves_nothing_in_flight_and_the_next_call_is_as_if_new(
     tiny: str, place: str, num_ahead: int
@@ -188,7 +189,7 @@ def test_an_interrupt_leaves_nothing_in_flight_and_the_next_call_is_as_if_new(
             assert_clean(llm)
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+@pytest.mark.parametrize("num_ahead", NUMS_AHEAD)
 @pytest.mark.parametrize("place", ["launch", "wait"])
 def test_a_launch_that_fails_takes_those_in_flight_with_it(tiny: str, place: str, num_ahead: int) -> None:
     for after in (0, 1, 5):

@@ -83,9 +83,12 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "granitemoe, dynamic rope": {"num_local_experts": 4, "attention_multiplier": 0.2, "rope_parameters": DYNAMIC},
 }
 
-CASES = [
-    *((family, "torch") for family in (*FAMILIES, *ADAPTED)),
-    *(pytest.param(family, "cpu", marks=needs_kernels) for family in FAMILIES),
+NATIVE_CASES = [pytest.param(family, "cpu", marks=needs_kernels) for family in FAMILIES]
+CASES = [*((family, "torch") for family in (*FAMILIES, *ADAPTED)), *NATIVE_CASES]
+GREEDY_CASES = [
+    *(pytest.param(family, "torch", marks=pytest.mark.slow) for family in FAMILIES),
+    *((family, "torch") for family in ADAPTED),
+    *NATIVE_CASES,
 ]
 
 
@@ -149,7 +152,7 @@ def assert_greedy_answers(model: Any, llm: LLM, prompts: list[list[int]], num_to
         assert_greedy(model, prompt, output.outputs[0].token_ids, num_tokens)
 
 
-@pytest.mark.parametrize(("family", "backend"), CASES)
+@pytest.mark.parametrize(("family", "backend"), GREEDY_CASES)
 def test_greedy_tokens_are_those_of_transformers_on_reused_prefixes(directory: Path, family: str, backend: str) -> None:
     path, reference = checkpoint(directory, family)
     first, second, third, shared = random_prompts(6, [3, 40, 17, 50])

@@ -121,6 +121,7 @@ def test_the_server_must_tell_the_same_of_a_request(
     assert log.complaints(told) == [complaint.format("request 0 (story, patient)") for complaint in complaints]
 
 
+@pytest.mark.slow
 async def test_a_hundred_mixed_requests_are_all_accounted_for() -> None:
     with soaked(is_forked=True) as process:
         load = Load(process.url, seed=1)

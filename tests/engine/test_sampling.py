@@ -164,6 +164,16 @@ def test_a_seeded_row_draws_the_same_whatever_is_beside_it_and_however_long_the_
         assert draw(num_beside, launch) == alone
 
 
+@pytest.mark.parametrize("vocab_size", [100_000, 300_000])  # a block has two rows, and one that is larger than it
+def test_rows_are_drawn_from_in_blocks_with_greedy_ones_between_them(vocab_size: int) -> None:
+    logits = random_logits(4, 7, vocab_size)
+    params = [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9)]
+    requests = [make_request(params[row % 3], seed=row) for row in range(7)]
+    alone = [sample_once([request], logits[row : row + 1])[0] for row, request in enumerate(requests)]
+    assert sample_once(requests, logits) == alone
+    assert len(set(alone)) == 7
+
+
 def test_uniforms_lie_between_0_and_1_are_spread_evenly_and_differ_between_steps_and_seeds() -> None:
     drawn = uniforms([make_request(SamplingParams(), seed=seed) for seed in range(-500, 500)], 50)
     assert drawn.shape == (50, 1000)

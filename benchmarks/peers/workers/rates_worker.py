@@ -1,7 +1,8 @@
 """Not an engine: measures what the machine does right now. Each request is one measurement, whatever its prompts.
 
 Memory: the float32 sum of 2 GiB, by all threads. Reading limits it, not adding: from the second-level cache one thread
-sums 50 GB/s where memory gives it 10 to 20. Matrices: a product of 2,048-cubes in the weights' number format.
+sums 50 GB/s where memory gives it 10 to 20. Matrices: a product of 2,048-cubes in the weights' number format,
+or in float32 where oneDNN has none in bfloat16 (with AVX2 alone): torch's own takes minutes there.
 The best of several tries counts, as a ceiling is asked for.
 """
 
@@ -40,7 +41,8 @@ def _product(settings: Settings) -> Callable[[], Any]:
     if settings.quantization == "int8":
         left, right = (torch.randint(-8, 8, (_CUBE, _CUBE), dtype=torch.int8) for _ in range(2))
         return lambda: torch._int_mm(left, right)
-    dtype = getattr(torch, settings.dtype)
+    is_slow = settings.dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtype = torch.float32 if is_slow else getattr(torch, settings.dtype)
     first, second = (torch.randn(_CUBE, _CUBE, dtype=dtype) for _ in range(2))
     return lambda: first @ second
 

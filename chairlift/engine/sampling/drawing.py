@@ -27,7 +27,7 @@ _ALL = 2**24  # a top_k that keeps everything; float32 represents all integers u
 _HOTTEST = 1e6  # already uniform in float32; more could become inf
 _COLDEST = 1e-6  # a smaller temperature could round to zero in float32
 _BITS_OF_INF = 0x7F800000  # of float32
-_BLOCK = 2**18  # logits drawn from at once on a CPU: the block stays in its caches, and malloc reuses the memory
+_BLOCK = 2**17  # logits drawn from at once on a CPU: they stay in its caches, and malloc reuses their memory
 
 _Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -74,7 +74,9 @@ class DrawBatch:
 
     def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
         """float32 `[N, vocab]` -> int64 `[R]`: the tokens of these rows, for that step of the launch."""
-        num_rows = max(1, _BLOCK // logits.shape[-1]) if logits.device.type == "cpu" else len(self.rows)
+        num_rows = len(self.rows)
+        if logits.device.type == "cpu":
+            num_rows = max(_BLOCK // logits.shape[-1], torch.get_num_threads())  # each thread has a row
         blocks = zip(self.rows.split(num_rows), self.table.split(num_rows, dim=1), strict=True)
         drawn = [draw(logits[rows], self.kind, table, table[_NUM_KNOBS + step]) for rows, table in blocks]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)

@@ -77,7 +77,7 @@ class DrawBatch:
         num_rows = len(self.rows)
         if logits.device.type == "cpu":
             num_rows = max(_BLOCK // logits.shape[-1], torch.get_num_threads())  # each thread has a row
-        blocks = zip(self.rows.split(num_rows), self.table.split(num_rows, dim=1), strict=True)
+        blocks = zip(torch.split(self.rows, num_rows), torch.split(self.table, num_rows, dim=1), strict=True)
         drawn = [draw(logits[rows], self.kind, table, table[_NUM_KNOBS + step]) for rows, table in blocks]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 

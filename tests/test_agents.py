@@ -1,4 +1,4 @@
-"""Agents as their own packages run them, on prompts of 20,000 tokens: calls, aborts, retries, sub-agents, prefixes.
+"""Agents as their own packages run them, on prompts of 5,000 tokens: calls, aborts, retries, sub-agents, prefixes.
 
 The model is random and small; a plan says what it writes, and the rest of the server is real.
 """
@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +31,10 @@ from tests.api.contract import client_of
 from tests.support.scripted_model import install_plan, make_agents_checkpoint
 
 FILES = {f"file_{number}.py": f"print({number})" for number in range(4)}
-LONG = "You are a coding agent. " + "Read before you write, and say what you did. " * 370  # 16,674 tokens, one a byte
-PATH = {"type": "string", "description": "Which file, from the root of the repository. " * 30}
+LONG = "You are a coding agent. " + "Read before you write, and say what you did. " * 100  # 4,524 tokens, one a byte
+PATH = {"type": "string", "description": "Which file, from the root of the repository. " * 4}
 SCHEMA = {"type": "object", "properties": {"path": PATH}, "required": ["path"], "additionalProperties": False}
+MAX_SEQ_LEN = 6144
 NAMES = ("read_file", "write_file", "run")
 CLAUDE_TOOLS: Any = [{"name": name, "description": name, "input_schema": SCHEMA} for name in NAMES]
 FUNCTIONS = [{"name": name, "description": name, "parameters": SCHEMA} for name in NAMES]
@@ -53,16 +53,20 @@ def plan(prompt: str) -> str:
     return f"<think>I look.</think>Let me see.<tool_call>{call}</tool_call>"
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_agents_checkpoint(tmp_path_factory.mktemp("model"), max_seq_len=MAX_SEQ_LEN)
+
+
 @pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """A server with four slots of 24,576 tokens."""
+def serve(model: str, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """A server with four slots."""
     set_tracing_disabled(True)
-    model = make_agents_checkpoint(tmp_path, max_seq_len=24_576)
     install_plan(monkeypatch, model, plan)
 
     @asynccontextmanager
     async def start(**config: Any) -> AsyncIterator[Server]:
-        async with serving(ServerConfig(**config), model=model, max_seq_len=24_576) as server:
+        async with serving(ServerConfig(**config), model=model, max_seq_len=MAX_SEQ_LEN) as server:
             yield server
             assert server.num_free_slots == 4
 
@@ -100,7 +104,7 @@ async def test_the_second_turn_finds_the_first_in_the_cache_but_for_what_is_behi
     assert [block.type for block in second.content] == ["thinking", "text"]
     assert second.content[-1].text == "It says print(3)."
     num_first = first.usage.input_tokens + first.usage.output_tokens
-    assert num_first > 20_000
+    assert num_first > 5_000
     share = second.usage.cache_read_input_tokens / num_first
     # If it is kept there are still the tools, which this template shows before the system.
     assert share < 0.25 if keeps_billing_line else share >= 0.99
@@ -137,7 +141,7 @@ async def test_an_agent_that_leaves_in_the_middle_of_a_call_and_asks_again_finds
         usage = last[-1].usage
         assert usage is not None
         assert usage.prompt_tokens_details is not None
-        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1 > 20_000
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1 > 5_000
 
 
 def agent_of(model: Model, asked: list[str]) -> Agent[None]:
@@ -147,7 +151,7 @@ def agent_of(model: Model, asked: list[str]) -> Agent[None]:
         asked.append(path)
         return FILES[path]
 
-    return Agent("coder", instructions=LONG + LONG[:4000], model=model, tools=[read_file])
+    return Agent("coder", instructions=LONG + LONG[:1000], model=model, tools=[read_file])
 
 
 @pytest.mark.parametrize("shape", [OpenAIResponsesModel, OpenAIChatCompletionsModel])
@@ -162,6 +166,6 @@ async def test_sub_agents_of_openais_package_run_side_by_side(serve: Serve, shap
     assert [run.final_output for run in (first, *others)] == [f"It says print({number})." for number in range(4)]
     assert sorted(asked) == sorted(FILES)
     usages = [run.context_wrapper.usage for run in others]
-    assert all(usage.requests == 2 and usage.input_tokens > 40_000 for usage in usages)
+    assert all(usage.requests == 2 and usage.input_tokens > 10_000 for usage in usages)
     num_cached = sum(usage.input_tokens_details.cached_tokens for usage in usages)
     assert num_cached > 0.99 * sum(usage.input_tokens for usage in usages)

@@ -49,6 +49,7 @@ from chairlift.engine.journal import EngineStats
 from chairlift.engine.parallel import start_interpreter
 from chairlift.engine.process import Line, Link, read_message
 from chairlift.errors import ConfigurationError, EngineClosed
+from chairlift.models.families import preload
 
 logger = logging.getLogger(__name__)
 
@@ -326,6 +327,7 @@ def nurse(fd: int, run: Callable[[Coroutine[Any, Any, int]], int]) -> NoReturn:
     """The nursery's program. `run` runs a worker's loop."""
     for number in _SIGNALS:  # which the parent handles
         signal.signal(number, signal.SIG_IGN)
+    preload()
     gc.collect()
     gc.freeze()  # otherwise a collection in a worker would write to, and so copy, all shared memory
     with socket.socket(fileno=fd) as parent:

@@ -95,6 +95,11 @@ FAMILIES = {
 """By architecture, as `config.json` names it."""
 
 
+def preload() -> None:
+    """Imports the nine hundred modules that transformers imports when the first config of any family is made."""
+    _ = transformers.LlamaConfig
+
+
 def describe_family(architecture: str, raw: dict[str, Any]) -> ModelConfig:
     """From the config.json of an architecture in `FAMILIES`. CheckpointError if it asks for what is not supported."""
     family = FAMILIES[architecture]

@@ -110,19 +110,21 @@ class SharedServer:
         await self._stack.aclose()
 
 
-def _shared(config: ServerConfig, **engine: Any) -> Any:
+def shared(config: ServerConfig, **engine: Any) -> Any:
+    """A fixture for a module."""
+
     @pytest_asyncio.fixture(scope="module", loop_scope="module")
-    async def shared() -> AsyncIterator[SharedServer]:
+    async def server_of_module() -> AsyncIterator[SharedServer]:
         server = SharedServer(config, engine)
         yield server
         await server.close()
 
-    return shared
+    return server_of_module
 
 
-shared_server = _shared(ServerConfig(), max_queue_size=2)
+shared_server = shared(ServerConfig(), max_queue_size=2)
 # It reads Hermes calls out of answers, whatever the template teaches.
-shared_hermes = _shared(ServerConfig(tool_call_parser=ToolFamily.HERMES))
+shared_hermes = shared(ServerConfig(tool_call_parser=ToolFamily.HERMES))
 
 
 @in_loop

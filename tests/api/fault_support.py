@@ -1,4 +1,4 @@
-"""Faults for a real server: calls that are held back until a test lets them go, and a record of every launch."""
+"""Faults for a real server: calls and processes that are held back until a test lets go, a record of every launch."""
 
 import asyncio
 import json
@@ -20,6 +20,78 @@ from tests.engine.async_support import Gate as Gate
 from tests.engine.async_support import clock_of as clock_of
 from tests.engine.async_support import held as held
 from tests.engine.async_support import wait_until
+from tests.support.server_process import SERVE
+
+# Scripts for a server process. The process from which API workers are forked is forked, too: a fresh interpreter
+# would import for seconds.
+SERVE_WITH_WORKERS = f"""
+import os, signal, socket
+from chairlift.__main__ import nurse
+from chairlift.api.workers import Nursery
+
+ours, theirs = socket.socketpair()
+nursery = os.fork()
+if not nursery:
+    ours.close()
+    nurse(theirs.fileno())
+theirs.close()
+
+class Forked:
+    def poll(self):
+        return None
+
+    def kill(self):
+        os.kill(nursery, signal.SIGKILL)
+
+    def wait(self):
+        os.waitpid(nursery, 0)
+
+def take_forked(self):
+    self._socket, self._process = ours, Forked()
+
+Nursery._start = take_forked
+{SERVE}
+"""
+# Streams begin, and go on when there is a file at the address in the variable GATE.
+GATED = """
+import os, time
+from chairlift.engine.core import EngineCore
+
+step, steps = EngineCore.step, []
+
+def held_step(self):
+    steps.append(1)
+    while len(steps) > 4 and not os.path.exists(os.environ["GATE"]):
+        time.sleep(0.005)
+    return step(self)
+
+EngineCore.step = held_step
+"""
+# Steps take a while, so that streams last; what a processor does meanwhile does not matter.
+SLOW = """
+import time
+from chairlift.engine.core import EngineCore
+
+real_step = EngineCore.step
+
+def slow_step(self):
+    time.sleep(0.005)
+    return real_step(self)
+
+EngineCore.step = slow_step
+"""
+# A step with a certain seed never ends.
+HANGING = """
+import threading
+from chairlift.engine.execution.runner import ModelRunner
+
+launch = ModelRunner.launch
+
+def hang(*_):
+    threading.Event().wait()
+
+ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].request.params.seed == 13 else launch)(self, plan)
+"""
 
 
 def forward_of(llm: AsyncLLM) -> Any:

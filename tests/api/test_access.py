@@ -20,8 +20,9 @@ from chairlift.api.http.listening import Listener, tls_context
 from chairlift.errors import ConfigurationError
 from chairlift.flags import read_settings
 from tests.api.conftest import serving
+from tests.api.fault_support import GATED, SERVE_WITH_WORKERS
 from tests.engine.async_support import DEADLINE_S
-from tests.support.server_process import SERVE, long_stream, running
+from tests.support.server_process import long_stream, running
 
 # --- keys
 
@@ -207,15 +208,18 @@ def test_without_a_certificate_there_is_none_to_read_again(caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_sighup_reads_the_certificate_again_and_cuts_no_stream(num_workers: int, certified: ServerConfig) -> None:
+def test_sighup_reads_the_certificate_again_and_cuts_no_stream(
+    num_workers: int, certified: ServerConfig, tmp_path: Path
+) -> None:
     cert, key = certified.ssl_certfile, certified.ssl_keyfile
     assert cert is not None
     assert key is not None
     flags = ["--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--api-workers", str(num_workers)]
+    gate = tmp_path / "gate"
     with (
-        running(SERVE, *flags) as process,
+        running(GATED + SERVE_WITH_WORKERS, *flags, GATE=str(gate)) as process,
         httpx.stream(
-            "POST", f"{process.url}/v1/completions", json=long_stream(1500), verify=False, timeout=60
+            "POST", f"{process.url}/v1/completions", json=long_stream(300), verify=False, timeout=60
         ) as stream,
     ):
         lines = stream.iter_lines()
@@ -230,6 +234,7 @@ def test_sighup_reads_the_certificate_again_and_cuts_no_stream(num_workers: int,
         process.until_logged("the certificate was read again", num_workers)
         renewed = ssl.PEM_cert_to_DER_cert(cert.read_text())
         assert {certificate_at(process.port) for _ in range(8 * num_workers)} == {renewed} != {first}
+        gate.touch()
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 

@@ -15,10 +15,11 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.api.fault_support import HANGING, SERVE_WITH_WORKERS, SLOW
 from tests.api.test_process import chunks
 from tests.support.server_process import SERVE, Process, long_stream, running
 
-ASKED = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+ASKED = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 CHAT = {**ASKED, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
 WEATHER = {
     "type": "function",
@@ -38,16 +39,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def workers_of(process: Process) -> set[int]:
-    children = psutil.Process(process.popen.pid).children()
-    (nursery,) = [child for child in children if "nurse(" in " ".join(child.cmdline())]
-    return {worker.pid for worker in nursery.children()}
+    nurseries = psutil.Process(process.popen.pid).children()
+    return {worker.pid for nursery in nurseries for worker in nursery.children()}
 
 
-def worker_of(response: httpx.Response) -> int:
+def worker_of(response: httpx.Response, process: Process) -> int:
     """The process that has the other end of its connection."""
     stream = response.extensions["network_stream"]
     port, own_port = (stream.get_extra_info(name)[1] for name in ("server_addr", "client_addr"))
-    worker = process_at(port, own_port, psutil.pids())
+    worker = process_at(port, own_port, workers_of(process))
     assert worker is not None, "nobody has that connection"
     return worker
 
@@ -69,7 +69,7 @@ def client_of_each(process: Process, **headers: str) -> Iterator[list[httpx.Clie
         clients: dict[int, httpx.Client] = {}
         while len(clients) < 2:
             client = stack.enter_context(httpx.Client(base_url=process.url, timeout=60, headers=headers))
-            clients.setdefault(worker_of(client.get("/health")), client)
+            clients.setdefault(worker_of(client.get("/health"), process), client)
         assert set(clients) == workers_of(process)
         yield list(clients.values())
 
@@ -105,39 +105,16 @@ def answer_of(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[in
     return response.status_code, text, [event for event, match in zip(events, matches, strict=True) if match is None]
 
 
-FLAGS = ("--max-batch-size", "4", "--max-queue-size", "0", "--dtype", "float32", "--no-enable-prefix-caching")
+FLAGS = ("--max-batch-size", "4", "--max-queue-size", "4", "--dtype", "float32", "--no-enable-prefix-caching")
 TWO = ("--api-workers", "2")
-# Steps take a while; one with a certain seed fails, and one with another never ends.
-SLOW = """
-import sys, threading, time
-from chairlift.__main__ import main
-from chairlift.engine.core import EngineCore
-from chairlift.engine.execution.runner import ModelRunner
-
-step, launch = EngineCore.step, ModelRunner.launch
-
-def slow_step(self):
-    time.sleep(0.005)
-    return step(self)
-
-def faulty_launch(self, plan):
-    seed = plan.rows[-1].request.params.seed
-    if seed == 13:
-        raise RuntimeError("injected fault")
-    if seed == 14:
-        threading.Event().wait()
-    return launch(self, plan)
-
-EngineCore.step, ModelRunner.launch = slow_step, faulty_launch
-sys.exit(main())
-"""
-LONG, LONGEST = long_stream(600), long_stream(2000)  # three and ten seconds at least
+SLOW_WORKERS = SLOW + SERVE_WITH_WORKERS
+LONG, LONGEST = long_stream(200), long_stream(2000)  # one and ten seconds at least
 KEYS = ("--api-key", "one", "--api-key", "two")
 
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Process]:
-    with running(SLOW, *TWO, *FLAGS, *KEYS) as process:
+    with running(SLOW_WORKERS, *TWO, *FLAGS, *KEYS) as process:
         workers = workers_of(process)
         yield process
     until(lambda: not any(psutil.pid_exists(pid) for pid in workers), "workers end with the engine's process")
@@ -165,22 +142,41 @@ def test_every_worker_answers_as_a_server_without_workers_does(
     assert first == second == answer_of(alone, path, body)
 
 
-def test_slots_queue_counts_and_picture_are_of_all_workers_together(clients: list[httpx.Client]) -> None:
-    busy, other = clients
-    before = metrics_of(other)
-    with begun(busy, {**LONGEST, "n": 4}):
-        assert metrics_of(other)["chairlift_requests_running"] == 4
-        refused = other.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
-        with other.stream("GET", "/watch") as watch:
-            picture = json.loads(next(watch.iter_lines()).removeprefix("data: "))
-        assert [slot["state"] for slot in picture["slots"]] == ["decoding"] * 4
-    with httpx.Client(base_url=other.base_url, headers=other.headers) as reader:  # the stream's client has left
-        until(lambda: metrics_of(reader)["chairlift_requests_running"] == 0, "a client that leaves frees its slots")
-        after = metrics_of(reader)
-    for status in ("200", "429"):
+def test_slots_queue_shares_turns_counts_and_picture_are_of_all_workers_together(
+    process: Process, clients: list[httpx.Client]
+) -> None:
+    waiting = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "n": 2}
+    short = {"prompt": "hi", "max_tokens": 1}
+    with (
+        client_of_each(process, Authorization="Bearer one") as (here, there),
+        httpx.Client(base_url=process.url, timeout=60, headers=here.headers) as patient,
+        httpx.Client(base_url=process.url, timeout=60, headers={"Authorization": "Bearer two"}) as second,
+        ThreadPoolExecutor() as pool,
+    ):
+        before = metrics_of(here)
+        with begun(clients[0], {**LONGEST, "n": 3}):
+            with begun(clients[1], LONGEST):
+                assert metrics_of(here)["chairlift_requests_running"] == 4
+                with here.stream("GET", "/watch") as watch:
+                    picture = json.loads(next(watch.iter_lines()).removeprefix("data: "))
+                assert [slot["state"] for slot in picture["slots"]] == ["decoding"] * 4
+                first = pool.submit(patient.post, "/v1/completions", json=waiting)
+                until(lambda: metrics_of(there)["chairlift_requests_waiting"] == 2, "both choices wait")
+                refused = [client.post("/v1/completions", json=short) for client in (here, there)]
+                assert [each.status_code for each in refused] == [429, 429]
+                errors = [each.json()["error"] for each in refused]
+                message = "your share of the waiting queue is full (2 of 4 requests); try again later"
+                assert [(error["code"], error["message"]) for error in errors] == [("queue_full", message)] * 2
+                later = pool.submit(second.post, "/v1/completions", json=short)
+                until(lambda: metrics_of(there)["chairlift_requests_waiting"] == 3, "the second key's waits")
+            assert later.result().status_code == 200  # in the slot of the client that has left
+            assert not first.done()  # of its two choices one is behind the second key's
+            assert first.result().status_code == 200
+        until(lambda: metrics_of(there)["chairlift_requests_running"] == 0, "a client that leaves frees its slots")
+        after = metrics_of(there)
+    for status, num_responses in (("200", 4), ("429", 2)):
         name = f"chairlift_http_responses_total /v1/completions {status}"
-        assert after[name] - before.get(name, 0) == 1
+        assert after[name] - before.get(name, 0) == num_responses
     assert after["chairlift_requests_total abort"] - before["chairlift_requests_total abort"] == 4
 
 
@@ -200,22 +196,18 @@ def test_a_stored_response_can_be_continued_and_deleted_on_another_worker(client
     assert here.get(f"/v1/responses/{first['id']}").status_code == 404
 
 
-@pytest.mark.slow
-def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced_and_a_signal_lets_all_streams_end() -> None:
-    with running(SLOW, *TWO, *FLAGS) as process:
-        with client_of_each(process) as (doomed, safe):
-            pid = worker_of(doomed.get("/health"))
-            with begun(doomed, LONGEST) as lost, begun(safe, LONG) as kept:
-                os.kill(pid, signal.SIGKILL)
-                with pytest.raises(httpx.TransportError):
-                    list(lost)
-                assert chunks(kept)[-1]["choices"][0]["finish_reason"] == "length"
-            assert metrics_of(safe)["chairlift_requests_running"] == 0
-            until(lambda: len(workers_of(process) - {pid}) == 2, "there is another one")
-        with client_of_each(process) as (here, there), begun(here, LONG) as one, begun(there, LONG) as other:
-            process.popen.send_signal(signal.SIGTERM)
-            assert [chunks(each)[-1]["choices"][0]["finish_reason"] for each in (one, other)] == ["length", "length"]
-        assert process.exit_code() == 0
+def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced(
+    process: Process, clients: list[httpx.Client]
+) -> None:
+    doomed, safe = clients
+    pid = worker_of(doomed.get("/health"), process)
+    with begun(doomed, LONGEST) as lost, begun(safe, LONG) as kept:
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            list(lost)
+        assert chunks(kept)[-1]["choices"][0]["finish_reason"] == "length"
+    assert metrics_of(safe)["chairlift_requests_running"] == 0
+    until(lambda: len(workers_of(process) - {pid}) == 2, "there is another one")
     errors = [line for line in process.log if " ERROR " in line]
     assert [re.sub(".* ERROR +", "", line) for line in errors] == [
         "an API worker has ended, and with it the requests that it served; another one is started\n"
@@ -223,43 +215,33 @@ def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced_and_a_signal_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "words"), [(13, "RuntimeError: injected fault"), (14, "longer than 3")])
-def test_the_engines_death_or_hang_ends_what_all_workers_serve_and_the_process_with_1(seed: int, words: str) -> None:
-    with (
-        running(SLOW, *TWO, *FLAGS, "--step-timeout", "3") as process,
-        client_of_each(process) as (one, other),
-        begun(one, LONGEST) as lines,
-    ):
-        answer = other.post("/v1/completions", json={"prompt": "hi", "seed": seed})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
-        assert words in answer.json()["error"]["message"]
-        last = [line for line in lines if line][-1]
-        assert words in last
-        assert '"engine_dead"' in last
-        assert process.exit_code() == 1
+def test_the_nursery_has_imported_what_workers_need() -> None:
+    with running(SERVE, *TWO, *FLAGS) as process:
+        times = [psutil.Process(pid).cpu_times() for pid in workers_of(process)]
+        assert len(times) == 2
+        assert all(each.user + each.system < 1.0 for each in times)  # seconds, where imports would take several
 
 
 @pytest.mark.slow
-def test_a_keys_share_of_the_queue_and_its_turns_count_over_all_workers() -> None:
-    flags = ("--max-batch-size", "1", "--max-queue-size", "4", "--dtype", "float32")
-    waiting = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "n": 2}
-    short = {"prompt": "hi", "max_tokens": 1}
+def test_a_signal_lets_the_streams_of_all_workers_end() -> None:
+    with running(SLOW_WORKERS, *TWO, *FLAGS) as process:
+        with client_of_each(process) as (here, there), begun(here, LONG) as one, begun(there, LONG) as other:
+            process.popen.send_signal(signal.SIGTERM)
+            assert [chunks(each)[-1]["choices"][0]["finish_reason"] for each in (one, other)] == ["length", "length"]
+        assert process.exit_code() == 0
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_ends_what_all_workers_serve_and_the_process_with_1() -> None:
     with (
-        running(SLOW, *TWO, *flags, *KEYS) as process,
-        client_of_each(process, Authorization="Bearer one") as (busy, there),
-        client_of_each(process, Authorization="Bearer one") as here,
-        httpx.Client(base_url=process.url, timeout=60, headers={"Authorization": "Bearer two"}) as second,
-        ThreadPoolExecutor() as pool,
+        running(HANGING + SLOW_WORKERS, *TWO, *FLAGS, "--step-timeout", "3") as process,
+        client_of_each(process) as (one, other),
+        begun(one, LONGEST) as lines,
     ):
-        with begun(busy, LONGEST):
-            first = pool.submit(there.post, "/v1/completions", json=waiting)
-            until(lambda: metrics_of(here[0])["chairlift_requests_waiting"] == 2, "both choices wait")
-            refused = [client.post("/v1/completions", json=short) for client in here]
-            assert [each.status_code for each in refused] == [429, 429]
-            message = "your share of the waiting queue is full (2 of 4 requests); try again later"
-            assert [each.json()["error"]["message"] for each in refused] == [message] * 2
-            later = pool.submit(second.post, "/v1/completions", json=short)
-            until(lambda: metrics_of(here[0])["chairlift_requests_waiting"] == 3, "the second key's waits")
-        assert later.result().status_code == 200
-        assert not first.done()  # of its two choices one is behind the second key's
-        assert first.result().status_code == 200
+        answer = other.post("/v1/completions", json={"prompt": "hi", "seed": 13})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_dead")
+        assert "longer than 3" in answer.json()["error"]["message"]
+        last = [line for line in lines if line][-1]
+        assert "longer than 3" in last
+        assert '"engine_dead"' in last
+        assert process.exit_code() == 1

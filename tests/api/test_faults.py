@@ -19,10 +19,10 @@ from chairlift.api.server import serve
 from chairlift.engine.async_llm import AsyncLLM
 from tests.api.conftest import ENGINE, SLOTS, Server, in_loop
 from tests.api.contract import client_of, text_of
-from tests.api.fault_support import forward_of, held, serving, until_idle
+from tests.api.fault_support import HANGING, forward_of, held, serving, until_idle
 from tests.engine.async_support import DEADLINE_S, wait_until
 from tests.engine.support import make_tiny_checkpoint
-from tests.support.server_process import running
+from tests.support.server_process import SERVE, running
 
 LONG: dict[str, Any] = {"model": "bundled", "prompt": "Once upon a time", "max_tokens": 400, "temperature": 0}
 HUNG = "a step took longer than 1 s"
@@ -91,18 +91,13 @@ async def test_the_server_of_a_hung_engine_says_so_for_a_while_and_ends_with_1(
         assert await asyncio.wait_for(ending, DEADLINE_S) == 1
 
 
-HANGING = """
-import sys, threading
+HANGING_BESIDE = f"""
+{HANGING}
 import chairlift.__main__, chairlift.api.server
-from chairlift.__main__ import main
 from chairlift.engine.text.inputs import InputProcessor
 from chairlift.engine.sampling.masks import TokenGrammar
-from chairlift.engine.execution.runner import ModelRunner
 
-prepare, launch = InputProcessor.prepare, ModelRunner.launch
-
-def hang(*_):
-    threading.Event().wait()
+prepare = InputProcessor.prepare
 
 def prepare_or_hang(self, name, prompt, *rest):
     return (hang if prompt == "hang" else prepare)(self, name, prompt, *rest)
@@ -110,14 +105,13 @@ def prepare_or_hang(self, name, prompt, *rest):
 InputProcessor.prepare = prepare_or_hang
 TokenGrammar.compute_mask = hang
 chairlift.api.server._DEATH_NOTICE_S = chairlift.__main__._LAST_THREADS_S = 0.5
-ModelRunner.launch = lambda self, plan: (hang if plan.rows[-1].request.params.seed == 13 else launch)(self, plan)
-sys.exit(main())
+{SERVE}
 """
 
 
 def test_the_process_ends_although_threads_hang_beside_the_engines() -> None:
     """One of masks and one of texts; the end of an interpreter waits for the threads of pools."""
-    with running(HANGING, "--step-timeout", "1.5", "--max-batch-size", "1") as process:
+    with running(HANGING_BESIDE, "--step-timeout", "1.5", "--max-batch-size", "1") as process:
         url = f"{process.url}/v1/completions"
         for body in ({"prompt": "hang"}, {"prompt": "hi", "guided_regex": "[a-z]*"}):
             with pytest.raises(httpx.ReadTimeout):
@@ -154,7 +148,7 @@ async def poisoned(tiny: str) -> AsyncIterator[Server]:
         yield server
 
 
-BESIDE: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 150, "temperature": 0, "logit_bias": {"122": -100}}
+BESIDE: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 80, "temperature": 0, "logit_bias": {"122": -100}}
 CANNOT: dict[str, Any] = {"prompt": [POISON] * 40, "max_tokens": 5, "model": "bundled"}
 
 

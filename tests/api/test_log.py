@@ -275,14 +275,14 @@ def test_every_record_is_an_object_of_its_own_from_start_to_end() -> None:
     with running(SERVE, "--log-format", "json", "--log-interval", "0.02") as process:
         url = process.url.rstrip('"}')  # it was read out of a JSON string
         with httpx.Client(base_url=url, timeout=60) as client:
-            client.post("/v1/completions", json=long_stream(200), headers={"X-Request-Id": 129 * "x"})
-            client.post("/v1/completions", json=long_stream(200), headers={"X-Request-Id": "mine"})
+            client.post("/v1/completions", json=long_stream(100), headers={"X-Request-Id": 129 * "x"})
+            client.post("/v1/completions", json=long_stream(100), headers={"X-Request-Id": "mine"})
         process.popen.send_signal(signal.SIGTERM)
         assert process.exit_code() == 0
     entries = [json.loads(line) for line in process.log]
     assert all({"time", "level", "logger", "message"} <= set(entry) for entry in entries)
     requests = [entry for entry in entries if entry["message"] == "request"]
-    assert [entry["output_tokens"] for entry in requests] == [200, 200]
+    assert [entry["output_tokens"] for entry in requests] == [100, 100]
     assert len(requests[0]["request_id"]) == 32
     assert requests[1]["request_id"] == "mine"
     batches = [entry for entry in entries if entry["message"] == "batch"]

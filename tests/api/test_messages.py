@@ -94,7 +94,8 @@ async def test_max_tokens_and_stop_sequences_end_an_answer_and_say_so(server: Se
 
 
 async def test_more_tokens_than_there_is_room_for_may_be_asked_for_and_none_at_all(server: Server) -> None:
-    reply = await whole_of(server, max_tokens=32_000, ignore_eos=True)
+    long = [{"role": "user", "content": "a" * 400}]
+    reply = await whole_of(server, messages=long, max_tokens=32_000, ignore_eos=True)
     assert reply.stop_reason == "model_context_window_exceeded"
     assert reply.usage.input_tokens + reply.usage.output_tokens == MAX_SEQ_LEN
     await server.llm.reset_prefix_cache()

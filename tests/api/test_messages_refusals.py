@@ -118,7 +118,9 @@ async def test_a_key_is_taken_from_either_header_on_these_paths_only() -> None:
         assert reply.content[0].type == "text"
 
 
-async def test_the_user_id_is_the_tenant_where_there_are_no_keys(server: Server) -> None:
+async def test_the_user_id_is_the_tenant_where_there_are_no_keys(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tenants: list[str] = []
     run_all = server.llm.run_all
 
@@ -126,7 +128,7 @@ async def test_the_user_id_is_the_tenant_where_there_are_no_keys(server: Server)
         tenants.extend(generation.requests[0].options.tenant for generation in generations)
         return run_all(generations, **wishes)
 
-    server.llm.run_all = note  # type: ignore[method-assign]
+    monkeypatch.setattr(server.llm, "run_all", note)
     await whole_of(server, metadata={"user_id": "session 1"})
     await whole_of(server)
     assert tenants == ["session 1", ""]

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from chairlift.__main__ import main
 from chairlift.api import ServerConfig
 from chairlift.api.http.listening import Listener
 from chairlift.errors import ConfigurationError
+from tests.api.fault_support import GATED, SERVE_WITH_WORKERS, SLOW
 from tests.support.server_process import SERVE, Process, long_stream, run_to_end, running
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -76,7 +78,7 @@ async def test_all_addresses_of_a_name_are_taken_at_one_port_and_who_listens_fir
             Listener(config)
 
 
-def test_keys_of_the_environment_are_asked_for_and_never_logged_and_an_open_address_without_any_is_warned_of() -> None:
+def test_keys_of_the_environment_are_asked_for_and_never_logged() -> None:
     with running(SERVE, "--host", "0.0.0.0", CHAIRLIFT_API_KEY="first-secret,second-secret") as process:
         for key, status in (("first-secret", 200), ("second-secret", 200), ("third", 401)):
             response = httpx.get(f"{process.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
@@ -85,14 +87,13 @@ def test_keys_of_the_environment_are_asked_for_and_never_logged_and_an_open_addr
         process.popen.terminate()
         assert process.exit_code() == 0
         assert [line for line in process.log if "secret" in line or " WARNING " in line] == []
-    with running(SERVE, "--host", "0.0.0.0") as process:
+
+
+def test_limits_reach_the_server_and_an_open_address_without_a_key_is_warned_of() -> None:
+    flags = ("--host", "0.0.0.0", "--client-timeout", "0.2", "--max-body-bytes", "10")
+    with running(SERVE, *flags) as process:
         (warning,) = (line for line in process.log if " WARNING " in line)
         assert "requires no API key" in warning
-
-
-def test_limits_reach_the_server() -> None:
-    flags = ("--client-timeout", "0.2", "--max-body-bytes", "10")
-    with running(SERVE, *flags) as process:
 
         async def send(data: bytes) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
@@ -132,8 +133,8 @@ Connection.connection_made = connection_made
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[tuple[Process, httpx.Client]]:
-    with running(SERVE, *flags) as process, httpx.Client(base_url=process.url, timeout=60) as client:
+def serving(*flags: str, script: str = SERVE) -> Iterator[tuple[Process, httpx.Client]]:
+    with running(script, *flags) as process, httpx.Client(base_url=process.url, timeout=60) as client:
         yield process, client
 
 
@@ -154,9 +155,10 @@ def chunks(lines: Iterator[str]) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events]
 
 
-def test_a_running_stream_finishes_while_new_work_is_refused() -> None:
-    with serving() as (process, client):
-        with client.stream("POST", "/v1/completions", json=long_stream(2000)) as stream:
+def test_a_running_stream_finishes_while_new_work_is_refused(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with running(GATED + SERVE, GATE=str(gate)) as process, httpx.Client(base_url=process.url, timeout=60) as client:
+        with client.stream("POST", "/v1/completions", json=long_stream(300)) as stream:
             lines = stream.iter_lines()
             next(lines)
             draining(process, client)
@@ -164,6 +166,7 @@ def test_a_running_stream_finishes_while_new_work_is_refused() -> None:
             assert (late.status_code, late.headers["Retry-After"]) == (503, "1")
             assert late.json()["error"]["code"] == "unavailable"
             assert client.get("/v1/models").status_code == 200
+            gate.touch()
             assert chunks(lines)[-1]["choices"][0]["finish_reason"] == "length"
         assert process.exit_code() == 0
 
@@ -176,11 +179,9 @@ def test_a_router_reads_503_before_requests_are_refused() -> None:
         assert process.exit_code() == 0
 
 
-WITH_WORKERS = pytest.param(signal.SIGTERM, "2", marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
-    ("second", "num_workers"), [(None, "1"), (signal.SIGTERM, "1"), (signal.SIGINT, "1"), WITH_WORKERS]
+    ("second", "num_workers"),
+    [(None, "1"), (signal.SIGINT, "1"), pytest.param(signal.SIGTERM, "2", marks=pytest.mark.slow)],
 )
 def test_what_is_cut_short_ends_with_a_proper_last_chunk_or_brings_what_there_is(
     second: signal.Signals | None, num_workers: str
@@ -188,7 +189,8 @@ def test_what_is_cut_short_ends_with_a_proper_last_chunk_or_brings_what_there_is
     """By the drain timeout, or at once by a second signal."""
     drain_timeout = "0.3" if second is None else "60"
     body = {**long_stream(2000), "stream_options": {"include_usage": True}}
-    with serving("--drain-timeout", drain_timeout, "--api-workers", num_workers) as (process, client):
+    flags = ("--drain-timeout", drain_timeout, "--api-workers", num_workers)
+    with serving(*flags, script=SLOW + SERVE_WITH_WORKERS) as (process, client):
         with (
             closing(http.client.HTTPConnection("127.0.0.1", process.port, timeout=60)) as whole,
             client.stream("POST", "/v1/completions", json=body) as stream,
@@ -235,7 +237,7 @@ def test_half_a_request_and_idle_connections_do_not_hold_the_end_up() -> None:
 
 @pytest.mark.slow
 def test_a_client_that_reads_nothing_does_not_hold_the_end_up() -> None:
-    body = json.dumps({**long_stream(2000), "n": 4}).encode()  # fills every buffer before the drain timeout
+    body = json.dumps({**long_stream(250), "n": 4, "logprobs": 5}).encode()  # more than buffers hold
     with running(SMALL_SEND_BUFFERS, "--drain-timeout", "1") as process, socket.socket() as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect(("127.0.0.1", process.port))

@@ -14,8 +14,20 @@ from chairlift.api.tools import ReasoningFamily, ToolFamily
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.errors import ConfigurationError
 from tests.api.conftest import Server, SharedServer
-from tests.api.contract import CHAT, client_of, error_of, post, serving, user, whole_and_chunks
-from tests.api.response_events import CALL_EVENTS, COMPLETED, MESSAGE_EVENTS, OPENING, Events
+from tests.api.contract import (
+    CALL_EVENTS,
+    CHAT,
+    COMPLETED,
+    MESSAGE_EVENTS,
+    OPENING,
+    Events,
+    client_of,
+    error_of,
+    post,
+    serving,
+    user,
+    whole_and_chunks,
+)
 from tests.support.scripted_model import ALWAYS, END_TOKEN, HYBRID, MISTRAL, install, make_thinking_checkpoint
 
 THOUGHTS = "Hm, {let me see."

@@ -14,7 +14,7 @@ import pytest_asyncio
 from chairlift.api import ServerConfig
 from chairlift.api.http import Connection
 from chairlift.engine.text.grammar import GrammarCompiler
-from tests.api.conftest import SLOTS, Server, SharedServer
+from tests.api.conftest import SLOTS, Server, SharedServer, in_loop, shared
 from tests.api.contract import text_of
 from tests.api.fault_support import Gate, Launches, RawClient, forward_of, held, post, recorded, serving, until_idle
 from tests.engine.async_support import wait_until
@@ -22,9 +22,15 @@ from tests.engine.async_support import wait_until
 SOCKET_BYTES = 4096
 SHORT_S, LONG_S = 0.4, 30.0  # a test that had to wait for the longer one would fail
 MOST_BUFFERED = 256 * 2**10  # a stream's own and the transport's buffer, and one event over
-TOKENS = 250
+TOKENS = 150
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "ignore_eos": True, "temperature": 0}
-VERBOSE = {**GREEDY, "max_tokens": TOKENS, "n": SLOTS, "logprobs": 5, "stream": True}  # more than a megabyte of events
+VERBOSE = {
+    **GREEDY,
+    "max_tokens": TOKENS,
+    "n": SLOTS,
+    "logprobs": 5,
+    "stream": True,
+}  # half a megabyte of events
 
 
 @pytest.fixture
@@ -128,7 +134,7 @@ async def test_a_reader_that_pauses_for_less_than_the_timeout_again_and_again_is
         pieces: list[str] = []
         while piece := await slow.chunk():
             pieces.append(piece)
-            if len(pieces) in (30, 60, 90, 120, 150):
+            if len(pieces) in (20, 40, 60, 80, 100):
                 await asyncio.sleep(0.25)  # together longer than the timeout
         assert set(choices_of(pieces)) == set(range(SLOTS))
 
@@ -179,22 +185,38 @@ async def alone(shared_server: SharedServer) -> str:
         return await text_of(server, STAYING)
 
 
+# A prompt of one that leaves takes several steps.
+shared_small_steps = shared(ServerConfig(), max_num_batched_tokens=32, max_steps_per_launch=4)
+shared_single_slot = shared(ServerConfig(), max_batch_size=1)
+
+
+@in_loop
+async def small_steps(shared_small_steps: SharedServer) -> AsyncIterator[Server]:
+    async with shared_small_steps.lent() as server:
+        yield server
+
+
+@in_loop
+async def single_slot(shared_single_slot: SharedServer) -> AsyncIterator[Server]:
+    async with shared_single_slot.lent() as server:
+        yield server
+
+
 @asynccontextmanager
 async def beside_one_that_stays(
-    alone: str, body: dict[str, Any], held_call: str = "hidden", **engine: Any
-) -> AsyncIterator[tuple[Server, Launches, Gate, RawClient]]:
+    server: Server, alone: str, body: dict[str, Any], held_call: str = "hidden"
+) -> AsyncIterator[tuple[Launches, Gate, RawClient]]:
     """A client that is going to leave, beside one that stays and is answered as if alone. Steps wait at the gate."""
-    async with serving(**engine) as server:
-        owner = forward_of(server.llm) if held_call == "hidden" else server.llm._core
-        with recorded(server.llm) as launches, held(owner, held_call) as gate:
-            staying = asyncio.create_task(text_of(server, STAYING))
-            await gate.entered()
-            leaving = await post(server, {**LEAVING, **body})
-            await wait_until(lambda: server.api.num_active == 2 and server.llm.num_unfinished > 1, "both are there")
-            yield server, launches, gate, leaving
-            gate.open()
-            assert await staying == alone
-            await until_idle(server, server.llm.config.num_slots)
+    owner = forward_of(server.llm) if held_call == "hidden" else server.llm._core
+    with recorded(server.llm) as launches, held(owner, held_call) as gate:
+        staying = asyncio.create_task(text_of(server, STAYING))
+        await gate.entered()
+        leaving = await post(server, {**LEAVING, **body})
+        await wait_until(lambda: server.api.num_active == 2 and server.llm.num_unfinished > 1, "both are there")
+        yield launches, gate, leaving
+        gate.open()
+        assert await staying == alone
+        await until_idle(server, server.llm.config.num_slots)
 
 
 async def leave_now(server: Server, leaving: RawClient, num_staying: int = 1) -> None:
@@ -228,25 +250,23 @@ def phases_of(launches: Launches) -> set[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", ["first chunk", "later chunk", "decoding", "a launch of 4 steps"])
 async def test_leaving_frees_every_slot_within_the_launch_and_nothing_more_is_computed(
-    alone: str, phase: str, kind: str
+    small_steps: Server, alone: str, phase: str, kind: str
 ) -> None:
-    budget = 32  # of which the leaving one's prompt takes several steps
-    engine = beside_one_that_stays(alone, KINDS[kind], max_num_batched_tokens=budget, max_steps_per_launch=4)
-    async with engine as (server, launches, gate, leaving):
+    async with beside_one_that_stays(small_steps, alone, KINDS[kind]) as (launches, gate, leaving):
         while phase not in phases_of(launches):
             gate.allow()
             await gate.entered()
         for _ in range(2 if phase == "a launch of 4 steps" else 0):  # the third of the four is held now
             gate.allow()
             await gate.entered()
-        await leave_now(server, leaving)
+        await leave_now(small_steps, leaving)
         num_before = len(launches.all)
     assert_nothing_more_was_computed(launches, num_before)
 
 
-async def test_leaving_between_two_steps_frees_the_slot_before_the_next(alone: str) -> None:
-    engine = beside_one_that_stays(alone, {"prompt": "Tim", "stream": True}, held_call="step")
-    async with engine as (server, launches, gate, leaving):
+async def test_leaving_between_two_steps_frees_the_slot_before_the_next(server: Server, alone: str) -> None:
+    leaver = {"prompt": "Tim", "stream": True}
+    async with beside_one_that_stays(server, alone, leaver, held_call="step") as (launches, gate, leaving):
         for _ in range(5):
             gate.allow()
             await gate.entered()
@@ -259,31 +279,31 @@ async def test_leaving_between_two_steps_frees_the_slot_before_the_next(alone: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_leaving_while_queued_is_never_computed(alone: str, kind: str) -> None:
-    async with beside_one_that_stays(alone, KINDS[kind], max_batch_size=1) as (server, launches, gate, leaving):
+async def test_leaving_while_queued_is_never_computed(single_slot: Server, alone: str, kind: str) -> None:
+    async with beside_one_that_stays(single_slot, alone, KINDS[kind]) as (launches, gate, leaving):
         gate.allow(3)
-        await wait_until(lambda: server.llm._core._scheduler.num_waiting > 0, "it is queued")
-        await leave_now(server, leaving)
+        await wait_until(lambda: single_slot.llm._core._scheduler.num_waiting > 0, "it is queued")
+        await leave_now(single_slot, leaving)
     assert tokens_of(launches) == {STAYING_TOKENS}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_while_the_mask_of_a_grammar_is_computed(alone: str, stream: bool) -> None:
-    async with serving(max_steps_per_launch=4) as server:
-        constrained = {**LEAVING, "prompt": "Tim", "guided_regex": "[a-z ]{100,200}"}
-        await text_of(server, {**constrained, "max_tokens": 1})
-        assert isinstance(server.llm.inputs.grammars, GrammarCompiler)
-        (workers,) = server.llm.inputs.grammars._mask_threads
-        with recorded(server.llm) as launches, held(workers, "_compute") as gate:
-            leaving = await post(server, {**constrained, "stream": stream})
-            await gate.entered()
-            assert await text_of(server, STAYING) == alone  # who has no grammar does not wait
-            await leave_now(server, leaving, num_staying=0)
-            num_before = len(launches.all)
-            gate.open()
-            assert await text_of(server, STAYING) == alone
-            await until_idle(server)
-        assert_nothing_more_was_computed(launches, num_before)
+async def test_leaving_while_the_mask_of_a_grammar_is_computed(small_steps: Server, alone: str, stream: bool) -> None:
+    server = small_steps
+    constrained = {**LEAVING, "prompt": "Tim", "guided_regex": f"[a-z ]{{{100 + stream},200}}"}
+    await text_of(server, {**constrained, "max_tokens": 1})
+    assert isinstance(server.llm.inputs.grammars, GrammarCompiler)
+    (workers,) = server.llm.inputs.grammars._mask_threads
+    with recorded(server.llm) as launches, held(workers, "_compute") as gate:
+        leaving = await post(server, {**constrained, "stream": stream})
+        await gate.entered()
+        assert await text_of(server, STAYING) == alone  # who has no grammar does not wait
+        await leave_now(server, leaving, num_staying=0)
+        num_before = len(launches.all)
+        gate.open()
+        assert await text_of(server, STAYING) == alone
+        await until_idle(server)
+    assert_nothing_more_was_computed(launches, num_before)
 
 
 async def test_leaving_while_the_prompt_is_tokenized_starts_nothing(server: Server) -> None:

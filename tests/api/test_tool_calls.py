@@ -76,8 +76,8 @@ async def test_a_forced_call_is_made_and_is_valid_whatever_else_is_wanted(
 
 
 async def test_none_means_that_the_model_does_not_even_hear_of_tools(hermes: AsyncOpenAI) -> None:
-    without = await complete(hermes, tools=openai.NOT_GIVEN)
-    none = await complete(hermes, tool_choice="none")
+    without = await complete(hermes, messages=user("Hello!"), tools=openai.NOT_GIVEN)
+    none = await complete(hermes, messages=user("Hello!"), tool_choice="none")
     assert none.choices[0].message == without.choices[0].message
     assert none.choices[0].message.tool_calls is None
     assert counts(none.usage) == counts(without.usage)
@@ -100,7 +100,7 @@ async def test_auto_leaves_it_to_the_model(hermes: AsyncOpenAI, choice: Literal[
 
 async def test_calls_may_be_several_unless_they_must_not(hermes: AsyncOpenAI) -> None:
     """The bias makes the model go on with another call for as long as it may."""
-    fields = {"tool_choice": NAMED, "logit_bias": {"10": 100, "60": 100, "257": -100}, "max_tokens": 300}
+    fields = {"tool_choice": NAMED, "logit_bias": {"10": 100, "60": 100, "257": -100}, "max_tokens": 200}
     several = (await complete(hermes, **fields)).choices[0]
     single = (await complete(hermes, **fields, parallel_tool_calls=False)).choices[0]
     assert len(several.message.tool_calls) > 1

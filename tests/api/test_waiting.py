@@ -18,10 +18,9 @@ from chairlift.api.wire.completions import CompletionRequest
 from chairlift.errors import QueueFull, QueueTimeout
 from chairlift.params import CompletionOutput, FinishReason, Logprob, RequestOutput
 from tests.api.conftest import Server
-from tests.api.contract import CHAT, COMPLETIONS, chunks_of, client_of, parts_of, post, user
+from tests.api.contract import CHAT, COMPLETIONS, Events, chunks_of, client_of, parts_of, post, user
 from tests.api.fault_support import Clock, Gate, clock_of, held, serving, until_idle
 from tests.api.fault_support import post as begin
-from tests.api.response_events import Events
 from tests.engine.async_support import wait_until
 
 STORY = "Once upon a time"

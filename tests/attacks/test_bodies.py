@@ -311,7 +311,7 @@ ATTACKS: dict[str, Attack] = {
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_body_that_is_costly_costs_nobody_else_and_nothing_once_its_client_left(target: Target, name: str) -> None:
-    target.withstand(ATTACKS[name], linger_s=1.0 if callable(ATTACKS[name]) else 0.3)
+    target.withstand(ATTACKS[name], linger_s=0.5 if callable(ATTACKS[name]) else 0.3)
 
 
 # Every field of every endpoint

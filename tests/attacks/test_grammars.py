@@ -105,7 +105,7 @@ def text_shots(kind: str, text: str, label: str) -> Iterator[Shot]:
 
 
 def squared_shots() -> Iterator[Shot]:
-    for n in range(24):
+    for n in range(12):
         yield next(text_shots("regex", f"((a{{1000}}){{1000}}){{{n + 2}}}" + "b" * 40, "squared"))
 
 
@@ -129,13 +129,13 @@ SLOW_MASKS: dict[str, dict[str, str]] = {
 
 def slow_masks(fields: dict[str, str], label: str) -> list[Shot]:
     body = {"prompt": "a", "n": 4, "max_tokens": 1500, "logit_bias": {"97": 100}, **fields}
-    return [post(COMPLETIONS, body, label, leaves_after=5.0, allowed=FINE_OR_REFUSED)]
+    return [post(COMPLETIONS, body, label, leaves_after=3.0, allowed=FINE_OR_REFUSED)]
 
 
 ATTACKS: dict[str, Attack] = {
     **{f"schema: {name}": each_of(partial(schema_shots, schema, name)) for name, schema in SCHEMAS.items()},
     **{f"regex: {name}": each_of(partial(text_shots, "regex", text, name)) for name, text in REGEXES.items()},
-    "regex: 24 that are squared": each_of(squared_shots),
+    "regex: 12 that are squared": each_of(squared_shots),
     **{f"grammar: {name}": each_of(partial(text_shots, "grammar", text, name)) for name, text in GRAMMARS.items()},
     "choices: ten thousand long ones": each_of(choices_shots),
     **{f"masks that come late: {name}": slow_masks(fields, name) for name, fields in SLOW_MASKS.items()},
@@ -152,7 +152,7 @@ def test_what_forces_a_structure_is_compiled_or_refused_and_obeyed_at_nobody_els
 def test_the_client_of_a_grammar_that_takes_for_ever_leaves_and_nothing_is_left_of_it(target: Target) -> None:
     bodies = [{"prompt": "a", **SHORT, "guided_regex": "a?" * 130_000 + "b" * number} for number in range(4)]
     shots = [post(COMPLETIONS, body, leaves_after=1.0) for body in bodies]
-    target.withstand(lambda attacker: attacker.fire_at_once(shots), linger_s=3.0)
+    target.withstand(lambda attacker: attacker.fire_at_once(shots), linger_s=2.0)
 
 
 def test_honest_structures_are_still_served_after_all_of_this(target: Target) -> None:

@@ -70,15 +70,17 @@ def test_keys_share_prompts_where_a_setting_says_so() -> None:
 
 
 @pytest.mark.parametrize("priority", [-1, 101, -(2**31 - 1), 2**31 - 1])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
-def test_a_priority_beyond_a_keys_range_is_refused_by_name(two_keys: Process, path: str, priority: int) -> None:
-    body = (
-        {"prompt": "a"}
-        if path == COMPLETIONS
-        else {"input": "a"}
-        if path == RESPONSES
-        else {"messages": [{"role": "user", "content": "a"}]}
-    )
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a"}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+        (RESPONSES, {"input": "a"}),
+    ],
+)
+def test_a_priority_beyond_a_keys_range_is_refused_by_name(
+    two_keys: Process, path: str, body: dict[str, Any], priority: int
+) -> None:
     with client_of(two_keys, FIRST) as client:
         reply = client.post(path, json={**body, "priority": priority})
     assert reply.status_code == 400
@@ -88,7 +90,7 @@ def test_a_priority_beyond_a_keys_range_is_refused_by_name(two_keys: Process, pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "at_most", "num_tokens", "fields", "max_queue_size"),
-    [(59, 1000, 700, {}, 8), (1000, 24, 400, {"priority": 0}, 64)],
+    [(59, 1000, 400, {}, 8), (1000, 24, 150, {"priority": 0}, 64)],
     ids=["all at once", "on and on, with the most urgent priority that it may use"],
 )
 async def test_a_key_that_floods_leaves_places_for_the_other(
@@ -102,7 +104,7 @@ async def test_a_key_that_floods_leaves_places_for_the_other(
         attacker = Attacker(process.port)
         attacking = asyncio.ensure_future(attacker.fire_at_once(repeat(flood, number), at_most))
         await asyncio.sleep(0.5)
-        assert [(await attacker.fire(ask)).status for _ in range(10)] == [200] * 10
+        assert [(await attacker.fire(ask)).status for _ in range(4)] == [200] * 4
         attacking.cancel()
         await asyncio.gather(attacking, return_exceptions=True)
 

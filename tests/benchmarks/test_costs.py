@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import subprocess
 import sys
 import threading
 from argparse import Namespace
@@ -74,7 +75,7 @@ def test_a_timed_step_is_a_whole_step() -> None:
 
 @pytest.mark.slow
 def test_a_small_case_of_whole_prompts(run_script: RunScript, tmp_path: Path) -> None:
-    flags = ["--cases", "3x4", "--seconds", "1", "--prompt-tokens", "300", "--output-tokens", "3"]
+    flags = ["--cases", "3x4", "--seconds", "0.5", "--prompt-tokens", "300", "--output-tokens", "3"]
     ran = run_script(host_path, *flags, "--json", str(tmp_path / "report.json"))
     assert ran.code == 0
     assert ran.out.splitlines()[1].startswith("3 streams, 4 ms")
@@ -107,6 +108,22 @@ def test_a_server_and_a_call_take_turns(tmp_path: Path, run_script: RunScript) -
     ((served, offline),) = ((each["served_s"], each["offline_s"]) for each in case["rounds"])
     assert case["requests"] == 2
     assert case["cost"] == case["cost_of_fastest"] == round(served / offline - 1, 4)
+
+
+# --- the load test
+
+
+@pytest.mark.slow
+def test_the_capacity_is_measured_with_a_server_that_costs_nothing() -> None:
+    flags = ["--rates", "400", "--streams", "8", "--tokens", "10"]
+    command = [sys.executable, "benchmarks/load_test_capacity.py", *flags]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert finished.returncode == 0, finished.stderr
+    report = json.loads(finished.stdout.splitlines()[-1])
+    assert (report["settings"]["streams"], report["settings"]["tokens"]) == (8, 10)
+    [figures] = report["rounds"]
+    assert figures["asked"] == 400
+    assert figures["arrived"] > 0
 
 
 # --- vLLM's server with a model that sleeps

@@ -17,7 +17,7 @@ from tests.engine.support import ENGINE
 
 DEADLINE_S = 20.0
 NUM_SLOTS = 2
-LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 
 
 class Gate:

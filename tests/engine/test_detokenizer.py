@@ -1,21 +1,33 @@
-"""From tokens to text: the bytes behind tokens of every kind of tokenizer, and texts that grow token by token."""
+"""From tokens to text that grows token by token, up to the first stop string; the bytes behind tokens of every kind.
 
-from collections.abc import Callable, Sequence
+Nothing of a stop string leaks and nothing else is lost, however pieces fall.
+"""
+
+import random
+import string
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from chairlift import SamplingParams
-from chairlift.engine.text.detokenizer import Detokenizer
-from chairlift.engine.text.inputs import InputProcessor
+from chairlift.engine.text.detokenizer import Detokenizer, StopMatcher, StopStrings
+from chairlift.engine.text.inputs import Generation, InputProcessor
+from chairlift.engine.text.outputs import OutputProcessor
 from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
 from chairlift.models.checkpoint import find_model
+from chairlift.params import CompletionOutput, FinishReason
+from chairlift.scheduler import Request, TokenEvent
 from tests.engine.async_support import DEADLINE_S
-from tests.engine.support import END_TOKEN, VOCAB_SIZE, make_tiny_checkpoint, resolved_config
+from tests.engine.support import END_TOKEN, VOCAB_SIZE, event, make_tiny_checkpoint, resolved_config
 from tests.engine.tokenizers_made import (
     make_byte_level_bpe,
     make_byte_tokenizer,
@@ -177,3 +189,203 @@ def test_logprobs_can_be_asked_of_a_model_with_any_tokenizer(tmp_path: Path, mak
     make_tiny_checkpoint(tmp_path)
     inputs = InputProcessor(resolved_config(tmp_path), len(make(tmp_path).backend.get_vocab()))
     assert inputs.prepare("r", [5, 6], SamplingParams(logprobs=1)).params.logprobs == 1
+
+
+# --- stop strings
+
+
+SHORT = st.text(alphabet="ab", min_size=1, max_size=4)
+ALIKE = [chr(code) for code in range(ord("b"), ord("b") + 64)]
+PIECES = st.lists(st.text(alphabet="abc", max_size=4), max_size=12)
+
+
+@given(stops=st.lists(SHORT, max_size=6), pieces=PIECES)
+@example(stops=["abba", "bb", "b", "bba"], pieces=["a", "abba"])
+@example(stops=["abb", "bba"], pieces=["a", "ab", "b", "a"])
+@example(stops=["aab"], pieces=["a", "a", "a", "a", "b"])
+@example(stops=["abba", "bb"], pieces=["abb", "a"])
+@example(stops=["abc", "ab"], pieces=["xab", "cd"])
+@example(stops=["abc", "ab"], pieces=["xabcd"])
+@example(stops=["ab", "abc"], pieces=["xabcd"])
+@example(stops=["bcd", "abcde"], pieces=["xabc", "d"])
+@example(stops=["<|eot|>"], pieces=["so ", *"<|eot|>", "more"])
+@example(stops=["###"], pieces=["a#", "#", "b#"])
+@example(stops=["😀."], pieces=["a😀", "😀", "."])
+def test_any_stops_end_the_text_where_a_plain_search_does_and_all_else_goes_out_at_once(
+    stops: list[str], pieces: list[str]
+) -> None:
+    matcher, whole, out = StopMatcher(StopStrings(stops)), "", ""
+    for piece in pieces:
+        text, stop = matcher.push(piece)
+        whole, out = whole + piece, out + text
+        found = [(at, index) for index, stop in enumerate(stops) if (at := whole.find(stop)) >= 0]
+        if found:
+            at, index = min(found)
+            assert (out, stop) == (whole[:at], stops[index])
+            return
+        held = whole[len(out) :]  # no more than may begin a stop
+        assert (stop, whole) == (None, out + held)
+        assert not held or any(stop.startswith(held) for stop in stops)
+        assert not any(stop.startswith(whole[start:]) for stop in stops for start in range(len(out)))
+    assert (out + matcher.finish(), matcher.finish()) == (whole, "")
+
+
+@pytest.mark.parametrize(
+    "stops", [["a" * 1023 + end for end in ALIKE], ["a" * size + "b" for size in range(960, 1024)]]
+)
+def test_64_long_stops_that_look_alike_cost_little_per_character(stops: list[str]) -> None:
+    prepared = StopStrings(stops)
+    matchers = [StopMatcher(prepared) for _ in range(8)]
+    start = time.process_time()
+    for _ in range(2000):
+        for matcher in matchers:
+            assert matcher.push("a")[1] is None
+    assert time.process_time() - start < 5.0  # for 16,000 characters, of which each once took some milliseconds
+
+
+def test_stop_strings_are_small_and_choices_share_them() -> None:
+    tracemalloc.start()
+    try:
+        prepared = StopStrings(["".join(random.Random(seed).choices(string.printable, k=1024)) for seed in range(64)])
+        assert tracemalloc.get_traced_memory()[0] < 10_000_000
+        size = tracemalloc.get_traced_memory()[0]
+        matchers = [StopMatcher(prepared) for _ in range(128)]
+        assert tracemalloc.get_traced_memory()[0] - size < 100_000
+    finally:
+        tracemalloc.stop()
+    assert len(matchers) == 128
+
+
+# --- streamed text against the plain decoding of the whole
+
+
+HARD = [
+    *("👩‍👩‍👧‍👦", "🇩🇪", "👍🏽", "𓀀", "e\u0301", "ก็", "日本語", "한국어", "שלום", "مرحبا"),
+    *("\u200f", "\x00", "\r\n", "  ", "é", "the hill", "ab"),
+]
+TEXTS = st.lists(st.sampled_from(HARD) | st.text(max_size=6), min_size=1, max_size=8).map("".join)
+KINDS = ["byte", "byte_level_bpe", "llama2_like", "metaspace"]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    return {
+        "byte": byte_tokenizer,
+        "byte_level_bpe": make_byte_level_bpe(tmp_path_factory.mktemp("byte_level_bpe")),
+        "llama2_like": make_llama2_like(tmp_path_factory.mktemp("llama2_like")),
+        "metaspace": make_metaspace_unigram(tmp_path_factory.mktemp("metaspace")),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a model says, and how it is asked."""
+
+    prompt: list[int]
+    output: list[int]
+    stops: list[str]
+    min_tokens: int
+    event_sizes: list[int]  # tokens of each event; the last one has all that are left
+
+
+def split_anyhow(draw: st.DrawFn, tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens that spell the text, merged in other places than the tokenizer would merge by itself."""
+    cuts = sorted({0, len(text), *draw(st.lists(st.integers(0, len(text)), max_size=6))})
+    return [token for start, end in pairwise(cuts) for token in tokenizer.encode(text[start:end])]
+
+
+@st.composite
+def cases(draw: st.DrawFn, tokenizer: Tokenizer, is_any_token: bool = False, has_nested_stops: bool = False) -> Case:
+    prompt = tokenizer.encode(draw(TEXTS))
+    if is_any_token:
+        size = tokenizer.backend.get_vocab_size()
+        output = draw(st.lists(st.integers(0, size - 1) | st.sampled_from(tokenizer.encode("é日😀ab")), max_size=30))
+    else:
+        output = split_anyhow(draw, tokenizer, draw(TEXTS))
+    whole = continuation(tokenizer, prompt, output)
+    starts = st.integers(0, max(0, len(whole) - 1))
+    taken = st.builds(lambda start, size: whole[start : start + size], starts, st.integers(1, 5))
+    stops = [stop for stop in draw(st.lists(taken | st.text(min_size=1, max_size=3), max_size=3)) if stop]
+    if not has_nested_stops:  # of these, the first to begin is the first to be complete
+        stops = [stop for stop in stops if not any(other != stop and other in stop for other in stops)]
+    min_tokens = draw(st.just(0) | st.integers(0, len(output)))
+    return Case(prompt, output, stops, min_tokens, draw(st.lists(st.integers(1, 4))))
+
+
+def run_whole(tokenizer: Tokenizer, case: Case, is_ended_by_token: bool = False) -> list[CompletionOutput]:
+    """Every state of the choice, event by event, as a reader that keeps up would see it."""
+    params = SamplingParams(stop=case.stops, min_tokens=case.min_tokens, max_tokens=1000)
+    requests = [Request("g-0", case.prompt, params, 1000, 0)]
+    processor = OutputProcessor(tokenizer)
+    state = processor.open(Generation("g", None, case.prompt, params, requests, StopStrings(case.stops)))
+    seen = []
+    for each in events_of(case, is_ended_by_token):
+        assert processor.process([each]).failed == {}
+        seen.append(state.output.copy().outputs[0])
+    return seen
+
+
+def events_of(case: Case, is_ended_by_token: bool) -> Iterator[TokenEvent]:
+    left = list(case.output)
+    for size in case.event_sizes:
+        if len(left) > size:
+            yield event("g-0", left[:size])
+            left = left[size:]
+    end = [END_TOKEN] if is_ended_by_token else []
+    yield event("g-0", left + end, FinishReason.STOP if end else FinishReason.LENGTH)
+
+
+def assert_streams_the_decoded_text(tokenizer: Tokenizer, case: Case, is_ended_by_token: bool = False) -> None:
+    """`whole`: |--- free: out with the first min_tokens ---|--- judged ---|stop string|--- never seen ---|"""
+    whole = continuation(tokenizer, case.prompt, case.output)
+    detokenizer = Detokenizer(tokenizer, case.prompt)
+    free = "".join(detokenizer.push(token) for token in case.output[: case.min_tokens])
+    at = min((at for stop in case.stops if (at := whole.find(stop, len(free))) >= 0), default=None)
+    seen = run_whole(tokenizer, case, is_ended_by_token)
+    for before, after in pairwise(seen):
+        assert after.text.startswith(before.text)  # and so, of a text without half characters, none ever shows any
+    choice, reason = seen[-1], "length" if at is None and not is_ended_by_token else "stop"
+    assert (choice.text, choice.finish_reason) == (whole[:at], reason)
+    assert (choice.stop_reason is None) == (at is None)
+    assert at is None or whole.startswith(str(choice.stop_reason), at)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_any_text_comes_out_up_to_the_first_stop_string(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    case = data.draw(cases(tokenizers[kind]))
+    assume(HALF not in tokenizers[kind].decode(case.prompt + case.output))
+    is_ended_by_token = kind == "byte" and data.draw(st.booleans())
+    assert_streams_the_decoded_text(tokenizers[kind], case, is_ended_by_token)
+
+
+@pytest.mark.parametrize("kind", ["byte", "byte_level_bpe", "metaspace"])
+@given(data=st.data())
+def test_bytes_that_are_no_text_come_out_as_the_whole_has_them_and_stops_are_found_among_them(
+    tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    case = replace(data.draw(cases(tokenizers[kind], is_any_token=True)), min_tokens=0)
+    assume(not tokenizers[kind].decode(case.prompt).endswith(HALF))
+    assert_streams_the_decoded_text(tokenizers[kind], case)
+
+
+@given(data=st.data())
+def test_stops_within_stops_never_leak_either(tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+    case = replace(data.draw(cases(tokenizers["byte"], has_nested_stops=True)), min_tokens=0)
+    seen = run_whole(tokenizers["byte"], case)
+    whole = continuation(tokenizers["byte"], case.prompt, case.output)
+    assert whole.startswith(seen[-1].text)
+    for output in seen:
+        assert not any(stop in output.text for stop in case.stops)
+
+
+@given(data=st.data())
+def test_how_tokens_are_packed_into_events_changes_nothing(
+    tokenizers: dict[str, Tokenizer], data: st.DataObject
+) -> None:
+    case = data.draw(cases(tokenizers["byte_level_bpe"], is_any_token=True, has_nested_stops=True))
+    one_by_one = replace(case, event_sizes=[1] * len(case.output))
+    packed, single = (run_whole(tokenizers["byte_level_bpe"], each)[-1] for each in (case, one_by_one))
+    assert packed == single

@@ -54,7 +54,7 @@ def paced(tiny: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+@pytest.mark.parametrize("temperature", [0.0, 50.0])
 def test_every_choice_is_what_its_grammar_says(paced: LLM, temperature: float) -> None:
     person = StructuredOutputs(json={**PERSON, "additionalProperties": False})
     (output,) = paced.generate("hi", ruled(person, temperature=temperature, seed=3, n=6))
@@ -87,7 +87,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def test_steps_per_launch_change_nothing(tiny: str) -> None:
-    structure = StructuredOutputs(regex="[0-9]{20}[a-f]{5,20}x")
+    structure = StructuredOutputs(regex="[0-9]{10}[a-f]{3,9}x")
     texts = []
     for steps in (1, 4, 9):
         with make_llm(tiny, max_steps_per_launch=steps) as llm:

@@ -6,28 +6,23 @@ from typing import Any
 
 import pytest
 
-from chairlift import LLM
-from chairlift.engine import core as core_module
-from chairlift.engine.core import Pacing
+from chairlift import LLM, SamplingParams
 from chairlift.engine.sampling import compiled_grammar
 from chairlift.engine.sampling import masks as masks_module
 from chairlift.engine.sampling.masks import PendingMasks, TokenGrammar
 from chairlift.engine.text.grammar import GrammarCompiler
-from chairlift.params import RequestOutput, StructuredOutputs
-from tests.engine.support import GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
+from chairlift.params import StructuredOutputs
+from tests.engine import test_overlap
+from tests.engine.support import GREEDY, PROMPTS, TRACELESS, answers, assert_idle, core_of, make_llm, tokens_of
+from tests.engine.test_poison import ahead
 
 WORDS = GREEDY.model_copy(update={"structured_outputs": StructuredOutputs(regex="[a-z]{4}[0-9]+"), "max_tokens": 14})
 MUCH_A = {ord("a"): 100.0}
 CASES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "random": {"temperature": 1.0, "seed": 5},
-    "filtered": {"temperature": 1.0, "seed": 5, "top_k": 30, "top_p": 0.9, "min_p": 0.02},
-    "penalised": {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    **{case: test_overlap.CASES[case] for case in ("greedy", "filtered", "scored", "only the prompt")},
     "penalised and random": {"repetition_penalty": 1.5, "frequency_penalty": 1.5, "temperature": 2.0, "seed": 1},
-    "scored": {"logprobs": 3, "prompt_logprobs": 2},
-    "several choices": {"n": 3, "temperature": 1.0, "seed": 8},
+    "several choices": {"n": 2, "temperature": 1.0, "seed": 8},
     "one token": {"max_tokens": 1},
-    "only the prompt": {"max_tokens": 0, "prompt_logprobs": 1},
     "that ends": {"structured_outputs": StructuredOutputs(choice=["one", "two", "three"])},
 }
 
@@ -57,42 +52,39 @@ def lateness(monkeypatch: pytest.MonkeyPatch) -> Lateness:
     return Lateness(monkeypatch)
 
 
-def answers(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.outputs, output.prompt_logprobs) for output in outputs]
-
-
 PACES = [(1, 0), *(pytest.param(pace, marks=pytest.mark.slow) for pace in [(4, 0), (1, 1)]), (4, 1)]
-# Who is in the batch with whom differs, so log-probabilities are only equal if that leaves no trace.
-TRACELESS = {"max_num_batched_tokens": 16, "batch_invariant": True}
+
+
+def requests_of(case: str) -> list[SamplingParams]:
+    """For each of PROMPTS; every third is free."""
+    params = WORDS.model_copy(update=CASES[case])
+    return [params if index % 3 else GREEDY for index in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")
-def punctual(native: str) -> Iterator[LLM]:
-    """An engine to ask before anybody is late."""
+def punctual(native: str) -> dict[str, list[Any]]:
+    """The answers of each case where nobody is late."""
     with make_llm(native, **TRACELESS, enable_prefix_caching=False) as llm:
-        yield llm
+        return {case: answers(llm.generate(PROMPTS, requests_of(case))) for case in CASES}
 
 
 @pytest.fixture(scope="module", params=PACES, ids=["1", "4", "1 ahead", "4 ahead"])
 def paced(native: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """One whose rows may be late, of one or four steps a launch, and of no or one launch ahead."""
     steps, num_ahead = request.param
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_module.Pacing, "of", lambda _: Pacing(num_launches_ahead=num_ahead))
-        llm = make_llm(native, **TRACELESS, max_steps_per_launch=steps)
-    with llm:
+    with ahead(num_ahead), make_llm(native, **TRACELESS, max_steps_per_launch=steps) as llm:
         yield llm
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_answers_are_those_of_grammars_never_late(punctual: LLM, paced: LLM, lateness: Lateness, case: str) -> None:
-    params = WORDS.model_copy(update=CASES[case])
-    mixed = [params if index % 3 else GREEDY for index in range(len(PROMPTS))]
-    expected = punctual.generate(PROMPTS, mixed)
-    assert all(choice.error is None for output in expected for choice in output.outputs)
+def test_answers_are_those_of_grammars_never_late(
+    punctual: dict[str, list[Any]], paced: LLM, lateness: Lateness, case: str
+) -> None:
     core_of(paced)._scheduler.reset_prefix_cache()
     lateness.begin()
-    assert answers(paced.generate(PROMPTS, mixed)) == answers(expected)
+    outputs = paced.generate(PROMPTS, requests_of(case))
+    assert answers(outputs) == punctual[case]
+    assert all(choice.error is None for output in outputs for choice in output.outputs)
     assert lateness.num_late > 3
     assert_idle(paced)
 

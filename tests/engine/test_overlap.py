@@ -4,7 +4,6 @@ A device that works beside the host is not needed for that: on a CPU a launch is
 are taken one launch later all the same.
 """
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,10 +15,9 @@ from chairlift import EngineConfig, SamplingParams
 from chairlift.engine.core import EngineCore, Pacing
 from chairlift.engine.execution.machine import steps_that_fit
 from chairlift.engine.execution.runner import Launch
-from chairlift.params import RepetitionDetection, RequestOutput, StructuredOutputs
+from chairlift.params import RepetitionDetection, StructuredOutputs
 from chairlift.scheduler import Request, RowResult, StepPlan
-from tests.engine.async_support import last, make_async_llm, wait_until_idle
-from tests.engine.support import ENGINE, GREEDY, PROMPTS, assert_idle, core_of, make_llm, tokens_of
+from tests.engine.support import ENGINE, PROMPTS, TRACELESS, answers, assert_idle, core_of, make_llm
 from tests.engine.test_poison import ahead, greedy
 
 AGAIN = RepetitionDetection(max_pattern_size=3, min_count=2)
@@ -42,10 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Who is in the batch with whom differs, so log-probabilities are only equal if that leaves no trace.
-TRACELESS = {"max_num_batched_tokens": 16, "batch_invariant": True}
-
-
 @pytest.fixture(scope="module")
 def expected(native: str) -> list[list[Any]]:
     """What an engine that keeps no launch ahead answers to PROMPTS in each case."""
@@ -53,8 +47,10 @@ def expected(native: str) -> list[list[Any]]:
         return [answers(llm.generate(PROMPTS, greedy(**fields))) for fields in CASES.values()]
 
 
-@pytest.mark.parametrize("num_ahead", [1, 2])
-@pytest.mark.parametrize(("steps", "budget"), [(1, 16), (4, 16), (3, 512)])
+SLOW_PACES = [pytest.param(*pace, marks=pytest.mark.slow) for pace in [(1, 1, 16), (2, 4, 16), (1, 3, 512)]]
+
+
+@pytest.mark.parametrize(("num_ahead", "steps", "budget"), [(2, 1, 16), (1, 4, 16), *SLOW_PACES])
 def test_answers_are_those_of_an_engine_that_waits(
     native: str, expected: list[list[Any]], num_ahead: int, steps: int, budget: int
 ) -> None:
@@ -68,10 +64,6 @@ def test_answers_are_those_of_an_engine_that_waits(
         mixed = answers(llm.generate(prompts, params))  # side by side
         assert mixed == [of_each[index % len(PROMPTS)] for index, of_each in enumerate(expected)]
         assert_idle(llm)
-
-
-def answers(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.outputs, output.prompt_logprobs) for output in outputs]
 
 
 def test_the_next_launch_begins_before_the_tokens_of_the_one_before_are_taken(
@@ -106,17 +98,6 @@ def test_every_step_leaves_the_books_in_order(tiny: str, num_ahead: int) -> None
             core.step()
             core.check()
         assert core.cache.slots_remaining == 3
-
-
-async def test_streams_say_what_a_call_says(tiny: str) -> None:
-    with make_llm(tiny) as llm:
-        expected = tokens_of(llm.generate(PROMPTS, GREEDY))
-    with ahead(1):
-        engine = make_async_llm(tiny)
-    async with engine:
-        outputs = await asyncio.gather(*(last(engine.generate(prompt, GREEDY)) for prompt in PROMPTS))
-        assert tokens_of(outputs) == expected
-        await wait_until_idle(engine)
 
 
 def test_a_device_that_works_beside_the_host_is_kept_one_launch_ahead_of() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import threading
 import urllib.request
 from collections.abc import Iterator
 from itertools import count
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from chairlift import LLM, SamplingParams
+from chairlift.engine import parallel
 from chairlift.engine.core import EngineCore
 from chairlift.engine.execution.runner import Launch
 from chairlift.engine.parallel import Leader
@@ -23,7 +25,9 @@ from chairlift.scheduler import StepPlan
 from tests.engine.async_support import DEADLINE_S, make_async_llm
 from tests.engine.support import GREEDY, PROMPTS, VOCAB_SIZE, core_of, make_llm, make_tiny_checkpoint, tokens_of
 from tests.engine.test_poison import failing, greedy
+from tests.support import fork_server
 from tests.support.checkpoints import random_prompts
+from tests.support.fork_server import ForkedProcess
 from tests.support.server_process import SERVE, running
 
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values of two layers, two heads of 8 in float32
@@ -50,10 +54,30 @@ def make_divided(model: str, size: int) -> LLM:
     return make_llm(model, **SETTINGS, tensor_parallel_size=size, kv_cache_memory_bytes=192 * token_bytes)
 
 
-SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+class ForkedRank(ForkedProcess):
+    """A rank whose process has imported Chairlift already. As with `subprocess.Popen`, any thread may wait for it."""
+
+    def __init__(self, program: str, fd: int) -> None:
+        self._lock = threading.Lock()
+        link = f"import os; os.dup2(2, {fd}); os.dup2(os.open(os.devnull, os.O_WRONLY), 2)"
+        super().__init__(f"{link}; {program}", [], os.environ, stderr=fd)
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._lock:
+            return super().wait(timeout)
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", autouse=True)
+def _forked_ranks() -> Iterator[None]:
+    """Only those of a server are fresh interpreters."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fork_server.is_possible():
+            fork_server.ensure_started()
+            patch.setattr(parallel, "start_interpreter", ForkedRank)
+        yield
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def divided(model: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with make_divided(model, request.param) as llm:
         yield llm
@@ -67,7 +91,7 @@ def expected(model: str) -> dict[str, list[RequestOutput]]:
 
 def answers(llm: LLM) -> dict[str, list[RequestOutput]]:
     """Requests for all that the scheduler does: chunks, drawing, reuse, stop strings, rows that yield memory, rest."""
-    letters = SamplingParams(max_tokens=20, seed=1, logit_bias=LETTERS, ignore_eos=True)
+    letters = SamplingParams(max_tokens=10, seed=1, logit_bias=LETTERS, ignore_eos=True)
     written = llm.generate(PROMPTS[:4], letters)
     stops = [letters.model_copy(update={"stop": [output.outputs[0].text[5:8]]}) for output in written]
     results = {
@@ -80,7 +104,7 @@ def answers(llm: LLM) -> dict[str, list[RequestOutput]]:
     core_of(llm).rest()
     llm.reset_prefix_cache()
     results["reused"] = [llm.generate([PREFIX + ending], GREEDY)[0] for ending in ENDINGS]
-    results["yielding"] = llm.generate(LONG, greedy(max_tokens=40))
+    results["yielding"] = llm.generate(LONG, greedy(max_tokens=24))
     core = core_of(llm)
     assert core.read_stats().totals.num_preemptions > 0
     core.check()
@@ -113,17 +137,15 @@ def test_two_and_four_ranks_answer_as_one_does(divided: LLM, expected: dict[str,
         assert own == pytest.approx(other, abs=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
 def test_ranks_that_guess_tokens_and_verify_them_answer_as_one_does(
-    model: str, monkeypatch: pytest.MonkeyPatch, size: int
+    model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verse = random_prompts(8, [12], VOCAB_SIZE)[0] * 4
-    params = greedy(max_tokens=40)
+    params = greedy(max_tokens=24)
     with make_divided(model, 1) as llm:
         expected = tokens_of(llm.generate([verse, *PROMPTS[:2]], params))
     guessing = SETTINGS | {"batch_invariant": True, "speculation": "ngram"}
-    with make_llm(model, **guessing, tensor_parallel_size=size) as llm:
+    with make_llm(model, **guessing, tensor_parallel_size=2) as llm:
         core = core_of(llm)
         # As if every step took as long, however many tokens it verifies. The other ranks believe it.
         monkeypatch.setattr(core._journal, "note_launch", lambda plan, _: plan.num_steps / 1000)
@@ -155,7 +177,6 @@ def test_an_interrupted_step_ends_the_ranks(divided: LLM) -> None:
     assert not any(map(psutil.pid_exists, pids))
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_in_a_step_ends_all_with_an_error(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with make_divided(model, 2) as llm:
         (pid,) = pids_of_ranks(core_of(llm))
@@ -173,7 +194,6 @@ def test_a_rank_that_is_killed_in_a_step_ends_all_with_an_error(model: str, monk
         assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.slow
 async def test_a_rank_that_is_killed_while_nothing_runs_is_noticed(model: str) -> None:
     async with make_async_llm(model, **SETTINGS, tensor_parallel_size=2) as llm:
         outputs = [output async for output in llm.generate(PROMPTS[0], GREEDY)]

@@ -17,6 +17,7 @@ from chairlift.scheduler import Scheduler, StepPlan, TokenEvent
 from chairlift.scheduler.plan import NextStep
 from tests.engine.async_support import LONG, last, make_async_llm
 from tests.engine.support import GREEDY, assert_idle, core_of, make_llm, state_of, tokens_of
+from tests.engine.test_overlap import CASES
 from tests.engine.test_poison import POISON, ahead, assert_failed, choices_of, greedy, poisoned
 from tests.support.checkpoints import random_prompts
 
@@ -53,15 +54,6 @@ def forgetful(native: str) -> Iterator[LLM]:
         yield llm
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "random": {"temperature": 1.0, "seed": 5},
-    "penalised": {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
-    "several choices": {"n": 3, "temperature": 1.0, "seed": 8},
-    "prompt scored": {"prompt_logprobs": 1},
-}
-
-
 @pytest.mark.parametrize(("budget", "steps", "num_ahead"), [(16, 1, 0), (256, 4, 0), (16, 4, 1), (256, 1, 1)])
 def test_answers_are_those_of_an_engine_that_reuses_nothing(
     native: str, forgetful: LLM, budget: int, steps: int, num_ahead: int
@@ -70,8 +62,8 @@ def test_answers_are_those_of_an_engine_that_reuses_nothing(
     # Bit for bit, where the batch in which a token was computed leaves no trace.
     settings = {"max_num_batched_tokens": budget, "max_steps_per_launch": steps, "batch_invariant": True}
     with ahead(num_ahead), make_llm(native, **settings) as llm:
-        for case, fields in CASES.items():
-            params = SCORED.model_copy(update=fields)
+        for case in ("greedy", "random", "penalised", "several choices", "scored"):
+            params = SCORED.model_copy(update=CASES[case])
             expected = forgetful.generate(prompts, params)
             assert (cached(expected), core_of(forgetful).cache.warm) == ([0] * len(prompts), {})
             llm.reset_prefix_cache()
@@ -79,7 +71,7 @@ def test_answers_are_those_of_an_engine_that_reuses_nothing(
             assert_idle(llm)
             assert choices_of(first) == choices_of(second) == choices_of(expected), case
             assert [each.prompt_logprobs for each in second] == [each.prompt_logprobs for each in expected]
-            assert (sum(cached(second)) > 0) == (case != "prompt scored")
+            assert (sum(cached(second)) > 0) == (case != "scored")
 
 
 def test_native_attention_reads_what_rows_have_in_common_in_one_place() -> None:

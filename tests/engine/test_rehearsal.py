@@ -1,8 +1,6 @@
 """Grammars that would end the process, or take it for themselves, are refused; honest ones of any size are compiled."""
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,6 +19,7 @@ from chairlift.errors import GrammarsBusy, InvalidGrammar
 from chairlift.params import StructuredOutputs
 from tests.engine.async_support import DEADLINE_S
 from tests.engine.support import END_TOKEN, VOCAB_SIZE, new_grammar
+from tests.support.server_process import start_python
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="this system has no fork")
 
@@ -204,19 +203,19 @@ import json, sys, time
 from chairlift.engine.text.rehearsal import Rehearsal
 
 rehearsal = Rehearsal(lambda: json.dumps({"tokenizer": {"tokenizer": sys.argv[1]}, "limits": {}}).encode())
-print(rehearsal.perform('{"json": null, "regex": "a", "choice": null, "grammar": null}').error, flush=True)
-print(rehearsal._helper.process.pid, flush=True)
+assert rehearsal.perform('{"json": null, "regex": "a", "choice": null, "grammar": null}').error is None
+print(rehearsal._helper.process.pid, file=sys.stderr, flush=True)
 time.sleep(1000)
 """
 
 
 def test_the_helper_ends_when_the_process_that_started_it_is_killed(byte_tokenizer: Tokenizer) -> None:
-    command = [sys.executable, "-c", STARTS_ONE, byte_tokenizer.backend.to_str()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
-        assert starter.stdout is not None
-        assert starter.stdout.readline() == "None\n"
-        helper = psutil.Process(int(starter.stdout.readline()))
+    reading_end, writing_end = os.pipe()
+    with open(writing_end), open(reading_end) as written:
+        starter = start_python(STARTS_ONE, [byte_tokenizer.backend.to_str()], os.environ, writing_end)
+        helper = psutil.Process(int(written.readline()))
         starter.kill()
+        starter.wait()
         _, alive = psutil.wait_procs([helper], DEADLINE_S)
     assert not alive
 

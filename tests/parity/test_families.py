@@ -29,7 +29,7 @@ from tests.support.gguf_files import Kind, add_byte_level_tokenizer, write_model
 from tests.support.kernels import needs_kernels
 
 CPU = (DType.FLOAT32, "cpu")
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 WINDOW = 24  # tokens, of sequences of more than twice as many
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}

@@ -5,7 +5,7 @@ also that of manual.txt, a part of this project's documents as they once were.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,11 @@ PROSE, MANUAL = ((Path(__file__).parent / name).read_text(encoding="utf-8") for 
 
 FRANCE = "What is the capital of France?"
 ENGINE: dict[str, Any] = {"max_batch_size": 10, "max_seq_len": 1280, "max_num_batched_tokens": 512}
-# What transformers has in float32 when it reads the GGUF file itself.
-PERPLEXITY_OF_THE_FILE = 22.8196
+NUM_TOKENS = 600  # of the beginning of the prose: float32 needs no more
+# What transformers has in float32 when it reads the GGUF file itself, and of that beginning with the same numbers.
+PERPLEXITY_OF_THE_FILE, PERPLEXITY_OF_THE_BEGINNING = 22.8196, 24.92044
+# What we have of both texts with the same weights in Q8_0, dequantized: `dtype="float32"`.
+PERPLEXITIES_OF_Q8_0 = (22.8977, 38.2042)
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +67,17 @@ def served() -> Iterator[LLM]:
 
 
 @torch.inference_mode()
-def perplexity_in_transformers(directory: Path, dtype: torch.dtype, token_ids: list[int]) -> float:
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+def perplexity_in_transformers(directory: Path, token_ids: list[int]) -> float:
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokens = torch.tensor(token_ids)
-    logprobs = model(tokens[None]).logits[0, :-1].float().log_softmax(-1).gather(1, tokens[1:, None])
+    logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])
     return math.exp(-logprobs.mean().item())
 
 
 @pytest.fixture(scope="module")
 def reference(numbers: Path, served: LLM) -> float:
-    """Of transformers, in float32."""
-    return perplexity_in_transformers(numbers, torch.float32, served.inputs.tokenize(PROSE))
+    """Of transformers, of the beginning."""
+    return perplexity_in_transformers(numbers, served.inputs.tokenize(PROSE)[:NUM_TOKENS])
 
 
 def perplexity(llm: LLM, token_ids: list[int]) -> float:
@@ -89,18 +92,17 @@ def perplexity(llm: LLM, token_ids: list[int]) -> float:
 
 @pytest.mark.slow  # as the next: test_families shows it of small models
 def test_perplexity_in_float32_is_that_of_transformers_and_of_the_file(exact: LLM, reference: float) -> None:
-    ours = perplexity(exact, exact.inputs.tokenize(PROSE))
+    ours = perplexity(exact, exact.inputs.tokenize(PROSE)[:NUM_TOKENS])
     assert ours == pytest.approx(reference, rel=1e-5)
-    assert ours == pytest.approx(PERPLEXITY_OF_THE_FILE, rel=1e-5)
+    assert ours == pytest.approx(PERPLEXITY_OF_THE_BEGINNING, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_perplexity_in_bfloat16_is_that_of_transformers(served: LLM, numbers: Path, reference: float) -> None:
+def test_as_everyone_gets_it_it_has_nearly_the_perplexity_of_float32(served: LLM) -> None:
+    """The kernels multiply the integers of the file; torch has their numbers."""
     assert served.config.dtype == "bfloat16"
-    token_ids = served.inputs.tokenize(PROSE)
-    ours = perplexity(served, token_ids)
-    assert ours == pytest.approx(perplexity_in_transformers(numbers, torch.bfloat16, token_ids), rel=3e-3)
-    assert ours == pytest.approx(reference, rel=3e-3)
+    assert served.config.keeps_groups == (served.config.attention_backend == "cpu")
+    assert perplexity(served, served.inputs.tokenize(PROSE)) == pytest.approx(PERPLEXITY_OF_THE_FILE, rel=3e-3)
 
 
 def test_an_answer_ends_with_its_turn_and_is_sampled_as_the_models_card_has_it(served: LLM) -> None:
@@ -150,7 +152,7 @@ def perplexities_of(llm: LLM) -> list[float]:
     return [perplexity(llm, llm.inputs.tokenize(text)) for text in (PROSE, MANUAL)]
 
 
-def ratios(llm: LLM, theirs: list[float]) -> list[float]:
+def ratios(llm: LLM, theirs: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(perplexities_of(llm), theirs, strict=True)]
 
 
@@ -181,22 +183,11 @@ def test_8_bits_cost_little_and_answers_begin_alike(numbers: Path, plain: list[f
 
 
 @slow_on_kernels
-def test_the_integers_of_the_file_cost_little_more_than_their_numbers() -> None:
-    with LLM("smollm2", attention_backend="cpu", **ENGINE) as llm:
-        assert llm.config.keeps_groups
-        assert perplexity(llm, llm.inputs.tokenize(PROSE)) == pytest.approx(PERPLEXITY_OF_THE_FILE, rel=3e-3)
-
-
-@slow_on_kernels
 def test_products_with_integers_of_q8_0_cost_little_more_than_with_their_numbers(numbers: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(numbers, dtype=torch.float32)
-    path = write_model(model, tmp_path / "model.gguf", Kind.Q8_0)
-    with LLM(str(path), tokenizer="smollm2", dtype="float32", attention_backend="cpu", **ENGINE) as llm:
-        assert not llm.config.keeps_groups
-        exact = perplexities_of(llm)
-    with load(path, None) as llm:
+    with load(write_model(model, tmp_path / "model.gguf", Kind.Q8_0), None) as llm:
         assert llm.config.keeps_groups
-        assert ratios(llm, exact) == pytest.approx([1, 1], abs=2e-3)
+        assert ratios(llm, PERPLEXITIES_OF_Q8_0) == pytest.approx([1, 1], abs=2e-3)
 
 
 @slow_on_kernels

@@ -23,8 +23,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.soak.case import GOOD, bad_case, full_slot
-from tests.soak.client import Client, ClientLog, Ending, Manner, break_http, connecting
+from tests.soak.case import BAD, GOOD, bad_case, full_slot
+from tests.soak.client import BREAKS, Client, ClientLog, Ending, Manner, break_http, connecting
 from tests.soak.server import STATE_PATH, State, soaked
 
 IDLE_WITHIN_S = 10.0  # after the last client has left
@@ -40,12 +40,11 @@ _LARGE_MANNERS = {Manner.LEAVES_WITHIN: 1, Manner.SLOW: 2, Manner.STOPS: 3}  # o
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """So many clients at a time, for so long or so many requests. At its end all may leave at once."""
+    """So many clients at a time, for so long. At its end all may leave at once."""
 
     num_clients: int
     seconds: float
     is_cut: bool = False
-    max_requests: int | None = None
 
 
 @dataclass
@@ -58,6 +57,23 @@ class Load:
     server_log: dict[str, list[str]] = field(default_factory=dict)
     health_seconds: list[float] = field(default_factory=list)  # how long `/health` took while the load was on
     complaints: list[str] = field(default_factory=list)
+
+    async def tour(self) -> None:
+        """Every kind of request once, by so few clients that there is room for each. Full slots are not read on."""
+        rng = Random(self.seed)
+        async with connecting(self.url, self.client_log) as client:
+
+            async def ask_well() -> None:
+                for make in GOOD:
+                    await client.perform(make(rng), Manner.STOPS if make is full_slot else Manner.PATIENT, rng)
+
+            async def ask_badly() -> None:
+                for kind in BAD:
+                    await client.perform(bad_case(rng, kind), Manner.PATIENT, rng)
+                for kind in BREAKS:
+                    await break_http(self.url, self.client_log, rng, kind)
+
+            await asyncio.gather(ask_well(), ask_badly())
 
     async def put(self, wave: Wave) -> None:
         """One wave, and then the wait for the server to be idle. Connections may be the health poll's."""
@@ -90,13 +106,10 @@ class Load:
             await asyncio.sleep(_POLL_S)
 
     async def _send(self, wave: Wave, client: Client) -> None:
-        num_before = len(self.client_log.entries)
         ends_at = time.monotonic() + wave.seconds
 
         async def keep_asking() -> None:
             while time.monotonic() < ends_at:
-                if wave.max_requests is not None and len(self.client_log.entries) - num_before >= wave.max_requests:
-                    return
                 await self._ask(client)
 
         asking = [asyncio.create_task(keep_asking()) for _ in range(wave.num_clients)]
@@ -111,7 +124,7 @@ class Load:
         rng = Random(f"{self.seed}-{len(self.client_log.entries)}")
         share = rng.random()
         if share < 0.06:
-            entry = await break_http(self.url, self.client_log, rng)
+            entry = await break_http(self.url, self.client_log, rng, rng.choice(BREAKS))
         elif share < 0.25:
             manner = rng.choice([Manner.PATIENT, Manner.PATIENT, Manner.LEAVES_BEFORE])
             entry = await client.perform(bad_case(rng), manner, rng)
@@ -166,8 +179,9 @@ def draw_waves(rng: Random) -> Iterator[Wave]:
 
 
 async def soak(url: str, seconds: float, seed: int) -> dict[str, Any]:
-    """Warms up until everything has been there once, then waves until the time is over."""
+    """Warms up, then waves until the time is over. However slow the machine is, everything has been there once."""
     load, ends_at = Load(url, seed), time.monotonic() + seconds
+    await load.tour()
     for wave in [Wave(24, _WARM_UP_SHARE * seconds), Wave(8, 2.0, is_cut=True)]:
         await load.put(wave)
     before = await load.settle()
@@ -187,7 +201,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the report")
     arguments = parser.parse_args()
     seed = SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
-    with soaked(is_forked=False) as process:
+    with soaked() as process:
         report = asyncio.run(soak(process.url, arguments.minutes * 60, seed))
     report["complaints"] += [f"the server: {line.strip()}" for line in process.log if " ERROR " in line]
     for complaint in report["complaints"]:

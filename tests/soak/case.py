@@ -335,6 +335,7 @@ BAD: dict[str, list[Case]] = {
 }
 
 
-def bad_case(rng: Random) -> Case:
-    kind = rng.choices(list(BAD), [4, 2, *[1] * (len(BAD) - 2)])[0]
+def bad_case(rng: Random, kind: str | None = None) -> Case:
+    """Of that kind, or of a kind that is drawn."""
+    kind = kind or rng.choices(list(BAD), [4, 2, *[1] * (len(BAD) - 2)])[0]
     return replace(rng.choice(BAD[kind]), kind=kind)

@@ -241,9 +241,11 @@ _NO_HTTP = [
 ]
 
 
-async def break_http(url: str, log: ClientLog, rng: Random) -> Entry:
-    """Draws a way to misbehave, and looks at what comes of it."""
-    kind = rng.choice(["no HTTP", "withheld headers", "withheld body", "leaves within its body"])
+BREAKS = ("no HTTP", "withheld headers", "withheld body", "leaves within its body")
+
+
+async def break_http(url: str, log: ClientLog, rng: Random, kind: str) -> Entry:
+    """Misbehaves in one of these ways, and looks at what comes of it."""
 
     async def misbehave(entry: Entry) -> Ending:
         async with asyncio.timeout(30.0):

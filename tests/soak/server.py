@@ -50,10 +50,10 @@ class State:
 
 
 @contextmanager
-def soaked(is_forked: bool) -> Iterator[Process]:
+def soaked() -> Iterator[Process]:
     """A server in a process of its own, which must log no error, and end by itself when this context is left."""
     script = "import sys; from tests.soak.server import main; sys.exit(main())"
-    with running(script, *_FLAGS.split(), is_forked=is_forked) as process:
+    with running(script, *_FLAGS.split(), is_forked=False) as process:
         yield process
         process.popen.terminate()
         code = process.exit_code()

@@ -26,7 +26,10 @@ from pathlib import Path
 from types import CodeType
 from typing import NoReturn
 
-PRELOADED = ("chairlift.__main__", "chairlift.loadtest.runner", "chairlift.api.server", "uvloop")
+PRELOADED = (
+    *("chairlift.__main__", "chairlift.loadtest.runner", "chairlift.api.server", "uvloop"),
+    "transformers.models.llama.configuration_llama",  # which opening a checkpoint imports: 2 s
+)
 ROOT = Path(__file__).parents[2]
 _ADDRESS = "CHAIRLIFT_TESTS_FORK_SERVER"
 _held = contextlib.ExitStack()  # the fork server that this process started

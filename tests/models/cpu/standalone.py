@@ -17,6 +17,9 @@ from chairlift.models.cpu import _Batch, _Layer, _Model
 from chairlift.models.cpu.build import _COMPILE_FLAGS, _SOURCES
 
 ARM_COMPILER = "aarch64-linux-gnu-g++"
+_WARNINGS = ("-Wall", "-Wextra", "-Werror")
+# gcc 12 warns of its own header for AVX-512: https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593
+_OF_GCC_12 = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 
 _PROGRAM = Path(__file__).with_name("program.cpp")
 _LINE = 64
@@ -27,6 +30,12 @@ def need(program: str) -> None:
     """Skips the test if there is none."""
     if shutil.which(program) is None:
         pytest.skip(f"there is no {program}")
+
+
+def warnings_of(compiler: str) -> tuple[str, ...]:
+    """The flags with which that compiler fails where it would warn."""
+    version = subprocess.run([*compiler.split(), "-dumpversion"], capture_output=True, text=True, check=True).stdout
+    return (*_WARNINGS, *_OF_GCC_12) if "g++" in compiler and version.startswith("12") else _WARNINGS
 
 
 def compile_program(compiler: str, flags: Sequence[str], path: Path) -> None:

@@ -1,6 +1,7 @@
 """Random models of odd shapes, the same in torch, and what quantization makes of them."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -122,15 +123,23 @@ def make_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decod
 
 
 def cpu_forward(model: Decoder | ModelConfig, number_format: Format = FLOAT32, isa: str | None = None) -> CpuDecoder:
-    """That model, or the random one of that shape, in the kernels."""
-    model = model if isinstance(model, Decoder) else make_model(model, number_format.dtype)
-    return CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
+    """That model, or the random one of that shape, in the kernels; the latter is shared if `isa` is given."""
+    if isinstance(model, Decoder):
+        return CpuDecoder(model, SLOT_LEN, quantization=number_format.quantization, isa=isa)
+    if isa is not None:
+        return _shared_forward(model, number_format, isa)
+    return cpu_forward(make_model(model, number_format.dtype), number_format)
+
+
+@functools.lru_cache(64)  # quantizing takes longer than most tests compute
+def _shared_forward(config: ModelConfig, number_format: Format, isa: str) -> CpuDecoder:
+    return cpu_forward(make_model(config, number_format.dtype), number_format, isa)
 
 
 def cpu_bench(model: Decoder | ModelConfig, number_format: Format = FLOAT32, isa: str | None = None) -> Bench:
-    """The same with a cache."""
-    model = model if isinstance(model, Decoder) else make_model(model, number_format.dtype)
-    return Bench(model.config, model.dtype, cpu_forward(model, number_format, isa))
+    """The same with a cache of its own."""
+    config, dtype = (model.config, model.dtype) if isinstance(model, Decoder) else (model, number_format.dtype)
+    return Bench(config, dtype, cpu_forward(model, number_format, isa))
 
 
 def torch_bench(model: Decoder) -> Bench:

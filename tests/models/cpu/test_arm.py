@@ -16,7 +16,7 @@ from chairlift.models.cpu import build
 from chairlift.models.cpu.build import instruction_sets, usable_instruction_sets
 from hatch_build import KernelsHook
 from tests.models.cpu import support, test_products
-from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need
+from tests.models.cpu.standalone import ARM_COMPILER, compile_program, kernels_of, need, warnings_of
 from tests.models.cpu.support import BFLOAT16, BFLOAT16_INT8, FLOAT32, FLOAT32_INT8, Format, cpu_bench, threads
 from tests.support.forward_bench import Bench, Row
 
@@ -39,7 +39,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     need(ARM_COMPILER)
     need(EMULATOR)
     path = tmp_path_factory.mktemp("arm") / "program"
-    compile_program(ARM_COMPILER, [*request.param.flags, "-static", "-O1"], path)
+    compile_program(ARM_COMPILER, [*request.param.flags, *warnings_of(ARM_COMPILER), "-static", "-O1"], path)
     return [EMULATOR, "-cpu", PROCESSORS[request.param.name], str(path)]
 
 
@@ -117,7 +117,7 @@ def test_a_processor_is_given_what_it_has(program: list[str], monkeypatch: pytes
 def test_a_wheel_for_arm_needs_libc_and_openmp_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need(ARM_COMPILER)
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    monkeypatch.setenv("CXX", ARM_COMPILER)
+    monkeypatch.setenv("CXX", " ".join((ARM_COMPILER, *warnings_of(ARM_COMPILER))))
     monkeypatch.setenv("CHAIRLIFT_WHEEL_KERNELS", "neon")
     build_data: dict[str, object] = {"force_include": {}}
     root = Path(__file__).parents[3]

@@ -77,8 +77,19 @@ def test_float32_equals_torch_but_for_rounding(config: ModelConfig, isa: str) ->
     assert largest_error(ours, exact) < 2e-5
 
 
-@of_every_shape
-@pytest.mark.parametrize("number_format", [BFLOAT16, support.BFLOAT16_INT8, support.BFLOAT16_INT4], ids=str)
+# Integers are tried with the others in float32, too.
+DIFFERENT = ("like Gemma", "one head to one", "five heads to one", "deep products")
+
+
+@pytest.mark.parametrize(
+    ("config", "number_format"),
+    [
+        pytest.param(config, each, id=f"{each}-{name}", marks=() if is_everyday else pytest.mark.slow)
+        for name, config in SHAPES.items()
+        for each in (BFLOAT16, support.BFLOAT16_INT8, support.BFLOAT16_INT4)
+        for is_everyday in [each is BFLOAT16 or name in DIFFERENT]
+    ],
+)
 def test_bfloat16_is_as_near_the_truth_as_bits_allow(config: ModelConfig, number_format: Format, isa: str) -> None:
     ours, exact = ragged_logits(cpu_bench(config, number_format, isa)), truth(config, torch.bfloat16)
     assert typical_error(ours, exact) < (1.1 if number_format.quantization else 0.9) * torch_error(

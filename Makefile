@@ -35,14 +35,11 @@ SPREAD := -n 2 --dist loadfile
 test: setup lint ## the checks of every day: lint, types, import directions, tests (ARGS="-k name ...": only these tests)
 	$(PYTEST) $(if $(ARGS),$(ARGS),$(SPREAD) -m 'not slow')
 
-# A file's tests stay together, so the longest files do not come last, when the other process has nothing left to do.
-LONGEST := tests/soak tests/api tests/test_ray_serve.py tests/test_repository.py
-
 # Some attacks measure how long others have to wait, so they run by themselves; CI shares its machine, and so allows 250 ms.
 TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
 
 test-all: setup browser emulator ray lint ## every check, as CI runs them: also soaks, attacks, a browser, Ray, long fuzzing
-	$(PYTEST) $(SPREAD) --no-loadscope-reorder -m 'not compilers' --hypothesis-profile=ci $(LONGEST) tests $(addprefix --ignore=,$(TIMED))
+	$(PYTEST) $(SPREAD) --no-loadscope-reorder -m 'not compilers' --hypothesis-profile=ci $(addprefix --ignore=,$(TIMED))
 	ATTACKS_MAX_PAUSE_S=0.25 $(PYTEST) $(TIMED)
 
 attacks: setup ## attack a server and measure with its full strictness how long others wait; on an idle machine
@@ -68,7 +65,7 @@ RAY := 'ray[data,serve]'
 
 ray: setup ## install Ray for the tests of replicas, where pip finds it; without it they are skipped
 	@$(BIN)/python -c 'import ray.data, ray.serve' 2>/dev/null \
-	|| $(PIP_INSTALL) --constraint constraints.txt $(RAY) \
+	|| $(PIP_INSTALL) --compile --constraint constraints.txt $(RAY) \
 	|| echo "$(RAY) cannot be installed: the tests of replicas are skipped"
 
 # mypy gives up if one of its processes takes three seconds to start, as on a loaded machine; then a single one decides.

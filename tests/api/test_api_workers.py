@@ -215,14 +215,6 @@ def test_a_worker_that_dies_loses_its_clients_only_and_is_replaced(
 
 
 @pytest.mark.slow
-def test_the_nursery_has_imported_what_workers_need() -> None:
-    with running(SERVE, *TWO, *FLAGS) as process:
-        times = [psutil.Process(pid).cpu_times() for pid in workers_of(process)]
-        assert len(times) == 2
-        assert all(each.user + each.system < 1.0 for each in times)  # seconds, where imports would take several
-
-
-@pytest.mark.slow
 def test_a_signal_lets_the_streams_of_all_workers_end() -> None:
     with running(SLOW_WORKERS, *TWO, *FLAGS) as process:
         with client_of_each(process) as (here, there), begun(here, LONG) as one, begun(there, LONG) as other:

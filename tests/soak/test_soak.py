@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.api.test_api_workers import process_at, workers_of
@@ -224,6 +225,8 @@ async def metrics_of(http: aiohttp.ClientSession) -> dict[str, float]:
 async def test_workers_that_are_killed_under_load_lose_their_own_clients_and_leave_nothing_behind() -> None:
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     with running(SERVE_AND_REPLACE_AT_ONCE, *FLAGS) as process:
+        times = [psutil.Process(pid).cpu_times() for pid in workers_of(process)]
+        assert all(each.user + each.system < 1.0 for each in times), "the nursery has not imported what workers need"
         async with aiohttp.ClientSession(process.url, connector=connector) as http:
             load = WorkerLoad(http)
             clients = (load.keep_streaming(number) for number in range(NUM_CLIENTS))

@@ -12,6 +12,8 @@ from tests.support.server_process import SERVE, Process, running, start_python
 
 Keys = pytest.importorskip("selenium.webdriver", reason="selenium is not installed").Keys
 
+pytestmark = pytest.mark.slow  # what the page shows comes from the stream of test_watch.py
+
 NUM_SLOTS, SLOT_LEN, KEY = 4, 2048, "a key"
 SPENT, SAID = "article.assistant .spent", "article.assistant .text"
 

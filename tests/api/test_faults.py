@@ -109,6 +109,7 @@ chairlift.api.server._DEATH_NOTICE_S = chairlift.__main__._LAST_THREADS_S = 0.5
 """
 
 
+@pytest.mark.slow
 def test_the_process_ends_although_threads_hang_beside_the_engines() -> None:
     """One of masks and one of texts; the end of an interpreter waits for the threads of pools."""
     with running(HANGING_BESIDE, "--step-timeout", "1.5", "--max-batch-size", "1") as process:

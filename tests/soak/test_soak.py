@@ -26,7 +26,7 @@ from tests.soak import __main__ as soak_command
 from tests.soak.__main__ import Load
 from tests.soak.client import ClientLog, Ending, Entry
 from tests.soak.server import State
-from tests.support.server_process import Process, running
+from tests.support.server_process import SERVE, Process, running
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 40
@@ -129,19 +129,11 @@ def test_the_server_must_tell_the_same_of_a_request(
 # --- API workers that are killed under load: each takes its own clients with it, and nobody and nothing else
 
 
-NUM_WORKERS, NUM_KILLS = 2, 3
+NUM_WORKERS, NUM_KILLS = 2, 3  # a fourth within a minute would be replaced late
 NUM_SLOTS, NUM_CLIENTS = 4, 6  # of which two wait for a slot
 NUM_BETWEEN = 6  # whole replies between two kills
 BROKEN = aiohttp.ClientConnectionError, aiohttp.ClientPayloadError
 PROMPTS = ("Once upon a time", "The end of", "What is 17 + 25?", "A red cat")
-SERVE_AND_REPLACE_AT_ONCE = """
-import sys
-from chairlift.__main__ import main
-from chairlift.api import workers
-
-workers._STARTS_WITHIN_S = 0.0  # else the fourth in a minute has to wait
-sys.exit(main())
-"""
 FLAGS = ("--api-workers", str(NUM_WORKERS), "--max-batch-size", str(NUM_SLOTS), "--batch-invariant")
 
 
@@ -224,8 +216,9 @@ async def metrics_of(http: aiohttp.ClientSession) -> dict[str, float]:
 @pytest.mark.slow
 async def test_workers_that_are_killed_under_load_lose_their_own_clients_and_leave_nothing_behind() -> None:
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    with running(SERVE_AND_REPLACE_AT_ONCE, *FLAGS) as process:
+    with running(SERVE, *FLAGS) as process:
         times = [psutil.Process(pid).cpu_times() for pid in workers_of(process)]
+        assert len(times) == NUM_WORKERS
         assert all(each.user + each.system < 1.0 for each in times), "the nursery has not imported what workers need"
         async with aiohttp.ClientSession(process.url, connector=connector) as http:
             load = WorkerLoad(http)

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := test,bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all attacks browser emulator ray lint bench wheel compilers gpu clean
+.PHONY: help setup serve test test-all attacks packages ray lint bench wheel compilers gpu clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +38,7 @@ test: setup lint ## the checks of every day: lint, types, import directions, tes
 # Some attacks measure how long others have to wait, so they run by themselves; CI shares its machine, and so allows 250 ms.
 TIMED := $(addprefix tests/attacks/test_,bodies.py connections.py grammars.py)
 
-test-all: setup browser emulator ray lint ## every check, as CI runs them: also soaks, attacks, a browser, Ray, long fuzzing
+test-all: setup packages ray lint ## every check, as CI runs them: also soaks, attacks, a browser, Ray, long fuzzing
 	$(PYTEST) $(SPREAD) --no-loadscope-reorder -m 'not compilers' --hypothesis-profile=ci $(addprefix --ignore=,$(TIMED))
 	ATTACKS_MAX_PAUSE_S=0.25 $(PYTEST) $(TIMED)
 
@@ -55,10 +55,8 @@ define install
 	else echo "there is no $(firstword $(1)): $(3) are skipped"; fi
 endef
 
-browser: ## install Chromium for the tests of the page, where apt-get can; without it they are skipped
+packages: ## install Chromium, and a compiler and an emulator for Arm, where apt-get can; without them their tests are skipped
 	$(call install,chromium chromedriver,chromium chromium-driver,the tests of the page)
-
-emulator: ## install a compiler and an emulator for the tests of Arm, where apt-get can; without them they are skipped
 	$(call install,aarch64-linux-gnu-g++ qemu-aarch64-static,g++-aarch64-linux-gnu qemu-user-static,the tests of Arm)
 
 RAY := 'ray[data,serve]'
@@ -85,7 +83,8 @@ wheel: setup ## a wheel in dist/ with the kernels of every instruction set, so t
 compilers: setup ## compile the kernels with gcc 11 to 14 and clang, as far as they are installed, for every instruction set
 	$(PYTEST) -n 2 tests/models/cpu/test_toolchains.py -k no_compiler_warns $(ARGS)
 
-# Where a GPU is there may be no network: then the environment is the one of $(PYTHON), as it is.
+# Where a GPU is there may be no network: then the environment is the one of $(PYTHON), as it is, without this project.
+gpu: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu: ## on a CUDA GPU: every GPU test, and the benchmark beside the device's ceilings (ARGS="--parts large ...")
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(ARGS)
 

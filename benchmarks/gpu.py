@@ -15,6 +15,7 @@ name, or where `--json` says. docs/speed.md tells what was taken.
 
 import argparse
 import json
+import os
 import platform
 import re
 import subprocess
@@ -36,7 +37,12 @@ import chairlift
 
 _REPOSITORY = Path(__file__).parents[1]
 _CHECKS = "checks"
-_CHECKED = ("tests/models", "tests/engine", "tests/parity")  # what else is in tests/ needs packages of no use on a GPU
+_CHECKED = (  # all that has tests for a GPU; other files need packages that such a machine may lack
+    "tests/models/test_attention.py",
+    "tests/models/test_layers.py",
+    "tests/engine/test_graphs.py",
+    "tests/parity/test_gpu.py",
+)
 
 
 def main() -> int:
@@ -89,13 +95,18 @@ def _run_part(name: str, scratch: str, arguments: argparse.Namespace) -> list[di
     """Its measurements, the last line that it prints."""
     options = ["--device", arguments.device, "--shape", arguments.shape, "--dtype", arguments.dtype]
     output = _run([sys.executable, __file__, "--part", name, "--scratch", scratch, *options], arguments.limit)
-    measurements: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    line = output.splitlines()[-1]
+    print(line, file=sys.stderr, flush=True)  # a later part may never end
+    measurements: list[dict[str, Any]] = json.loads(line)
     return measurements
 
 
 def _run_checks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The tests that need a GPU. There is nothing to measure in them."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    # Other plugins that are installed may warn, and warnings are errors.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ["PYTEST_PLUGINS"] = "pytest_asyncio.plugin,pytest_timeout,xdist.plugin"
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "6", "-p", "no:cacheprovider"]
     _run([*pytest, *_CHECKED], arguments.limit)
     return []
 
@@ -104,14 +115,20 @@ def _run(command: list[str], limit: float) -> str:
     """What the command prints. `PartError` if it fails or takes longer than that, in seconds."""
     try:
         done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, check=False, timeout=limit)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
+        sys.stderr.write(_text(late.stdout) + _text(late.stderr))
         raise PartError(f"took longer than {limit:g} s") from None
     sys.stderr.write(done.stderr)
     if done.returncode:
-        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         sys.stderr.write(done.stdout)
-        raise PartError(f"exit code {done.returncode}: {lines[-1] if lines else 'it said nothing'}")
+        *_, last = ["it said nothing", *done.stderr.splitlines(), *done.stdout.splitlines()]
+        raise PartError(f"exit code {done.returncode}: {last}")
     return done.stdout
+
+
+def _text(output: bytes | str | None) -> str:
+    """Of a process that was stopped, whose output is bytes whatever was asked for."""
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
 def _default_path(device: str, arguments: argparse.Namespace) -> Path | None:

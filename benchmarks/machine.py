@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -43,7 +44,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_commit() -> str:
-    """The commit of the checkout, with "+" where it has changes that are not committed."""
+    """The commit of the checkout, with "+" where it has changes that are not committed; empty if nothing knows it."""
     commit = _git("rev-parse", "HEAD")
     return commit + "+" if commit and _git("status", "--porcelain") else commit
 
@@ -73,5 +74,7 @@ def _cpu_model() -> str:
 
 
 def _git(*arguments: str) -> str:
+    if shutil.which("git") is None:
+        return ""
     done = subprocess.run(["git", "-C", str(_REPOSITORY), *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip()

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from tests.support import fork_server
 
 # A test that takes its input from hypothesis names no settings of its own, so that `--hypothesis-profile` decides.
-for _name, _num_examples in (("everyday", 40), ("ci", 100)):
+for _name, _num_examples in (("everyday", 25), ("ci", 100)):
     settings.register_profile(
         _name,
         max_examples=_num_examples,
@@ -35,7 +35,7 @@ gc.disable()  # until all tests are collected, which makes millions of objects a
 
 def pytest_configure(config: pytest.Config) -> None:
     is_spreading = bool(getattr(config.option, "numprocesses", None))  # over workers, which then share a fork server
-    if is_spreading and fork_server.is_possible():
+    if is_spreading and config.option.markexpr != "gpu" and fork_server.is_possible():  # those tests fork nothing
         fork_server.ensure_started()
 
 

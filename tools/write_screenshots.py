@@ -2,7 +2,7 @@
 
 python -m tools.write_screenshots
 
-Needs Chromium (`make browser`). Takes a minute; run it on an idle machine, since the pictures show speeds.
+Needs Chromium (`make packages`). Takes a minute; run it on an idle machine, since the pictures show speeds.
 """
 
 import subprocess

@@ -25,6 +25,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 LATE, JSON = {"prompt": "late", "max_tokens": 1}, {"Content-Type": "application/json"}
 
 
+@pytest.mark.slow
 def test_a_fresh_interpreter_serves() -> None:
     with running(SERVE, is_forked=False) as process:
         body = {"messages": [{"role": "user", "content": "What is 17 + 25?"}]}

@@ -178,7 +178,10 @@ def test_a_poisoned_prompt_that_is_aborted_half_way_leaves_a_clean_slot(tiny: st
 
 
 @pytest.mark.parametrize("num_ahead", NUMS_AHEAD)
-@pytest.mark.parametrize("place", ["launch", "forward", "wait", "update", "process"])
+@pytest.mark.parametrize(
+    "place",
+    ["launch", "update", *(pytest.param(each, marks=pytest.mark.slow) for each in ("forward", "wait", "process"))],
+)
 def test_an_interrupt_leaves_nothing_in_flight_and_the_next_call_is_as_if_new(
     tiny: str, place: str, num_ahead: int
 ) -> None:

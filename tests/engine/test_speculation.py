@@ -130,7 +130,7 @@ def compare(num_requests: int, backend: str, num_guessed: int | str, **more: Any
         pytest.param("native bfloat16", 7, len(KINDS), marks=needs_kernels),
         pytest.param("native bfloat16", "auto", len(KINDS), marks=needs_kernels),
         pytest.param("native int8", 3, len(KINDS), marks=needs_kernels),
-        ("torch float32", 5, 6),
+        pytest.param("torch float32", 5, 6, marks=pytest.mark.slow),
     ],
 )
 def test_everything_is_the_same_with_speculation(backend: str, num_guessed: int | str, num_requests: int) -> None:

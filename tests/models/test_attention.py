@@ -20,7 +20,7 @@ from chairlift.models.attention.torch_sdpa import TorchBackend, attend_alone
 from tests.models import attention_support as support
 from tests.models.attention_support import LAYER, POISON, Row, Tokens, attend, make_cache
 from tests.support import flash_attn_reference
-from tests.support.gpu import GPU_MARKS, needs_gpu, needs_package
+from tests.support.gpu import GPU_MARKS, needs_gpu, needs_package, no_waiting
 
 HEAD_DIM = 64
 PAGE_SIZE = 256
@@ -138,7 +138,15 @@ def test_a_soft_cap_is_obeyed_by_those_that_have_one(loaded: Loaded, rows: list[
     assert_near_reference(replace(loaded, config=config).attend(rows, tokens), tokens, rows, config)
 
 
-LONG = [Row(3, 520, 1), Row(0, 255, 1), Row(17, 256, 1), Row(9, 511, 1), Row(30, 300, 40), Row(5, 0, 270)]
+LONG = [
+    Row(3, 520, 1),
+    Row(0, 255, 1),
+    Row(17, 256, 1),
+    Row(9, 511, 1),
+    Row(30, 300, 40),
+    Row(5, 0, 270),
+    Row(11, 25, 8),
+]
 
 
 @pytest.mark.parametrize("rows", [LONG, LONG[:4], LONG[4:]], ids=["mixed", "decode", "prefill"])
@@ -226,11 +234,8 @@ def test_nothing_waits_for_the_device(name: str, rows: list[Row]) -> None:
     tokens = loaded.tokens(rows)
     inputs = loaded.cache(rows, tokens).fetch([row.slot for row in rows], [row.num_new for row in rows])
     batch, parts = loaded.batch(rows), tokens.new_parts(rows)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         output = loaded.backend.prepare(batch, inputs[0])(LAYER, *parts)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_near_reference(output, tokens, rows)
 
 

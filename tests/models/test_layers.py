@@ -111,6 +111,7 @@ def test_for_cuda_tensors_a_function_is_compiled_once_and_on_a_cpu_never(compile
     assert compiled == ["double"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which compiling for CUDA fails")
 def test_where_nothing_can_be_compiled_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     function = compiled_on_gpu(double)
@@ -128,7 +129,7 @@ def rope_arguments(num_tokens: int) -> tuple[torch.Tensor, ...]:
 
 
 COMPILED: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "_add_rms_norm": lambda n: (torch.randn(n, 256), torch.randn(n, 256), torch.rand(256), 1e-5),
+    "_add_rms_norm": lambda n: (torch.randn(n, 256), torch.randn(n, 256), torch.rand(256), 1e-5, False),
     "_silu_mul": lambda n: (torch.randn(n, 512),),
     "apply_rope": rope_arguments,
 }
@@ -140,6 +141,7 @@ COMPILED: dict[str, Callable[[int], tuple[Any, ...]]] = {
 @torch.inference_mode()
 def test_compiled_functions_compute_what_plain_ones_do(name: str, dtype: torch.dtype) -> None:
     function = getattr(layers, name)
+    assert device._find_compile_obstacle(torch.device("cuda:0")) is None
     for num_tokens in (7, 1, 300):  # a first shape, a single row, any other
         arguments = [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in COMPILED[name](num_tokens)]
         on_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in arguments]

@@ -1,7 +1,8 @@
 """What tests that need a CUDA device share."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -17,6 +18,16 @@ def needs_gpu(test: _Test) -> _Test:
     for mark in GPU_MARKS:
         test = mark(test)
     return test
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """A RuntimeError where the host waits for the device, as far as torch notices."""
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def needs_package(name: str) -> pytest.MarkDecorator:

@@ -118,6 +118,13 @@ def test_a_run_prints_a_table_and_writes_json_and_a_part_that_fails_is_reported(
     assert "FAILED checks: took longer than 0.01 s" in late.out
 
 
+def test_the_checks_are_all_files_with_tests_for_a_gpu() -> None:
+    root = Path(gpu.__file__).parents[1]
+    uses = "from tests.support.gpu import"
+    files = [each for each in root.glob("tests/**/test_*.py") if f"\n{uses}" in each.read_text(encoding="utf-8")]
+    assert {str(each.relative_to(root)) for each in files} == set(gpu._CHECKED)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_without_a_gpu_one_line_says_what_can_be_done(run_script: RunScript) -> None:
     message = "gpu.py: there is no CUDA device here; --device cpu --shape tiny tries the way through\n"

@@ -1,7 +1,7 @@
 """Everything that is to be known of Chairlift on a GPU: its GPU tests, and its speed beside what the device allows.
 
     python benchmarks/gpu.py                                  (or: make gpu)
-    python benchmarks/gpu.py --device cpu --shape tiny        (the same way through, in seconds)
+    python benchmarks/gpu.py --device cpu --shape tiny        (the same way through, in a minute and a half)
 
 Weights are random, of the true shapes of Llama 3.1 8B (large) and Llama 3.2 1B (small); no checkpoint is needed. The
 floor of a decode step is counted from the bytes of weights and cache that it reads and from its FLOPs, over the rates
@@ -37,12 +37,7 @@ import chairlift
 
 _REPOSITORY = Path(__file__).parents[1]
 _CHECKS = "checks"
-_CHECKED = (  # all that has tests for a GPU; other files need packages that such a machine may lack
-    "tests/models/test_attention.py",
-    "tests/models/test_layers.py",
-    "tests/engine/test_graphs.py",
-    "tests/parity/test_gpu.py",
-)
+_IS_ON_GPU = "from tests.support.gpu import"  # in files whose tests need one; others need packages that may be lacking
 
 
 def main() -> int:
@@ -103,25 +98,36 @@ def _run_part(name: str, scratch: str, arguments: argparse.Namespace) -> list[di
 
 def _run_checks(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The tests that need a GPU. There is nothing to measure in them."""
+    tests = sorted(_REPOSITORY.glob("tests/**/test_*.py"))
+    files = [str(each) for each in tests if _IS_ON_GPU in each.read_text(encoding="utf-8")]
     # Other plugins that are installed may warn, and warnings are errors.
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    os.environ["PYTEST_PLUGINS"] = "pytest_asyncio.plugin,pytest_timeout,xdist.plugin"
+    plugins = "pytest_asyncio.plugin,pytest_timeout,xdist.plugin"
+    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": plugins}
     pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "6", "-p", "no:cacheprovider"]
-    _run([*pytest, *_CHECKED], arguments.limit)
+    _run([*pytest, *files], arguments.limit, environment)
     return []
 
 
-def _run(command: list[str], limit: float) -> str:
+def _run(command: list[str], limit: float, environment: dict[str, str] | None = None) -> str:
     """What the command prints. `PartError` if it fails or takes longer than that, in seconds."""
     try:
-        done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, check=False, timeout=limit)
+        done = subprocess.run(
+            command,
+            cwd=_REPOSITORY,
+            env=os.environ | (environment or {}),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=limit,
+        )
     except subprocess.TimeoutExpired as late:
         sys.stderr.write(_text(late.stdout) + _text(late.stderr))
         raise PartError(f"took longer than {limit:g} s") from None
     sys.stderr.write(done.stderr)
     if done.returncode:
         sys.stderr.write(done.stdout)
-        *_, last = ["it said nothing", *done.stderr.splitlines(), *done.stdout.splitlines()]
+        lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+        *_, last = ["it said nothing", *filter(str.strip, lines)]
         raise PartError(f"exit code {done.returncode}: {last}")
     return done.stdout
 

@@ -76,7 +76,7 @@ def load_backend(name: AttentionBackend, model: ModelShape, dtype: torch.dtype, 
         return torch_sdpa.TorchBackend(model.attention)
     if flash.is_varlen_available(model.head_dim, dtype, model.attention_softcap):
         return flash.TorchVarlenBackend(model.attention)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for tens of milliseconds per shape, and prompts have many
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it prepares each new shape anew, and prompts have many
     logger.info("attention: torch copies the slots of decode rows together, which costs bandwidth")
     return torch_sdpa.TorchBackend(model.attention, is_in_place=False)
 

@@ -1,6 +1,7 @@
 """benchmarks/gpu.py: its figures beside their floors, worked out by hand, and the whole on a CPU at tiny shapes."""
 
 import json
+import sys
 from pathlib import Path
 
 import gpu
@@ -118,11 +119,24 @@ def test_a_run_prints_a_table_and_writes_json_and_a_part_that_fails_is_reported(
     assert "FAILED checks: took longer than 0.01 s" in late.out
 
 
-def test_the_checks_are_all_files_with_tests_for_a_gpu() -> None:
-    root = Path(gpu.__file__).parents[1]
-    uses = "from tests.support.gpu import"
-    files = [each for each in root.glob("tests/**/test_*.py") if f"\n{uses}" in each.read_text(encoding="utf-8")]
-    assert {str(each.relative_to(root)) for each in files} == set(gpu._CHECKED)
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; print('3 failed\\n'); print('a warning', file=sys.stderr); sys.exit(1)", "exit code 1: 3 failed"),
+        ("raise ValueError('boom')", "exit code 1: ValueError: boom"),
+        ("import sys; sys.exit(2)", "exit code 2: it said nothing"),
+    ],
+)
+def test_the_reason_of_a_failure_is_the_last_line(code: str, said: str) -> None:
+    with pytest.raises(gpu.PartError, match=f"^{said}$"):
+        gpu._run([sys.executable, "-c", code], 60.0)
+
+
+def test_what_a_part_said_before_it_was_stopped_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import time; print('begun', flush=True); time.sleep(60)"
+    with pytest.raises(gpu.PartError, match=r"^took longer than 1 s$"):
+        gpu._run([sys.executable, "-c", code], 1.0)
+    assert capsys.readouterr().err == "begun\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")

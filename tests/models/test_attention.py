@@ -138,6 +138,7 @@ def test_a_soft_cap_is_obeyed_by_those_that_have_one(loaded: Loaded, rows: list[
     assert_near_reference(replace(loaded, config=config).attend(rows, tokens), tokens, rows, config)
 
 
+# The last one has 33 keys: a remainder of one beyond a block of 32.
 LONG = [
     Row(3, 520, 1),
     Row(0, 255, 1),

@@ -215,6 +215,21 @@ def test_version_3_splits_the_keys_of_rows_that_decode_and_of_no_others(kind: st
     assert calls == expected[kind]
 
 
+@pytest.mark.parametrize(("rows", "num_splits"), [(DECODE, 1), (LONG[:4], 0)], ids=["a page", "more"])
+def test_version_2_splits_the_keys_of_no_single_page(rows: list[Row], num_splits: int) -> None:
+    calls: list[int] = []
+
+    def note(query: torch.Tensor, *_: object, num_splits: int, **__: object) -> torch.Tensor:
+        calls.append(num_splits)
+        return query
+
+    functions = {"flash_attn_with_kvcache": note, "flash_attn_varlen_func": note}
+    with flash_attn_reference.module("flash_attn", functions):
+        loaded = Loaded("flash_attn", torch.device("cpu"))
+        loaded.attend(rows, loaded.tokens(rows))
+    assert calls == [num_splits]
+
+
 @pytest.mark.parametrize("loaded", RECORDABLE, indirect=True)
 @pytest.mark.parametrize("window", [None, 7])
 def test_of_a_batch_that_decodes_the_host_s_numbers_are_not_looked_at(loaded: Loaded, window: int | None) -> None:

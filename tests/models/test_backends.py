@@ -173,7 +173,8 @@ HOW = {"causal": True, "softmax_scale": 0.25, "softcap": 0.0, "window_size": (-1
 def decode_arguments() -> Arguments:
     new = {"q": random(2, 1, 4, 16), "k": random(2, 1, 2, 16), "v": random(2, 1, 2, 16)}
     caches = {"k_cache": random(3, 256, 2, 16), "v_cache": random(3, 256, 2, 16)}
-    return {**new, **caches, "cache_seqlens": int32(5, 255), "cache_batch_idx": int32(2, 0), **HOW}
+    rows = {"cache_seqlens": int32(5, 255), "cache_batch_idx": int32(2, 0), "num_splits": 0}
+    return {**new, **caches, **rows, **HOW}
 
 
 def varlen_arguments() -> Arguments:

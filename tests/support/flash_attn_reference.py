@@ -24,13 +24,16 @@ _HEAD_DIM_MULTIPLE = 8
 Functions = Mapping[str, Callable[..., Any]]
 
 
-def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k: Tensor, v: Tensor, num_splits: int, **how: Any
+) -> Tensor:
     """Version 2. `q` [B, n, Hq, D]; caches [N, S, H, D]; `k`, `v` [B, n, H, D]; `how` also has what follows.
 
     Row i appends its keys and values, in place, to slot `cache_batch_idx[i]` from `cache_seqlens[i]` on, and attends
     to all that the slot then holds; causal: query j of n sees all but the last n - 1 - j keys.
     """
     assert k.shape == v.shape == (*q.shape[:2], *k_cache.shape[2:])
+    assert 0 <= num_splits <= 128  # 0: as it sees fit
     offsets = q.shape[1] * torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     queries, keys, values = (x.flatten(0, 1) for x in (q, k, v))
     return _append_and_attend(queries, keys, values, k_cache, v_cache, (offsets, offsets), **how).view_as(q)

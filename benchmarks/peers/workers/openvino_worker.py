@@ -1,9 +1,10 @@
 """OpenVINO GenAI's `ContinuousBatchingPipeline`, on a model exported for it.
 
 Options: `model`, the exported folder; `hint`, its performance hint (LATENCY unless given: THROUGHPUT, which splits the
-cores into streams, ended version 2026.4 by SIGFPE on two cores); `cache`, the number format of keys and values (as the
-weights compute, unless given, as everyone's: its own default is u8); `max_num_batched_tokens`, a step's budget;
-`prompt_lookup`, how many tokens a step it guesses from the text.
+cores into streams, ended version 2026.4 by SIGFPE on two cores); `cache`, the number format of keys and values (unless
+given, the one it computes in, as everyone's: its own default is u8); `max_num_batched_tokens`, a step's budget;
+`prompt_lookup`, how many tokens a step it guesses from the text. Where the processor has no bfloat16 it computes in
+float32, and refuses a cache in bfloat16.
 """
 
 from typing import Any
@@ -23,11 +24,14 @@ def load(session: Session) -> Generate:
 
     session.imported(openvino_genai=openvino_genai.__version__, openvino=openvino.__version__)
     settings = session.settings
+    precision = _PRECISIONS[settings.dtype]
+    if precision == "bf16" and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        precision = "f32"
     properties: dict[str, Any] = {
-        "INFERENCE_PRECISION_HINT": _PRECISIONS[settings.dtype],
+        "INFERENCE_PRECISION_HINT": precision,
         "PERFORMANCE_HINT": settings.options.get("hint", "LATENCY"),
         "INFERENCE_NUM_THREADS": settings.num_threads,
-        "KV_CACHE_PRECISION": settings.options.get("cache", _PRECISIONS[settings.dtype]),
+        "KV_CACHE_PRECISION": settings.options.get("cache", precision),
     }
     num_guessed = int(settings.options.get("prompt_lookup", "0"))
     if num_guessed:

@@ -30,12 +30,12 @@ constexpr int32_t ZERO = 128;  // the byte that represents 0
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr float START_AS_FLOAT = 12582912.0f;
 constexpr int32_t START = 0x4b400000;
-INLINE f32x16 scaled(i32x16 dot, f32x16 scale) {
-    return fma16(bit_cast<f32x16>(dot), scale, scale * -START_AS_FLOAT);
+INLINE f32_register scaled(i32_register dot, f32_register scale) {
+    return fma16(bit_cast<f32_register>(dot), scale, scale * -START_AS_FLOAT);
 }
 #else
 constexpr int32_t START = 0;
-INLINE f32x16 scaled(i32x16 dot, f32x16 scale) { return convert<f32x16>(dot) * scale; }
+INLINE f32_register scaled(i32_register dot, f32_register scale) { return convert<f32_register>(dot) * scale; }
 #endif
 
 constexpr float OFFSET_OF_BYTE = -240;
@@ -63,6 +63,9 @@ struct GroupedRows {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
         const __m256i flags = load<__m256i>(has_rest + place);
         return uint32_t(_mm256_test_epi8_mask(flags, flags) & ((uint64_t(1) << rows) - 1));
+#elif defined(__AVX2__)
+        const __m256i highest_bits = _mm256_slli_epi16(load<__m256i>(has_rest + place), 7);
+        return uint32_t(_mm256_movemask_epi8(highest_bits)) & uint32_t((uint64_t(1) << rows) - 1);
 #else
         uint32_t bits = 0;
         for (int r = 0; r < rows; r++) bits |= uint32_t(has_rest[place + r]) << r;
@@ -113,7 +116,7 @@ constexpr int GROUPS_AT_ONCE = 1;
 typedef __m512i Bytes;
 INLINE Bytes broadcast(int32_t word) { return _mm512_set1_epi32(word); }
 INLINE Bytes pairs_of(Bytes weights, Bytes values) { return _mm512_maddubs_epi16(weights, values); }
-INLINE Bytes sums_of_pairs(Bytes words) { return _mm512_madd_epi16(words, _mm512_set1_epi16(1)); }
+INLINE Bytes sums_of_pairs(Bytes words, int16_t scale) { return _mm512_madd_epi16(words, _mm512_set1_epi16(scale)); }
 INLINE Bytes magnitudes(Bytes weights) { return _mm512_abs_epi8(weights); }
 INLINE Bytes with_sign_of(Bytes values, Bytes weights) {
     return _mm512_mask_sub_epi8(values, _mm512_movepi8_mask(weights), Bytes{}, values);
@@ -122,7 +125,7 @@ INLINE Bytes with_sign_of(Bytes values, Bytes weights) {
 typedef __m256i Bytes;
 INLINE Bytes broadcast(int32_t word) { return _mm256_set1_epi32(word); }
 INLINE Bytes pairs_of(Bytes weights, Bytes values) { return _mm256_maddubs_epi16(weights, values); }
-INLINE Bytes sums_of_pairs(Bytes words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
+INLINE Bytes sums_of_pairs(Bytes words, int16_t scale) { return _mm256_madd_epi16(words, _mm256_set1_epi16(scale)); }
 INLINE Bytes magnitudes(Bytes weights) { return _mm256_abs_epi8(weights); }
 INLINE Bytes with_sign_of(Bytes values, Bytes weights) { return _mm256_sign_epi8(values, weights); }
 #endif
@@ -139,9 +142,9 @@ INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_
             pairs += bit_cast<Words16>(pairs_of(weights, values));
         else
             sum += bit_cast<i32_register>(
-                sums_of_pairs(pairs_of(magnitudes(weights), with_sign_of(values, weights))));
+                sums_of_pairs(pairs_of(magnitudes(weights), with_sign_of(values, weights)), 1));
     }
-    dots[0] = BITS == 4 ? bit_cast<i32_register>(sums_of_pairs(bit_cast<Bytes>(pairs))) << 4 : sum;
+    dots[0] = BITS == 4 ? bit_cast<i32_register>(sums_of_pairs(bit_cast<Bytes>(pairs), 16)) : sum;
 }
 
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
@@ -162,15 +165,10 @@ INLINE void multiply_register(const Group* groups, const u32_register (&b)[GROUP
 }
 
 // Two words of four columns -> eight neighbours of the first two columns, and of the next two.
-template <class V> INLINE void interleave(V& first, V& second) {
-    if constexpr (IS_PAIR<V>) {
-        interleave(first.lo, second.lo);
-        interleave(first.hi, second.hi);
-    } else {
-        const uint32x4_t low = bit_cast<uint32x4_t>(first), high = bit_cast<uint32x4_t>(second);
-        first = bit_cast<V>(vzip1q_u32(low, high));
-        second = bit_cast<V>(vzip2q_u32(low, high));
-    }
+INLINE void interleave(u32_register& first, u32_register& second) {
+    const uint32x4_t low = bit_cast<uint32x4_t>(first), high = bit_cast<uint32x4_t>(second);
+    first = bit_cast<u32_register>(vzip1q_u32(low, high));
+    second = bit_cast<u32_register>(vzip2q_u32(low, high));
 }
 
 #else
@@ -206,31 +204,17 @@ INLINE void multiply_register(const Group* group, const u32_register (&b)[GROUP_
 
 #endif
 
-template <int BITS, int ROWS, class Words, class Dots>
-INLINE void multiply_words(const Group* groups, const Words (&b)[GROUP_WORDS], Dots (&dots)[ROWS]) {
-    if constexpr (IS_PAIR<Words>) {
-        Half<Words> low[GROUP_WORDS], high[GROUP_WORDS];
-        Half<Dots> of_low[ROWS], of_high[ROWS];
-        for (int w = 0; w < GROUP_WORDS; w++) low[w] = b[w].lo, high[w] = b[w].hi;
-        multiply_words<BITS>(groups, low, of_low);
-        multiply_words<BITS>(groups, high, of_high);
-        for (int r = 0; r < ROWS; r++) dots[r] = {of_low[r], of_high[r]};
-    } else {
-        multiply_register<BITS>(groups, b, dots);
-    }
-}
-
 template <int BITS, int ROWS>
-INLINE void multiply_group(const Group* groups, const u32x16 (&b)[1][GROUP_WORDS], bool has_shift,
-                           i32x16 (&dots)[ROWS][1]) {
-    i32x16 sums[ROWS];
-    multiply_words<BITS>(groups, b[0], sums);
+INLINE void multiply_group(const Group* groups, const u32_register (&b)[1][GROUP_WORDS], bool has_shift,
+                           i32_register (&dots)[ROWS][1]) {
+    i32_register sums[ROWS];
+    multiply_register<BITS>(groups, b[0], sums);
     for (int r = 0; r < ROWS; r++)
-        dots[r][0] = BITS == 4 && has_shift ? sums[r] + (groups[r].shift - i32x16{}) : sums[r];
+        dots[r][0] = BITS == 4 && has_shift ? sums[r] + (groups[r].shift - i32_register{}) : sums[r];
 }
 
 // Makes unsigned bytes signed.
-INLINE u32x16 as_factor(u32x16 bytes) { return bytes ^ 0x80808080u; }
+INLINE u32_register as_factor(u32_register bytes) { return bytes ^ 0x80808080u; }
 
 #else
 
@@ -241,27 +225,23 @@ constexpr int PANELS_AT_ONCE = 2, GROUPS_AT_ONCE = 4;
 constexpr int PANELS_AT_ONCE = 1, GROUPS_AT_ONCE = 1;
 #endif
 
-INLINE void multiply_add(i32x16& c, const int8_t* a, u32x16 b) {
+INLINE void multiply_add(i32_register& c, const int8_t* a, u32_register b) {
 #if defined(__AVX512VNNI__)
     const __m512i word = _mm512_set1_epi32(load<int32_t>(a));
-    c = bit_cast<i32x16>(_mm512_dpbusd_epi32(bit_cast<__m512i>(c), bit_cast<__m512i>(b), word));
+    c = bit_cast<i32_register>(_mm512_dpbusd_epi32(bit_cast<__m512i>(c), bit_cast<__m512i>(b), word));
 #elif defined(__AVXVNNI__)
     const __m256i word = _mm256_set1_epi32(load<int32_t>(a));
-    const auto half = [&](i32_register to, u32_register from) {
-        return bit_cast<i32_register>(
-            _mm256_dpbusd_avx_epi32(bit_cast<__m256i>(to), bit_cast<__m256i>(from), word));
-    };
-    c = {half(c.lo, b.lo), half(c.hi, b.hi)};
+    c = bit_cast<i32_register>(_mm256_dpbusd_avx_epi32(bit_cast<__m256i>(c), bit_cast<__m256i>(b), word));
 #else
-    for (int i = 0; i < 4; i++) c += bit_cast<i32x16>((b >> (8 * i)) & 0xff) * int32_t(a[i]);
+    for (int i = 0; i < 4; i++) c += bit_cast<i32_register>((b >> (8 * i)) & 0xff) * int32_t(a[i]);
 #endif
 }
 
 template <int BITS, int ROWS, int PANELS>
-INLINE void multiply_group(const Group* groups, const u32x16 (&b)[PANELS][GROUP_WORDS], bool has_shift,
-                           i32x16 (&dots)[ROWS][PANELS]) {
+INLINE void multiply_group(const Group* groups, const u32_register (&b)[PANELS][GROUP_WORDS], bool has_shift,
+                           i32_register (&dots)[ROWS][PANELS]) {
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PANELS; p++) dots[r][p] = (has_shift ? groups[r].shift : START) - i32x16{};
+        for (int p = 0; p < PANELS; p++) dots[r][p] = (has_shift ? groups[r].shift : START) - i32_register{};
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w++)
 #pragma GCC unroll 4
@@ -270,7 +250,7 @@ INLINE void multiply_group(const Group* groups, const u32x16 (&b)[PANELS][GROUP_
             for (int p = 0; p < PANELS; p++) multiply_add(dots[r][p], groups[r].values + 4 * w, b[p][w]);
 }
 
-INLINE u32x16 as_factor(u32x16 bytes) { return bytes; }
+INLINE u32_register as_factor(u32_register bytes) { return bytes; }
 
 #endif
 
@@ -291,12 +271,13 @@ INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead = 
                                    : load_ahead<uint8_t>(matrix.offsets, place, ahead) * OFFSET_OF_BYTE;
 }
 
-// `ahead`: the distance to the same place in the next panels, which is prefetched into the second-level cache.
-template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x16 (&words)[GROUP_WORDS]) {
+// A register of columns, of a panel's group. `ahead`: the distance to the same place in the next panels, which is
+// prefetched into the second-level cache.
+template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32_register (&words)[GROUP_WORDS]) {
     constexpr int STEP = 8 / BITS;
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w += STEP, from += 64) {
-        const u32x16 bytes = load<u32x16>(from);
+        const u32_register bytes = load<u32_register>(from);
         __builtin_prefetch(from + ahead, 0, 2);
         if (BITS == 8) {
             words[w] = as_factor(bytes);
@@ -311,21 +292,22 @@ template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x
 #endif
 }
 
-// Adds the product of a row's group with a panel's to elements of C.
+// Adds the product of a row's group with a register of columns to elements of C.
 template <bool HAS_OFFSETS>
-INLINE void add_scaled(const Group& group, i32x16 dot, f32x16 scale, f32x16 offset, float* to) {
-    f32x16 sum = fma16(splat(group.scale), scaled(dot, scale), load16(to));
-    if (HAS_OFFSETS) sum = fma16(splat(group.sum), offset, sum);
-    store16(to, sum);
+INLINE void add_scaled(const Group& group, i32_register dot, f32_register scale, f32_register offset, float* to) {
+    f32_register sum = fma16(group.scale - f32_register{}, scaled(dot, scale), load<f32_register>(to));
+    if (HAS_OFFSETS) sum = fma16(group.sum - f32_register{}, offset, sum);
+    store_raw(to, sum);
 }
 
 template <int BITS, bool HAS_OFFSETS> constexpr bool IS_AROUND_ZERO = BITS == 8 || !HAS_OFFSETS;
 
 // Adds the products of some rows' group with `words` to elements of C.
 template <int BITS, bool HAS_OFFSETS, int ROWS, int PANELS>
-INLINE void add_group(const Group* groups, const u32x16 (&words)[PANELS][GROUP_WORDS], const f32x16 (&scales)[PANELS],
-                      const f32x16 (&offsets)[PANELS], float* c, int64_t ldc) {
-    i32x16 dots[ROWS][PANELS];
+INLINE void add_group(const Group* groups, const u32_register (&words)[PANELS][GROUP_WORDS],
+                      const f32_register (&scales)[PANELS], const f32_register (&offsets)[PANELS], float* c,
+                      int64_t ldc) {
+    i32_register dots[ROWS][PANELS];
     multiply_group<BITS>(groups, words, IS_AROUND_ZERO<BITS, HAS_OFFSETS>, dots);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
@@ -342,11 +324,12 @@ constexpr int FEWEST_TILED_ROWS = 8;
 // `add_group` for up to 32 rows: tiles of 16 rows of a group, whose 8 words match the lines of a panel's. The integers
 // are the same, and so the result is the same, bit for bit.
 template <int BITS, bool HAS_OFFSETS, int PANELS>
-INLINE void add_tiled(const Group* groups, int rows, const u32x16 (&words)[PANELS][GROUP_WORDS],
-                      const f32x16 (&scales)[PANELS], const f32x16 (&offsets)[PANELS], float* c, int64_t ldc) {
+INLINE void add_tiled(const Group* groups, int rows, const u32_register (&words)[PANELS][GROUP_WORDS],
+                      const f32_register (&scales)[PANELS], const f32_register (&offsets)[PANELS], float* c,
+                      int64_t ldc) {
     constexpr int64_t STRIDE = PANELS * LANES * sizeof(int32_t);
     alignas(64) int32_t dots[32][PANELS * LANES];
-    u32x16 lines[PANELS][GROUP_WORDS];  // a copy, so that fewer rows can keep their words in registers
+    u32_register lines[PANELS][GROUP_WORDS];  // a copy, so that fewer rows can keep their words in registers
     for (int p = 0; p < PANELS; p++)
         for (int w = 0; w < GROUP_WORDS; w++) lines[p][w] = words[p][w];
     const bool has_second = rows > 16;
@@ -384,6 +367,29 @@ INLINE void add_tiled(const Group* groups, int rows, const u32x16 (&words)[PANEL
 
 #endif
 
+// Adds the products of all rows' groups at `place`, and of their rests, with `words` to C.
+template <int BITS, bool HAS_OFFSETS, int PANELS>
+INLINE void add_rows(const GroupedRows& a, int64_t place, int rows, uint32_t rests,
+                     const u32_register (&words)[PANELS][GROUP_WORDS], const f32_register (&scales)[PANELS],
+                     const f32_register (&offsets)[PANELS], float* c, int64_t ldc) {
+    const Group* groups = a.groups + place;
+    int r = 0;
+#if defined(__AMX_INT8__)
+    if (rows >= FEWEST_TILED_ROWS) {
+        add_tiled<BITS, HAS_OFFSETS>(groups, rows, words, scales, offsets, c, ldc);
+        r = rows;
+    }
+#endif
+    for (; r + GROUPS_AT_ONCE <= rows; r += GROUPS_AT_ONCE)
+        add_group<BITS, HAS_OFFSETS, GROUPS_AT_ONCE>(groups + r, words, scales, offsets, c + r * ldc, ldc);
+    for (; r < rows; r++)
+        add_group<BITS, HAS_OFFSETS, 1>(groups + r, words, scales, offsets, c + r * ldc, ldc);
+    for (; rests; rests &= rests - 1) {
+        const int rest = __builtin_ctz(rests);
+        add_group<BITS, HAS_OFFSETS, 1>(a.rests + place + rest, words, scales, offsets, c + rest * ldc, ldc);
+    }
+}
+
 // C [rows, 16 PANELS] (row stride ldc) = A B, from a panel on.
 template <int BITS, bool HAS_OFFSETS, int PANELS>
 static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix, int64_t panel, float* c,
@@ -398,29 +404,25 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
 #if defined(__AMX_INT8__)
     if (rows >= FEWEST_TILED_ROWS) shape_tiles(rows > 16 ? 16 : rows, rows > 16 ? rows - 16 : 16, GROUP);
 #endif
+    alignas(64) float scales[PANELS][LANES], offsets[PANELS][LANES] = {};
     for (int64_t start = 0; start < matrix.depth; start += matrix.group_size, scale += LANES) {
-        f32x16 scales[PANELS], offsets[PANELS] = {};
         for (int p = 0; p < PANELS; p++) {
-            scales[p] = load_scales(matrix, scale + p * panel_scales, PANELS * panel_scales);
-            if (HAS_OFFSETS) offsets[p] = load_offsets(matrix, scale + p * panel_scales, PANELS * panel_scales);
+            store16(scales[p], load_scales(matrix, scale + p * panel_scales, PANELS * panel_scales));
+            if (HAS_OFFSETS)
+                store16(offsets[p], load_offsets(matrix, scale + p * panel_scales, PANELS * panel_scales));
         }
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
-            u32x16 words[PANELS][GROUP_WORDS];
-            for (int p = 0; p < PANELS; p++) load_words<BITS>(b + p * panel_bytes, PANELS * panel_bytes, words[p]);
-            int r = 0;
-#if defined(__AMX_INT8__)
-            if (rows >= FEWEST_TILED_ROWS) {
-                add_tiled<BITS, HAS_OFFSETS>(&a.groups[place], rows, words, scales, offsets, c, ldc);
-                r = rows;
-            }
-#endif
-            for (; r + GROUPS_AT_ONCE <= rows; r += GROUPS_AT_ONCE)
-                add_group<BITS, HAS_OFFSETS, GROUPS_AT_ONCE>(&a.groups[place + r], words, scales, offsets, c + r * ldc, ldc);
-            for (; r < rows; r++)
-                add_group<BITS, HAS_OFFSETS, 1>(&a.groups[place + r], words, scales, offsets, c + r * ldc, ldc);
-            for (uint32_t left = a.rests_of(place, rows); left; left &= left - 1) {
-                const int rest = __builtin_ctz(left);
-                add_group<BITS, HAS_OFFSETS, 1>(&a.rests[place + rest], words, scales, offsets, c + rest * ldc, ldc);
+            const uint32_t rests = a.rests_of(place, rows);
+            // One register of columns at a time: then the group's words stay in registers from row to row.
+            for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
+                u32_register words[PANELS][GROUP_WORDS];
+                f32_register scale_part[PANELS], offset_part[PANELS];
+                for (int p = 0; p < PANELS; p++) {
+                    load_words<BITS>(b + p * panel_bytes + lane * 4, PANELS * panel_bytes, words[p]);
+                    scale_part[p] = load<f32_register>(scales[p] + lane);
+                    offset_part[p] = load<f32_register>(offsets[p] + lane);
+                }
+                add_rows<BITS, HAS_OFFSETS>(a, place, rows, rests, words, scale_part, offset_part, c + lane, ldc);
             }
         }
     }

@@ -214,7 +214,7 @@ INLINE void multiply_group(const Group* groups, const u32_register (&b)[1][GROUP
 }
 
 // Makes unsigned bytes signed.
-INLINE u32_register as_factor(u32_register bytes) { return bytes ^ 0x80808080u; }
+INLINE u32x16 as_factor(u32x16 bytes) { return bytes ^ 0x80808080u; }
 
 #else
 
@@ -250,7 +250,7 @@ INLINE void multiply_group(const Group* groups, const u32_register (&b)[PANELS][
             for (int p = 0; p < PANELS; p++) multiply_add(dots[r][p], groups[r].values + 4 * w, b[p][w]);
 }
 
-INLINE u32_register as_factor(u32_register bytes) { return bytes; }
+INLINE u32x16 as_factor(u32x16 bytes) { return bytes; }
 
 #endif
 
@@ -271,13 +271,12 @@ INLINE f32x16 load_offsets(const Matrix& matrix, int64_t place, int64_t ahead = 
                                    : load_ahead<uint8_t>(matrix.offsets, place, ahead) * OFFSET_OF_BYTE;
 }
 
-// A register of columns, of a panel's group. `ahead`: the distance to the same place in the next panels, which is
-// prefetched into the second-level cache.
-template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32_register (&words)[GROUP_WORDS]) {
+// `ahead`: the distance to the same place in the next panels, which is prefetched into the second-level cache.
+template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32x16 (&words)[GROUP_WORDS]) {
     constexpr int STEP = 8 / BITS;
 #pragma GCC unroll 8
     for (int w = 0; w < GROUP_WORDS; w += STEP, from += 64) {
-        const u32_register bytes = load<u32_register>(from);
+        const u32x16 bytes = load<u32x16>(from);
         __builtin_prefetch(from + ahead, 0, 2);
         if (BITS == 8) {
             words[w] = as_factor(bytes);
@@ -287,7 +286,14 @@ template <int BITS> INLINE void load_words(const char* from, int64_t ahead, u32_
             words[w + STEP - 1] = (bytes >> (4 - HALVES_UP)) & MASK;
         }
     }
+}
+
+// The words of the columns from `lane` on, as they are multiplied.
+INLINE void take_columns(const u32x16 (&all)[GROUP_WORDS], int lane, u32_register (&words)[GROUP_WORDS]) {
+#pragma GCC unroll 8
+    for (int w = 0; w < GROUP_WORDS; w++) words[w] = register_of<u32_register>(all[w], lane);
 #if defined(__ARM_FEATURE_MATMUL_INT8)
+#pragma GCC unroll 4
     for (int w = 0; w < GROUP_WORDS; w += 2) interleave(words[w], words[w + 1]);
 #endif
 }
@@ -404,25 +410,28 @@ static void multiply_groups(const GroupedRows& a, int rows, const Matrix& matrix
 #if defined(__AMX_INT8__)
     if (rows >= FEWEST_TILED_ROWS) shape_tiles(rows > 16 ? 16 : rows, rows > 16 ? rows - 16 : 16, GROUP);
 #endif
-    alignas(64) float scales[PANELS][LANES], offsets[PANELS][LANES] = {};
     for (int64_t start = 0; start < matrix.depth; start += matrix.group_size, scale += LANES) {
+        f32x16 all_scales[PANELS], all_offsets[PANELS] = {};
         for (int p = 0; p < PANELS; p++) {
-            store16(scales[p], load_scales(matrix, scale + p * panel_scales, PANELS * panel_scales));
-            if (HAS_OFFSETS)
-                store16(offsets[p], load_offsets(matrix, scale + p * panel_scales, PANELS * panel_scales));
+            all_scales[p] = load_scales(matrix, scale + p * panel_scales, PANELS * panel_scales);
+            if (HAS_OFFSETS) all_offsets[p] = load_offsets(matrix, scale + p * panel_scales, PANELS * panel_scales);
         }
         for (int64_t k = 0; k < matrix.group_size; k += GROUP, b += GROUP_BYTES, place += a.stride) {
             const uint32_t rests = a.rests_of(place, rows);
+            u32x16 all_words[PANELS][GROUP_WORDS];
+            for (int p = 0; p < PANELS; p++)
+                load_words<BITS>(b + p * panel_bytes, PANELS * panel_bytes, all_words[p]);
             // One register of columns at a time: then the group's words stay in registers from row to row.
+#pragma GCC unroll 4
             for (int lane = 0; lane < LANES; lane += REGISTER_LANES) {
                 u32_register words[PANELS][GROUP_WORDS];
-                f32_register scale_part[PANELS], offset_part[PANELS];
+                f32_register scales[PANELS], offsets[PANELS];
                 for (int p = 0; p < PANELS; p++) {
-                    load_words<BITS>(b + p * panel_bytes + lane * 4, PANELS * panel_bytes, words[p]);
-                    scale_part[p] = load<f32_register>(scales[p] + lane);
-                    offset_part[p] = load<f32_register>(offsets[p] + lane);
+                    take_columns(all_words[p], lane, words[p]);
+                    scales[p] = register_of<f32_register>(all_scales[p], lane);
+                    offsets[p] = register_of<f32_register>(all_offsets[p], lane);
                 }
-                add_rows<BITS, HAS_OFFSETS>(a, place, rows, rests, words, scale_part, offset_part, c + lane, ldc);
+                add_rows<BITS, HAS_OFFSETS>(a, place, rows, rests, words, scales, offsets, c + lane, ldc);
             }
         }
     }

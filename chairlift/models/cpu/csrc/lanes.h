@@ -116,6 +116,11 @@ template <class V> INLINE void store_raw(void* to, V v) {
     }
 }
 
+// The register of a vector that begins with one of its lanes.
+template <class R, class V> INLINE R register_of(const V& v, int lane) {
+    return load<R>(reinterpret_cast<const char*>(&v) + lane * sizeof(int32_t));
+}
+
 template <class To, class From> INLINE To bit_cast(From from) {
     static_assert(sizeof(To) == sizeof from);
     if constexpr (IS_PAIR<From> && IS_PAIR<To>) {

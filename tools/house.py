@@ -1,4 +1,4 @@
-"""Print lines, files, the longest of each kind, import directions and the token's road, each limit beside what there is.
+"""Print lines, files, the longest of each kind, import directions and the road, each limit beside what there is.
 
 Exit with 1 beyond a limit; `--quiet` prints nothing but that. Only single files, classes and functions have limits: the
 package as a whole may grow, and so may the road.

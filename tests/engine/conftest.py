@@ -7,7 +7,8 @@ import pytest
 
 from chairlift import LLM, AsyncLLM
 from chairlift.engine.text.grammar import GrammarCompiler
-from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
+from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.engine.text.vocabulary import Vocabulary
 from tests.engine.async_support import Gate, hold_back, make_async_llm
 from tests.engine.support import END_TOKEN, VOCAB_SIZE, assert_idle, make_llm, make_tiny_checkpoint
 from tests.engine.tokenizers_made import make_byte_tokenizer

@@ -22,7 +22,8 @@ from chairlift import SamplingParams
 from chairlift.engine.text.detokenizer import Detokenizer, StopMatcher, StopStrings
 from chairlift.engine.text.inputs import Generation, InputProcessor
 from chairlift.engine.text.outputs import OutputProcessor
-from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
+from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.models.checkpoint import find_model
 from chairlift.params import CompletionOutput, FinishReason
 from chairlift.scheduler import Request, TokenEvent

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from chairlift.engine.text import grammar as grammar_module
 from chairlift.engine.text.grammar import _NUM_THREADS, GrammarCompiler
 from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, Verdict
-from chairlift.engine.text.tokenizer import Tokenizer, Vocabulary
+from chairlift.engine.text.tokenizer import Tokenizer
+from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar
 from chairlift.params import StructuredOutputs
 from tests.engine.async_support import DEADLINE_S

@@ -12,7 +12,7 @@ from chairlift.api.tools import AnswerReader
 from chairlift.api.tools.text import CallPiece, Piece
 from chairlift.api.wire import NamedEvent
 from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs, WireFinishReason
-from chairlift.engine.text.tokenizer import Vocabulary
+from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 # --- pieces

@@ -13,7 +13,7 @@ from chairlift.api.tools.text import CallPiece, ReasoningPiece
 from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import anthropic_message as wire
 from chairlift.api.wire.anthropic import MessagesRequest
-from chairlift.engine.text.tokenizer import Vocabulary
+from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 
 

@@ -25,7 +25,7 @@ from chairlift.api.wire import ErrorBody, ErrorDetail, Usage
 from chairlift.api.wire import completions as wire
 from chairlift.api.wire.generation import StreamOptions
 from chairlift.engine.text.inputs import InputProcessor
-from chairlift.engine.text.tokenizer import Vocabulary
+from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import CompletionOutput, RequestOutput
 
 

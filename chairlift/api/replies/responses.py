@@ -21,7 +21,8 @@ from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import response_object as wire
 from chairlift.api.wire.completions import TokenLogprob
 from chairlift.api.wire.responses import InputItems, Item, ItemStatus, ResponsesRequest, template_messages
-from chairlift.engine.text.tokenizer import Message, Vocabulary
+from chairlift.engine.text.tokenizer import Message
+from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.params import FinishReason, RequestOutput, SamplingParams
 
 _PREFIXES: dict[type[Piece], str] = {ContentPiece: "msg", ReasoningPiece: "rs", CallPiece: "fc"}  # of ids

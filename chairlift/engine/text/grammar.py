@@ -17,7 +17,7 @@ from functools import partial
 from chairlift.engine.sampling.compiled_grammar import PARSER_LIMITS, TOO_LARGE, CompiledGrammar, explain
 from chairlift.engine.sampling.masks import MaskThreads, TokenGrammar
 from chairlift.engine.text.rehearsal import IS_POSSIBLE, Rehearsal, try_out
-from chairlift.engine.text.tokenizer import Vocabulary
+from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import GrammarsBusy, InvalidGrammar
 from chairlift.params import StructuredOutputs
 

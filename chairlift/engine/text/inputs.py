@@ -14,17 +14,12 @@ from typing import Any, Protocol
 
 from chairlift.config import GenerationDefaults, ResolvedConfig
 from chairlift.engine.sampling.token_rules import PatternWatch, RuleFilter, TokenRules, compile_rules
+from chairlift.engine.text.defaults import CheckpointDefaults
 from chairlift.engine.text.detokenizer import StopStrings
 from chairlift.engine.text.grammar import GrammarCompiler, Thinking
-from chairlift.engine.text.tokenizer import (
-    ChatOptions,
-    CheckpointDefaults,
-    Message,
-    Tokenizer,
-    Vocabulary,
-    strings_in,
-    too_long,
-)
+from chairlift.engine.text.special_tokens import strings_in
+from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, too_long
+from chairlift.engine.text.vocabulary import Vocabulary
 from chairlift.errors import InvalidRequest
 from chairlift.models.checkpoint import find_model
 from chairlift.params import DEFAULT_OPTIONS, RequestOptions, SamplingParams, StructuredOutputs

@@ -5,34 +5,26 @@ template may write them, unless a request asks otherwise (`ChatOptions.parse_spe
 """
 
 import inspect
-import json
-import re
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any
 
 from jinja2 import TemplateError
-from llguidance import LLTokenizer
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, TypeAdapter, ValidationError
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
+from chairlift.engine.text.special_tokens import SpecialTokens, strings_in
 from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest
-from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING
 from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
-from chairlift.models.gguf.families import end_tokens, sampling_of
-from chairlift.params import SamplingParams
 
 _NO_LIMIT = 10**30
 _RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
 # What templates raise for unknown roles and shapes, or when they take too much memory.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, MemoryError)
 _MAX_REASON = 1000
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _PRIVATE_USE = range(0xE000, 0xF900)  # characters
 # Precedes a piece that is encoded by itself but does not begin the text; see `Tokenizer._encode_pieces`.
 _GLUE = "\n"
@@ -83,7 +75,7 @@ class Tokenizer:
         self.eos_token_id: int | None = tokenizer.eos_token_id
         added = self.backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._specials = _SpecialTokens({added[token_id].content for token_id in self._special_ids})
+        self._specials = SpecialTokens({added[token_id].content for token_id in self._special_ids})
         self._token_texts: dict[int, str] = {}
 
     @property
@@ -197,7 +189,7 @@ class Tokenizer:
             return [rendered]
         cut = _unused_character([rendered, *strings_in(given)])
 
-        def render(in_answers: _SpecialTokens, elsewhere: _SpecialTokens) -> str:
+        def render(in_answers: SpecialTokens, elsewhere: SpecialTokens) -> str:
             marked = [
                 (in_answers if message.get("role") == "assistant" else elsewhere).cut(message, cut)
                 for message in messages
@@ -209,13 +201,13 @@ class Tokenizer:
         if marked.replace(cut, "") != rendered:
             # The template searches for some of these texts, for instance to leave thoughts out of earlier answers. The
             # texts that it searches for in answers are not cut there.
-            none, texts = _SpecialTokens(()), self._specials.texts
+            none, texts = SpecialTokens(()), self._specials.texts
             looked_for = {
                 text
                 for text in texts
-                if text in self.chat_template and render(_SpecialTokens((text,)), none).replace(cut, "") != rendered
+                if text in self.chat_template and render(SpecialTokens((text,)), none).replace(cut, "") != rendered
             }
-            marked = render(_SpecialTokens(texts - looked_for), self._specials)
+            marked = render(SpecialTokens(texts - looked_for), self._specials)
         return [piece for piece in marked.split(cut) if piece]
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
@@ -237,52 +229,6 @@ class Tokenizer:
         return list(ids)
 
 
-class _SpecialTokens:
-    """Spellings of special tokens, and where text contains them. Tokens of one character are left out."""
-
-    def __init__(self, texts: Collection[str]) -> None:
-        self.texts = frozenset(text for text in texts if len(text) > 1)
-        spelled = "|".join(map(re.escape, sorted(self.texts, key=len, reverse=True))) or "(?!)"
-        self._anywhere = re.compile(spelled)
-        self._first_character = re.compile(f"(?=(?:{spelled})).", re.DOTALL)  # also where two overlap
-        self._beginnings = frozenset(text[:size] for text in self.texts for size in range(1, len(text)))
-        self._max_beginning = max(map(len, self._beginnings), default=0)
-
-    def are_in(self, text: str) -> bool:
-        """Whether the text contains a special token, or ends with what may be the beginning of one."""
-        return self._anywhere.search(text) is not None or self._ends_open(text.rstrip())
-
-    def cut(self, value: Any, cut: str) -> Any:
-        """A copy of strings, lists and dicts, with the character `cut` within each special token in them, and after the
-        beginning of one at the end of a string, which the template might complete with the next string.
-        """
-        if isinstance(value, str):
-            text = self._first_character.sub(f"\\g<0>{cut}", value)
-            end = len(text.rstrip())
-            return f"{text[:end]}{cut}{text[end:]}" if self._ends_open(text[:end]) else text
-        if isinstance(value, dict):
-            return {self.cut(key, cut): self.cut(each, cut) for key, each in value.items()}
-        return [self.cut(each, cut) for each in value] if isinstance(value, list | tuple) else value
-
-    def _ends_open(self, text: str) -> bool:
-        sizes = range(1, min(self._max_beginning, len(text)) + 1)
-        return any(text[-size:] in self._beginnings for size in sizes)
-
-
-def strings_in(value: Any) -> Iterator[str]:
-    """All strings in lists and dicts, including keys, at any depth."""
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            stack += value.keys()
-            stack += value.values()
-        elif isinstance(value, list | tuple):
-            stack += value
-
-
 def _unused_character(texts: Collection[str]) -> str:
     """A private-use character that is in none of the texts."""
     unused = set(map(chr, _PRIVATE_USE)).difference(*texts)
@@ -300,101 +246,3 @@ def too_long(max_seq_len: int, what: str, param: str) -> ContextLengthExceeded:
 def _certainly_too_long(num_characters: int, max_tokens: int, param: str) -> ContextLengthExceeded:
     what = f"your {param} of {num_characters} characters certainly takes more. Please reduce its length."
     return too_long(max_tokens, what, param)
-
-
-class CheckpointDefaults(BaseModel):
-    """How a checkpoint's answers are sampled and where they end, as far as the checkpoint specifies it."""
-
-    model_config = ConfigDict(strict=True)
-
-    eos_token_id: Annotated[list[int], BeforeValidator(lambda eos: eos if isinstance(eos, list) else [eos])] | None
-    max_new_tokens: PositiveInt | None  # for requests without a limit
-    params: SamplingParams
-
-    @classmethod
-    def read(cls, model: str, path: Path, wants_all: bool) -> Self:
-        """Reads generation_config.json, or a GGUF file's equivalent; `wants_all` false: only the end tokens.
-
-        The end tokens may be in config.json instead. CheckpointError if a value is wrong.
-        """
-        if path.suffix == GGUF_SUFFIX:
-            file = open_gguf(path)
-            given = {"eos_token_id": end_tokens(file), **(SMOLLM2_SAMPLING if model == SMOLLM2 else sampling_of(file))}
-        else:
-            given = _read_json(path / "generation_config.json")
-        eos = given.get("eos_token_id")
-        eos = _read_json(path / "config.json").get("eos_token_id") if eos is None else eos
-        given = given if wants_all else {}
-        fields = {name: given[name] for name in _SAMPLING_FIELDS if given.get(name) is not None}
-        if given.get("do_sample") is False:  # an explicit false means greedy
-            fields["temperature"] = 0.0
-        try:
-            params = SamplingParams(**fields)
-            return cls(eos_token_id=eos, max_new_tokens=given.get("max_new_tokens"), params=params)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = f"{path / 'generation_config.json'} (or config.json): {first['loc'][0]}"
-            raise CheckpointError(f"{where}: {first['msg']}, not {first['input']!r}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file."""
-    try:
-        return TypeAdapter(dict[str, Any]).validate_json(path.read_bytes()) if path.is_file() else {}
-    except ValidationError as error:
-        raise CheckpointError(f"{path} holds no JSON object: {error.errors()[0]['msg']}") from error
-
-
-_BYTE_255 = ("ÿ", "<0xFF>")  # in the alphabets of byte-level and of byte-fallback tokenizers
-
-
-class Vocabulary:
-    """The bytes of a model's tokens, as llguidance reads them from its tokenizer. Usable from any thread.
-
-    It is loaded when first needed, or before the server starts: a large vocabulary takes up to a second, during which
-    no other thread of the process runs.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Collection[int]) -> None:
-        """`size`: the number of tokens that the model has; the tokenizer may have more or fewer."""
-        self._tokenizer = tokenizer
-        self._size = size
-        self.eos_token_ids = sorted(eos_token_ids)
-        self._lock = threading.Lock()
-        self._loaded: LLTokenizer | None = None
-        self.description = b""  # once loaded: the keyword arguments of `LLTokenizer`, as JSON
-        self.problem: ValueError | None = None  # why llguidance cannot read this kind of tokenizer
-
-    def load(self) -> LLTokenizer | None:
-        """llguidance's version of the tokenizer; None if there is a `problem`."""
-        with self._lock:
-            if not self.description:
-                backend = self._tokenizer.backend
-                arguments: dict[str, Any] = {
-                    "tokenizer": backend.to_str(),
-                    "n_vocab": max(self._size, backend.get_vocab_size(with_added_tokens=True)),
-                    "eos_token": self.eos_token_ids or None,
-                }
-                self.description = json.dumps(arguments).encode()  # now, rather than between requests
-                try:
-                    self._loaded = LLTokenizer(**arguments)
-                except ValueError as error:
-                    self.problem = error
-            return self._loaded
-
-    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Ids of those texts that are special tokens: a grammar must refer to these by id."""
-        loaded = self.load()
-        ids = {text: token for text in texts if (token := self._tokenizer.backend.token_to_id(text)) is not None}
-        return {} if loaded is None else {text: token for text, token in ids.items() if loaded.is_special_token(token)}
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that the token adds to a text; for a special token, its name."""
-        loaded = self.load()
-        if loaded is None:
-            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
-        spelling: bytes = loaded.decode_bytes([token_id])
-        # llguidance marks special tokens with the byte 255, so it loses the token that is this byte.
-        if not spelling and self._tokenizer.backend.id_to_token(token_id) in _BYTE_255:
-            return b"\xff"
-        return spelling

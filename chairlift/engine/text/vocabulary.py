@@ -1,0 +1,64 @@
+"""The bytes of a model's tokens."""
+
+import json
+import threading
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from chairlift.engine.text.tokenizer import Tokenizer
+
+_BYTE_255 = ("ÿ", "<0xFF>")  # in the alphabets of byte-level and of byte-fallback tokenizers
+
+
+class Vocabulary:
+    """The bytes of a model's tokens, as llguidance reads them from its tokenizer. Usable from any thread.
+
+    It is loaded when first needed, or before the server starts: a large vocabulary takes up to a second, during which
+    no other thread of the process runs.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Collection[int]) -> None:
+        """`size`: the number of tokens that the model has; the tokenizer may have more or fewer."""
+        self._tokenizer = tokenizer
+        self._size = size
+        self.eos_token_ids = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._loaded: LLTokenizer | None = None
+        self.description = b""  # once loaded: the keyword arguments of `LLTokenizer`, as JSON
+        self.problem: ValueError | None = None  # why llguidance cannot read this kind of tokenizer
+
+    def load(self) -> LLTokenizer | None:
+        """llguidance's version of the tokenizer; None if there is a `problem`."""
+        with self._lock:
+            if not self.description:
+                backend = self._tokenizer.backend
+                arguments: dict[str, Any] = {
+                    "tokenizer": backend.to_str(),
+                    "n_vocab": max(self._size, backend.get_vocab_size(with_added_tokens=True)),
+                    "eos_token": self.eos_token_ids or None,
+                }
+                self.description = json.dumps(arguments).encode()  # now, rather than between requests
+                try:
+                    self._loaded = LLTokenizer(**arguments)
+                except ValueError as error:
+                    self.problem = error
+            return self._loaded
+
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Ids of those texts that are special tokens: a grammar must refer to these by id."""
+        loaded = self.load()
+        ids = {text: token for text in texts if (token := self._tokenizer.backend.token_to_id(text)) is not None}
+        return {} if loaded is None else {text: token for text, token in ids.items() if loaded.is_special_token(token)}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that the token adds to a text; for a special token, its name."""
+        loaded = self.load()
+        if loaded is None:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        spelling: bytes = loaded.decode_bytes([token_id])
+        # llguidance marks special tokens with the byte 255, so it loses the token that is this byte.
+        if not spelling and self._tokenizer.backend.id_to_token(token_id) in _BYTE_255:
+            return b"\xff"
+        return spelling

@@ -6,10 +6,24 @@
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+
+
+def read_size(given: object) -> object:
+    """Bytes of a text such as 8GB (8 * 10^9) or 512MiB (512 * 2^20); what is not a text stays as it is."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(given.strip()))
+    except ValidationError:
+        raise PydanticCustomError("byte_size", "a number of bytes, such as 512MiB or 8GB, is needed") from None
+
 
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, BeforeValidator(read_size), Field(ge=1)]
+"""Bytes, as a number or as a text with a unit."""
 
 
 class DType(StrEnum):
@@ -145,10 +159,10 @@ class EngineConfig(BaseModel):
         description="most tokens of a sequence, prompt and answer together; auto: on a CPU the model's maximum, or what"
         " the cache has memory for; on a GPU, where every slot takes memory for all of them, up to 4096",
     )
-    kv_cache_memory_bytes: Count | Auto = Field(
+    kv_cache_memory_bytes: Size | Auto = Field(
         "auto",
-        description="memory that the cache may take, on a CPU as sequences grow, on a GPU at once; auto: the"
-        " memory_fraction of what is free",
+        description="memory (as in 8GB or 512MiB) that the cache may take, on a CPU as sequences grow, on a GPU at"
+        " once; auto: the memory_fraction of what is free",
     )
     memory_fraction: float = Field(
         0.8,

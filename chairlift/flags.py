@@ -38,7 +38,10 @@ _DEMANDS = {  # pydantic's error types, in words that follow "must be"
     "float_parsing": "a number",
     "bool_parsing": "true or false",
     "finite_number": "a finite number",
+    "byte_size": "a number of bytes, such as 512MiB or 8GB",
 }
+_LINKS = ("tcp://", "udp://", "sctp://")  # how values begin that Kubernetes sets for a service of such a name
+_LONGEST = "longest list"  # the last setting whose flag was followed by several words
 _FORM_ERRORS = ("literal_error", "enum", "missing", "too_long")  # listing the allowed values is enough
 
 
@@ -126,19 +129,25 @@ def _holds_several(annotation: Any) -> bool:
 
 def _read_variables(command: "Command") -> dict[str, _Given]:
     names = {_variable(command, setting): setting for setting in fields_of(command)}
-    given = {}
+    misspelt = {name.replace("__", "_", 1): name for name in names}
+    given: dict[str, _Given] = {}
     for variable, text in os.environ.items():
         known = variable.upper()  # case-insensitive
         if known in names:
+            if names[known] in given:
+                raise ConfigurationError(f"{given[names[known]].source} and {variable} are the same; unset one of them")
             given[names[known]] = _given(command, names[known], [text], variable)
         elif known.startswith(_variable(command, "")):
             raise ConfigurationError(f"unknown environment variable {variable}{_suggestion(known, names)}")
+        elif known in misspelt and not text.startswith(_LINKS):
+            raise ConfigurationError(f"unknown environment variable {variable}; did you mean {misspelt[known]}?")
     return given
 
 
 def _read_flags(command: "Command", arguments: Sequence[str]) -> dict[str, _Given]:
     parser = _make_parser(command)
     namespace, rest = parser.parse_known_intermixed_args(arguments)
+    _take_argument_from_lists(command, namespace)
     unknown = [word.partition("=")[0] for word in rest if word.startswith("-")]
     see_help = f"; see chairlift {command.name} --help"
     if unknown:
@@ -159,6 +168,14 @@ def _read_flags(command: "Command", arguments: Sequence[str]) -> dict[str, _Give
     }
 
 
+def _take_argument_from_lists(command: "Command", namespace: argparse.Namespace) -> None:
+    """Moves the last of several words that follow a list's flag to the argument, if that is given nowhere else."""
+    texts: dict[str, Any] = vars(namespace)
+    longest = texts.pop(_LONGEST, None)
+    if longest and command.positional is not None and command.positional not in texts and texts["argument"] is None:
+        texts["argument"] = texts[longest].pop()
+
+
 def _given(command: "Command", setting: str, texts: Sequence[str], source: str) -> _Given:
     """Splits the values of list and tuple settings at commas."""
     parts = [part.strip() for part in ",".join(texts).split(",")]
@@ -166,6 +183,42 @@ def _given(command: "Command", setting: str, texts: Sequence[str], source: str) 
 
 
 # Help
+
+
+class _Once(argparse.Action):
+    """Stores a value, and refuses a second one: the user may not know which of them counts."""
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _option: str | None = None
+    ) -> None:
+        _refuse_second(namespace, self.dest)
+        setattr(namespace, self.dest, values)
+
+
+class _SwitchOnce(argparse.BooleanOptionalAction):
+    """The same for a flag that is on or off."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        _refuse_second(namespace, self.dest)
+        super().__call__(parser, namespace, values, option)
+
+
+class _Extend(argparse.Action):
+    """Adds one or more words to a list."""
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values])
+        if len(values) > 1:
+            setattr(namespace, _LONGEST, self.dest)
+
+
+def _refuse_second(namespace: argparse.Namespace, setting: str) -> None:
+    if hasattr(namespace, setting):
+        raise ConfigurationError(f"{_flag(setting)} is given twice; leave one of them out")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -219,11 +272,11 @@ def _add_flag(group: Any, name: str, info: FieldInfo) -> argparse.Action:
     is_shown = not info.is_required() and default is not None and default is not False and default != []
     shown = "on" if default is True else f"{default:g}" if isinstance(default, float) else default
     text = f"{info.description}{f' (default: {shown})' if is_shown else ''}".replace("%", "%%")
-    kind: dict[str, Any] = {"metavar": _metavar(info.annotation)}
+    kind: dict[str, Any] = {"metavar": _metavar(info.annotation), "action": _Once}
     if bool in _kinds(info.annotation):
-        kind = {"action": argparse.BooleanOptionalAction}
+        kind = {"action": _SwitchOnce}
     elif get_origin(info.annotation) is list:
-        kind["action"] = "append"
+        kind |= {"action": _Extend, "nargs": "+"}
     short = info.json_schema_extra.get("flag") if isinstance(info.json_schema_extra, dict) else None
     names = [_flag(name), *([str(short)] if short else [])]
     action: argparse.Action = group.add_argument(*names, help=text, **kind)

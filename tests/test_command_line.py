@@ -44,6 +44,7 @@ def help_of(command: str, capsys: Printed, flag: str = "--help") -> str:
     return capsys.readouterr().out
 
 
+SIZE = "a number of bytes, such as 512MiB or 8GB"
 DTYPES = "float32, bfloat16, float16 or auto"
 
 
@@ -69,6 +70,18 @@ DTYPES = "float32, bfloat16, float16 or auto"
         (["serve", "--dtype", "flot32"], f"--dtype must be {DTYPES}, not 'flot32'; did you mean float32?"),
         (["serve", "a", "b"], "unexpected argument 'b'; see chairlift serve --help"),
         (["serve", "a", "--model", "b"], "both 'a' and --model are given; leave one of them out"),
+        (["serve", "--port", "1", "--dtype", "float32", "--port=2"], "--port is given twice; leave one of them out"),
+        (
+            ["serve", "-tp", "1", "--tensor-parallel-size", "2"],
+            "--tensor-parallel-size is given twice; leave one of them out",
+        ),
+        (
+            ["serve", "--share-prefixes", "--no-share-prefixes"],
+            "--share-prefixes is given twice; leave one of them out",
+        ),
+        (["serve", "--kv-cache-memory-bytes", "8XB"], f"--kv-cache-memory-bytes must be {SIZE} or auto, not '8XB'"),
+        (["serve", "--max-body-bytes", "8Gi"], f"--max-body-bytes must be {SIZE}, not '8Gi'"),
+        (["serve", "--max-body-bytes", "0.1"], "--max-body-bytes must be at least 1, not '0.1'"),
         (["generate"], "PROMPT is missing"),
         (["generate", "--raw=1", "a"], "--raw: ignored explicit argument '1'"),
         (["bench", "--ramp", "1"], "--ramp must be X,X, not '1'"),
@@ -106,6 +119,32 @@ def test_flags_become_settings_and_the_rest_keeps_its_defaults() -> None:
     assert (answer.prompt, answer.max_tokens, answer.raw) == ("-5 + 7?", 5, False)
 
 
+@pytest.mark.parametrize(
+    ("written", "num_bytes"), [("8GB", 8_000_000_000), ("1.5 gib", 1_610_612_736), ("8 G", 8_000_000_000), ("77", 77)]
+)
+def test_sizes_have_units(written: str, num_bytes: int) -> None:
+    engine, server = serve_settings("--kv-cache-memory-bytes", written, "--max-body-bytes", written)
+    assert (engine.kv_cache_memory_bytes, server.max_body_bytes) == (num_bytes, num_bytes)
+    assert EngineConfig(kv_cache_memory_bytes=written).kv_cache_memory_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "names"),
+    [
+        (["m", "--served-model-name", "a", "b"], "m", ["a", "b"]),
+        (["--model", "m", "--served-model-name", "a", "b"], "m", ["a", "b"]),
+        (["--served-model-name", "a", "m"], "m", ["a"]),  # the last word names the model if nothing else does
+        (["--served-model-name", "a", "m", "--port", "1"], "m", ["a"]),
+        (["--served-model-name=a", "m"], "m", ["a"]),
+        (["--served-model-name", "a", "--served-model-name", "b,c", "--", "m"], "m", ["a", "b", "c"]),
+        (["--served-model-name", "a"], "bundled", ["a"]),
+    ],
+)
+def test_a_list_takes_several_words_beside_the_model(flags: list[str], model: str, names: list[str]) -> None:
+    engine, server = serve_settings(*flags)
+    assert (engine.model, server.served_model_name) == (model, names)
+
+
 def test_variables_are_settings_that_flags_override(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"MAX_BATCH_SIZE": "16", "ENABLE_PREFIX_CACHING": "false", "DTYPE": "float16"}
     given = {f"CHAIRLIFT_SERVE__{name}": value for name, value in variables.items()}
@@ -129,6 +168,23 @@ def test_a_wrong_variable_is_named_and_no_obstacle_to_help(monkeypatch: pytest.M
                 serve_settings()
             assert str(caught.value) == line
             assert help_of("serve", capsys).startswith("usage: chairlift serve [MODEL] [flags]")
+
+
+def test_a_variable_with_one_underscore_or_two_spellings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = "CHAIRLIFT_SERVE__PORT"
+    for names, line in [
+        (["CHAIRLIFT_SERVE_PORT"], f"unknown environment variable CHAIRLIFT_SERVE_PORT; did you mean {port}?"),
+        ([port, port.lower()], f"{port} and {port.lower()} are the same; unset one of them"),
+    ]:
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.setenv(name, "9000")
+            with pytest.raises(ConfigurationError) as caught:
+                serve_settings()
+            assert str(caught.value) == line
+    # Kubernetes sets this where a service is called chairlift-serve.
+    monkeypatch.setenv("CHAIRLIFT_SERVE_PORT", "tcp://10.0.0.1:80")
+    assert serve_settings()[1].port == 8000
 
 
 @pytest.mark.parametrize("name", COMMANDS)

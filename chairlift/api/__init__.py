@@ -7,9 +7,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 from chairlift.api.tools import ReasoningFamily, ToolFamily
+from chairlift.config import Size
 
 KEYS_VARIABLE = "CHAIRLIFT_API_KEY"
 """The environment variable that holds API keys, separated by commas."""
@@ -22,6 +23,11 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
+def _as_list(given: object) -> object:
+    return [given] if isinstance(given, str) else given
+
+
+Name = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Timeout = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
@@ -36,7 +42,11 @@ class ServerConfig(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     ssl_certfile: Path | None = Field(None, description="certificate, and its chain, for https; a PEM file")
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key; a PEM file without a password")
-    served_model_name: str | None = Field(None, description="the model's name for clients, if not that of --model")
+    served_model_name: Annotated[list[Name], BeforeValidator(_as_list)] = Field(
+        [],
+        description="the model's name for clients, if not that of --model; of several names each is served, and replies"
+        " have the first",
+    )
     tool_call_parser: ToolFamily | None = Field(
         None, description="how the model writes tool calls; unset: as its chat template says"
     )
@@ -82,7 +92,7 @@ class ServerConfig(BaseModel):
     )
 
     # Limits on what clients send, and timeouts
-    max_body_bytes: int = Field(10 * 2**20, ge=1, description="largest request body; more is refused")
+    max_body_bytes: Size = Field(10 * 2**20, description="largest request body (as in 20MiB); more is refused")
     client_timeout: Timeout = Field(
         60.0,
         description="seconds that a client may take: for a TLS handshake and the first headers, for the headers of each"

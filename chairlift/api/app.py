@@ -79,9 +79,10 @@ class Api:
     ) -> None:
         """`shared` None: it is the only server. `ConfigurationError` if keys or origins are wrong."""
         self._llm = llm
-        self._model_name = config.served_model_name or llm.config.model
-        root, max_len = llm.config.model, llm.config.max_seq_len
-        self._card = ModelCard(id=self._model_name, created=int(time.time()), root=root, max_model_len=max_len)
+        root, max_len, created = llm.config.model, llm.config.max_seq_len, int(time.time())
+        names = dict.fromkeys(config.served_model_name or [root])
+        self._cards = {name: ModelCard(id=name, created=created, root=root, max_model_len=max_len) for name in names}
+        self._model_name = next(iter(names))
         self._shared = shared or SharedState.alone(llm, config)
         self.keys = KeyRing(self._shared.keys, config.share_prefixes, _OPEN_PATHS)
         self.cors = Cors(config.allowed_origin, config.allowed_host)
@@ -161,11 +162,12 @@ class Api:
         return _json(DeletedResponse(id=response_id))
 
     async def models(self, _: web.Request) -> web.Response:
-        return _json(ModelList(data=[self._card]))
+        return _json(ModelList(data=list(self._cards.values())))
 
     async def model(self, request: web.Request) -> web.Response:
-        self._check_model(request.match_info["model"])
-        return _json(self._card)
+        name = request.match_info["model"]
+        self._check_model(name)
+        return _json(self._cards[name])
 
     async def health(self, _: web.Request | None = None) -> web.Response:
         """200 while the engine's thread answers and new requests are served, else 503."""
@@ -237,8 +239,9 @@ class Api:
 
     def _check_model(self, name: str | None) -> None:
         """`ModelNotFound` for another model's name. None stands for the served model."""
-        if name not in (None, self._model_name):
-            raise ModelNotFound(f"there is no model {name!r} here, only {self._model_name!r}", "model")
+        if name is not None and name not in self._cards:
+            known = " or ".join(map(repr, self._cards))
+            raise ModelNotFound(f"there is no model {name!r} here, only {known}", "model")
 
     @web.middleware
     async def _count_active(self, request: web.Request, handler: Handler) -> web.StreamResponse:

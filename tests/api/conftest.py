@@ -56,7 +56,8 @@ class Server:
 async def serving(config: ServerConfig = ServerConfig(), **engine: Any) -> AsyncIterator[Server]:  # noqa: B008 - frozen
     """The production server in this event loop, on the bundled model with four slots unless told otherwise."""
     llm = AsyncLLM(**{**ENGINE, **engine})
-    config = config.model_copy(update={"port": 0, "served_model_name": "bundled"})
+    names = config.served_model_name or ["bundled"]
+    config = config.model_copy(update={"port": 0, "served_model_name": names})
     api = Api(llm, config)
     runner = make_runner(api)
     with Listener(config) as listener:

@@ -90,7 +90,7 @@ def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) 
     if not isinstance(model, ModelConfig):
         return f"it runs the families that have a wiring of their own, and {model.architecture} has none"
     try:
-        load_library()
+        load_library(None)
     except CpuKernelsUnavailable as error:
         return str(error)
     return None

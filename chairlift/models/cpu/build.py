@@ -110,8 +110,8 @@ def instruction_sets(machine: str) -> tuple[InstructionSet, ...]:
 
 
 @functools.cache
-def load_library(isa: str | None = None) -> ctypes.CDLL:
-    """The compiled kernels, of the best instruction set this machine has or the one named.
+def load_library(isa: str | None) -> ctypes.CDLL:
+    """The compiled kernels, of the best instruction set this machine has (None) or the one named.
 
     CpuKernelsUnavailable if this machine lacks the named set, or if compiling fails, as without a compiler.
     """

@@ -71,7 +71,7 @@ def library() -> Path:
     """The file of one that was compiled before."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
-    load_library()
+    load_library(None)
     (best, *_) = usable_instruction_sets()
     (found,) = (each for each in build.instruction_sets(platform.machine()) if each.name == best)
     return build.cache_directory() / build.file_name(found)
@@ -94,13 +94,13 @@ def copying(library: Path, cache: Cache) -> Cache:
 
 
 def test_a_library_is_compiled_once_and_kept_under_its_instruction_set(copying: Cache) -> None:
-    build.load_library()
+    build.load_library(None)
     assert copying.library.name.startswith(f"kernels-{usable_instruction_sets()[0]}-")
-    build.load_library()
+    build.load_library(None)
     assert len(copying.calls) == 1
     copying.patch.setenv("CXX", "no-such-compiler")
     copying.patch.setenv("PATH", "")
-    build.load_library()
+    build.load_library(None)
     assert len(copying.names) == 1
 
 
@@ -114,7 +114,7 @@ def test_a_library_shows_its_c_interface_alone(library: Path) -> None:
 
 def test_every_instruction_set_has_a_library_of_its_own_and_the_environment_names_one(copying: Cache) -> None:
     copying.patch.setenv("CHAIRLIFT_CPU_LEVEL", "plain")
-    build.load_library()
+    build.load_library(None)
     assert copying.library.name.startswith("kernels-plain-")
     usable = usable_instruction_sets()
     for isa in usable:
@@ -170,18 +170,18 @@ def test_a_mac_says_what_its_chip_has(facts: list[str], levels: list[str], monke
 
 
 def test_other_sources_or_flags_make_another_library(copying: Cache) -> None:
-    build.load_library()
+    build.load_library(None)
     before = copying.library
     sources = shutil.copytree(build._SOURCES, copying.around / "csrc")
     copying.patch.setattr(build, "_SOURCES", sources)
-    build.load_library()
+    build.load_library(None)
     assert copying.library == before
     with (sources / "team.h").open("a") as header:
         header.write("// changed\n")
-    build.load_library()
+    build.load_library(None)
     assert (len(copying.names), len(copying.calls)) == (2, 2)
     copying.patch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
-    build.load_library()
+    build.load_library(None)
     assert (len(copying.names), len(copying.calls)) == (3, 3)
     assert ["-DX" in call for call in copying.calls] == [False, False, True]
     assert before.exists()
@@ -237,7 +237,7 @@ def test_the_users_cache_directory_is_taken_if_none_is_named(monkeypatch: pytest
 
 @pytest.mark.parametrize("damage", ["cut off", "cut off a little", "changed", "empty", "of before", "a link"])
 def test_a_damaged_library_is_compiled_anew(copying: Cache, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    build.load_library()
+    build.load_library(None)
     path = copying.library
     content = path.read_bytes()
     compiled = content.partition(b"chairlift-sha256")[0]
@@ -249,7 +249,7 @@ def test_a_damaged_library_is_compiled_anew(copying: Cache, damage: str, caplog:
         cut, changed = {"cut off": content[:4096], "cut off a little": content[:-1]}, bytes([content[0] ^ 1])
         path.write_bytes({**cut, "changed": changed + content[1:], "empty": b"", "of before": compiled}[damage])
     for _ in range(2):
-        build.load_library()
+        build.load_library(None)
         assert len(copying.calls) == 2
     assert path.read_bytes().startswith(compiled)
     assert f"{path} " in caplog.text
@@ -275,11 +275,11 @@ def test_where_the_loader_takes_no_descriptor_a_copy_without_the_digest_is_loade
 
 
 def test_the_cache_directory_is_its_owners_alone(copying: Cache) -> None:
-    build.load_library()
+    build.load_library(None)
     assert copying.mode == 0o700
     for before in (0o755, 0o711, 0o750):
         copying.directory.chmod(before)
-        build.load_library()
+        build.load_library(None)
         assert copying.mode == 0o700
     assert len(copying.calls) == 1
 
@@ -297,7 +297,7 @@ def test_nothing_in_a_directory_that_others_can_write_to_is_run(cache: Cache, li
 
 
 def test_a_directory_of_another_user_is_refused(copying: Cache) -> None:
-    build.load_library()
+    build.load_library(None)
     owner = copying.directory.stat().st_uid
     copying.patch.setattr(build, "_ROOT", -1)
     copying.patch.setattr(os, "geteuid", lambda: owner + 1)
@@ -308,9 +308,9 @@ def test_a_directory_of_another_user_is_refused(copying: Cache) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_library_that_another_user_has_planted_is_not_run(copying: Cache) -> None:
-    build.load_library()
+    build.load_library(None)
     os.chown(copying.library, 12345, -1)
-    build.load_library()
+    build.load_library(None)
     assert (len(copying.calls), copying.library.stat().st_uid) == (2, os.geteuid())
 
 
@@ -326,11 +326,11 @@ def test_a_directory_that_is_a_link_or_cannot_be_made_is_refused(cache: Cache) -
 
 
 def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is_made(copying: Cache) -> None:
-    build.load_library()
+    build.load_library(None)
     used, cache = copying.library, copying.directory
     month_ago = time.time() - 31 * 24 * 3600
     os.utime(used, (month_ago, month_ago))
-    build.load_library()  # which is a use
+    build.load_library(None)  # which is a use
     old, recent, other = cache / "kernels-plain-0.so", cache / "kernels-plain-1.so", cache / "notes.txt"
     killed = cache / "compiling-x" / "kernels-plain-2.so"  # of a process that was killed meanwhile
     killed.parent.mkdir()
@@ -339,7 +339,7 @@ def test_libraries_that_were_not_used_for_long_are_removed_with_the_next_that_is
     for path in (old, other, killed.parent):
         os.utime(path, (month_ago, month_ago))
     copying.patch.setattr(build, "_COMPILE_FLAGS", (*build._COMPILE_FLAGS, "-DX"))
-    build.load_library()
+    build.load_library(None)
     assert [path.exists() for path in (old, killed.parent)] == [False, False]
     assert [path.exists() for path in (used, recent, other)] == [True, True, True]
     assert len(copying.calls) == 2
@@ -399,15 +399,15 @@ def test_the_openmp_runtime_is_found_beside_torch_under_a_name_with_a_digest(cop
     shutil.copy(torchs, own)
     copying.patch.setattr(torch, "__file__", str(copying.around / "torch" / "__init__.py"))
     copying.patch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
-    build.load_library()
+    build.load_library(None)
     assert str(own) in Path("/proc/self/maps").read_text()
     assert not any("-DCHAIRLIFT_OWN_THREADS" in call for call in copying.calls)
 
 
 def test_without_an_openmp_runtime_the_kernels_have_threads_of_their_own(copying: Cache) -> None:
-    build.load_library()
+    build.load_library(None)
     copying.patch.setattr(torch, "__file__", str(copying.around / "torch" / "__init__.py"))
     copying.patch.setattr(build, "_SYSTEM_OPENMP", "no-such-library.so")
-    build.load_library()
+    build.load_library(None)
     assert ["-DCHAIRLIFT_OWN_THREADS" in call for call in copying.calls] == [False, True]
     assert len(copying.names) == 2

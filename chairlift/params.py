@@ -29,6 +29,14 @@ def _as_list(value: object) -> object:
 
 String = Annotated[str, Field(min_length=1, max_length=1024)]
 Strings = Annotated[list[String], BeforeValidator(_as_list)]
+
+
+def _none_if_minus_one(value: object) -> object:
+    """Clients of other servers write -1 where they want no seed: vLLM, SGLang, llama.cpp and Ollama read it so."""
+    return None if type(value) is int and value == -1 else value
+
+
+Seed = Annotated[int | None, BeforeValidator(_none_if_minus_one)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
@@ -135,8 +143,11 @@ class SamplingParams(BaseModel):
         max_length=MAX_TOKENS_NAMED,
         description="token id -> number added to its logit, between -100 and 100",
     )
-    seed: int | None = Field(
-        None, ge=-MAX_SEED - 1, le=MAX_SEED, description="same seed, same tokens, whatever else is in the batch"
+    seed: Seed = Field(
+        None,
+        ge=-MAX_SEED - 1,
+        le=MAX_SEED,
+        description="same seed, same tokens, whatever else is in the batch; -1, as if left out: a new one each time",
     )
     stop: Strings = Field(
         default_factory=list, max_length=64, description="strings that end the text and are not part of it"

@@ -93,8 +93,15 @@ def test_values_on_the_bounds_are_taken() -> None:
         {"n": 128, "temperature": 0.0, "top_k": -1, "top_p": 1.0, "min_p": 1.0, "presence_penalty": -2.0},
         {"frequency_penalty": 2.0, "seed": 2**63 - 1, "logit_bias": {7: 100.0, 8: -100.0}},
         {"seed": -(2**63)},
+        {"seed": -2},
     ):
         assert SamplingParams.model_validate(bounds).model_dump(include=set(bounds)) == bounds
+
+
+@pytest.mark.parametrize("value", [-1, None])
+def test_a_seed_of_minus_one_is_none(value: int | None) -> None:
+    assert SamplingParams(seed=value) == SamplingParams()
+    assert SamplingParams(seed=value).seed is None
 
 
 def test_a_temperature_of_zero_is_greedy_and_the_length_is_open_unless_the_caller_names_it() -> None:

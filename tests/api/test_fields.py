@@ -1,5 +1,6 @@
 """Each field of a chat and of a completion: what it does to an answer or to how it is served beside others; tenants."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ HINTS |= {"prompt_cache_key": "d", "prompt_cache_retention": "24h", "prompt_cach
 IDLE: dict[str, Any] = {"modalities": ["text"], "reasoning_effort": "none", "tool_choice": "auto"}
 IDLE |= {"response_format": {"type": "text"}}
 IDLE |= {"prediction": {"type": "content", "content": "41"}, "chat_template_kwargs": {"mood": "good"}}
+
+
+ITEM_ID = re.compile("msg_[0-9a-f]+")
 
 
 # --- fields without an effect
@@ -115,6 +119,24 @@ async def test_a_seed_repeats_an_answer_and_choices_differ(server: Server) -> No
     assert len({choice["message"]["content"] for choice in first["choices"]}) == 4
     other = await post(server, CHAT, {**body, "seed": 12})
     assert other["choices"][0] != first["choices"][0]
+
+
+STORIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": user("Tell me a story."), "max_tokens": 60},
+    COMPLETIONS: {"prompt": "Once upon a time", "max_tokens": 60},
+    "/v1/responses": {"input": "Tell me a story.", "max_output_tokens": 60},
+    "/v1/messages": {"messages": user("Tell me a story."), "max_tokens": 60},
+}
+
+
+@pytest.mark.parametrize("path", STORIES)
+async def test_a_seed_of_minus_one_asks_for_none(server: Server, path: str) -> None:
+    """As in vLLM, SGLang, llama.cpp and Ollama; any other negative number is a seed."""
+    for seed, num_different in ((-1, 2), (-2, 1)):
+        body = {**STORIES[path], "temperature": 1.0, "seed": seed}
+        replies = [await post(server, path, body) for _ in range(2)]
+        parts = (reply.get("choices") or reply.get("output") or reply["content"] for reply in replies)
+        assert len({ITEM_ID.sub("", str(part)) for part in parts}) == num_different
 
 
 async def test_every_way_of_writing_a_message_counts_the_same(server: Server) -> None:

@@ -151,6 +151,12 @@ def test_each_choice_has_a_seed_of_its_own_the_first_that_asked_for(inputs: Inpu
     assert seed in (None, seeds[0])
 
 
+def test_minus_one_asks_for_a_new_seed_each_time(inputs: InputProcessor) -> None:
+    first, second = (seeds_of(inputs, SamplingParams(seed=-1)) for _ in range(2))
+    assert first != second
+    assert [-1] not in (first, second)
+
+
 def test_no_two_sequences_share_an_id_even_if_the_callers_ids_are_alike(inputs: InputProcessor) -> None:
     generations = [inputs.prepare(name, "x", SamplingParams(n=3)) for name in ("r", "r", "r-0", "r-0-0", "r-1", "")]
     assert [generation.request_id for generation in generations] == ["r", "r", "r-0", "r-0-0", "r-1", ""]

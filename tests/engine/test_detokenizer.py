@@ -161,6 +161,25 @@ def test_the_bytes_of_a_texts_tokens_are_the_text(tmp_path: Path, make: Callable
     assert spelled.removeprefix(b" ") == text.encode()  # Llama 2 writes a space before the first word
 
 
+@pytest.mark.parametrize("make", ALL)
+def test_a_tokens_text_is_what_it_adds_to_a_text(tmp_path: Path, make: Callable[[Path], Tokenizer]) -> None:
+    """Decoded alone, a token of SentencePiece would lose the space at its beginning."""
+    tokenizer = make(tmp_path)
+    vocabulary = vocabulary_of(tokenizer)
+    prompt = tokenizer.encode("the hill")
+    assert "".join(map(tokenizer.token_text, prompt)).removeprefix(" ") == "the hill"
+    for token in range(tokenizer.backend.get_vocab_size()):
+        assert tokenizer.token_text(token) == vocabulary.token_bytes(token).decode(errors="replace")
+        added = tokenizer.decode([*prompt, token], skip_special_tokens=False)
+        assert added == "the hill" + tokenizer.token_text(token)
+
+
+def test_a_tokens_text_is_its_name_if_it_is_special_and_empty_if_it_is_unknown(llama2_like: Tokenizer) -> None:
+    ids = ids_of(llama2_like, "▁the", "▁▁", "lift", "<s>", "<0xE6>", "<0x41>")
+    assert [llama2_like.token_text(token) for token in ids] == [" the", "  ", "lift", "<s>", HALF, "A"]
+    assert llama2_like.token_text(10_000) == ""
+
+
 def test_the_bundled_models_tokens_are_bytes_and_names() -> None:
     """Also the byte 0xFF, which no UTF-8 holds: a prompt of token ids may, and the likeliest tokens may."""
     vocabulary = vocabulary_of(Tokenizer(find_model("bundled")), 261)

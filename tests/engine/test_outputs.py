@@ -153,12 +153,12 @@ def test_events_find_their_generation_among_several_and_are_dropped_once_it_is_c
 def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(
     byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named: list[int] = []
+    decoded: list[Sequence[int]] = []
     decode = Tokenizer.decode
 
     def counting(self: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if not skip_special_tokens:
-            named.extend(token_ids)
+            decoded.append(token_ids)
         return decode(self, token_ids, skip_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "decode", counting)
@@ -168,7 +168,7 @@ def test_a_tokens_text_is_decoded_once_however_often_it_is_scored(
     (output,) = follower.outputs
     assert output.logprobs is not None
     assert [each.decoded_token for each in output.logprobs[-1].values()] == ["x", "y"]
-    assert len(named) <= 2
+    assert decoded[1:] == [[97, ord("x")], [97, ord("y")]]  # each after the same text
 
 
 # --- watchers

@@ -4,18 +4,16 @@ from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from uuid import uuid4
 
 from chairlift.api.replies import BLANK, Reply, TextEvent
+from chairlift.api.replies.scores import ScoredPosition, scored
 from chairlift.api.tools import AnswerReader
 from chairlift.api.tools.text import CallPiece, Piece
 from chairlift.api.wire import NamedEvent
-from chairlift.api.wire.completions import PromptLogprob, PromptLogprobs, WireFinishReason
+from chairlift.api.wire.completions import WireFinishReason
 from chairlift.engine.text.vocabulary import Vocabulary
-from chairlift.params import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
-
-# --- pieces
+from chairlift.params import CompletionOutput, FinishReason, RequestOutput
 
 NewReader = Callable[[], AnswerReader]
 """Makes the reader of a choice, which knows how calls and thoughts are written in it."""
@@ -126,39 +124,6 @@ class ConversationReply(Reply):
         """Events that end the open part, if there is one."""
 
 
-# --- tokens
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token, or an alternative to it."""
-
-    spelling: bytes
-    logprob: float | None  # None: the first token of a prompt has none
-
-    @property
-    def text(self) -> str:
-        """The text, with replacement characters where the bytes are not whole characters."""
-        return self.spelling.decode(errors="replace")
-
-    def as_fields(self) -> dict[str, Any]:
-        """As chat completions and responses write it."""
-        return {"token": self.text, "logprob": self.logprob, "bytes": list(self.spelling)}
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredPosition:
-    """The token at one position and the likeliest ones there; `offset` is where its text begins, in characters."""
-
-    token: ScoredToken
-    top: list[ScoredToken]
-    offset: int
-
-    def as_fields(self) -> dict[str, Any]:
-        """As chat completions and responses write it."""
-        return {**self.token.as_fields(), "top_logprobs": [each.as_fields() for each in self.top]}
-
-
 @dataclass(slots=True)
 class News:
     """What is new in a choice."""
@@ -208,47 +173,6 @@ class ChoiceProgress:
         if choice.logprobs is None or choice.text_offsets is None:
             return []
         return [
-            _scored(choice.logprobs[i], self._num_top, min(choice.text_offsets[i], len(choice.text)), self._vocabulary)
+            scored(choice.logprobs[i], self._num_top, min(choice.text_offsets[i], len(choice.text)), self._vocabulary)
             for i in range(start, end)
         ]
-
-
-def prompt_logprobs(output: RequestOutput, num_top: int | None) -> PromptLogprobs | None:
-    """A prompt's scores by token id, if that was asked for."""
-    if num_top is None:
-        return None
-    return [None if position is None else _told(position, num_top) for position in output.prompt_logprobs or []]
-
-
-def _told(position: TokenLogprobs, num_top: int) -> dict[int, PromptLogprob]:
-    own = next(iter(position))
-    return {
-        token: PromptLogprob(logprob=each.logprob, rank=each.rank, decoded_token=each.decoded_token)
-        for token, each in position.items()
-        if token == own or each.rank <= num_top
-    }
-
-
-def scored_prompt(output: RequestOutput, text: str, num_top: int, vocabulary: Vocabulary) -> list[ScoredPosition]:
-    """A prompt's positions, if they were scored. Special tokens that its text omits have no length in it."""
-    positions: list[ScoredPosition] = []
-    num_bytes, encoded = 0, text.encode()
-    for token, logprobs in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=False):
-        offset = len(encoded[:num_bytes].decode(errors="ignore"))
-        if logprobs is None:
-            positions.append(ScoredPosition(ScoredToken(vocabulary.token_bytes(token), None), [], offset))
-        else:
-            positions.append(_scored(logprobs, num_top, offset, vocabulary))
-        spelling = positions[-1].token.spelling
-        for shown in (spelling, spelling.lstrip(b" ")):  # some tokenizers put a space before the first word
-            if encoded.startswith(shown, num_bytes):
-                num_bytes += len(shown)
-                break
-    return positions
-
-
-def _scored(logprobs: TokenLogprobs, num_top: int, offset: int, vocabulary: Vocabulary) -> ScoredPosition:
-    """The token at the position comes first in `logprobs`."""
-    tokens = {token: ScoredToken(vocabulary.token_bytes(token), each.logprob) for token, each in logprobs.items()}
-    ranked = sorted((each.rank, token) for token, each in logprobs.items() if each.rank <= num_top)
-    return ScoredPosition(next(iter(tokens.values())), [tokens[token] for _, token in ranked], offset)

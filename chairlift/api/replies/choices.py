@@ -16,10 +16,8 @@ from chairlift.api.replies.answer import (
     NewReader,
     News,
     Part,
-    ScoredPosition,
-    prompt_logprobs,
-    scored_prompt,
 )
+from chairlift.api.replies.scores import ScoredPosition, four_lists, prompt_logprobs, scored_prompt
 from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.wire import ErrorBody, ErrorDetail, Usage
 from chairlift.api.wire import completions as wire
@@ -278,7 +276,7 @@ class CompletionReply(_ChoicesReply):
         return wire.CompletionChoice(
             index=self._number(index, choice),
             text=echo.text + news.text if is_first else news.text,
-            logprobs=_four_lists(echo.positions + positions if is_first else positions)
+            logprobs=four_lists(echo.positions + positions if is_first else positions)
             if self._num_logprobs is not None
             else None,
             finish_reason=news.finish_reason,
@@ -294,20 +292,3 @@ class CompletionReply(_ChoicesReply):
         if text is None or self._is_truncated:
             text = self._inputs.tokenizer.decode(output.prompt_token_ids)
         return _Echo(text, scored_prompt(output, text, self._num_logprobs or 0, self._inputs.vocabulary))
-
-
-def _four_lists(positions: list[ScoredPosition]) -> wire.CompletionLogprobs:
-    return wire.CompletionLogprobs(
-        text_offset=[each.offset for each in positions],
-        token_logprobs=[each.token.logprob for each in positions],
-        tokens=[each.token.text for each in positions],
-        top_logprobs=[_likeliest(each) for each in positions],
-    )
-
-
-def _likeliest(position: ScoredPosition) -> dict[str, float] | None:
-    """The likeliest tokens, and the sampled one if it is not among them."""
-    if position.token.logprob is None:
-        return None
-    tokens = position.top if position.token in position.top else [*position.top, position.token]
-    return {token.text: token.logprob for token in tokens if token.logprob is not None}

@@ -15,7 +15,8 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 
 from chairlift.api.replies import event
-from chairlift.api.replies.answer import ConversationReply, NewReader, Part, ScoredPosition
+from chairlift.api.replies.answer import ConversationReply, NewReader, Part
+from chairlift.api.replies.scores import ScoredPosition
 from chairlift.api.tools.text import CallPiece, ContentPiece, Piece, ReasoningPiece
 from chairlift.api.wire import ErrorDetail, Usage
 from chairlift.api.wire import response_object as wire

@@ -110,8 +110,10 @@ class CompletionLogprobs(BaseModel):
 
     text_offset: list[int] = Field(description="where the token's text begins, in characters")
     token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    tokens: list[str] = Field(description='texts; "bytes:\\xe6" where the bytes are no whole character')
+    top_logprobs: list[dict[str, float] | None] = Field(
+        description="by text, as in tokens; of several with one text, less likely ones by bytes or as token_id:7"
+    )
 
 
 class CompletionChoice(Choice):

@@ -137,10 +137,23 @@ class Tokenizer:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token, or a special token's name. Cached: there are no more than the vocabulary has."""
+        """The text that a token adds to a text before it, or a special token's name: " the" also for SentencePiece's.
+
+        Decoded alone, it would lose a space at its beginning. Cached: there are no more than the vocabulary has.
+        """
         if token_id not in self._token_texts:
-            self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            before, start = self._before
+            text = self.decode([*before, token_id], skip_special_tokens=False)
+            if not text.startswith(start):
+                start, text = "", self.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text[len(start) :]
         return self._token_texts[token_id]
+
+    @cached_property
+    def _before(self) -> tuple[list[int], str]:
+        """Some text that a token can follow, and its decoding."""
+        ids = self.backend.encode("a", add_special_tokens=False).ids[-1:]
+        return ids, self.decode(ids, skip_special_tokens=False)
 
     def is_written(self, token_id: int) -> bool:
         """Whether the token can appear in decoded text; special and unknown ones cannot, and do not affect it."""

@@ -56,7 +56,7 @@ class Vocabulary:
         """The bytes that the token adds to a text; for a special token, its name."""
         loaded = self.load()
         if loaded is None:
-            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+            return self._tokenizer.token_text(token_id).encode()
         spelling: bytes = loaded.decode_bytes([token_id])
         # llguidance marks special tokens with the byte 255, so it loses the token that is this byte.
         if not spelling and self._tokenizer.backend.id_to_token(token_id) in _BYTE_255:

@@ -163,25 +163,6 @@ def test_no_two_sequences_share_an_id_even_if_the_callers_ids_are_alike(inputs: 
     assert len({request.request_id for generation in generations for request in generation.requests}) == 18
 
 
-@pytest.mark.parametrize(
-    ("generation", "model", "expected"),
-    [
-        ({"eos_token_id": 7}, {"eos_token_id": 9}, {7}),
-        ({"eos_token_id": [7, 8]}, {}, {7, 8}),
-        ({"eos_token_id": 0}, {"eos_token_id": 9}, {0}),
-        ({}, {"eos_token_id": 9}, {9}),
-        (None, {"eos_token_id": [9, 10]}, {9, 10}),
-        (None, {}, {END_TOKEN}),
-        ({"eos_token_id": None}, {"eos_token_id": None}, {END_TOKEN}),
-    ],
-)
-def test_end_tokens_come_from_the_first_file_that_names_any(
-    tmp_path: Path, generation: dict[str, Any] | None, model: dict[str, Any], expected: set[int]
-) -> None:
-    (request,) = make_inputs(tmp_path, generation, model).prepare("r", "x", SamplingParams()).requests
-    assert request.eos_token_ids == expected
-
-
 NAMED_TEMPLATES = {"default": "plain {{ messages[0].content }}", "tool_use": "with {{ tools | length }} tools"}
 
 
@@ -228,10 +209,10 @@ def test_the_generation_config_can_be_left_out_of_account_but_for_end_tokens(tmp
     inputs = make_inputs(tmp_path, fields, generation_config=GenerationDefaults.NONE)
     assert inputs.default_params == make_inputs(tmp_path / "bare").default_params == SamplingParams()
     (request,) = inputs.prepare("r", [1] * 10, inputs.default_chat_params).requests
-    assert (request.max_tokens, set(request.eos_token_ids)) == (54, {9, 10})
+    assert (request.max_tokens, set(request.eos_token_ids)) == (54, {9, 10, END_TOKEN})
 
 
-BROKEN_FIELDS = ['{"max_new_tokens": 0}', '{"temperature": -1}', '{"top_p": "high"}', '{"eos_token_id": "end"}']
+BROKEN_FIELDS = ['{"max_new_tokens": 0}', '{"temperature": -1}', '{"top_p": "high"}']
 
 
 @pytest.mark.parametrize("broken", ["{", "[1, 2]", '"text"', *BROKEN_FIELDS])

@@ -111,20 +111,18 @@ def test_extreme_parameters_are_refused_or_give_tokens(llm: LLM, fields: dict[st
     assert_idle(llm)
 
 
-NO_ENDS = [(eos, [True] * 4) for eos in (VOCAB_SIZE, 100_000, -1)]
-
-
-@pytest.mark.parametrize(("eos", "are_ends"), [*NO_ENDS, ([100_000, END_TOKEN], [False, False, True])])
-def test_an_end_token_that_the_model_does_not_have_is_none_and_one_beside_it_still_counts(
-    tiny: str, tmp_path: Path, eos: int | list[int], are_ends: list[bool]
-) -> None:
+@pytest.mark.parametrize("eos", [VOCAB_SIZE, 100_000, -1, [], None, [100_000, END_TOKEN]])
+def test_answers_end_at_the_tokenizers_end_token_whatever_a_file_says(tiny: str, tmp_path: Path, eos: Any) -> None:
     shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    for name in ("generation_config.json", "config.json"):
+        path = tmp_path / name
+        given = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps({**given, "eos_token_id": eos}))
     eager = SamplingParams(temperature=0.0, min_tokens=2, max_tokens=4, logit_bias={END_TOKEN: 100.0})
     with make_llm(str(tmp_path)) as llm:
         (tokens,) = tokens_of(llm.generate("hi", eager))
         assert_idle(llm)
-    assert [token == END_TOKEN for token in tokens] == are_ends
+    assert [token == END_TOKEN for token in tokens] == [False, False, True]
 
 
 def test_several_threads_take_turns(llm: LLM) -> None:

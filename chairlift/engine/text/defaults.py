@@ -1,55 +1,47 @@
-"""How a checkpoint's answers are sampled and where they end, as its own files specify it."""
+"""How a checkpoint's answers are sampled, as its own files specify it."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, ValidationError
 
 from chairlift.errors import CheckpointError
 from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING
 from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
-from chairlift.models.gguf.families import end_tokens, sampling_of
+from chairlift.models.gguf.families import sampling_of
 from chairlift.params import SamplingParams
 
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class CheckpointDefaults(BaseModel):
-    """How a checkpoint's answers are sampled and where they end, as far as the checkpoint specifies it."""
+    """How a checkpoint's answers are sampled, as far as the checkpoint specifies it."""
 
     model_config = ConfigDict(strict=True)
 
-    eos_token_id: Annotated[list[int], BeforeValidator(lambda eos: eos if isinstance(eos, list) else [eos])] | None
-    max_new_tokens: PositiveInt | None  # for requests without a limit
-    params: SamplingParams
+    max_new_tokens: PositiveInt | None = None  # for requests without a limit
+    params: SamplingParams = SamplingParams()
 
     @classmethod
-    def read(cls, model: str, path: Path, wants_all: bool) -> Self:
-        """Reads generation_config.json, or a GGUF file's equivalent; `wants_all` false: only the end tokens.
-
-        The end tokens may be in config.json instead. CheckpointError if a value is wrong.
-        """
+    def read(cls, model: str, path: Path) -> Self:
+        """Reads generation_config.json, or a GGUF file's equivalent. CheckpointError if a value is wrong."""
         if path.suffix == GGUF_SUFFIX:
-            file = open_gguf(path)
-            given = {"eos_token_id": end_tokens(file), **(SMOLLM2_SAMPLING if model == SMOLLM2 else sampling_of(file))}
+            given = SMOLLM2_SAMPLING if model == SMOLLM2 else sampling_of(open_gguf(path))
         else:
-            given = _read_json(path / "generation_config.json")
-        eos = given.get("eos_token_id")
-        eos = _read_json(path / "config.json").get("eos_token_id") if eos is None else eos
-        given = given if wants_all else {}
+            given = read_json(path / "generation_config.json")
         fields = {name: given[name] for name in _SAMPLING_FIELDS if given.get(name) is not None}
         if given.get("do_sample") is False:  # an explicit false means greedy
             fields["temperature"] = 0.0
         try:
             params = SamplingParams(**fields)
-            return cls(eos_token_id=eos, max_new_tokens=given.get("max_new_tokens"), params=params)
+            return cls(max_new_tokens=given.get("max_new_tokens"), params=params)
         except ValidationError as error:
             first = error.errors()[0]
-            where = f"{path / 'generation_config.json'} (or config.json): {first['loc'][0]}"
+            where = f"{path / 'generation_config.json'}: {first['loc'][0]}"
             raise CheckpointError(f"{where}: {first['msg']}, not {first['input']!r}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is no file."""
     try:
         return TypeAdapter(dict[str, Any]).validate_json(path.read_bytes()) if path.is_file() else {}

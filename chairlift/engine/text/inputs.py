@@ -16,6 +16,7 @@ from chairlift.config import GenerationDefaults, ResolvedConfig
 from chairlift.engine.sampling.token_rules import PatternWatch, RuleFilter, TokenRules, compile_rules
 from chairlift.engine.text.defaults import CheckpointDefaults
 from chairlift.engine.text.detokenizer import StopStrings
+from chairlift.engine.text.end_tokens import find_end_tokens
 from chairlift.engine.text.grammar import GrammarCompiler, Thinking
 from chairlift.engine.text.special_tokens import strings_in
 from chairlift.engine.text.tokenizer import ChatOptions, Message, Tokenizer, too_long
@@ -109,10 +110,9 @@ class InputProcessor:
         self._serials = count()
         self._prepared: tuple[_PreparedParams, ...] = ()  # the last few
         self._seeds = random.Random(config.seed + (seed_stream << 64))
-        defaults = CheckpointDefaults.read(config.model, path, config.generation_config is GenerationDefaults.AUTO)
-        eos = [self.tokenizer.eos_token_id] if defaults.eos_token_id is None else defaults.eos_token_id
-        # A tokenizer may have more tokens than the model has rows; those are never sampled.
-        self._eos_token_ids = frozenset(token for token in eos if token is not None and 0 <= token < vocab_size)
+        uses_defaults = config.generation_config is GenerationDefaults.AUTO
+        defaults = CheckpointDefaults.read(config.model, path) if uses_defaults else CheckpointDefaults()
+        self._eos_token_ids = find_end_tokens(path, self.tokenizer, vocab_size)
         self.vocabulary = Vocabulary(self.tokenizer, vocab_size, self._eos_token_ids)
         self.grammars: Grammars = grammars or GrammarCompiler(self.vocabulary)
         self.default_params = defaults.params

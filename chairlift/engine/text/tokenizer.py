@@ -74,6 +74,7 @@ class Tokenizer:
         self.backend: BackendTokenizer = tokenizer.backend_tokenizer  # needed for incremental decoding
         self.eos_token_id: int | None = tokenizer.eos_token_id
         added = self.backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._specials = SpecialTokens({added[token_id].content for token_id in self._special_ids})
         self._token_texts: dict[int, str] = {}
@@ -158,6 +159,10 @@ class Tokenizer:
     def is_written(self, token_id: int) -> bool:
         """Whether the token can appear in decoded text; special and unknown ones cannot, and do not affect it."""
         return token_id not in self._special_ids and self.backend.id_to_token(token_id) is not None
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether the token stands for ordinary text; tokens that were added to the vocabulary often end or mark it."""
+        return self.is_written(token_id) and token_id not in self._added_ids
 
     def render_chat(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """Renders the messages with the chat template."""

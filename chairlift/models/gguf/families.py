@@ -57,7 +57,8 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors
 # Ends of turns and of texts, which llama.cpp also recognizes where a file names only one end.
 _END_TOKENS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
-    *("<|end_of_role|>", "<EOT>", "<|eom|>"),
+    *("<|end_of_role|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<|eom|>", "<end_of_utterance>"),
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek's spelling
 }
 _SAMPLING = {
     "temp": "temperature",
@@ -213,7 +214,7 @@ def end_tokens(file: GGUFFile) -> list[int]:
     return sorted({*known, *(token for token in named if type(token) is int)})
 
 
-def sampling_of(file: GGUFFile) -> dict[str, float]:
+def sampling_of(file: GGUFFile) -> dict[str, Any]:
     """How the file's makers sample, in the words of a generation_config.json."""
     given = {theirs: file.metadata.get(f"general.sampling.{ours}") for ours, theirs in _SAMPLING.items()}
     # They are stored in 32 bits: 0.6 would be 0.6000000238.

@@ -12,7 +12,9 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from chairlift.api.tools.formats import CallFormat, Hermes, Llama3Json, Mistral, Pythonic, Qwen3Coder, Schemas
+from chairlift.api.tools.code_calls import Pythonic, Qwen3Coder
+from chairlift.api.tools.formats import CallFormat, Schemas
+from chairlift.api.tools.json_calls import Hermes, Llama3Json, Mistral
 from chairlift.api.tools.text import Piece, PieceBuffer, Reading, Text
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chairlift.api.tools import FORMATS, ToolFamily
-from chairlift.api.tools.formats import is_text
+from chairlift.api.tools.code_calls import is_text
 from chairlift.errors import InvalidRequest
 from chairlift.params import find_excess
 

@@ -1,0 +1,187 @@
+"""Calls that are code: Qwen3-Coder's elements and Python's calls, which become JSON while they are read.
+
+A name is passed on with the first argument, each argument when it is complete, and text of an element while it is
+written. Anything malformed after complete arguments ends the call, and is content.
+"""
+
+import json
+import re
+
+from chairlift.api.tools.formats import NAME, CallFormat, Schemas
+from chairlift.api.tools.text import PieceBuffer, Reading, Text, json_of_literal
+
+_IN_TAG = re.compile(r"[^<>\n]*")
+_IN_LITERAL = re.compile(r"""[^"'(){}\[\],]*""")
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+class Qwen3Coder(CallFormat):
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+    other_openings = ("<function=",)
+    has_types = False
+    between = "\n"
+    _ends = ("\n</parameter>", "</parameter>")
+
+    def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:
+        name = yield from self._read_tag(text, "<function=")
+        if not name:
+            return False
+        properties = schemas.get(name, {}).get("properties")
+        schema_of = properties if isinstance(properties, dict) else {}
+        num_read = 0
+        while key := (yield from self._read_tag(text, "<parameter=")):
+            _begin_argument(text, out, name, key, num_read)
+            if not (yield from self._read_value(text, out, schema_of.get(key))):
+                out.end_call()
+                return True
+            num_read += 1
+        is_closed = yield from text.accept("</function>")
+        if not num_read and not is_closed:
+            return False
+        _end_call(text, out, name, num_read, is_closed)
+        return True
+
+    def _read_tag(self, text: Text, begin: str) -> Reading[str]:
+        """The name in a tag; empty if none comes next."""
+        if not (yield from text.accept(begin)):
+            return ""
+        name = (yield from text.word(_IN_TAG)).strip()
+        return name if (yield from text.accept(">")) else ""
+
+    def _read_value(self, text: Text, out: PieceBuffer, schema: object) -> Reading[bool]:
+        """Reads up to the end of an element; False if the answer ends before. One line break at each end does
+        not belong to the value.
+        """
+        if (yield from text.peek()) == "\n":
+            text.advance()
+        text.take()
+        if is_text(schema):
+            out.arguments('"')
+            is_whole = yield from text.pass_on_up_to(self._ends, lambda part: out.arguments(_escaped(part)))
+            out.arguments('"' if is_whole else "")
+        else:
+            parts: list[str] = []
+            yield from text.value()  # a mark in a JSON string does not end the value
+            after_value = text.position
+            is_json = yield from text.accept("</parameter>")
+            text.back_to(after_value if is_json else 0)
+            is_whole = yield from text.pass_on_up_to(self._ends, parts.append)
+            raw = ("".join(parts) + text.take()).strip()
+            out.arguments(_value_text(raw, schema) if is_whole else raw)
+        if is_whole:
+            yield from text.accept("</parameter>")
+            text.take()
+        return is_whole
+
+
+class Pythonic(CallFormat):
+    opening = "<|python_start|>"
+    closing = "<|python_end|>"
+    brackets = ("[", "]")
+    between = ", "
+    is_bare = True
+
+    def read_calls(self, text: Text, out: PieceBuffer, schemas: Schemas) -> Reading[bool]:  # noqa: ARG002
+        return (yield from text.accept("[")) and (yield from self.read_list(text, out, self._read_call))
+
+    def _read_call(self, text: Text, out: PieceBuffer) -> Reading[bool]:
+        name = yield from text.word(NAME)
+        if not name or not (yield from text.accept("(")):
+            return False
+        num_read = 0
+        is_closed = yield from text.accept(")")
+        while not is_closed:
+            key = yield from text.word(NAME)
+            if not key or not (yield from text.accept("=")):
+                break
+            _begin_argument(text, out, name, key, num_read)
+            yield from _read_literal(text)
+            raw = text.take().strip()
+            if text.is_at_end:
+                out.arguments(raw)
+                out.end_call()
+                return True
+            value = json_of_literal(raw)
+            out.arguments(_quoted(raw) if value is None else value)
+            num_read += 1
+            yield from text.accept(",")
+            is_closed = yield from text.accept(")")
+        if not num_read and not is_closed:
+            return False
+        _end_call(text, out, name, num_read, is_closed)
+        return True
+
+
+def _begin_argument(text: Text, out: PieceBuffer, name: str, key: str, num_read: int) -> None:
+    text.take()
+    if num_read == 0:
+        out.begin_call(name)
+    out.arguments(("{" if num_read == 0 else ", ") + _quoted(key) + ": ")
+
+
+def _end_call(text: Text, out: PieceBuffer, name: str, num_read: int, is_closed: bool) -> None:
+    """Ends a call. If it was not closed, what was read last is not part of it."""
+    if is_closed:
+        text.take()
+    else:
+        text.back_to(0)
+    if num_read == 0:
+        out.begin_call(name, "{}")
+    else:
+        out.arguments("}")
+    out.end_call()
+
+
+def _read_literal(text: Text) -> Reading[None]:
+    """Reads up to the comma or bracket after a Python literal, or the end of the answer."""
+    depth = 0
+    while True:
+        yield from text.skip(_IN_LITERAL)
+        char = yield from text.peek()
+        if char in ("'", '"') and char:
+            yield from text.string(char)
+        elif not char or (not depth and char in ",)]}"):
+            return
+        else:
+            depth += (char in "([{") - (char in ")]}")
+            text.advance()
+
+
+def is_text(schema: object) -> bool:
+    """Whether a value of this schema is text, which is written without quotes."""
+    if not isinstance(schema, dict):
+        return False
+    values = schema.get("enum")
+    is_list_of_texts = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return schema.get("type") == "string" or ("type" not in schema and bool(values) and is_list_of_texts)
+
+
+def _value_text(raw: str, schema: object) -> str:
+    """JSON of a value that need not be text; what is not a literal, or not of an allowed type, becomes text."""
+    written, allowed = json_of_literal(raw), _types_of(schema)
+    if written is None:
+        return _quoted(raw)
+    value = json.loads(written)
+    kind = "null" if value is None else _JSON_TYPES[type(value)]
+    may_be = not allowed or kind in allowed or (kind == "integer" and "number" in allowed)
+    return _quoted(raw) if "string" in allowed and not may_be else written
+
+
+def _types_of(schema: object) -> set[str]:
+    """The types that a schema names; the schema itself may be invalid."""
+    if not isinstance(schema, dict):
+        return set()
+    kinds = schema.get("type")
+    found = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
+        found.update(*map(_types_of, alternatives if isinstance(alternatives, list) else []))
+    return found
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(text: str) -> str:
+    return _quoted(text)[1:-1]

@@ -17,6 +17,7 @@ from chairlift.api.errors import ENDPOINTS, Handler, error_middleware
 from chairlift.api.http import meet_expectation
 from chairlift.api.http.access import Client, Cors, KeyLimits, KeyRing, gather_keys
 from chairlift.api.http.bodies import BodyReader, CallThreads
+from chairlift.api.http.warning import warning_header
 from chairlift.api.jobs import Job, JobMaker, Store, answer
 from chairlift.api.pages import PAGE_PATHS, WATCH_PATH, SnapshotFeed, add_page_routes, docs_page, openapi_reply
 from chairlift.api.replies.responses import NOT_STORED, ResponseStore
@@ -213,7 +214,8 @@ class Api:
         observation = request[OBSERVATION]
         observation.note_job(job.reply.id, generations, is_streamed=job.is_streamed)
         off_loop = self._reply_threads.for_client(client.name)
-        return Job(generations, job.reply, observation, off_loop, self._shared.store.settled, job.headers)
+        headers = warning_header(job.warnings)
+        return Job(generations, job.reply, observation, off_loop, self._shared.store.settled, headers)
 
     async def _answer_at_once(
         self, request: web.Request, body_type: type[_Body], make_reply: Callable[[_Body], BaseModel]

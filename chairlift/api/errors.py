@@ -13,8 +13,9 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from chairlift.api.telemetry import OBSERVATION, request_id_of
-from chairlift.api.wire import ErrorBody, ErrorDetail, complaint_of
+from chairlift.api.wire import ErrorBody, ErrorDetail
 from chairlift.api.wire.anthropic_message import AnthropicErrorBody
+from chairlift.api.wire.complaints import complaint_of
 from chairlift.errors import (
     ChairliftError,
     ClientTooBusy,

@@ -37,7 +37,6 @@ from chairlift.params import GRAMMAR_LIMIT, RequestOptions, RequestOutput, Sampl
 
 _BILLING = "x-anthropic-billing-header:"
 _BILLING_LINE = re.compile(_BILLING + r"[^\n]*\n*")
-_MAX_TYPES_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class UncheckedJob:
     text_options: TextOptions = DEFAULT_TEXT
     keeps_text: bool = False  # whether the reply needs the prompts' text
     field_names: Mapping[str, str] = field(default_factory=dict)  # see `TemplateInput`
-    headers: Mapping[str, str] = field(default_factory=dict)  # of the reply
+    warnings: Sequence[str] = ()  # see `Body.warnings`
 
 
 class Store(Protocol):
@@ -138,6 +137,7 @@ class JobMaker:
             structure=body.wanted_structure(),
             prompt_field="prompt",
             keeps_text=bool(body.echo),
+            warnings=body.warnings,
         )
 
     def _read_conversation(self, body: Conversation, client: Client) -> UncheckedJob:
@@ -168,7 +168,7 @@ class JobMaker:
             prompt_field="messages",
             text_options=reading.text_options,
             field_names=body.field_names,
-            headers=_warning(body.left_out),
+            warnings=body.warnings,
         )
 
     def _encode(
@@ -220,14 +220,6 @@ def without_billing_line(messages: Sequence[Message]) -> Sequence[Message]:
     if first.get("role") != "system" or not first["content"].startswith(_BILLING):
         return messages
     return [{**first, "content": _BILLING_LINE.sub("", first["content"], count=1)}, *messages[1:]]
-
-
-def _warning(left_out: Sequence[str]) -> Mapping[str, str]:
-    """The header that names the tools that were left out."""
-    if not left_out:
-        return {}
-    types = ", ".join(sorted(set(left_out))[:_MAX_TYPES_TOLD])
-    return {"Warning": f'299 - "tools of type {types} are not supported here and were left out"'}
 
 
 _LARGE = 500  # scored tokens, which take 5 to 10 microseconds each

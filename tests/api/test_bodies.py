@@ -18,7 +18,7 @@ from chairlift.api import ServerConfig
 from chairlift.api.http import bodies
 from chairlift.api.http.bodies import MAX_JSON_VALUES, RawBody
 from chairlift.api.routes import DetokenizeRequest
-from chairlift.api.wire import complaint_of
+from chairlift.api.wire.complaints import complaint_of
 from chairlift.api.wire.completions import ChatCompletionRequest
 from chairlift.errors import InvalidRequest
 from tests.api.anthropic_support import MESSAGES

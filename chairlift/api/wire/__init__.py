@@ -1,10 +1,9 @@
 """The shapes of requests and replies: OpenAI's and Anthropic's specifications plus vLLM's extensions.
 
-This module has what all shapes share: strictness, fields without full support, and the one error about a wrong body.
+This module has what all shapes share: strictness, and fields without full support.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     StrictInt,
-    ValidationError,
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema, to_json
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema, to_json
 
 from chairlift.errors import InvalidRequest
 from chairlift.params import RequestOutput
@@ -84,17 +82,6 @@ _MAX_FIELDS = 256  # of one object whose fields have names
 _COLLECTIONS = ("list", "set", "frozenset", "tuple", "dict")
 _Value = TypeVar("_Value")
 
-# In the path of an error pydantic also names the form of a field that it tried: a class, or a type of Python's.
-_FORM = re.compile(r"[A-Z].*|.*[\[(].*|constrained-.*|str|int|float|bool|none")
-_SHOULD_BE = "Input should be "
-_MESSAGES = {
-    "model_type": "Input should be an object",
-    "dict_type": "Input should be an object",
-    "dataclass_type": "Input should be an object",
-    "union_tag_not_found": "Input should be an object",
-    "list_type": "Input should be a list",
-}
-
 
 def let_others_run(value: _Value) -> _Value:
     """Changes nothing. pydantic releases the interpreter's lock only to call Python functions, so large validations and
@@ -136,6 +123,7 @@ class Fate(StrEnum):
 
     WORKS = "works"
     IGNORED = "accepted, changes nothing"
+    LEFT_OUT = "accepted, with a warning"
     REFUSED = "refused unless null"
 
 
@@ -148,6 +136,18 @@ class Ignored:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {**handler(schema), "description": f"{self.fate}: {self.why}"}
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut(Ignored):
+    """Marks a field that cannot be honoured but whose loss does no harm: the reply has a warning that names it."""
+
+    but_for: tuple[object, ...] = ()  # values that ask for nothing
+    fate: ClassVar = Fate.LEFT_OUT
+
+    def warning(self, path: str, value: object) -> list[str]:
+        """The sentence for a body that has this value there; empty if the value asks for nothing."""
+        return [] if value is None or value in self.but_for else [f"{path} was left out: {self.why}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,21 @@ class Body(BaseModel):
     @classmethod
     def _leave_out_nulls(cls, given: object) -> object:
         return without_nulls(given)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about what was accepted and left out, for the reply's `Warning` header."""
+        return list(self._fields_left_out(""))
+
+    def _fields_left_out(self, lead: str) -> Iterator[str]:
+        """A sentence for each field with a `LeftOut` mark, here and in fields that are objects; not in lists."""
+        for name, field in type(self).model_fields.items():
+            value, path = getattr(self, name), lead + (field.alias or name)
+            if isinstance(value, Body):
+                yield from value._fields_left_out(f"{path}.")
+            for mark in field.metadata:
+                if isinstance(mark, LeftOut):
+                    yield from mark.warning(path, value)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -244,7 +259,7 @@ class OneOf:
     check: Callable[[object], object] = let_others_run  # applied to the input before one is picked
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Class names occur in the paths of errors: see `_FORM`."""
+        """Class names occur in the paths of errors: see `complaints`."""
         forms = {form.__name__: handler.generate_schema(form) for form in get_args(union)}
         picked = core_schema.tagged_union_schema(forms, lambda value: getattr(self.pick(value), "__name__", None))
         return core_schema.no_info_before_validator_function(self.check, picked)
@@ -317,55 +332,6 @@ class Usage(BaseModel):
                 rejected_prediction_tokens=sum(choice.num_rejected_tokens for choice in choices),
             ),
         )
-
-
-def complaint_of(error: ValidationError) -> InvalidRequest:
-    """Picks one of all errors: our own if there is one, else that of the first wrong field.
-
-    If a field may have several forms, the error deepest in the body is about the form that was meant.
-    """
-    complaints = error.errors(include_url=False, include_input=False)
-    for each in complaints:
-        cause = each.get("ctx", {}).get("error")
-        if isinstance(cause, InvalidRequest):
-            return _placed(cause, _path(each))
-    field = complaints[0]["loc"][:1]
-    depth = max(len(each["loc"]) for each in complaints if each["loc"][:1] == field)
-    meant = [each for each in complaints if each["loc"][:1] == field and len(each["loc"]) == depth]
-    path = ".".join(_path(meant[0]))
-    match meant[0]["type"]:
-        case "extra_forbidden":
-            return InvalidRequest(f"unknown or unsupported field: {path}", path)
-        case "json_invalid":
-            return InvalidRequest(f"the body is not JSON: {meant[0]['msg']}")
-    message = _joined([each for each in meant if _path(each) == _path(meant[0])])
-    return InvalidRequest(f"{path}: {message}" if path else message, str(field[0]) if field else None)
-
-
-def _path(complaint: ErrorDetails) -> list[str]:
-    """The fields and indices that lead to the wrong value."""
-    *lead, last = complaint["loc"] or ("",)
-    is_named = complaint["type"] == "extra_forbidden"  # the client chose its name
-    names = [str(part) for part in lead if isinstance(part, int) or not _FORM.fullmatch(part)]
-    return names + ([str(last)] if is_named or isinstance(last, int) or not _FORM.fullmatch(last) else [])
-
-
-def _joined(complaints: list[ErrorDetails]) -> str:
-    """All forms that a field may have, in one sentence."""
-    messages = list(dict.fromkeys(_MESSAGES.get(each["type"], each["msg"]) for each in complaints))
-    if not all(message.startswith(_SHOULD_BE) for message in messages):
-        return messages[0]
-    return _SHOULD_BE + " or ".join(message.removeprefix(_SHOULD_BE) for message in messages)
-
-
-def _placed(complaint: InvalidRequest, path: list[str]) -> InvalidRequest:
-    """Adds the whole path to an error that a part of the body raised without knowing its own place."""
-    name = complaint.param
-    if len(path) < 2 or name not in (path[0], path[-1]):
-        return complaint
-    whole, message = ".".join(path), str(complaint)
-    message = whole + message.removeprefix(name) if message.startswith(name) else f"{whole}: {message}"
-    return InvalidRequest(message, name if name == path[0] else whole)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from chairlift.api.wire.generation import FOR_CACHING
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 
+_MAX_TYPES_TOLD = 8
+
 # --- messages
 
 
@@ -252,6 +254,12 @@ class TemplateInput(Body):
     def left_out(self) -> list[str]:
         """The types of the unsupported tools."""
         return [tool.type for tool in self.tools or [] if isinstance(tool, LeftOutTool)]
+
+    @property
+    def warnings(self) -> list[str]:
+        types = ", ".join(sorted(set(self.left_out))[:_MAX_TYPES_TOLD])
+        left_out = [f"tools of type {types} are not supported here and were left out"] if types else []
+        return [*super().warnings, *left_out]
 
     @property
     def call_mode(self) -> ToolChoiceMode:

@@ -33,9 +33,11 @@ from chairlift.api.routes import (
     TokenizerInfo,
     Version,
 )
-from chairlift.api.telemetry import OBSERVATION, Observer, Tracing
+from chairlift.api.telemetry import OBSERVATION, Observer
 from chairlift.api.telemetry.log import log_request
-from chairlift.api.telemetry.metrics import Counts, Metrics
+from chairlift.api.telemetry.metrics import SCRAPE_INTERVAL_S, Counts, Metrics
+from chairlift.api.telemetry.pace import Paced
+from chairlift.api.telemetry.traces import Tracing
 from chairlift.api.wire.anthropic import CountTokensRequest
 from chairlift.api.wire.response_object import DeletedResponse
 from chairlift.engine.async_llm import AsyncLLM, OffLoop
@@ -96,6 +98,7 @@ class Api:
         self._all_threads = self._quick_threads, self._slow_threads, self._reply_threads
         self.counts = Counts()
         self._has_vllm_metrics = config.vllm_metrics
+        self.take_metrics = Paced(self._take_metrics, SCRAPE_INTERVAL_S)
         self._turn = asyncio.Lock()  # one at a time of the replies that block the event loop for milliseconds
         self.is_leaving = self.is_draining = False  # /health says so; requests are refused
         self.num_active = 0  # requests between their headers and the last byte of their replies
@@ -188,7 +191,7 @@ class Api:
             body, content_type = metrics.render(request.headers.get("Accept", ""), self._shared.engine_pid)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
-    async def take_metrics(self) -> Metrics:
+    async def _take_metrics(self) -> Metrics:
         stats, counts = await self._shared.read_books(self.counts)
         return Metrics(self._llm, self._model_name, stats, counts, self._has_vllm_metrics)
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from chairlift.api import ServerConfig
+from chairlift.api.telemetry.pace import Paced
 from tests.api.conftest import SLOTS, Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, post, user
 from tests.api.fault_support import forward_of, held, serving, until_idle
@@ -280,3 +282,31 @@ async def test_the_dashboard_asks_for_what_there_is_in_panels_side_by_side(serve
 
 def read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
+
+
+async def test_a_flood_of_scrapes_takes_figures_ten_times_a_second(server: Server) -> None:
+    taken: list[float] = []
+
+    async def take() -> float:
+        taken.append(asyncio.get_running_loop().time())
+        return taken[-1]
+
+    paced = Paced(take, 0.1)
+
+    async def ask_often() -> None:
+        for _ in range(4):
+            asked = asyncio.get_running_loop().time()
+            assert await paced() >= asked
+
+    await asyncio.gather(*(ask_often() for _ in range(100)))
+    assert len(taken) == 4
+    assert all(later - earlier > 0.09 for earlier, later in pairwise(taken))
+    first, second = await asyncio.gather(server.api.take_metrics(), server.api.take_metrics())
+    assert first is second
+
+
+async def test_versions_that_clients_make_up_are_not_written_each(server: Server) -> None:
+    metrics = await server.api.take_metrics()
+    texts = [metrics.render(f"application/openmetrics-text; version=1.0.{minor}", 1) for minor in range(5)]
+    assert {id(text) for text, _ in texts} == {id(texts[0][0])}
+    assert {kind for _, kind in texts} == {"application/openmetrics-text; version=1.0.0; charset=utf-8"}

@@ -1,5 +1,6 @@
 """Spans of requests for tokens, exported to memory by OpenTelemetry's own SDK; and none where it is not configured."""
 
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -10,7 +11,7 @@ import pytest
 
 from tests.api.conftest import Server, in_loop
 from tests.api.contract import CHAT, COMPLETIONS, post, user
-from tests.api.fault_support import serving
+from tests.api.fault_support import connect, serving
 from tests.support.server_process import start_python
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
@@ -85,6 +86,20 @@ async def test_a_conversation_is_a_chat_and_holds_no_text(traced: Server, export
     assert "42" not in str(dict(span.attributes or {}).get("gen_ai.output.messages", ""))
 
 
+@pytest.mark.parametrize("header", [b"baggage: a=\xff", b"traceparent: \xff", b"tracestate: \xff=\xff", b"baggage: %"])
+async def test_headers_that_cannot_be_read_begin_a_new_trace(
+    traced: Server, exporter: InMemorySpanExporter, header: bytes
+) -> None:
+    async with await connect(traced.url) as client:
+        body = json.dumps(BODY).encode()
+        lead = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        client.send(lead.encode() + header + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        head, _ = await client.answer()
+    assert head.startswith("HTTP/1.1 200 ")
+    (span,) = exporter.get_finished_spans()
+    assert span.parent is None
+
+
 async def test_only_what_is_the_servers_fault_is_an_error(traced: Server, exporter: InMemorySpanExporter) -> None:
     await post(traced, COMPLETIONS, {"nonsense": 1}, status=400)
     await post(traced, "/tokenize", {"prompt": "a"})
@@ -99,7 +114,7 @@ async def test_only_what_is_the_servers_fault_is_an_error(traced: Server, export
 
 def test_where_nobody_has_configured_it_nothing_of_it_is_imported() -> None:
     code = (
-        "import sys; from chairlift.api.telemetry import Tracing; import chairlift.api.app;"
+        "import sys; from chairlift.api.telemetry.traces import Tracing; import chairlift.api.app;"
         "assert Tracing('m')._tracer is None; sys.exit('opentelemetry' in sys.modules)"
     )
     assert start_python(code, [], os.environ, sys.stderr.fileno()).wait(60) == 0

@@ -1,17 +1,11 @@
 """What is recorded of a request while it is served, for its line in the log, the metrics and its trace; and the
 request's id, which the client, proxies and the log share.
-
-Traces go through OpenTelemetry if a tracer provider is set: by `opentelemetry-instrument chairlift serve`, by a program
-that embeds the server, or by the variable OTEL_PYTHON_TRACER_PROVIDER. Otherwise nothing of it is imported. Attributes
-follow its semantic conventions for HTTP servers and for generative AI; they hold no texts.
 """
 
-import os
 import re
-import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import reduce
@@ -20,14 +14,10 @@ from uuid import uuid4
 
 from aiohttp import web
 
-import chairlift
 from chairlift.errors import EngineClosed, QueueFull, QueueTimeout
 from chairlift.params import CompletionOutput, FinishReason, RequestOutput, RequestTimes
 
 if TYPE_CHECKING:  # the check of settings imports this, but must not import the engine
-    from opentelemetry.trace import Tracer
-    from opentelemetry.util.types import AttributeValue
-
     from chairlift.engine.async_llm import Numbered
     from chairlift.engine.text.inputs import Generation
 
@@ -220,85 +210,3 @@ def request_id_of(request: web.BaseRequest) -> str:
         sent = request.headers.get(REQUEST_ID_HEADER, "")
         request[_REQUEST_ID] = sent if _SANE_ID.fullmatch(sent) else uuid4().hex
     return request[_REQUEST_ID]
-
-
-# --- traces
-
-_PROVIDER_VARIABLE = "OTEL_PYTHON_TRACER_PROVIDER"
-_OPERATIONS = {"/v1/completions": "text_completion"} | dict.fromkeys(
-    ("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"
-)
-_FAILURES = {Outcome.TIMEOUT, Outcome.ERROR, Outcome.REJECTED}
-
-
-class Tracing:
-    """A span for each request for tokens; none if OpenTelemetry is not configured."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._tracer = _find_tracer()
-
-    @contextmanager
-    def span(self, request: web.Request, observation: Observation) -> Iterator[None]:
-        """A child of the trace that the client's headers name. At its end it gets the observation's attributes."""
-        operation = _OPERATIONS.get(observation.path)
-        if self._tracer is None or operation is None:
-            yield
-            return
-        from opentelemetry import propagate, trace
-
-        with self._tracer.start_as_current_span(
-            f"{operation} {self._model_name}",
-            context=propagate.extract(request.headers),
-            kind=trace.SpanKind.SERVER,
-            attributes={
-                "http.request.method": request.method,
-                "http.route": observation.path,
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "chairlift",
-                "gen_ai.request.model": self._model_name,
-            },
-        ) as span:
-            try:
-                yield
-            finally:
-                span.set_attributes(_attributes_at_end(observation))
-                failure = next((outcome for outcome in observation.outcomes if outcome in _FAILURES), None)
-                if observation.status >= 500 or failure is not None:
-                    span.set_status(trace.StatusCode.ERROR)
-                    span.set_attribute("error.type", failure or str(observation.status))
-
-
-def _find_tracer() -> "Tracer | None":
-    if "opentelemetry" not in sys.modules and _PROVIDER_VARIABLE not in os.environ:
-        return None
-    from opentelemetry import trace
-
-    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # a placeholder: none is set
-        return None
-    return trace.get_tracer("chairlift", chairlift.__version__)
-
-
-def _attributes_at_end(observation: Observation) -> "dict[str, AttributeValue]":
-    attributes: dict[str, AttributeValue | None] = {
-        "http.response.status_code": observation.status,
-        "chairlift.request_id": observation.request_id,
-        "gen_ai.response.id": observation.reply_id,
-        "chairlift.reason": observation.reason,
-    }
-    if observation.generations:
-        params = observation.generations[0].params
-        attributes |= {
-            "gen_ai.request.stream": observation.is_streamed,
-            "gen_ai.request.choice.count": params.n,
-            "gen_ai.request.max_tokens": params.max_tokens,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-            "gen_ai.response.finish_reasons": [str(outcome) for outcome in observation.outcomes],
-            "gen_ai.usage.input_tokens": observation.num_prompt_tokens,
-            "gen_ai.usage.cache_read.input_tokens": observation.num_cached_tokens,
-            "gen_ai.usage.output_tokens": sum(observation.output_lengths),
-            "gen_ai.response.time_to_first_chunk": observation.first_token_seconds,
-            "chairlift.queue_seconds": observation.queue_seconds,
-        }
-    return {name: value for name, value in attributes.items() if value is not None}

@@ -1,7 +1,8 @@
 """`/metrics`: what the engine and the HTTP side have counted, for Prometheus.
 
-Counting updates integers and lists where things happen; only a scrape makes metric families of them. It reads the
-engine's counters as of its newest launch and asks it nothing, so it waits for no step and works for a dead engine.
+Counting updates integers and lists where things happen; only a scrape makes metric families of them, at most ten times
+a second for all who ask (`Paced`). It reads the engine's counters as of its newest launch and asks it nothing, so it
+waits for no step and works for a dead engine.
 
 With several API workers, each counts what it serves, and a scrape of any of them shows the sums.
 
@@ -92,6 +93,10 @@ _VLLM_COUNTERS: _Table = {
     "vllm:gpu_prefix_cache_queries": ("totals.num_prompt_tokens", "chairlift_prompt_tokens_total, for the stack."),
     "vllm:gpu_prefix_cache_hits": ("totals.num_cached_tokens", "chairlift_cached_tokens_total, for the stack."),
 }
+SCRAPE_INTERVAL_S = 0.1
+"""Figures are taken and written at most once in this time."""
+
+_OPEN_METRICS, _PLAIN = "application/openmetrics-text", ""  # as `Accept`
 _VLLM_BLOCK = 16  # tokens. Our cache has no blocks, but routers multiply by their number and hash prompts in blocks
 
 
@@ -150,13 +155,24 @@ class Metrics(Collector):
         self._stats = stats
         self._counts = counts
         self._has_vllm_names = has_vllm_names
+        self._texts: dict[str, tuple[bytes, str]] = {}
 
     def render(self, accepted: str, engine_pid: int) -> tuple[bytes, str]:
-        """The exposition and its content type: OpenMetrics where the header `Accept` asks for that."""
+        """The exposition and its content type: OpenMetrics where the header `Accept` asks for that.
+
+        Each of the two is written once: versions that clients make up do not add any.
+        """
         try:
-            encode, content_type = choose_encoder(accepted)
+            is_open = choose_encoder(accepted)[1].startswith(_OPEN_METRICS)
         except (TypeError, ValueError):  # what the library raises for versions that are not numbers
-            encode, content_type = choose_encoder("")
+            is_open = False
+        kind = _OPEN_METRICS if is_open else _PLAIN
+        if kind not in self._texts:
+            self._texts[kind] = self._write(kind, engine_pid)
+        return self._texts[kind]
+
+    def _write(self, kind: str, engine_pid: int) -> tuple[bytes, str]:
+        encode, content_type = choose_encoder(kind)
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(pid=lambda: engine_pid, registry=registry)

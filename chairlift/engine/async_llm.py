@@ -282,9 +282,9 @@ class AsyncLLM:
     def _take(self) -> None:
         """On the event loop: hands each reader its news."""
         begin = time.thread_time()
-        if not (update := self._engine.take()):
-            return
         try:
+            if not (update := self._engine.take()):
+                return
             self._distribute(update)
         except Exception as error:  # on the text side: readers must not wait for ever
             logger.critical("delivering a step's tokens failed", exc_info=error)

@@ -95,7 +95,7 @@ class Engine(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """False once the engine has stopped for good."""
+        """False once the engine has stopped for good, and as long as its process does not answer."""
         ...
 
     def start(self, wake: Callable[[], None]) -> None:

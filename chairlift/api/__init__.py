@@ -64,6 +64,11 @@ class ServerConfig(BaseModel):
         description="processes that handle HTTP, beside the engine's; 1: the engine's own process does it;"
         " auto: 1 on a CPU, on a GPU one for every 256 of max_batch_size",
     )
+    worker_timeout: Timeout = Field(
+        10.0,
+        description="seconds without an answer after which an API worker is killed and replaced, and after which a"
+        " worker's /health says 503 because the engine's process does not answer",
+    )
 
     # Access, and each key's share of the server
     api_key: list[SecretStr] = Field(

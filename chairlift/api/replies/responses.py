@@ -258,7 +258,7 @@ _OVERHEAD_BYTES = 1024  # of a response, in addition to its texts
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(InputItems)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class StoredResponse:
     """A response, and the conversation that it answers, without instructions; both as JSON."""
 

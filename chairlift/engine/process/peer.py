@@ -78,6 +78,10 @@ class Peer(asyncio.Protocol):
     def break_off(self, error: Exception) -> None:
         """Closes the connection: a message was lost, for which the other end would wait for ever."""
         logger.critical("a connection between the server's processes failed", exc_info=error)
+        self.abort()
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 from chairlift.errors import CheckpointError, shown
 from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import FAMILIES, describe_family
-from chairlift.models.gguf import GGUF_SUFFIX, GGUFFile, open_gguf, parts_of
+from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
 from chairlift.models.stored import CompressedWeights, Compression, SafetensorsWeights, WeightReader, read_compression
 
@@ -87,7 +87,7 @@ def open_checkpoint(model: str) -> Checkpoint:
     CheckpointError if there is none, or it asks for what is not supported.
     """
     path = find_model(model)
-    if path.suffix == GGUF_SUFFIX:
+    if is_gguf(path):
         file = open_gguf(path)
         with _naming(path):
             return Checkpoint(path, _describe(describe_gguf(file)), gguf=file)
@@ -151,9 +151,9 @@ def find_model(model: str) -> Path:
     path = Path(model).expanduser()
     if model and path.is_dir():
         return _gguf_in(path) or path
-    if path.is_file() and path.suffix == GGUF_SUFFIX:
+    if is_gguf(path):
         return path
-    if path.is_file() or path.suffix == GGUF_SUFFIX or model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if path.is_file() or is_gguf_name(path) or model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model!r} is neither a directory nor a hub id of the form owner/name, nor a GGUF file")
     try:
         return _download(model)
@@ -166,7 +166,7 @@ def _gguf_in(directory: Path) -> Path | None:
     """The only GGUF file of a directory without safetensors. CheckpointError if there are several."""
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
         return None
-    firsts = sorted({parts_of(path)[0] for path in directory.glob(f"*{GGUF_SUFFIX}")})
+    firsts = sorted({parts_of(path)[0] for path in directory.iterdir() if is_gguf(path)})
     if len(firsts) > 1:
         names = ", ".join(path.name for path in firsts[:3])
         raise CheckpointError(f"{directory} has {len(firsts)} GGUF files ({names}...); name the one to use")

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,23 @@ def test_a_directory_with_one_file_is_that_file_and_of_several_one_must_be_named
     assert "has 2 GGUF files (a.gguf, b.gguf...); name the one" in refusal(tmp_path)
     assert load(tmp_path / "a.gguf").config.num_layers == 2
     assert "nor a GGUF file" in refusal(tmp_path / "nowhere.gguf")
+
+
+@pytest.mark.parametrize("name", ["model.GGUF", "model.Gguf", "sha256-4a1b", "weights.bin"])
+def test_a_file_is_known_by_its_suffix_or_its_first_bytes(valid: Path, tmp_path: Path, name: str) -> None:
+    shutil.copy(valid, tmp_path / name)
+    for path in (tmp_path / name, tmp_path):
+        assert load(path).config.num_layers == 2
+        assert find_model(str(path)) == tmp_path / name
+    (tmp_path / "other.bin").write_bytes(b"GGU")
+    assert "nor a GGUF file" in refusal(tmp_path / "other.bin")
+
+
+def test_a_split_file_with_a_suffix_in_capitals_is_read(model: Any, tmp_path: Path) -> None:
+    write_model(model, tmp_path / "model.gguf", Kind.Q4_0, split_max_tensors=8)
+    for part in list(tmp_path.iterdir()):
+        part.rename(part.with_suffix(".GGUF"))
+    assert load(tmp_path).config.num_layers == 2
 
 
 def test_a_file_in_parts_is_read_by_the_name_of_any_or_of_all(model: Any, valid: Path, tmp_path: Path) -> None:

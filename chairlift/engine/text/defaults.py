@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, Validation
 
 from chairlift.errors import CheckpointError
 from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING
-from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
+from chairlift.models.gguf import is_gguf, open_gguf
 from chairlift.models.gguf.families import sampling_of
 from chairlift.params import SamplingParams
 
@@ -25,7 +25,7 @@ class CheckpointDefaults(BaseModel):
     @classmethod
     def read(cls, model: str, path: Path) -> Self:
         """Reads generation_config.json, or a GGUF file's equivalent. CheckpointError if a value is wrong."""
-        if path.suffix == GGUF_SUFFIX:
+        if is_gguf(path):
             given = SMOLLM2_SAMPLING if model == SMOLLM2 else sampling_of(open_gguf(path))
         else:
             given = read_json(path / "generation_config.json")

@@ -14,7 +14,7 @@ from typing import Any
 from chairlift.engine.text.defaults import read_json
 from chairlift.engine.text.tokenizer import Tokenizer
 from chairlift.errors import CheckpointError, shown
-from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
+from chairlift.models.gguf import is_gguf, open_gguf
 from chairlift.models.gguf.families import end_tokens
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def _say_ignored(named: _Named, token_ids: set[int], reason: str) -> None:
 
 
 def _named(path: Path, tokenizer: Tokenizer) -> Iterator[_Named]:
-    if path.suffix == GGUF_SUFFIX:
+    if is_gguf(path):
         yield _Named(str(path), end_tokens(open_gguf(path)))
     else:
         yield _in_json(path / "generation_config.json")

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from chairlift.engine.text.gguf_tokenizer import make_gguf_tokenizer
 from chairlift.engine.text.special_tokens import SpecialTokens, strings_in
 from chairlift.errors import CheckpointError, ConfigurationError, ContextLengthExceeded, InvalidRequest
-from chairlift.models.gguf import GGUF_SUFFIX, open_gguf
+from chairlift.models.gguf import is_gguf, open_gguf
 
 _NO_LIMIT = 10**30
 _RENDERING_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
@@ -51,7 +51,7 @@ class Tokenizer:
         """`path`: a directory, or a GGUF file."""
         try:
             tokenizer: object
-            if path.suffix == GGUF_SUFFIX:
+            if is_gguf(path):
                 tokenizer = make_gguf_tokenizer(open_gguf(path))
             else:
                 tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

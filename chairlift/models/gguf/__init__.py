@@ -28,8 +28,7 @@ from chairlift.errors import CheckpointError, named, shown
 from chairlift.models.grouped import GroupedWeight
 from chairlift.models.stored import GroupFormat
 
-GGUF_SUFFIX = ".gguf"
-
+_SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER = 2**28  # bytes; a vocabulary of half a million tokens with its merges takes 30 MB
@@ -37,7 +36,7 @@ _MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")
-_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 Metadata = dict[str, Any]
 """Numbers, booleans, strings, lists of strings, and numpy arrays of numbers."""
@@ -61,6 +60,22 @@ class GGUFFile:
     path: Path  # of the first part
     metadata: Metadata
     tensors: dict[str, TensorInfo]
+
+
+def is_gguf_name(path: Path) -> bool:
+    """Whether a file of that name would be a GGUF file."""
+    return path.suffix.lower() == _SUFFIX
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it is a GGUF file: by its name, or else by its first bytes."""
+    if not path.is_file() or is_gguf_name(path):
+        return path.is_file()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:  # it cannot be read as anything
+        return False
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -90,8 +105,8 @@ def parts_of(path: Path) -> list[Path]:
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [path]
-    stem, count = match[1], int(match[3])
-    return [path.with_name(f"{stem}-{number + 1:05}-of-{count:05}.gguf") for number in range(count)]
+    stem, count, suffix = match[1], int(match[3]), match[4]
+    return [path.with_name(f"{stem}-{number + 1:05}-of-{count:05}{suffix}") for number in range(count)]
 
 
 def _read_header(path: Path) -> GGUFFile:

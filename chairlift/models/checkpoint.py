@@ -22,6 +22,7 @@ from chairlift.models.config import ModelConfig, ModelShape
 from chairlift.models.families import FAMILIES, describe_family
 from chairlift.models.gguf import GGUFFile, is_gguf, is_gguf_name, open_gguf, parts_of
 from chairlift.models.gguf.families import GGUFWeights, describe_gguf
+from chairlift.models.special_floats import restore_floats
 from chairlift.models.stored import CompressedWeights, Compression, SafetensorsWeights, WeightReader, read_compression
 
 SMOLLM2 = "smollm2"
@@ -95,7 +96,7 @@ def open_checkpoint(model: str) -> Checkpoint:
     if not config.is_file():
         raise CheckpointError(f"{path} has no config.json")
     with _naming(config):
-        raw = json.loads(config.read_text(encoding="utf-8"))
+        raw = restore_floats(json.loads(config.read_text(encoding="utf-8")))
         return Checkpoint(path, _describe(raw), read_compression(raw))
 
 

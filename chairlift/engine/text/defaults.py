@@ -9,6 +9,7 @@ from chairlift.errors import CheckpointError
 from chairlift.models.checkpoint import SMOLLM2, SMOLLM2_SAMPLING
 from chairlift.models.gguf import is_gguf, open_gguf
 from chairlift.models.gguf.families import sampling_of
+from chairlift.models.special_floats import restore_floats
 from chairlift.params import SamplingParams
 
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -44,6 +45,7 @@ class CheckpointDefaults(BaseModel):
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty if there is no file."""
     try:
-        return TypeAdapter(dict[str, Any]).validate_json(path.read_bytes()) if path.is_file() else {}
+        read = TypeAdapter(dict[str, Any]).validate_json(path.read_bytes()) if path.is_file() else {}
     except ValidationError as error:
         raise CheckpointError(f"{path} holds no JSON object: {error.errors()[0]['msg']}") from error
+    return {name: restore_floats(value) for name, value in read.items()}

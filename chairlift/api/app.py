@@ -215,9 +215,8 @@ class Api:
         job, off_loop = await self._read(request, client, body_type, lambda body: self._job_maker.read(body, client))
         generations = await self._job_maker.prepare(job, off_loop)
         observation = request[OBSERVATION]
-        observation.note_job(job.reply.id, generations, is_streamed=job.is_streamed)
-        off_loop = self._reply_threads.for_client(client.name)
-        headers = warning_header(job.warnings)
+        observation.note_job(job.reply.id, generations, is_streamed=job.is_streamed, warnings=job.warnings)
+        off_loop, headers = self._reply_threads.for_client(client.name), warning_header(job.warnings)
         return Job(generations, job.reply, observation, off_loop, self._shared.store.settled, headers)
 
     async def _answer_at_once(

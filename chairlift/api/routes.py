@@ -18,7 +18,7 @@ from chairlift.api.wire.completions import (
     Completion,
     CompletionRequest,
 )
-from chairlift.api.wire.messages import AnyMessage, Rendering
+from chairlift.api.wire.rendering import AnyMessage, Rendering
 from chairlift.api.wire.response_object import DeletedResponse, ResponseObject, ResponsesEvent
 from chairlift.api.wire.responses import ResponsesRequest
 from chairlift.engine.text.inputs import InputProcessor

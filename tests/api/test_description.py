@@ -71,7 +71,7 @@ WRITTEN_BY_A_MODEL = {
     *("AssistantTurn", "WrittenPart", "ToolCall", "CalledFunction"),
     *("WrittenMessage", "WrittenText", "InputCall", "Reasoning", "ReasoningText"),
     *("ModelTurn", "WrittenTextBlock", "ThinkingBlock", "RedactedThinkingBlock", "ToolUseBlock"),
-    "LeftOutTool",  # of which nothing is read but the type
+    *("LeftOutTool", "Attachment"),  # of which nothing is read but the type
 }
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"

@@ -35,6 +35,7 @@ def block(**fields: Any) -> dict[str, Any]:
         (block(type="tool_result", tool_use_id="2", content="a"), "no tool_use with id '2' precedes its tool_result"),
         ({"messages": [*QUESTION, {"role": "assistant", "content": CALLED}]}, "and their results are missing"),
         ({"tool_choice": {"type": "any"}}, "tool_choice is only allowed with tools"),
+        ({"tools": [{"type": "bash_1"}], "tool_choice": {"type": "any"}}, "with tools: tools of type bash_1 are not"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: there is no tool 'x'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice: name goes with type tool"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools.0.name: String should match pattern"),
@@ -140,7 +141,8 @@ async def test_tools_of_unknown_types_are_left_out_with_a_warning(server: Server
     async with posted(server, {**ASKED, "max_tokens": 100, "tools": tools}) as response:
         assert (await response.json())["content"] == [{"type": "text", "text": ANSWER, "citations": None}]
         assert response.headers["Warning"] == (
-            '299 - "tools of type bash_20250124, web_search_20250305 are not supported here and were left out"'
+            '299 - "tools of type bash_20250124, web_search_20250305 are not supported here and were left out,'
+            ' so the model has no tools"'
         )
     async with posted(server, {**ASKED, "tools": tools, "stream": True}) as response:
         assert "Warning" in response.headers

@@ -116,7 +116,7 @@ NO_CALL = "input: no function_call with call_id 'a' precedes its output"
         ([{**CALL_A, "namespace": "n"}], "input.0.namespace is not supported"),
         ([{**CALL_A, "async": True}], "input.0.async: only false is supported"),
         ([{**CALL_A, "arguments": 1}], "input.0.arguments: Input should be a valid string"),
-        ([CALL_A, {**OUTPUT_A, "output": [{"type": "input_file"}]}], "input.1.output.0: type 'input_file' is not"),
+        ([CALL_A, {**OUTPUT_A, "output": [{"type": "output_text"}]}], "input.1.output.0: type 'output_text' is not"),
         # An output must answer an earlier call.
         *((items, NO_CALL) for items in ([OUTPUT_A], [OUTPUT_A, CALL_A], [CALL_B, OUTPUT_A])),
     ],

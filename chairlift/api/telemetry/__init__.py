@@ -71,12 +71,21 @@ class Observation:
     latest: dict[int, RequestOutput] = field(default_factory=dict)  # the newest output of each generation
     error: Exception | None = None  # that ended all of them
     reason: str | None = None  # why there is an error instead of a reply
+    warnings: Sequence[str] = ()  # what the answer leaves out of account
 
-    def note_job(self, reply_id: str, generations: Sequence["Generation"], *, is_streamed: bool) -> None:
-        """Notes what a valid request asks the engine to compute."""
+    def note_job(
+        self,
+        reply_id: str,
+        generations: Sequence["Generation"],
+        *,
+        is_streamed: bool,
+        warnings: Sequence[str] = (),
+    ) -> None:
+        """Notes what a valid request asks the engine to compute, and what its client was warned of."""
         self.reply_id = reply_id
         self.generations = generations
         self.is_streamed = is_streamed
+        self.warnings = warnings
 
     async def follow(self, outputs: "AsyncGenerator[Numbered]") -> "AsyncGenerator[Numbered]":
         """Passes outputs on, and notes the newest ones and how they end."""

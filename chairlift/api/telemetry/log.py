@@ -161,6 +161,7 @@ def log_request(observation: Observation) -> None:
         "status": observation.status,
         "total_seconds": _rounded(observation.total_seconds),
         "reason": observation.reason,
+        "warning": "; ".join(observation.warnings) or None,
     }
     if observation.generations:
         fields |= {

@@ -51,6 +51,7 @@ REFUSED = {
         "web_search_options": "there is no web search here",
         "moderation": _MODERATION,
     },
+    "ChatMessage": {"tool_call_id": "it belongs to messages with role tool"},
     "CompletionRequest": {"suffix": "the model continues texts, it does not fill gaps"},
     "CountTokensRequest": {
         "mcp_servers": "the client connects to such servers, and sends their tools",

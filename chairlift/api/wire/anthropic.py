@@ -5,18 +5,26 @@ accepted. The model's name, sampling parameters beyond the specification and sch
 endpoints.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import groupby
-from operator import itemgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from chairlift.api.tools.grammars import FunctionSpec
-from chairlift.api.wire import Body, Ignored, Label, OneOf, Written, by_type, only, only_types
+from chairlift.api.wire import Body, Ignored, Label, only, only_types
+from chairlift.api.wire.anthropic_turns import (
+    CacheControl,
+    ModelTurn,
+    ResultTurn,
+    TextBlock,
+    ToolReference,
+    Turn,
+    joined,
+    merged,
+)
 from chairlift.api.wire.generation import (
-    FOR_CACHING,
     SENDER,
     GenerationRequest,
     WantedStructure,
@@ -29,149 +37,11 @@ from chairlift.api.wire.messages import (
     ToolUse,
     check_calls,
     effort_arguments,
-    is_of_assistant,
     known_or_left_out,
-    template_message,
 )
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
 from chairlift.params import SamplingParams, String
-
-# --- turns
-
-CacheControl = Annotated[dict[str, Any] | None, FOR_CACHING]
-
-
-class TextBlock(Body):
-    """A piece of text."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: CacheControl = None
-    citations: Annotated[list[Any] | None, Ignored("part of a reply that is sent back")] = None
-
-
-class ToolResultBlock(Body):
-    """What a call returned."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[Annotated[TextBlock, only_types("messages", "text")]] | None = None
-    is_error: StrictBool | None = Field(None, description="true: the model reads the content behind the word Error")
-    cache_control: CacheControl = None
-
-    def as_template_input(self) -> Message:
-        content = joined(self.content or [])
-        return template_message(
-            "tool", f"Error: {content}" if self.is_error else content, tool_call_id=self.tool_use_id
-        )
-
-
-class ThinkingBlock(Written):
-    """What the model thought before what follows, for templates that show it."""
-
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinkingBlock(Written):
-    """Encrypted thoughts of another server's model; they are left out."""
-
-    type: Literal["redacted_thinking"]
-
-
-class WrittenTextBlock(Written):
-    """A piece of what the model said."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ToolUseBlock(Written):
-    """A call that the model made."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any] = Field(description="the arguments")
-
-    def as_template_input(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
-
-
-UserBlock = Annotated[TextBlock | ToolResultBlock, by_type("messages", text=TextBlock, tool_result=ToolResultBlock)]
-AssistantBlock = Annotated[
-    WrittenTextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
-    by_type(
-        "messages",
-        text=WrittenTextBlock,
-        thinking=ThinkingBlock,
-        redacted_thinking=RedactedThinkingBlock,
-        tool_use=ToolUseBlock,
-    ),
-]
-
-
-class UserTurn(Body):
-    """What the user said, and what calls returned; or what the system says in the middle of a conversation."""
-
-    role: Literal["user", "system"]
-    content: str | list[UserBlock]
-
-    def as_template_input(self) -> list[Message]:
-        """A message for each block, in order; see `merged`."""
-        if isinstance(self.content, str):
-            return [{"role": self.role, "content": self.content}]
-        return [
-            block.as_template_input()
-            if isinstance(block, ToolResultBlock)
-            else {"role": self.role, "content": block.text}
-            for block in self.content
-        ]
-
-
-class ModelTurn(Written):
-    """What the model thought, said and called."""
-
-    role: Literal["assistant"]
-    content: str | list[AssistantBlock]
-
-    def as_template_input(self) -> list[Message]:
-        """One message."""
-        blocks = [] if isinstance(self.content, str) else self.content
-        texts = [block for block in blocks if isinstance(block, WrittenTextBlock)]
-        thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-        calls = [block.as_template_input() for block in blocks if isinstance(block, ToolUseBlock)]
-        content = self.content if isinstance(self.content, str) else joined(texts)
-        more = {"reasoning_content": thoughts or None, "tool_calls": calls or None}
-        return [template_message("assistant", content, **more)]
-
-
-Turn = Annotated[UserTurn | ModelTurn, OneOf(lambda turn: ModelTurn if is_of_assistant(turn) else UserTurn)]
-
-
-def joined(content: str | Sequence[TextBlock | WrittenTextBlock]) -> str:
-    """Joins blocks by line breaks: clients cut blocks where a new line would begin."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-def merged(messages: Iterable[Message]) -> list[Message]:
-    """Merges consecutive turns of one speaker, because many templates require alternating ones."""
-    turns: list[Message] = []
-    for role, run in groupby(messages, key=itemgetter("role")):
-        turn = list(run)
-        turns += turn if role == "tool" else [_as_one(role, turn)]
-    return turns
-
-
-def _as_one(role: str, turns: Sequence[Message]) -> Message:
-    content = "\n".join(turn["content"] for turn in turns if turn["content"])
-    thoughts = "\n".join(turn["reasoning_content"] for turn in turns if "reasoning_content" in turn)
-    calls = [call for turn in turns for call in turn.get("tool_calls", ())]
-    return template_message(role, content, reasoning_content=thoughts or None, tool_calls=calls or None)
-
-
-# --- tools
 
 
 class CustomTool(Body):
@@ -185,7 +55,11 @@ class CustomTool(Body):
     cache_control: CacheControl = None
     input_examples: Annotated[list[Any] | None, Ignored("put examples into the description")] = None
     eager_input_streaming: Annotated[StrictBool | None, Ignored("arguments are always streamed")] = None
-    defer_loading: Annotated[StrictBool | None, Ignored("the model sees all tools from the beginning")] = None
+    defer_loading: StrictBool | None = Field(
+        None,
+        description="true: the model reads the tool where the first tool_reference names it, so that the beginning of"
+        " the prompt stays as it was; if none does, at the beginning",
+    )
     allowed_callers: Annotated[list[str] | None, only(["direct"], "only the model itself calls tools")] = None
 
     def spec(self) -> FunctionSpec:
@@ -212,16 +86,13 @@ class ToolChoice(Body):
         return self
 
 
-# --- requests
-
-
 class Thinking(Body):
     """Whether to think before the answer, as far as the chat template knows such a thing."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Annotated[StrictInt | None, Ignored("max_tokens bounds thoughts and answer together")] = None
-    display: Literal["summarized", "omitted"] | None = Field(
-        None, description="omitted: thinking blocks are sent without their text"
+    display: Literal["summarized", "omitted", "updates"] | None = Field(
+        None, description="omitted: thinking blocks are sent without their text; all others: with it, in full"
     )
 
 
@@ -294,11 +165,43 @@ class CountTokensRequest(ToolUse):
         """Whether the answer continues the assistant's last turn."""
         return bool(self.messages) and isinstance(self.messages[-1], ModelTurn)
 
+    @property
+    def returned_parts(self) -> Iterable[object]:
+        return (part for turn in self.messages if isinstance(turn, ResultTurn) for part in turn.parts)
+
+    @property
+    def shown_functions(self) -> list[FunctionSpec]:
+        late = self._late_functions()
+        return [spec for spec in super().shown_functions if spec.name not in late]
+
+    def _late_functions(self) -> dict[str, FunctionSpec]:
+        """The functions that are described where a tool's result refers to them, by name.
+
+        None where no other function is shown: templates explain how to call only beside functions.
+        """
+        if self.call_mode == "none":
+            return {}
+        named = {part.tool_name for part in self.returned_parts if isinstance(part, ToolReference)}
+        tools = [tool for tool in self.tools or [] if isinstance(tool, CustomTool)]
+        late = {tool.name: tool.spec() for tool in tools if tool.defer_loading and tool.name in named}
+        return late if len(late) < len({tool.name for tool in tools}) else {}
+
     def template_messages(self) -> list[Message]:
-        lead: list[Message] = [] if not self.system else [{"role": "system", "content": joined(self.system)}]
-        messages = merged([*lead, *(message for turn in self.messages for message in turn.as_template_input())])
-        check_calls(messages, "messages: no tool_use with id {!r} precedes its tool_result")
-        return messages
+        late = self._late_functions()
+
+        def tool_text(name: str) -> str:
+            """Describes a function once, however often it is named."""
+            function = late.pop(name, None)
+            if function is None:
+                return name
+            return f"{name}: {json.dumps(function.as_template_input(), ensure_ascii=False)}"
+
+        messages: list[Message] = [] if not self.system else [{"role": "system", "content": joined(self.system)}]
+        for turn in self.messages:
+            messages += turn.as_template_input(tool_text) if isinstance(turn, ResultTurn) else turn.as_template_input()
+        turns = merged(messages)
+        check_calls(turns, "messages: no tool_use with id {!r} precedes its tool_result")
+        return turns
 
     def chat_options(self) -> ChatOptions:
         is_continued = self.is_continued

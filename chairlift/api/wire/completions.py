@@ -17,13 +17,8 @@ from typing_extensions import TypedDict
 
 from chairlift.api.wire import Body, Ignored, LeftOutIfNone, Texts, TokenIds, Usage, let_others_run, only_types
 from chairlift.api.wire.generation import CompletionsRequest
-from chairlift.api.wire.messages import (
-    Effort,
-    NamedTool,
-    ParallelToolUse,
-    Rendering,
-    ToolChoiceMode,
-)
+from chairlift.api.wire.messages import Effort, NamedTool, ParallelToolUse, ToolChoiceMode
+from chairlift.api.wire.rendering import Rendering
 from chairlift.errors import InvalidRequest
 from chairlift.params import MAX_LOGPROBS, FinishReason, RequestOptions, SamplingParams
 

@@ -1,8 +1,7 @@
 """Conversations: messages, tools that an assistant may call, and how both are rendered; for every endpoint."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, StrictBool, model_validator
@@ -10,10 +9,9 @@ from pydantic import ConfigDict, Field, StrictBool, model_validator
 from chairlift.api.tools.grammars import FunctionSpec
 from chairlift.api.wire import Body, OneOf, Written, only, only_types
 from chairlift.api.wire.generation import FOR_CACHING
+from chairlift.api.wire.left_out import Attachment, attachments_warning, tools_warning
 from chairlift.engine.text.tokenizer import ChatOptions, Message
 from chairlift.errors import InvalidRequest
-
-_MAX_TYPES_TOLD = 8
 
 # --- messages
 
@@ -54,22 +52,15 @@ class ToolCall(Written):
 
 
 class ChatMessage(Body):
-    """What the system, the user or a tool says; a tool's message says which call it answers."""
+    """What the system or the user says."""
 
-    role: Literal["system", "developer", "user", "tool"]
+    role: Literal["system", "developer", "user"]
     content: str | list[Annotated[TextPart, only_types("messages", "text", "refusal")]]
     name: str | None = Field(None, description="the speaker's name, for templates that show it")
-    tool_call_id: str | None = Field(None, description="of a tool: the call that this answers")
     cache_control: Annotated[dict[str, Any] | None, FOR_CACHING] = None
 
-    @model_validator(mode="after")
-    def _check_role(self) -> Self:
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise InvalidRequest("messages: tool_call_id belongs to messages with role tool", "messages")
-        return self
-
     def as_template_input(self) -> Message:
-        return template_message(self.role, _text(self.content), name=self.name, tool_call_id=self.tool_call_id)
+        return template_message(self.role, text_of(self.content), name=self.name)
 
 
 class AssistantTurn(Written):
@@ -90,13 +81,16 @@ class AssistantTurn(Written):
             "name": self.name,
             "tool_calls": calls or None,
         }
-        return template_message("assistant", _text(self.content), **more)
+        return template_message("assistant", text_of(self.content), **more)
 
 
-def _text(content: str | Sequence[TextPart] | None) -> str:
+def text_of(content: str | Sequence[TextPart | Attachment] | None) -> str:
+    """All parts as one text."""
     if isinstance(content, str):
         return content
-    return "".join(part.text or part.refusal or "" for part in content or [])
+    return "".join(
+        part.text if isinstance(part, Attachment) else part.text or part.refusal or "" for part in content or []
+    )
 
 
 def template_message(role: str, content: str, **more: Any) -> Message:
@@ -128,15 +122,15 @@ def check_calls(messages: Sequence[Message], complaint: str) -> None:
             raise InvalidRequest(complaint.format(message["tool_call_id"]), complaint.partition(":")[0])
 
 
+def role_of(message: Any) -> Any:
+    """Who said it; `message`: as it was parsed from JSON, or a model."""
+    return message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+
+
 def is_of_assistant(message: Any) -> bool:
-    """Whether the assistant said it; `message`: as it was parsed from JSON, or a model."""
-    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
-    return bool(role == "assistant")
+    """Whether the assistant said it; `message`: see `role_of`."""
+    return bool(role_of(message) == "assistant")
 
-
-AnyMessage = Annotated[
-    ChatMessage | AssistantTurn, OneOf(lambda message: AssistantTurn if is_of_assistant(message) else ChatMessage)
-]
 
 # --- tools
 
@@ -256,10 +250,19 @@ class TemplateInput(Body):
         return [tool.type for tool in self.tools or [] if isinstance(tool, LeftOutTool)]
 
     @property
+    def shown_functions(self) -> list[FunctionSpec]:
+        """The tools that the template shows, which is before the conversation."""
+        return [] if self.call_mode == "none" else self.callable_functions
+
+    @property
+    def returned_parts(self) -> Iterable[object]:
+        """The parts of what tools returned, and others that come with them."""
+        return ()
+
+    @property
     def warnings(self) -> list[str]:
-        types = ", ".join(sorted(set(self.left_out))[:_MAX_TYPES_TOLD])
-        left_out = [f"tools of type {types} are not supported here and were left out"] if types else []
-        return [*super().warnings, *left_out]
+        left_out = tools_warning(self.left_out, not self.callable_functions)
+        return [*super().warnings, *left_out, *attachments_warning(self.returned_parts)]
 
     @property
     def call_mode(self) -> ToolChoiceMode:
@@ -276,9 +279,8 @@ class TemplateInput(Body):
 
     def chat_options(self) -> ChatOptions:
         """The template's variables beside the messages, without tools that must not be called."""
-        shown = [] if self.call_mode == "none" else self.callable_functions
         return ChatOptions(
-            tools=[function.as_template_input() for function in shown],
+            tools=[function.as_template_input() for function in self.shown_functions],
             template_arguments=self.thinking_arguments() | (self.chat_template_kwargs or {}),
         )
 
@@ -291,7 +293,8 @@ class ToolUse(TemplateInput):
     @model_validator(mode="after")
     def _check_tool_choice(self) -> Self:
         if self.call_mode == "required" and not self.callable_functions:
-            raise InvalidRequest("tool_choice is only allowed with tools", "tool_choice")
+            why = "".join(f": {each}" for each in tools_warning(self.left_out, were_all=True))
+            raise InvalidRequest(f"tool_choice is only allowed with tools{why}", "tool_choice")
         if self.chosen_function is not None and not self.functions_to_call():
             raise InvalidRequest(f"tool_choice: there is no tool {self.chosen_function!r}", "tool_choice")
         return self
@@ -330,39 +333,3 @@ class ParallelToolUse(ToolUse):
 
 
 PARSE_SPECIAL_TOKENS = Field(None, description="special tokens that messages contain are special tokens, not text")
-Tools = Annotated[list[Tool] | None, Field(max_length=128, description="functions that the model may call")]
-
-
-class Rendering(TemplateInput):
-    """How a conversation becomes a prompt."""
-
-    messages: list[AnyMessage]
-    tools: Tools = None
-    add_generation_prompt: StrictBool | None = Field(
-        None, description="end the prompt with the beginning of an assistant's turn (the default)"
-    )
-    continue_final_message: StrictBool | None = Field(
-        None, description="leave the last message open, for the model to go on with it; not with add_generation_prompt"
-    )
-    parse_special_tokens: StrictBool | None = PARSE_SPECIAL_TOKENS
-
-    @model_validator(mode="after")
-    def _check_end(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
-            )
-        return self
-
-    def template_messages(self) -> list[Message]:
-        return [message.as_template_input() for message in self.messages]
-
-    def chat_options(self) -> ChatOptions:
-        is_continued = bool(self.continue_final_message)
-        begins_answer = not is_continued if self.add_generation_prompt is None else self.add_generation_prompt
-        return replace(
-            super().chat_options(),
-            add_generation_prompt=begins_answer,
-            continue_final_message=is_continued,
-            parse_special_tokens=bool(self.parse_special_tokens),
-        )

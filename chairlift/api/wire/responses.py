@@ -1,6 +1,6 @@
 """`/v1/responses`: the items of a conversation, the messages that they become, and the request."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -17,6 +17,7 @@ from chairlift.api.wire.generation import (
     WantedStructure,
     the_only_one,
 )
+from chairlift.api.wire.left_out import Attachment, attachments
 from chairlift.api.wire.messages import (
     PARSE_SPECIAL_TOKENS,
     ChosenFunction,
@@ -70,7 +71,10 @@ class Refusal(Body):
 Part = Annotated[
     InputText | WrittenText | Refusal, by_type("input", input_text=InputText, output_text=WrittenText, refusal=Refusal)
 ]
-OutputPart = Annotated[InputText, only_types("input", "input_text")]
+OutputPart = Annotated[
+    InputText | Attachment,
+    by_type("input", input_text=InputText, **attachments("input_image", "input_file")),
+]
 
 
 class InputMessage(Body):
@@ -135,7 +139,7 @@ class InputCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[OutputPart]
+    output: str | list[OutputPart] = Field(description="text; the model reads a note in place of images and files")
     id: Annotated[str | None, _COMES_ALONG] = None
     status: Annotated[ItemStatus | None, _COMES_ALONG] = None
     name: Annotated[str | None, Ignored("call_id says which call this answers")] = None
@@ -164,7 +168,7 @@ def _form_of(item: Any) -> type[Body] | None:
 InputItem = Annotated[Item, OneOf(_form_of), only_types("input", "message", *_FORMS)]
 
 
-def _joined(content: str | Sequence[InputText | WrittenText | Refusal]) -> str:
+def _joined(content: str | Sequence[InputText | WrittenText | Refusal | Attachment]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -300,6 +304,12 @@ class ResponsesRequest(ParallelToolUse, OpenAIRequest):
     def wanted_structure(self) -> WantedStructure | None:
         wanted = None if self.text is None or self.text.format is None else self.text.format.structure()
         return the_only_one(text=wanted, structured_outputs=self.structured_outputs)
+
+    @property
+    def returned_parts(self) -> Iterable[object]:
+        items = () if isinstance(self.input, str) else self.input
+        outputs = [item.output for item in items if isinstance(item, InputCallOutput)]
+        return (part for output in outputs if not isinstance(output, str) for part in output)
 
     def template_messages(self) -> list[Message]:
         lead: list[Message] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]

@@ -7,7 +7,7 @@ runs it. The torch model is the reference in tests.
 import ctypes
 import sys
 from collections.abc import Callable
-from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_int, c_int64, c_void_p
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from chairlift.models.attention import BatchMetadata, find_head_obstacle
 from chairlift.models.config import Activation, ModelConfig, ModelShape, QKNorm
 from chairlift.models.cpu.build import CpuKernelsUnavailable, load_library
 from chairlift.models.cpu.packing import LANES, PackedMatrix, arrange_heads, interleave, pack, pack_grouped, rope_table
+from chairlift.models.cpu.structures import Batch, Layer, Matrix, Model
 from chairlift.models.decoder import Decoder, DecoderLayer
 from chairlift.models.grouped import GroupedWeight, quantize
 from chairlift.models.layers import Linear, RMSNorm
@@ -28,50 +29,6 @@ _HEAD_DIM_ALIGNMENT = 32
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}
 _GROUPED_FORMATS = 2  # added to the above
 _ALL_KEYS = 1 << 30  # a window that no sequence is longer than; positions minus it are 32-bit numbers
-
-
-# The kernels' structures, field by field as in `csrc/model.h` and `csrc/product.h`.
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("panels", "bias")),
-        *((name, c_int64) for name in ("columns", "depth")),
-        *((name, c_void_p) for name in ("scales", "offsets", "units")),
-        *((name, c_int64) for name in ("num_bits", "group_size", "scale_bits")),
-        *((name, c_void_p) for name in ("rest_panels", "rest_scales", "rest_offsets", "rest_units")),
-        ("first_rest", c_int64),
-    ]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")),
-        *((name, c_void_p) for name in ("query_norm", "key_norm", "rope")),
-        ("window", c_int64),
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("intermediate", "vocab", "is_gelu", "are_heads_normed_as_one")),
-        *((name, c_double) for name in ("eps", "attention_scale", "embedding_scale", "residual_scale")),
-        *((name, c_double) for name in ("logits_scale", "attention_softcap", "logits_softcap")),
-        ("layers", POINTER(_Layer)),
-        *((name, c_void_p) for name in ("final_norm", "embedding")),
-        ("head", _Matrix),
-    ]
-
-
-class _Batch(ctypes.Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("num_rows", "num_tokens")),
-        *((name, c_void_p) for name in ("input_ids", "row_offsets", "slots", "cache_lengths")),
-        *((name, c_void_p) for name in ("common_slots", "common_lengths", "blocks")),
-        *((name, c_int64) for name in ("slot_stride", "value_offset", "layer_stride", "token_stride")),
-    ]
 
 
 def find_obstacle(model: ModelShape, dtype: DType, device: str, num_ranks: int) -> str | None:
@@ -111,8 +68,8 @@ class CpuDecoder:
             raise ValueError(obstacle)
         library = load_library(isa)
         self._forward, self._logits = library.chairlift_forward, library.chairlift_logits
-        self._forward.argtypes = [POINTER(_Model), POINTER(_Batch), c_int, c_void_p, c_void_p, c_int]
-        self._logits.argtypes = [POINTER(_Model), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]
+        self._forward.argtypes = [POINTER(Model), POINTER(Batch), c_int, c_void_p, c_void_p, c_int]
+        self._logits.argtypes = [POINTER(Model), c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int]
         self._forward.restype = self._logits.restype = c_int64
         self._config = model.config
         self._dtype = model.dtype
@@ -145,7 +102,7 @@ class CpuDecoder:
     def _pass_bytes(self, num_new: int, num_cached: int) -> int:
         """Workspace for one row."""
         offsets, cached = (torch.tensor(each, dtype=torch.int32) for each in ([0, num_new], [num_cached]))
-        row = _Batch(num_rows=1, num_tokens=num_new, row_offsets=_address(offsets), cache_lengths=_address(cached))
+        row = Batch(num_rows=1, num_tokens=num_new, row_offsets=_address(offsets), cache_lengths=_address(cached))
         num_bytes: int = self._forward(self._model, row, self._format, None, None, torch.get_num_threads())
         return num_bytes
 
@@ -157,7 +114,7 @@ class CpuDecoder:
         common = cache.reservation.common_prefixes if cache.reservation else ()
         common_slots = torch.tensor([prefix.slot for prefix in common], dtype=torch.int32) if common else None
         common_lengths = torch.tensor([prefix.num_tokens for prefix in common], dtype=torch.int32) if common else None
-        arguments = _Batch(
+        arguments = Batch(
             num_rows=len(batch.slots),
             num_tokens=len(input_ids),
             input_ids=_address(input_ids),
@@ -210,11 +167,11 @@ class _Weights:
         self.num_bytes = 0
         self.has_groups = False  # whether some matrices are integers in groups
 
-    def take(self, model: Decoder, max_seq_len: int) -> _Model:
+    def take(self, model: Decoder, max_seq_len: int) -> Model:
         config = model.config
         head = self._matrix(model.lm_head, is_head=True)
         tables = {rope: self._keep(rope_table(rope, config.head_dim, max_seq_len)) for rope in model.ropes}
-        layers = (_Layer * config.num_layers)()
+        layers = (Layer * config.num_layers)()
         self._kept.append(layers)
         for index, (layer, each) in enumerate(zip(model.layers, config.layers, strict=True)):
             num_rotated = config.head_dim if each.rope is None else model.ropes[each.rope].shape[-1]
@@ -223,7 +180,7 @@ class _Weights:
             _give_back_memory()
         embedding = None if config.is_tied else self._keep(model.model.embed_tokens.weight.detach())
         del model.model.embed_tokens  # the last reference to a tied head, which is packed now
-        return _Model(
+        return Model(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
             num_heads=config.num_heads,
@@ -246,7 +203,7 @@ class _Weights:
             head=head,
         )
 
-    def _layer(self, layer: DecoderLayer, rope: int | None, num_rotated: int, window: int) -> _Layer:
+    def _layer(self, layer: DecoderLayer, rope: int | None, num_rotated: int, window: int) -> Layer:
         """`rope`: address of the table for the first `num_rotated` elements of a head, which rotate; None: none do."""
         attention = layer.self_attn
         num_turning = attention.num_heads + attention.num_kv_heads
@@ -254,7 +211,7 @@ class _Weights:
         def arrange(rows: torch.Tensor) -> torch.Tensor:
             return arrange_heads(rows, num_turning, attention.head_dim, num_rotated)
 
-        return _Layer(
+        return Layer(
             qkv=self._matrix(attention.qkv_proj, arrange, num_exact=attention.num_kv_heads * attention.head_dim),
             out=self._matrix(attention.o_proj),
             gate_up=self._matrix(layer.mlp.gate_up_proj, interleave),
@@ -271,7 +228,7 @@ class _Weights:
 
     def _matrix(
         self, linear: Linear, arrange: _Arrange = _as_they_are, *, is_head: bool = False, num_exact: int = 0
-    ) -> _Matrix:
+    ) -> Matrix:
         """`num_exact`: how many last rows, which `arrange` does not move, keep their errors if rounded here."""
         bias = None if linear.bias is None else arrange(linear.bias)
         weight = linear.let_go()
@@ -290,13 +247,13 @@ class _Weights:
             rest = pack_grouped(quantize(lost, rounded.num_bits), has_byte_scales=is_narrow)
         return self._place(pack_grouped(rounded.map_rows(arrange), bias, has_byte_scales=is_narrow), rest)
 
-    def _place(self, matrix: PackedMatrix, rest: PackedMatrix | None = None) -> _Matrix:
+    def _place(self, matrix: PackedMatrix, rest: PackedMatrix | None = None) -> Matrix:
         """`rest`: the rounding errors of the last columns, in the same format."""
         parts = ("panels", "scales", "offsets", "units")
         places = {name: self._keep(getattr(matrix, name)) for name in (*parts, "bias")}
         if rest is not None:
             places |= {f"rest_{name}": self._keep(getattr(rest, name)) for name in parts}
-        return _Matrix(
+        return Matrix(
             columns=matrix.num_outputs,
             depth=matrix.depth,
             num_bits=matrix.num_bits,

@@ -115,6 +115,8 @@ def load_library(isa: str | None) -> ctypes.CDLL:
 
     CpuKernelsUnavailable if this machine lacks the named set, or if compiling fails, as without a compiler.
     """
+    from chairlift.models.cpu.structures import start
+
     usable = usable_instruction_sets()
     if not usable:
         raise CpuKernelsUnavailable(find_drawback() or "there is no native code for this machine")
@@ -122,13 +124,15 @@ def load_library(isa: str | None) -> ctypes.CDLL:
     if wanted is not None and wanted not in usable:
         raise CpuKernelsUnavailable(f"{wanted!r} is not a level of this processor, which has {', '.join(usable)}")
     by_name = {each.name: each for each in instruction_sets(platform.machine())}
+    problem: str | None = None
     for name in (wanted,) if wanted else usable:
         library = _open(by_name[name])
-        if library.chairlift_start() == 0:
+        problem = start(library)
+        if problem is None:
             logger.info("CPU kernels: %s", name)
             return library
-        logger.warning("the system does not let this process use %s", name)
-    raise CpuKernelsUnavailable(f"the system does not let this process use {wanted}")
+        logger.warning("the kernels for %s cannot be used: %s", name, problem)
+    raise CpuKernelsUnavailable(f"no kernels can be used: {problem}")
 
 
 def wanted_level() -> str | None:
@@ -356,9 +360,6 @@ def _remove_unused(directory: Path) -> None:
             if time.time() - path.stat().st_mtime > _UNUSED_AFTER_S:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
                 logger.info("removed %s, which was not used for long", path)
-
-
-# --- compiling
 
 
 def file_name(instruction_set: InstructionSet) -> str:

@@ -10,7 +10,7 @@
 #include <vector>
 
 extern "C" {
-int chairlift_start();
+int chairlift_start(int64_t* sizes);
 int64_t chairlift_forward(const void* model, const void* batch, int format, void* hidden, void* workspace, int threads);
 int64_t chairlift_logits(const void* model, const void* hidden, int64_t num_rows, int format, float* out,
                          void* workspace, int threads);
@@ -40,7 +40,8 @@ static char* allocate(int64_t size) {  // exactly as much, for sanitizers; what 
 
 int main(int count, char**) {
     if (count > 1) return printf("%lu %lu\n", getauxval(AT_HWCAP), getauxval(AT_HWCAP2)) < 0;
-    if (chairlift_start()) abort();
+    int64_t sizes[4];
+    if (chairlift_start(sizes)) abort();
     Call call;
     read_all(&call, sizeof call);
     std::vector<Region> regions;

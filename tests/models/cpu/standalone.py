@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from chairlift.models import cpu
-from chairlift.models.cpu import _Batch, _Layer, _Model
 from chairlift.models.cpu.build import _COMPILE_FLAGS, _SOURCES
+from chairlift.models.cpu.structures import Batch, Layer, Model
 
 ARM_COMPILER = "aarch64-linux-gnu-g++"
 _WARNINGS = ("-Wall", "-Wextra", "-Werror")
@@ -72,10 +72,10 @@ class _Library:
         self.chairlift_forward, self.chairlift_logits = partial(self._forward), partial(self._logits)
 
     def _forward(
-        self, model: _Model, batch: _Batch, number_format: int, hidden: int, workspace: int | None, num_threads: int
+        self, model: Model, batch: Batch, number_format: int, hidden: int, workspace: int | None, num_threads: int
     ) -> int:
         image, model_place = self._image_of(model)
-        batch_place = image.place_structures(_Batch, ctypes.addressof(batch))
+        batch_place = image.place_structures(Batch, ctypes.addressof(batch))
         size = batch.num_tokens * model.hidden * _SIZES[number_format]
         slots = (batch.blocks, self._extents[batch.blocks])
         call = (model_place, batch_place, 0, number_format, size, num_threads, image.places[batch.blocks], slots[1])
@@ -83,7 +83,7 @@ class _Library:
 
     def _logits(
         self,
-        model: _Model,
+        model: Model,
         hidden: int,
         num_rows: int,
         number_format: int,
@@ -96,10 +96,10 @@ class _Library:
         call = (model_place, image.place(hidden), num_rows, number_format, size, num_threads, 0, 0)
         return self._run(image, call, ((logits, size),)) if workspace else 1
 
-    def _image_of(self, model: _Model) -> tuple["_Image", int]:
+    def _image_of(self, model: Model) -> tuple["_Image", int]:
         image = _Image(self._extents)
-        image.place_structures(_Layer, ctypes.addressof(model.layers.contents), model.num_layers)
-        return image, image.place_structures(_Model, ctypes.addressof(model))
+        image.place_structures(Layer, ctypes.addressof(model.layers.contents), model.num_layers)
+        return image, image.place_structures(Model, ctypes.addressof(model))
 
     def _run(self, image: "_Image", call: Sequence[int], outputs: Sequence[tuple[int, int]]) -> int:
         """Its outputs go where they would have gone in this process: addresses and numbers of bytes."""

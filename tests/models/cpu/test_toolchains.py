@@ -117,10 +117,10 @@ SANITIZERS = {"address": ("avx2", "avx512_vnni", "avx512_bf16"), "undefined": ("
 
 
 @pytest.mark.parametrize(("sanitizer", "isa"), [(name, isa) for name, sets in SANITIZERS.items() for isa in sets])
-def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str, isa: str) -> None:
+def test_sanitizers_and_checks_find_nothing(tmp_path: Path, sanitizer: str, isa: str) -> None:
     """In a program with threads of its own: a sanitizer does not see what OpenMP's wait for."""
     need("g++")
-    flags = (*level_of(isa).flags, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1")
+    flags = (*level_of(isa).flags, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-DCHAIRLIFT_CHECKED")
     compile_program("g++", flags, tmp_path / "program")
     expected = computed(isa)
     with kernels_of(str(tmp_path / "program")):

@@ -4,12 +4,12 @@
 
 namespace {
 
-// Runs `body(team)` on that many threads.
-template <class Body> void in_parallel(int num_threads, Counter* counters, Body body) {
+// Runs `body(team)` on that many threads, whose stages have so many counters together.
+template <class Body> void in_parallel(int num_threads, Counter* counters, int64_t num_counters, Body body) {
     Barrier barrier;
     on_threads(num_threads, [&](int rank, int size) {
         forget_tiles();
-        body(Team{rank, size, counters, barrier});
+        body(Team{rank, size, counters, barrier, counters + num_counters});
         leave_tiles();
     });
 }
@@ -18,11 +18,13 @@ template <class T, class W>
 int64_t forward(const Model& model, const Batch& batch, void* hidden, void* workspace, int num_threads) {
     Arena arena{static_cast<char*>(workspace)};
     Forward<T, W> pass(model, batch, arena, num_threads);
+    CHECK(!workspace || arena.used == (forward<T, W>(model, batch, nullptr, nullptr, num_threads)));
     if (workspace) {
         for (int64_t t = 0; t < batch.num_tokens; t++)
             if (batch.input_ids[t] < 0 || batch.input_ids[t] >= model.vocab) return -1;
         pass.prepare();
-        in_parallel(num_threads, pass.counters, [&](Team team) { pass.run(team, static_cast<T*>(hidden)); });
+        in_parallel(num_threads, pass.counters, pass.num_counters(),
+                    [&](Team team) { pass.run(team, static_cast<T*>(hidden)); });
     }
     return arena.used;
 }
@@ -35,16 +37,19 @@ void finish_logits(const Model& model, float* c, int width) {
     }
 }
 
+constexpr int64_t LOGITS_STAGES = 4;  // at least as many as there are
+
 template <class T, class W>
 int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* out, void* workspace, int num_threads) {
     Arena arena{static_cast<char*>(workspace)};
     Rows<W> rows(arena, num_rows, model.hidden);
     const int64_t padded = pad(model.hidden, LANES);
     T* own = arena.take<T>(num_rows * padded);
-    Counter* counters = arena.take<Counter>(4 * num_threads);
+    const int64_t num_counters = LOGITS_STAGES * num_threads;
+    Counter* counters = arena.take<Counter>(num_counters);
     if (!workspace) return arena.used;
-    std::memset((void*)counters, 0, sizeof(Counter) * 4 * num_threads);
-    in_parallel(num_threads, counters, [&](Team team) {
+    std::memset((void*)counters, 0, sizeof(Counter) * num_counters);
+    in_parallel(num_threads, counters, num_counters, [&](Team team) {
         team.share_rows(num_rows, [&](int64_t row) {
             std::memset((void*)(own + row * padded), 0, padded * sizeof(T));
             std::memcpy((void*)(own + row * padded), static_cast<const T*>(hidden) + row * model.hidden,
@@ -79,8 +84,12 @@ int64_t logits(const Model& model, const void* hidden, int64_t num_rows, float* 
 // Called by Python; the compiler is told to hide all else.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// 0 if this machine lets the library run.
-EXPORTED int chairlift_start() { return enable_tiles() ? 0 : 1; }
+// 0 if this machine lets the library run. `sizes`: bytes of the structures, which must be those that Python passes.
+EXPORTED int chairlift_start(int64_t* sizes) {
+    const int64_t own[] = {sizeof(Matrix), sizeof(Layer), sizeof(Model), sizeof(Batch)};
+    std::memcpy(sizes, own, sizeof own);
+    return enable_tiles() ? 0 : 1;
+}
 
 // Both return the bytes of workspace they need, and compute only if there is one; -1 if the vocabulary lacks a token.
 EXPORTED int64_t chairlift_forward(const Model* model, const Batch* batch, int format, void* hidden, void* workspace,

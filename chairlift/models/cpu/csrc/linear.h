@@ -16,6 +16,7 @@ constexpr int64_t MANY_ROWS = 192;
 // x W^T + b of all rows, unit by unit: `use(column, row, count, c, stride)` gets float32 tiles of the result.
 template <class W, class Use>
 void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows, int unit_panels, Use use) {
+    CHECK(reinterpret_cast<uintptr_t>(matrix.panels) % 64 == 0);
     const int64_t depth = matrix.depth, panels = pad(matrix.columns, LANES) / LANES;
     const int64_t units = (panels + unit_panels - 1) / unit_panels;
     const int64_t fitting = pad(CACHE_BYTES / (depth * Rows<W>::ELEMENT_BYTES), ROWS_AT_ONCE);
@@ -32,7 +33,7 @@ void linear(Team& team, const Matrix& matrix, const Rows<W>& x, int64_t num_rows
         const int width = unit_panels < panels - unit * unit_panels ? unit_panels : int(panels - unit * unit_panels);
         // The next unit's weights are prefetched while this one's are multiplied, a share with each block of rows.
         const int64_t steps = (end - start + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-        const int64_t unit_bytes = stride * depth * int64_t(sizeof(W)), slice = pad(unit_bytes / steps, 64);
+        const int64_t unit_bytes = stride * depth * Rows<W>::FETCHED_BYTES, slice = pad(unit_bytes / steps, 64);
         const int lines_per_step = steps > 1 ? int((TWO_TILES_LINES + steps - 1) / steps) : 0;
         const char* next = static_cast<const char*>(matrix.panels) + (unit + 1) * unit_bytes;
         for (int64_t row = start; row < end; row += ROWS_AT_ONCE) {

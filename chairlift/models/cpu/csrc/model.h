@@ -1,4 +1,4 @@
-// What Python passes: cpu/__init__.py has structures with the same fields in the same order.
+// What Python passes: cpu/structures.py has structures with the same fields in the same order, and compares their sizes.
 #pragma once
 
 #include "product.h"

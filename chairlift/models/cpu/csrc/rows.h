@@ -1,6 +1,7 @@
 // Rows of activations, in the number format that the next product multiplies, and their memory.
 #pragma once
 
+#include "checks.h"
 #include "grouped.h"
 
 constexpr int ROWS_AT_ONCE = 32;
@@ -8,12 +9,13 @@ constexpr int MOST_HEAD_DIM = 256;  // columns that are multiplied at once, at m
 
 constexpr int64_t pad(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Cuts one piece of memory into arrays that start at a cache line.
+// Cuts one piece of memory, which starts at a cache line, into arrays that do so.
 struct Arena {
     char* base;
     int64_t used = 0;
 
     template <class T> T* take(int64_t count) {
+        CHECK(count >= 0 && reinterpret_cast<uintptr_t>(base) % 64 == 0);
         T* start = reinterpret_cast<T*>(base + used);
         used += pad(count * int64_t(sizeof(T)), 64);
         return start;
@@ -24,6 +26,7 @@ struct Arena {
 template <class W> struct Rows {
     static constexpr bool IS_QUANTIZED = false;
     static constexpr int64_t ELEMENT_BYTES = sizeof(W);
+    static constexpr int64_t FETCHED_BYTES = sizeof(W);  // of each weight of the next unit, while one is multiplied
     W* values;
     int64_t stride;
 
@@ -51,6 +54,7 @@ template <class W> struct Rows {
 template <> struct Rows<Group> {
     static constexpr bool IS_QUANTIZED = true;
     static constexpr int64_t ELEMENT_BYTES = 2;  // 1.5, and rounding errors
+    static constexpr int64_t FETCHED_BYTES = 0;  // the product itself prefetches the next panels
     Group *groups, *rests;  // [count / block_rows][stride / GROUP][block_rows]
     uint8_t* has_rest;      // likewise
     int64_t block_rows, stride;

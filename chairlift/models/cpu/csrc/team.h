@@ -7,6 +7,8 @@
 #include <climits>
 #include <cstdint>
 
+#include "checks.h"
+
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -113,10 +115,12 @@ struct Barrier {
 // takes units of the others' shares. Stages follow one another in the same order on every thread.
 struct Team {
     const int rank, size;
-    Counter* counters;  // [stages][size], all 0 at first
+    Counter* counters;  // [stages][size], all 0 at first; those of the next stage
     Barrier& barrier;
+    const Counter* const end;  // of the counters
 
     template <class Work> void share(int64_t num_units, Work work) {
+        CHECK(counters + size <= end);
         for (int i = 0; i < size; i++) {
             const int whose = (rank + i) % size;
             const int64_t end = num_units * (whose + 1) / size;

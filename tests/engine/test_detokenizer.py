@@ -119,6 +119,54 @@ def test_a_byte_that_makes_earlier_ones_invalid_does_not_stop_the_text(llama2_li
     assert text.endswith("b the hill")
 
 
+LONG = "ሰላም ለዓለም፣ እንዴት ነህ? the hill 😀👍🏽👩‍👩‍👧‍👦 is high, 日本語のテキスト 한국어 the hill." + "語" * 30
+
+
+@pytest.mark.parametrize("make", [make_llama2_like, make_byte_level_bpe, make_byte_tokenizer])
+def test_a_text_that_is_cut_anywhere_goes_on_as_if_it_were_whole(
+    tmp_path: Path, make: Callable[[Path], Tokenizer]
+) -> None:
+    """The prompt may end within a character, and more than 64 of its last tokens may be single bytes."""
+    tokenizer = make(tmp_path)
+    vocabulary = vocabulary_of(tokenizer)
+    tokens = tokenizer.encode(LONG, add_special_tokens=False)
+    for cut in range(len(tokens)):
+        prompt = b"".join(map(vocabulary.token_bytes, tokens[:cut])).removeprefix(b" ").decode(errors="ignore")
+        assert "".join(stream(tokenizer, tokens[:cut], tokens[cut:])) == LONG.removeprefix(prompt)
+
+
+def test_half_a_character_at_the_end_of_a_prompt_is_the_prompts(llama2_like: Tokenizer) -> None:
+    half, rest, the = (
+        ids_of(llama2_like, "<0xE6>", "<0x97>"),
+        ids_of(llama2_like, "<0xA5>"),
+        ids_of(llama2_like, "▁the"),
+    )
+    whole = llama2_like.encode("語")[1:]
+    assert stream(llama2_like, [*the, *whole, *half], [*rest, *the]) == ["日", " the", ""]
+    assert stream(llama2_like, [*the, *whole, *half], the) == [" the", ""]
+    assert stream(llama2_like, half, ids_of(llama2_like, "<0x41>")) == ["A", ""]
+    assert stream(llama2_like, half, []) == [""]
+
+
+def test_a_wrong_byte_spoils_no_character_before_or_after_it(llama2_like: Tokenizer) -> None:
+    """The library makes all bytes in a row replacement characters if one of them is wrong."""
+    character = ids_of(llama2_like, "<0xE6>", "<0x97>", "<0xA5>")
+    wrong, newline = ids_of(llama2_like, "<0x82>"), ids_of(llama2_like, "<0x0A>")
+    pieces = stream(llama2_like, [], [*character, *wrong, *character * 30, *character[:2], *newline, *character])
+    assert "".join(pieces) == "日" + HALF + "日" * 30 + HALF + "\n日"
+
+
+def test_a_space_is_kept_after_text_that_is_many_special_tokens_away(llama2_like: Tokenizer) -> None:
+    the, hill, end = ids_of(llama2_like, "▁the", "▁hill", "</s>")
+    assert stream(llama2_like, [the, *[end] * 100], [hill]) == [" hill", ""]
+
+
+@pytest.mark.parametrize("output", [["<0x20>", "▁the"], ["<0x20>", "<0x20>", "<0xC3>", "<0xA9>"], ["▁", "<0x20>", "s"]])
+def test_the_first_space_is_dropped_also_if_it_is_a_byte(llama2_like: Tokenizer, output: list[str]) -> None:
+    tokens = ids_of(llama2_like, *output)
+    assert "".join(stream(llama2_like, [], tokens)) == llama2_like.decode(tokens)
+
+
 LLAMA2_PIECES = ["▁", "▁the", "▁▁", "▁▁▁▁", "s", "é", "\n", "本", "</s>"]
 HIGH_BYTES = ["<0x80>", "<0x82>", "<0xAC>", "<0xC3>", "<0xE2>", "<0xF0>", "<0x9F>"]
 LLAMA2_NAMES = st.lists(st.sampled_from(LLAMA2_PIECES + HIGH_BYTES), max_size=20)

@@ -1,6 +1,8 @@
 """Decodes tokens to text piece by piece, without incomplete characters or the beginnings of stop strings."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from itertools import islice
 from os.path import commonprefix
 
 from chairlift.engine.sampling.token_rules import START, Automaton
@@ -9,6 +11,7 @@ from chairlift.engine.text.tokenizer import Tokenizer
 _CONTEXT_SIZES = (8, 64)
 _MAX_CHARACTER_BYTES = 4  # of UTF-8, and so the most tokens that one character takes
 _MAX_WINDOW = 32
+_SPACE = ord(" ")
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are not a complete character (yet)
 
 
@@ -20,6 +23,9 @@ class Detokenizer:
     character, which models do produce.)
 
         window  | context: text returned | held back |
+
+    Tokens that stand for single bytes are held back in `_bytes` instead. The library decodes a run of them as a whole,
+    and all of it is lost if the run begins or ends within a character, or holds one wrong byte.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
@@ -27,11 +33,24 @@ class Detokenizer:
         self._window = _context(tokenizer, prompt_token_ids)
         self._num_context = len(self._window)
         self._sent = tokenizer.decode(self._window)  # the part of the window's text that was returned
+        self._bytes = _ByteRun(tokenizer, self._window)
 
     def push(self, token_id: int) -> str:
         """The text that this token completes: often its own, sometimes none yet."""
         if not self._tokenizer.is_written(token_id):  # a run of these would make the window ever longer
             return ""
+        byte = self._tokenizer.byte_of(token_id)
+        if byte is None:
+            return self._end_bytes() + self._push_piece(token_id)
+        if byte == _SPACE and not self._sent and not self._bytes.tokens:  # decoders may drop a text's first space
+            return self._push_piece(token_id)
+        return self._flush() + self._take(self._bytes.push(token_id, byte))
+
+    def finish(self) -> str:
+        """Returns what is still held back after the last token, for instance an incomplete character."""
+        return self._flush() + self._end_bytes()
+
+    def _push_piece(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         if not text.endswith(_INCOMPLETE):
@@ -49,11 +68,25 @@ class Detokenizer:
             self._num_context, self._sent = 0, self._sent[:-1]
         return piece
 
-    def finish(self) -> str:
-        """Returns what is still held back after the last token, for instance an incomplete character."""
+    def _flush(self) -> str:
+        """Returns what is held back in the window."""
+        if len(self._window) == self._num_context:
+            return ""
         text = self._tokenizer.decode(self._window)
         piece, self._sent = self._unsent(text), text
         return piece
+
+    def _end_bytes(self) -> str:
+        """Returns what is held back in the bytes."""
+        return self._take(self._bytes.end()) if self._bytes.tokens else ""
+
+    def _take(self, decoded: tuple[list[int], str]) -> str:
+        """The text of bytes. Their tokens become the context of the next ones."""
+        tokens, text = decoded
+        if tokens:
+            self._window = tokens
+            self._slide(0)
+        return text
 
     def _unsent(self, text: str) -> str:
         if text.startswith(self._sent):
@@ -68,11 +101,42 @@ class Detokenizer:
         self._sent = self._tokenizer.decode(self._window)
 
 
+class _ByteRun:
+    """Single bytes in a row, decoded character by character. `tokens`: those of the character that is incomplete."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        """`before`: tokens of the prompt. The answer may complete its last character."""
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self.tokens: list[int] = []
+        self._is_prompts = False
+        for token_id in before[1 - _MAX_CHARACTER_BYTES :]:
+            byte = tokenizer.byte_of(token_id)
+            _ = self.end() if byte is None else self.push(token_id, byte)
+        self._is_prompts = bool(self.tokens)  # an incomplete character that the prompt's text shows already
+
+    def push(self, token_id: int, byte: int) -> tuple[list[int], str]:
+        """The tokens that are no longer held back, if any, and their text."""
+        self.tokens.append(token_id)
+        return self._decode(bytes([byte]))
+
+    def end(self) -> tuple[list[int], str]:
+        """The same where no byte follows."""
+        return self._decode(b"", is_last=True)
+
+    def _decode(self, more: bytes, is_last: bool = False) -> tuple[list[int], str]:
+        text = self._decoder.decode(more, is_last)
+        num_decoded = len(self.tokens) - len(self._decoder.getstate()[0])
+        decoded, self.tokens = self.tokens[:num_decoded], self.tokens[num_decoded:]
+        if decoded and self._is_prompts:
+            text, self._is_prompts = text.removeprefix(_INCOMPLETE), False
+        return decoded, text
+
+
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
-    """The end of the prompt, long enough not to begin within a character, if possible."""
+    """The end of the prompt, as far as it is written, long enough not to begin within a character, if possible."""
     tail: list[int] = []
     for size in _CONTEXT_SIZES:
-        tail = list(prompt_token_ids[-size:])
+        tail = [*islice(filter(tokenizer.is_written, reversed(prompt_token_ids)), size)][::-1]
         if not tokenizer.decode(tail).endswith(_INCOMPLETE):
             break
     return tail

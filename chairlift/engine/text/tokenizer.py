@@ -156,6 +156,21 @@ class Tokenizer:
         ids = self.backend.encode("a", add_special_tokens=False).ids[-1:]
         return ids, self.decode(ids, skip_special_tokens=False)
 
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that a token of a byte-fallback vocabulary stands for ("<0xE6>"); None for all other tokens."""
+        return self._fallback_bytes.get(token_id)
+
+    @cached_property
+    def _fallback_bytes(self) -> dict[int, int]:
+        names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        ids = {name: self.backend.token_to_id(name) for name in names}
+        # A special token, or one that the decoder does not read as a byte, comes out as its name.
+        return {
+            token_id: names[name]
+            for name, token_id in ids.items()
+            if token_id is not None and self.decode([token_id], skip_special_tokens=False) != name
+        }
+
     def is_written(self, token_id: int) -> bool:
         """Whether the token can appear in decoded text; special and unknown ones cannot, and do not affect it."""
         return token_id not in self._special_ids and self.backend.id_to_token(token_id) is not None

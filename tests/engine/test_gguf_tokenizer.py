@@ -11,7 +11,7 @@ import pytest
 from gguf import GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from chairlift.engine.text.tokenizer import ChatOptions, Tokenizer
@@ -63,7 +63,13 @@ def train(rule: str, *, ignore_merges: bool = False) -> BackendTokenizer:
 
 def written(path: Path, write: Callable[[GGUFWriter], object], **special_ids: int | None) -> Tokenizer:
     """`special_ids`: bos, eos or unk."""
-    writer = new_writer(path, "llama")
+    return written_for("llama", path, write, special_ids)
+
+
+def written_for(
+    architecture: str, path: Path, write: Callable[[GGUFWriter], object], special_ids: dict[str, int | None]
+) -> Tokenizer:
+    writer = new_writer(path, architecture)
     write(writer)
     for name, token in special_ids.items():
         getattr(writer, f"add_{name}_token_id")(token)
@@ -97,28 +103,96 @@ def test_a_byte_level_tokenizer_is_the_one_that_was_written(tmp_path: Path, rule
 def test_a_word_that_is_a_token_needs_no_merges_where_the_model_has_it_so(tmp_path: Path) -> None:
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "zyxwv"]
     original = BackendTokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
-    assert len(byte_level_file(tmp_path, original, "llama-bpe").encode("zyxwv")) == 1
+    for rule in ("llama-bpe", "midm-2.0", "tekken"):
+        assert len(byte_level_file(tmp_path, original, rule).encode("zyxwv")) == 1
     assert len(byte_level_file(tmp_path, original, "qwen2").encode("zyxwv")) == 5
+
+
+MERGES = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("l", "l"), ("▁", "▁"), ("i", "s"), ("▁", "is")]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+PIECES = ["<unk>", "<s>", "</s>", "<|user|>", *BYTES, *"▁abcdefghijklmnopqrstuvwxyzTHECWI.,?'"]
+PIECES += ["".join(merge) for merge in MERGES]
+
+
+def sentence_piece(adds_space: bool) -> BackendTokenizer:
+    """As Llama 2's and Mistral's first tokenizers were converted for transformers."""
+    vocab = {piece: index for index, piece in enumerate(PIECES)}
+    backend = BackendTokenizer(models.BPE(vocab, MERGES, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    spaces = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if adds_space else spaces
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in PIECES[:4]])
+    return backend
+
+
+def sentence_piece_file(directory: Path, architecture: str = "llama", **flags: Any) -> Tokenizer:
+    order = {"".join(merge): -rank for rank, merge in enumerate(MERGES)}
+    scores = [float(order.get(piece, -100)) for piece in PIECES]
+    write = partial(add_sentence_piece_tokenizer, backend=sentence_piece(True), scores=scores, **flags)
+    return written_for(architecture, directory / "model.gguf", write, {"bos": 1, "eos": 2, "unk": 0})
 
 
 @pytest.mark.parametrize("adds_space", [True, False])
 def test_a_sentence_piece_tokenizer_is_the_one_that_was_written(tmp_path: Path, adds_space: bool) -> None:
-    words = ["th", "the", "▁the", "▁a", "ll", "hill", "▁hill", "is", "▁is", "▁▁"]
-    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces = ["<unk>", "<s>", "</s>", *byte_pieces, *"▁abcdefghijklmnopqrstuvwxyzTHECWI.,?'", *words]
-    vocab = {piece: index for index, piece in enumerate(pieces)}
-    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("l", "l"), ("▁", "▁"), ("i", "s"), ("▁", "is")]
-    original = BackendTokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    scheme = "first" if adds_space else "never"
-    original.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    original.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
-    original.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    original.add_special_tokens(["<unk>", "<s>", "</s>"])
-    order = {"".join(merge): -rank for rank, merge in enumerate(merges)}
-    scores = [float(order.get(piece, -100)) for piece in pieces]
-    write = partial(add_sentence_piece_tokenizer, backend=original, scores=scores, add_space_prefix=adds_space)
-    assert_alike(written(tmp_path / "model.gguf", write, bos=1, eos=2, unk=0), original)
+    assert_alike(sentence_piece_file(tmp_path, add_space_prefix=adds_space), sentence_piece(adds_space))
+
+
+# Tokens by llama.cpp's own tokenizer from the same file.
+WITH_SPACE = {
+    "the": "▁the",
+    " the": "▁ ▁the",
+    "  the": "▁▁ ▁the",
+    "   the hill ": "▁▁ ▁ ▁the ▁ h i ll ▁",
+    " ": "▁▁",
+    "\n": "▁ <0x0A>",
+    " \n the": "▁▁ <0x0A> ▁the",
+    "a</s>the": "▁a </s> ▁the",
+    "a</s> the": "▁a </s> ▁ ▁the",
+    "</s>  </s>": "</s> ▁▁ ▁ </s>",
+    "<s>the": "<s> ▁the",
+    "é日": "▁ <0xC3> <0xA9> <0xE6> <0x97> <0xA5>",
+    " é": "▁▁ <0xC3> <0xA9>",
+    "▁the": "▁ ▁the",
+    "": "",
+}
+WITHOUT_SPACE = {
+    "the": "the",
+    " the": "▁the",
+    "  the": "▁ ▁the",
+    "   the hill ": "▁▁ ▁the ▁ h i ll ▁",
+    " ": "▁",
+    "\n": "<0x0A>",
+    "a</s>the": "a </s> the",
+    "a</s> the": "a </s> ▁the",
+    "</s>  </s>": "</s> ▁▁ </s>",
+    "é日": "<0xC3> <0xA9> <0xE6> <0x97> <0xA5>",
+    "": "",
+}
+
+
+def pieces_of(tokenizer: Tokenizer, text: str) -> str:
+    return " ".join(tokenizer.entries(tokenizer.encode(text, add_special_tokens=False)))
+
+
+@pytest.mark.parametrize(("adds_space", "expected"), [(None, WITH_SPACE), (True, WITH_SPACE), (False, WITHOUT_SPACE)])
+def test_a_sentence_piece_tokenizer_is_llama_cpps(
+    tmp_path: Path, adds_space: bool | None, expected: dict[str, str]
+) -> None:
+    """It puts a space before each text, also one that begins with spaces, unless the file says otherwise."""
+    flags: dict[str, Any] = {} if adds_space is None else {"add_space_prefix": adds_space}
+    tokenizer = sentence_piece_file(tmp_path, **flags)
+    assert {text: pieces_of(tokenizer, text) for text in expected} == expected
+
+
+def test_phi3s_special_tokens_take_the_white_space_after_them(tmp_path: Path) -> None:
+    """As in the model's own tokenizer, and in llama.cpp's for it. The file does not say so."""
+    tokenizer = sentence_piece_file(tmp_path, "phi3")
+    assert pieces_of(tokenizer, "<|user|>\nthe</s>\n") == "<|user|> ▁the </s>"
+    assert pieces_of(tokenizer, "<s> the") == "<s> ▁ ▁the"  # but not its beginning
+    other = sentence_piece_file(tmp_path, "llama")
+    assert pieces_of(other, "<|user|>\nthe</s>\n") == "<|user|> ▁ <0x0A> the </s> ▁ <0x0A>"
 
 
 def test_special_tokens_and_the_chat_template_are_the_files(tmp_path: Path) -> None:

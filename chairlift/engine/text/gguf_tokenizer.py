@@ -7,8 +7,8 @@ only the model's output becomes worse. So the rule must be known, to the convert
 from typing import Any, cast
 
 import numpy as np
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
-from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chairlift.errors import CheckpointError, shown
@@ -18,8 +18,9 @@ _PREFIX = "tokenizer.ggml."
 _SENTENCE_PIECE, _BYTE_LEVEL = "llama", "gpt2"  # as `tokenizer.ggml.model` has them
 _GPT2_RULES = {"gpt-2", "olmo", "phi-2", "jais", "mpt"}
 _DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell"}  # GPT-2's rule, with digits split singly
+_PHI3, _PHI3_KEEPS = "phi3", {"<unk>", "<s>", "<|endoftext|>"}  # the architecture; tokens that swallow no white space
 # Words that are tokens need no merges; and texts begin with the BOS token unless the file says otherwise.
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 _NAMES = {
     "model": "tokenizer_type",
     "pre": "pre_tokenizer_type",
@@ -46,12 +47,13 @@ def make_gguf_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     }
     if kind == _BYTE_LEVEL:
         described.setdefault("merges", [])  # an empty list is not in the file
-    backend, _ = convert_gguf_tokenizer(file.metadata["general.architecture"], described)
-    backend = _without_more_tokens(backend, len(given["tokens"]))
+    architecture = file.metadata["general.architecture"]
+    backend, _ = convert_gguf_tokenizer(architecture, described)
+    backend = _with_added_tokens(backend, _added_tokens(backend, len(given["tokens"]), architecture))
     if kind == _BYTE_LEVEL:
         _set_rule(backend, rule)
-    elif given.get("add_space_prefix") is False:
-        _leave_first_word(backend)
+    else:
+        _set_spaces(backend, given.get("add_space_prefix", not architecture.startswith("gemma")))
     return _wrapped(backend, file, given, begins=kind == _SENTENCE_PIECE or rule in _WHOLE_WORDS)
 
 
@@ -71,15 +73,25 @@ def _wrapped(backend: BackendTokenizer, file: GGUFFile, given: dict[str, Any], b
     )
 
 
-def _without_more_tokens(backend: BackendTokenizer, size: int) -> BackendTokenizer:
-    """Removes special tokens that the converter adds by default but the model does not have."""
-    if backend.get_vocab_size(with_added_tokens=True) <= size:
-        return backend
+def _added_tokens(backend: BackendTokenizer, size: int, architecture: str) -> list[AddedToken]:
+    """Those of the file, without special tokens that the converter adds by default but the model does not have.
+
+    Phi-3's tokens swallow the white space after them, which its template relies on, and no file says so.
+    """
+    added = [token for index, token in sorted(backend.get_added_tokens_decoder().items()) if index < size]
+    if architecture != _PHI3:
+        return added
+    return [
+        AddedToken(token.content, normalized=False, special=token.special, rstrip=token.content not in _PHI3_KEEPS)
+        for token in added
+    ]
+
+
+def _with_added_tokens(backend: BackendTokenizer, added: list[AddedToken]) -> BackendTokenizer:
     rebuilt: Any = BackendTokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if (value := getattr(backend, part)) is not None:
             setattr(rebuilt, part, value)
-    added = [token for index, token in sorted(backend.get_added_tokens_decoder().items()) if index < size]
     rebuilt.add_special_tokens([token for token in added if token.special])
     rebuilt.add_tokens([token for token in added if not token.special])
     return cast("BackendTokenizer", rebuilt)
@@ -99,9 +111,14 @@ def _set_rule(backend: BackendTokenizer, rule: object) -> None:
         )
 
 
-def _leave_first_word(backend: BackendTokenizer) -> None:
-    """Neither adds a space before the first word of a text nor removes one."""
+def _set_spaces(backend: BackendTokenizer, has_first: bool) -> None:
+    """Writes spaces as U+2581. `has_first`: one more precedes a text, also after an added token, as in llama.cpp.
+
+    The converter leaves that one out where a text begins with a space by itself, and so makes " a" the same as "a".
+    """
     writing: Any = backend
-    writing.normalizer = None
-    writing.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    writing.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    spaces = normalizers.Replace(" ", "▁")
+    writing.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if has_first else spaces
+    writing.pre_tokenizer = None
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    writing.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if has_first else parts)
